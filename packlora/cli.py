@@ -334,8 +334,14 @@ def bench(
             "workloads: xsum, cnn_dailymail, wikisum, mix, het. Only these are measured; rows of other parts stay in FILE."
         ),
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="replicas: 0.6B, 1.7B or 8B.")] = None,
+    shape: Annotated[str | None, typer.Option(help="replicas: 0.6B, 1.7B or 8B. pipeline: 70B or 32B.")] = None,
     units: Annotated[int | None, typer.Option(min=1, help="pipeline: count so many units.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="pipeline: of samples: short, or a set of schedule: xsum, cnn_dailymail, wikisum, mix, het, real."
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run that was ended left off.")] = False,
     seconds: Annotated[
         int | None,
@@ -350,7 +356,7 @@ def bench(
         from packlora.bench.run import run_bench
 
         raise typer.Exit(
-            run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume, shape, units, seconds)
+            run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume, shape, units, lengths, seconds)
         )
 
     _guarded(action, "stopped; --resume goes on where it was")

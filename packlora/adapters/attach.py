@@ -124,7 +124,7 @@ def attach(
     layers: Layers = {}
     attached.groups = shared_inputs(model, example)
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
-    here = {job: _here(model, spec) for job, spec in specs.items()}
+    here = {job: _here(model, spec, attached) for job, spec in specs.items()}
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
         _replace(model, spec, here[job], attached, layers, chooser)
@@ -149,7 +149,7 @@ def attach_one(
         chooser: by path.
     """
     layers = adapted_layers(model)
-    before, here = set(layers), _here(model, spec)
+    before, here = set(layers), _here(model, spec, attached)
     _replace(model, spec, here, attached, layers, chooser)
     if attached.noise_hook is not None:
         noisy_embeddings(model, attached)
@@ -183,9 +183,9 @@ Layers = dict[tuple[str, bool], AdaptedLinear | Routed]
 Experts are none of them."""
 
 
-def _here(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
-    """Paths of what a job adapts, without those of modules that the model lacks."""
-    own = {path for path, _ in model.named_modules()}
+def _here(model: PreTrainedModel, spec: AdapterSpec, attached: Attached) -> list[str]:
+    """Paths of what a job adapts, without those of modules that the model lacks or that are trained elsewhere."""
+    own = {path for path, _ in model.named_modules() if attached.storage.holds(path)}
     return [
         path for path, module in spec.modules.items() if (_parent(path) if module.kind in PARAMETERS else path) in own
     ]

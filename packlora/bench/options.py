@@ -43,8 +43,8 @@ SHAPE = "0.6B"
 class Options:
     """only: words that choose contenders and cases, see `choose`; layers: of the model, None for all of them; parts: of the
     benchmark that are measured, none meaning all; kept: rows of the other parts, from the file that is written again; out: that
-    file; progress: where rows go as they are measured; shape: of the model in `replicas`; units: that are counted in
-    `pipeline`, None for the usual number."""
+    file; progress: where rows go as they are measured; shape: of the model in `replicas` and `pipeline`; units: that are
+    counted in `pipeline`, None for the usual number; lengths: of samples there."""
 
     device: torch.device
     quick: bool = False
@@ -56,6 +56,7 @@ class Options:
     progress: Progress | None = None
     shape: str = SHAPE
     units: int | None = None
+    lengths: str = "short"
 
     @property
     def tiny(self) -> bool:

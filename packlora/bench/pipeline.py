@@ -2,10 +2,11 @@
 one by one, and on a sharded base.
 
     torchrun --nproc-per-node 2 -m packlora bench pipeline --out pipeline-h200.json
+    torchrun --nproc-per-node 4 -m packlora bench pipeline --out pipeline-h200.json --shape 32B --lengths het
     torchrun --nproc-per-node 2 -m packlora bench pipeline --out short.json --layers 4 --units 1 --quick
 
-A run with another number of processes adds its rows to the file. Each way of a unit is kept as soon as it is measured, for
---resume.
+A run with another number of processes, another shape or other lengths of samples adds its rows to the file. Each way of a
+unit is kept as soon as it is measured, for --resume.
 """
 
 from __future__ import annotations
@@ -23,18 +24,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from packlora.adapters.attach import attach
 from packlora.base.weight_files import WeightFiles
-from packlora.bench.model import LLAMA_70B, TARGETS, TINY
+from packlora.bench.model import LLAMA_70B, QWEN_32B, TARGETS, TINY
 from packlora.bench.options import Options, Outcome
 from packlora.bench.peers.eager import eager
 from packlora.bench.processes import alarm
-from packlora.bench.processes import part_of as part_of
 from packlora.bench.replicas import Sizes, short_jobs
 from packlora.bench.results import text_table
-from packlora.bench.studies.short_jobs import CLIP, DROPOUT, JOBS, LR, prepared_on, timed_window, trainer_of
+from packlora.bench.schedule_cases import LENGTHS as LENGTHS_OF_SETS
+from packlora.bench.schedule_cases import SETS, draw_lengths
+from packlora.bench.studies.short_jobs import (
+    CLIP,
+    DROPOUT,
+    JOBS,
+    LR,
+    ShortJob,
+    prepared_on,
+    samples_of,
+    timed_window,
+    trainer_of,
+)
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.layout import Layout, planned
@@ -62,8 +74,17 @@ from packlora.schedule.simulate import end_times, makespan
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
 from packlora.schedule.verify import check, with_noops
 
-LAYERS_EACH, WHOLE = 4, 80
-"""Layers of a stage, about; and of the model whose shape they have."""
+LAYERS_EACH = 4
+"""Layers of a stage, about."""
+SHAPE, SHORT = "70B", "short"
+"""The usual ones."""
+SHAPES: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
+    SHAPE: ("Llama-3.1-70B", LlamaConfig, LlamaForCausalLM, LLAMA_70B),
+    "32B": ("Qwen2.5-32B", Qwen2Config, Qwen2ForCausalLM, QWEN_32B),
+}
+"""Name of the model, and how one of its shape is made."""
+LENGTHS = (SHORT, *SETS)
+"""Of samples: as in bench replicas, or of the four jobs of a set of bench schedule."""
 FLOWING = "no_flush"
 EAGER, BASELINE, UNBALANCED, SHARDED = "eager_", "eager_one_job_fixed", "fixed_samples", "fsdp2"
 WAYS = (
@@ -72,11 +93,12 @@ WAYS = (
 """How a unit is trained: in microbatches of all jobs or of one after the other, planned or of a fixed number of samples, with
 packlora's operators or (eager_) plain ones; and one job after the other on a base that is shared by rows."""
 PROTOCOL = (
-    "{layers} layers of Llama-3.1-70B's shape over the stages, cut by a layer's time and that of the output layer; "
+    "{layers} over the stages, cut by a layer's time and that of the output layer; "
     "the vocabulary is cut as the layers are; random bfloat16 weights made on the devices; "
-    "four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of"
-    " samples as in bench replicas, of at most {longest} tokens, about {step_tokens} tokens a job and optimizer step, loss on"
-    " all tokens. The training loop's own classes. A unit is {rounds} optimizer steps of every job on the same samples, the "
+    "four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of samples: short, as in "
+    "bench replicas, of at most 2048 tokens, or evenly spread quantiles of the sets of bench schedule, of at most 4096 (xsum, "
+    "cnn_dailymail and wikisum are estimates); about {step_tokens} tokens a job and optimizer step, loss on all tokens. "
+    "The training loop's own classes. A unit is {rounds} optimizer steps of every job on the same samples, the "
     "ways in turn, one unit to warm up and {units} counted; planning is not counted. no_flush: as training runs it, "
     "microbatches of at most {budget} tokens planned for the pipeline. one_job: 1F1B of one job after the other, the pipeline"
     " empty at every step of a job. fixed_samples: all jobs without a flush, jobs in turn, as many samples of a job to a "
@@ -87,7 +109,8 @@ PROTOCOL = (
     "time of eager_one_job_fixed over a way's. s: until the first stage is done with the last backward. bubble: share of the "
     "stages' time in which they run neither forward nor backward, both timed on the device; busy_s: seconds in which each "
     "stage does. makespan_error: the simulator's end of the order that ran, from these times, beside the measured one, "
-    "relative. tokens_per_s_per_gpu_70b: scaled from these layers to 80."
+    "relative. tokens_per_s_per_gpu_70b, _32b: scaled from these layers to the model's 80, 64. Keys that end in _32b, or in a "
+    "set of lengths, are of these; the others are of 70B and short."
 )
 
 
@@ -97,9 +120,11 @@ class Timed(StageDevice):
 
     spans: dict[str, list[Any]] = field(default_factory=lambda: {"forward": [], "backward": []})
 
-    def forward(self, samples: Any, weights: np.ndarray, incoming: torch.Tensor | None = None) -> StagePending:
+    def forward(
+        self, samples: Any, weights: np.ndarray, incoming: torch.Tensor | None = None, below: torch.Tensor | None = None
+    ) -> StagePending:
         with self._timed("forward"):
-            return StageDevice.forward(self, samples, weights, incoming)
+            return StageDevice.forward(self, samples, weights, incoming, below)
 
     def backward(self, pending: StagePending) -> MicrobatchResult:
         with self._timed("backward"):
@@ -157,14 +182,15 @@ class Piped:
     def __init__(self, options: Options, sizes: Sizes, mesh: Mesh, scratch: Path, ways: Sequence[str]) -> None:
         self.sizes, self.mesh, self.links = sizes, mesh, Links(mesh, Layout(((),), pipeline=mesh.size), options.device)
         layers = options.layers or (mesh.size if sizes.tiny else LAYERS_EACH * mesh.size)
-        vocabulary = LLAMA_70B["vocab_size"] * layers // WHOLE // 64 * 64  # as the whole one: GPUs need multiples
-        values = {**LLAMA_70B, "vocab_size": vocabulary} | (TINY if sizes.tiny else {})
-        config = LlamaConfig(**values | {"num_hidden_layers": layers}, tie_word_embeddings=False, use_cache=False)
+        _, kind, make, whole = SHAPES[options.shape]
+        vocabulary = whole["vocab_size"] * layers // whole["num_hidden_layers"] // 64 * 64  # GPUs need multiples
+        values = {**whole, "vocab_size": vocabulary} | (TINY if sizes.tiny else {})
+        config = kind(**values | {"num_hidden_layers": layers}, tie_word_embeddings=False, use_cache=False)
         self.layers, path = layers, str(scratch / "model")
         alarm(600)
         config.save_pretrained(path)
         with torch.device("meta"):
-            skeleton: Any = LlamaForCausalLM(config)
+            skeleton: Any = make(config)
         self.prepared = self._prepared(skeleton, path, options, {"pipeline": mesh.size})
         head = measure_head(self.prepared.run, self.prepared.shape, self.links.device)
         self.prepared.head_in_layers = mesh.gather(head.in_layers)[0]
@@ -195,7 +221,7 @@ class Piped:
             self.sharded = trainer_of(prepared, base, scratch, Replicas(mesh, Layout((tuple(JOBS),), split=mesh.size)))
 
     def _prepared(self, skeleton: Any, path: str, options: Options, parallel: dict[str, Any]) -> PreparedRun:
-        sizes, short = self.sizes, short_jobs(self.sizes, skeleton.config.vocab_size)
+        sizes, short = self.sizes, jobs_of(self.sizes, options.lengths, skeleton.config.vocab_size)
         jobs = [
             {
                 "name": job.name, "data": {"path": "random"},
@@ -281,6 +307,21 @@ class Piped:
         }  # fmt: skip
 
 
+def jobs_of(sizes: Sizes, lengths: str, vocabulary: int) -> list[ShortJob]:
+    """Four jobs with samples for one unit, so that all units are alike. lengths: one of LENGTHS."""
+    if lengths == SHORT:
+        return short_jobs(sizes, vocabulary)
+    out = []
+    for number, ((name, (_, rank)), kind) in enumerate(zip(JOBS.items(), SETS[lengths], strict=True)):
+        drawn = np.sort(draw_lengths(kind, 1000, number)) // (128 if sizes.tiny else 1)
+        drawn = np.clip(drawn, 8, sizes.longest)
+        batch = max(1, round(sizes.step_tokens / drawn.mean()))
+        at = (np.arange(batch * sizes.rounds) + 0.5) / (batch * sizes.rounds)
+        found = np.random.default_rng(number).permutation(np.quantile(drawn, at, method="nearest"))
+        out.append(ShortJob(name, rank, batch, samples_of(found, vocabulary, number), shuffle=False))
+    return out
+
+
 def fixed_samples(orders: Sequence[Any], first: int, rounds: int, budget: int, stages: int) -> Window:
     """Global batches of the jobs in turn, each in microbatches of equally many samples in their order."""
     out: list[Microbatch] = []
@@ -316,22 +357,41 @@ def simulated(windows: Sequence[Window], times: Sequence[dict[str, list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A way's turn in a unit, which is counted from 1."""
+    """A way's turn in a unit, which is counted from 1. of: what is trained where, see case_of."""
 
     number: int
     way: str
-    processes: int
+    of: str
 
     @property
     def label(self) -> str:
-        return f"x{self.processes} unit {self.number} {self.way}"
+        return f"{self.of} unit {self.number} {self.way}"
 
 
-def turns(units: int, ways: Sequence[str], processes: int) -> list[Turn]:
+def case_of(processes: int, shape: str, lengths: str) -> str:
+    """In words, of which the usual ones are left out."""
+    return " ".join([f"x{processes}", *_unusual(shape, lengths)])
+
+
+def _unusual(shape: str, lengths: str) -> list[str]:
+    return [word for word, usual in ((shape, SHAPE), (lengths, SHORT)) if word != usual]
+
+
+def part_of(row: dict[str, Any]) -> str:
+    """A run replaces the rows of its own part."""
+    return case_of(row["processes"], *_of(row))
+
+
+def _of(row: dict[str, Any]) -> tuple[str, str]:
+    """Shape and lengths, which older rows do not say."""
+    return row.get("shape", SHAPE), row.get("lengths", SHORT)
+
+
+def turns(units: int, ways: Sequence[str], of: str) -> list[Turn]:
     """Of all units that are counted, each of which begins with another way."""
     shifts = [number % len(ways) for number in range(1, units + 1)]
     return [
-        Turn(number, way, processes)
+        Turn(number, way, of)
         for number, shift in enumerate(shifts, 1)
         for way in [*ways[shift:], *ways[:shift]]
     ]  # fmt: skip
@@ -351,8 +411,11 @@ def run(options: Options, mesh: Mesh) -> Outcome:
     sizes, start = Sizes.of(options), time.perf_counter()
     # a window as training plans it; fewer rounds are mostly filling and draining
     sizes = replace(sizes, rounds=max(2 * sizes.rounds, 3), units=options.units or sizes.units)
-    ways, measured = ways_of(options.only), list[dict[str, Any]]()
-    every = turns(sizes.units, ways, mesh.size)
+    if options.lengths != SHORT and not sizes.tiny:
+        sizes = replace(sizes, longest=LENGTHS_OF_SETS["cap_tokens"])
+    ways, measured, of = ways_of(options.only), list[dict[str, Any]](), (options.shape, options.lengths)
+    case = case_of(mesh.size, *of)
+    every = turns(sizes.units, ways, case)
     known = options.progress.rows if options.progress is not None else {}
     done = set(mesh.gather(sorted(known))[0])
     left = [turn for turn in every if turn.label not in done]
@@ -363,19 +426,18 @@ def run(options: Options, mesh: Mesh) -> Outcome:
             piped, told = Piped(options, sizes, mesh, scratch, ways), Told(mesh, start)
             told.begins(piped, ways, len(left))
             for way in ways:
-                told.measured(f"x{mesh.size} to warm up {way}", piped.unit(way)["s"])
+                told.measured(f"{case} to warm up {way}", piped.unit(way)["s"])
         for turn in options.each(left, measured):
             own = piped.unit(turn.way)
             told.measured(turn.label, own["s"])
             row = {"case": turn.label, "number": turn.number, "way": turn.way, "layers": piped.layers}
             measured.append(row | {"figures": own, "failed": {}})
         mesh.barrier()
-    rows = [
-        *options.kept,
-        *unit_rows([*(known[label] for label in done if label in known), *measured], mesh.size, ways),
-    ]
+    known_rows = [known[label] for label in done if label in known]
+    rows = [*options.kept, *unit_rows([*known_rows, *measured], mesh.size, ways, *of)]
+    layers = sorted({(_of(row)[0], row["layers"]) for row in rows})
     protocol = PROTOCOL.format(
-        layers=", ".join(sorted({str(row["layers"]) for row in rows})), longest=sizes.longest, dropout=DROPOUT,
+        layers=", ".join(f"{number} layers of {SHAPES[shape][0]}'s shape" for shape, number in layers), dropout=DROPOUT,
         ranks=", ".join(str(rank) for _, rank in JOBS.values()), step_tokens=sizes.step_tokens, rounds=sizes.rounds,
         units=sizes.units, budget=sizes.budget,
     )  # fmt: skip
@@ -415,41 +477,55 @@ class Told:
             print(text, flush=True)
 
 
-def unit_rows(measured: Sequence[dict[str, Any]], processes: int, ways: Sequence[str]) -> list[dict[str, Any]]:
+def unit_rows(
+    measured: Sequence[dict[str, Any]], processes: int, ways: Sequence[str], shape: str = SHAPE, lengths: str = SHORT
+) -> list[dict[str, Any]]:
     """A row a unit, with the figures of each way."""
     out = []
     for number in sorted({row["number"] for row in measured}):
         own = {row["way"]: row for row in measured if row["number"] == number}
         layers = {row["layers"] for row in own.values()}
-        row = {"case": f"x{processes} unit {number}", "processes": processes, "layers": max(layers), "failed": {}}
+        row = {"case": f"{case_of(processes, shape, lengths)} unit {number}", "processes": processes, "shape": shape}
+        row |= {"lengths": lengths, "layers": max(layers), "failed": {}}
         out.append(row | {way: own[way]["figures"] for way in ways if way in own})
     return out
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that are quoted: medians over units; of makespan_error the largest of all numbers of processes."""
+    """The figures that are quoted: medians over units; of makespan_error the largest of all."""
     out: dict[str, Any] = {}
     errors = []
-    for size in sorted({row["processes"] for row in rows}):
-        own = [row for row in rows if row["processes"] == size]
-        out[f"speedup_over_1f1b_{size}gpu"] = _speedup(own, FLOWING, BASELINE)
-        out[f"speedup_over_unbalanced_{size}gpu"] = _speedup(own, FLOWING, UNBALANCED)
-        out[f"speedup_over_one_job_{size}gpu"] = _speedup(own, FLOWING, "one_job")
-        out[f"speedup_over_fsdp2_{size}gpu"] = _speedup(own, FLOWING, SHARDED)
-        for way in WAYS:
-            if way not in (FLOWING, BASELINE):
-                out[f"{way}_over_1f1b_{size}gpu"] = _speedup(own, way, BASELINE)
-        flowing = [row[FLOWING] for row in own if FLOWING in row]
-        out[f"bubble_{len(JOBS)}jobs_{size}gpu"] = _median([way["bubble"] for way in flowing])
-        out[f"bubble_1job_{size}gpu"] = _median([row["one_job"]["bubble"] for row in own if "one_job" in row])
-        errors.append(_median([abs(way["simulated_s"] / way["s"] - 1) for way in flowing]))
-        out[f"tokens_per_s_per_gpu_70b_{size}gpu"] = _median([
-            row[FLOWING]["tokens"] / row[FLOWING]["s"] / size * row["layers"] / WHOLE for row in own if FLOWING in row
-        ])  # fmt: skip
-    out["makespan_error"] = max([error for error in errors if error is not None], default=None)
-    rates = [value for key, value in out.items() if key.startswith("tokens_per_s")]
-    out["tokens_per_s_per_gpu_70b"] = rates[-1] if rates else None
+    for shape, lengths in sorted({_of(row) for row in rows}, key=lambda of: of != (SHAPE, SHORT)):
+        end = "".join(f"_{word.lower()}" for word in _unusual(shape, lengths))
+        rate = "_".join(["tokens_per_s_per_gpu", shape.lower(), *_unusual(SHAPE, lengths)])
+        for size in sorted({row["processes"] for row in rows if _of(row) == (shape, lengths)}):
+            own = [row for row in rows if _of(row) == (shape, lengths) and row["processes"] == size]
+            found, error = _figures(own, size)
+            errors += [] if error is None else [error]
+            out |= {f"{key}{end}": value for key, value in found.items()}
+            scale = 1 / size / SHAPES[shape][3]["num_hidden_layers"]
+            out[rate] = out[f"{rate}_{size}gpu"] = _median([
+                row[FLOWING]["tokens"] / row[FLOWING]["s"] * row["layers"] * scale for row in own if FLOWING in row
+            ])  # fmt: skip
+    out["makespan_error"] = max(errors, default=None)
     return out
+
+
+def _figures(own: list[dict[str, Any]], size: int) -> tuple[dict[str, Any], float | None]:
+    """Of the rows of one case; and how far the simulated time is from the measured one."""
+    flowing = [row[FLOWING] for row in own if FLOWING in row]
+    out = {
+        f"speedup_over_1f1b_{size}gpu": _speedup(own, FLOWING, BASELINE),
+        f"speedup_over_unbalanced_{size}gpu": _speedup(own, FLOWING, UNBALANCED),
+        f"speedup_over_one_job_{size}gpu": _speedup(own, FLOWING, "one_job"),
+        f"speedup_over_fsdp2_{size}gpu": _speedup(own, FLOWING, SHARDED),
+        f"bubble_{len(JOBS)}jobs_{size}gpu": _median([way["bubble"] for way in flowing]),
+        f"bubble_1job_{size}gpu": _median([row["one_job"]["bubble"] for row in own if "one_job" in row]),
+    }
+    for way in WAYS:
+        if way not in (FLOWING, BASELINE):
+            out[f"{way}_over_1f1b_{size}gpu"] = _speedup(own, way, BASELINE)
+    return out, _median([abs(way["simulated_s"] / way["s"] - 1) for way in flowing])
 
 
 def _speedup(rows: list[dict[str, Any]], way: str, over: str) -> float | None:

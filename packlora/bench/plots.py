@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 TITLES = {
@@ -48,6 +49,8 @@ def write_plots(name: str, rows: list[dict[str, Any]], out: Path) -> list[Path]:
         figures["near-unity"] = _draw_near_unity(near)
     if name == "dora" and (bars := [r for r in rows if r["part"] == "layer" and r["T"] == 8192 and not r["dropout"]]):
         figures["layers"] = _draw_bars(bars, [f"{row['K']} x {row['N']}\nr {row['r']}" for row in bars])
+    if name == "pipeline" and (cases := ways_by_case(rows)):
+        figures["ways"] = _draw_ways(cases)
     if name in ("graphs", "multi"):
         figures["ratios"] = _draw_bars(rows, [row["case"].replace(" ", "\n") for row in rows])
     return saved(figures, out)
@@ -62,6 +65,41 @@ def saved(figures: Mapping[str, Any], out: Path) -> list[Path]:
             figure.savefig(path, dpi=150, bbox_inches="tight")
             written.append(path)
     return written
+
+
+def ways_by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, tuple[float, float | None]]]:
+    """Of a pipeline, by case and way: tokens per second and the bubble, where there is one; medians over units."""
+    out: dict[str, dict[str, tuple[float, float | None]]] = {}
+    for case in dict.fromkeys(row["case"].rpartition(" unit ")[0] for row in rows):
+        own = [row for row in rows if row["case"].startswith(f"{case} unit ")]
+        ways = dict.fromkeys(
+            way for row in own for way, value in row.items() if isinstance(value, dict) and "s" in value
+        )
+        for way in ways:
+            units = [row[way] for row in own if way in row]
+            bubbles = [unit["bubble"] for unit in units if "bubble" in unit]
+            rate = median(unit["tokens"] / unit["s"] for unit in units)
+            out.setdefault(case, {})[way] = rate, median(bubbles) if bubbles else None
+    return out
+
+
+def _draw_ways(cases: dict[str, dict[str, tuple[float, float | None]]]) -> Any:
+    """Bars of tokens per second, with the share of time in which stages wait."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.6 + 0.36 * sum(1 + len(ways) for ways in cases.values())), layout="constrained")
+    sizes = [len(ways) for ways in cases.values()]
+    panels = figure.subplots(len(cases), 1, squeeze=False, gridspec_kw={"height_ratios": sizes})[:, 0]
+    for panel, (case, ways) in zip(panels, cases.items(), strict=True):
+        names = sorted(ways, key=lambda way: ways[way][0])
+        colours = [COLOURS["peft_bf16" if way.startswith("eager_") else "packlora"] for way in names]
+        bars = panel.barh(names, [ways[way][0] for way in names], color=colours)
+        said = [f"{rate:,.0f}" + ("" if b is None else f", bubble {b:.0%}") for rate, b in (ways[way] for way in names)]
+        panel.bar_label(bars, said, padding=3, fontsize=8)
+        panel.set_title(f"{case}: tokens/s", loc="left", fontsize=9)
+        panel.margins(x=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def throughput(rows: list[dict[str, Any]]) -> dict[int, dict[str, list[tuple[int, float]]]]:

@@ -74,6 +74,7 @@ def run_bench(
     resume: bool = False,
     shape: str | None = None,
     units: int | None = None,
+    lengths: str | None = None,
     seconds: int | None = None,
 ) -> int:
     """Run a benchmark, write its results and print a table.
@@ -89,8 +90,9 @@ def run_bench(
         parts: those to measure, of PARTS, separated by commas; rows of the others stay in the file as they are.
         ncu: measure nothing; print the command lines that count the DRAM traffic of `layer`.
         resume: go on where a run that was ended left off.
-        shape: of the model in `replicas`, one of short_jobs.SHAPES.
+        shape: of the model in `replicas`, one of short_jobs.SHAPES, or in `pipeline`, one of pipeline.SHAPES.
         units: that are counted in `pipeline`.
+        lengths: of samples in `pipeline`, one of pipeline.LENGTHS.
         seconds: no case begins after so many; what is measured is written, and `resume` goes on with the rest.
 
     Returns:
@@ -104,10 +106,15 @@ def run_bench(
         raise InputError(f"bench: {name!r} is not a benchmark; there are {', '.join(NAMES)}")
     if layers is not None and name not in WITH_LAYERS:
         raise InputError(f"bench {name}: --layers is for {', '.join(WITH_LAYERS)}")
-    if shape is not None and (name != "replicas" or shape not in SHAPES):
-        raise InputError(f"bench {name}: --shape is for replicas, and one of {', '.join(SHAPES)}")
-    if units is not None and name != "pipeline":
-        raise InputError(f"bench {name}: --units is for pipeline")
+    shapes = {"replicas": SHAPES, "pipeline": pipeline.SHAPES}
+    if shape is not None and shape not in shapes.get(name, ()):
+        known = " and ".join(f"{one} ({', '.join(own)})" for one, own in shapes.items())
+        raise InputError(f"bench {name}: --shape is for {known}; got {shape!r}")
+    for key, value in (("--units", units), ("--lengths", lengths)):
+        if value is not None and name != "pipeline":
+            raise InputError(f"bench {name}: {key} is for pipeline")
+    if lengths is not None and lengths not in pipeline.LENGTHS:
+        raise InputError(f"bench {name}: --lengths is one of {', '.join(pipeline.LENGTHS)}; got {lengths!r}")
     if seconds is not None and (name == "schedule" or name in ON_PROCESSES or world_size() > 1):
         raise InputError(f"bench {name}: --seconds is for benchmarks of one process, {', '.join(ON_A_DEVICE)}")
     if ncu and name != "layer":
@@ -125,11 +132,13 @@ def run_bench(
             raise InputError("bench schedule runs in one piece; --resume is not for it")
         return run_schedule(out, quick, plots)
     if name in ON_PROCESSES or (name in ON_EITHER and world_size() > 1):
-        if plots or (resume and name != "pipeline"):
+        if (plots or resume) and name != "pipeline":
             raise InputError(f"bench {name} runs in one piece and has no pictures; --resume and --plots are not for it")
-        plain = Options(torch.device("cpu"), quick, _words(only), layers, wanted, (), out, None, shape or SHAPE, units)
+        shape = shape or (pipeline.SHAPE if name == "pipeline" else SHAPE)
+        lengths = lengths or pipeline.SHORT
+        plain = Options(torch.device("cpu"), quick, _words(only), layers, wanted, (), out, None, shape, units, lengths)
         with processes(name) as mesh:
-            return _measure_together(name, plain, device, resume, mesh)
+            return _measure_together(name, plain, device, resume, mesh, plots)
     if world_size() > 1:
         raise InputError(
             f"bench {name} runs on one process; torchrun is for {' and '.join([*ON_PROCESSES, *ON_EITHER])}"
@@ -147,8 +156,7 @@ def _measure(name: str, options: Options, plots: bool) -> int:
     if left := options.progress.left:
         print(f"the time is up: {len(left)} cases are not measured, {left[0]} is the next; --resume goes on with them")
     if plots:
-        for path in write_plots(name, outcome.rows, options.out):
-            print(f"wrote {path}")
+        _draw(name, outcome, options.out)
     return report_failures(outcome.rows)
 
 
@@ -170,7 +178,7 @@ def _not_measured(options: Options, outcome: Outcome) -> list[str]:
     return [label for label in dict.fromkeys([*earlier, *now]) if label not in measured]
 
 
-def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh: Mesh) -> int:
+def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh: Mesh, plots: bool = False) -> int:
     """Measure on all processes; the first one writes. Its file keeps the rows of other numbers of processes.
 
     Args:
@@ -184,9 +192,8 @@ def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh
         chosen = _device(name, device, plain.quick)
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: {device!r} is one device, but {mesh.size} processes were started; use auto")
-        label = (
-            f"{called}-{device_slug(chosen)}" if shape == SHAPE else f"{called}-{shape.lower()}-{device_slug(chosen)}"
-        )
+        usual = name == "pipeline" or shape == SHAPE  # a file of pipelines has all shapes
+        label = f"{called}-{device_slug(chosen)}" if usual else f"{called}-{shape.lower()}-{device_slug(chosen)}"
         kept: tuple[dict[str, Any], ...] = ()
         progress = None
         if name == "pipeline":
@@ -195,11 +202,14 @@ def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh
             check_writable(out)
             if not (plain.quick or plain.only or plain.layers is not None or plain.units is not None):
                 again = [f"{part} {mesh.size}" for part in plain.parts or PARTS.get(name, ("all",))]
+                if name == "pipeline":
+                    again = [pipeline.case_of(mesh.size, shape, plain.lengths)]
                 kept = rows_of_other_parts(out, label, device_name(chosen), again, bench.part_of)
             if name == "pipeline":
                 words = {
                     "name": label, "device": device_name(chosen), "processes": mesh.size, "quick": plain.quick,
-                    "only": list(plain.only), "layers": plain.layers, "units": plain.units,
+                    "only": list(plain.only), "layers": plain.layers, "units": plain.units, "shape": shape,
+                    "lengths": plain.lengths,
                 }  # fmt: skip
                 progress = Progress(out, words, resume)
         return label, replace(plain, device=chosen, kept=kept, progress=progress)
@@ -211,7 +221,14 @@ def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh
     _write(label, options, outcome)
     if options.progress is not None:
         options.progress.done()
+    if plots:
+        _draw(name, outcome, out)
     return report_failures(outcome.rows)
+
+
+def _draw(name: str, outcome: Outcome, out: Path) -> None:
+    for path in write_plots(name, outcome.rows, out):
+        print(f"wrote {path}")
 
 
 def _device(name: str, device: str, quick: bool) -> torch.device:

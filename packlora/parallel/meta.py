@@ -34,17 +34,22 @@ def on_meta(model: PreTrainedModel) -> Iterator[Callable[[], Any]]:
     experts = [module for module in model.modules() if is_experts(module)]
     text = model.config.get_text_config()
     with_loss = getattr(text, "output_router_logits", None)  # of routers, which counts tokens
+    pad = getattr(model.config, "pad_token_id", None)  # which some models look for in the ids, to warn of it
     with undisturbed(model), torch.enable_grad():
         for module in experts:
             vars(module)["forward"] = _itself
         if with_loss:
             text.output_router_logits = False
+        if pad is not None:
+            model.config.pad_token_id = None
         model.set_attn_implementation(ATTENTION)  # which needs no mask, whose values would be asked for
         try:
             yield lambda: torch.func.functional_call(model, tensors, (), example, tie_weights=False)
         finally:
             if with_loss:
                 text.output_router_logits = with_loss
+            if pad is not None:
+                model.config.pad_token_id = pad
             model.set_attn_implementation(attention)
             for module in experts:
                 del vars(module)["forward"]

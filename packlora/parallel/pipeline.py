@@ -215,7 +215,7 @@ class Links(Replicas):
                 losses = dist.new_group(list(every[part::width]), backend="gloo", timeout=timeout)
                 if mesh.rank in every[part::width]:
                     self._losses = losses
-        keep = 2 * (self.stages + 1)
+        keep = 3 * (self.stages + 1)
         self.up = Channel(self._groups[0], self._below, self._above, device, keep)
         self.down = Channel(self._groups[1], self._above, self._below, device, keep)
 

@@ -220,6 +220,10 @@ class Shards:
             before = [self.model.get_input_embeddings(), *self.layers.values()][inside[0]]
             before.register_forward_hook(with_gradient)
 
+    def holds(self, path: str) -> bool:
+        """See Storage."""
+        return True
+
     # --- a rank without a microbatch -------------------------------------------------------------------------------------
 
     def keep_step(self, attached: Attached, backward: bool) -> None:

@@ -3,7 +3,8 @@
 A stage is the model with its own layers. In the places of all others stand modules that let hidden states pass; before the
 first own layer they are those of the stage below, behind the last one they go to the stage above. So a stage runs the model's
 own forward: what is computed beside the layers, positions and masks, is computed on every stage. The embedding is on the first
-stage, the output layer on the last one, also where they are tied. What else there is (norms) is on all.
+stage, the output layer on the last one, also where they are tied. What else there is (norms) is on all, and trained on the
+first or the last one, whichever its place is beside.
 
 A stage may be cut over several processes (tensor.py), or its experts shared out to them (experts.py). Hidden states pass whole
 between stages, from each process to the one in its own place.
@@ -64,10 +65,18 @@ class Stage(InMemory):
 
     def __init__(self, links: Links, layers: range, width: int, dtype: torch.dtype) -> None:
         self.links, self.layers, self.width, self.dtype = links, layers, width, dtype
+        self.at_end: dict[str, bool] = {}
+        """See ends_of."""
+        self.routes = False
+        """Whether a layer here has a router whose output transformers records."""
         self.outgoing: torch.Tensor | None = None
         """Hidden states [1, T, D] that the last forward has left for the stage above."""
         self._incoming: torch.Tensor | None = None
         self._in_step = False
+
+    def holds(self, path: str) -> bool:
+        behind = self.at_end.get(path)
+        return behind is None or (self.links.is_last if behind else self.links.is_first)
 
     @contextmanager
     def given(self, incoming_TD: torch.Tensor | None) -> Iterator[None]:
@@ -141,12 +150,13 @@ class Stage(InMemory):
         return hidden if self._incoming is None else self._incoming
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Take what the last layer here gives. Returns what the rest of the model may be run on: as little as there can be."""
+        """Take what the last layer here gives. Returns what the rest of the model may be run on, which is for nothing: hidden
+        states of the same shape, as some models have it in mind (GPT-2), without gradients."""
         self.outgoing = hidden
         if self._in_step:
             self.links.up.send(hidden.contiguous(), hidden.shape, self.dtype)
             self.links.up.drain()
-        return hidden[:, :1].detach()
+        return hidden.detach()
 
 
 class Elsewhere(torch.nn.Module):
@@ -273,6 +283,7 @@ def cut(model: PreTrainedModel, links: Links, counts: Sequence[int]) -> Stage:
     _check_layers(model, sum(counts))
     first = sum(counts[: links.stage])
     stage = Stage(links, range(first, first + counts[links.stage]), width, dtype)
+    stage.at_end = ends_of(model)
     for number, (path, layer) in enumerate(layers.items()):
         if number not in stage.layers:
             parent, _, leaf = path.rpartition(".")
@@ -281,7 +292,15 @@ def cut(model: PreTrainedModel, links: Links, counts: Sequence[int]) -> Stage:
         model.set_input_embeddings(NoEmbedding(model.get_input_embeddings().weight))
     if not links.is_last:
         model.set_output_embeddings(torch.nn.Identity())
+    stage.routes = _routes(model)
     return stage
+
+
+def _routes(model: PreTrainedModel) -> bool:
+    """Whether the model has a module of which transformers records router_logits."""
+    asked = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits", [])
+    kinds = [getattr(one, "target_class", one) for one in (asked if isinstance(asked, list) else [asked])]
+    return any(isinstance(module, kind) for kind in kinds if isinstance(kind, type) for module in model.modules())
 
 
 def _what(model: PreTrainedModel) -> str:
@@ -340,10 +359,36 @@ def _alike(x: Any, y: Any) -> bool:
     return tensors and x.ndim == 3 and x.shape == y.shape and x.dtype == y.dtype
 
 
-def outside(model: PreTrainedModel, paths: Sequence[str]) -> list[str]:
-    """Of modules with adapters, those that are in no layer, and so on every stage."""
-    inside = tuple(f"{path}." for path in decoder_layers(model))
-    return [path for path in paths if not path.startswith(inside)]
+def ends_of(model: PreTrainedModel) -> dict[str, bool]:
+    """By path the modules that run before the first layer of the decoder, or behind the last one, and so belong to the first or
+    the last stage: whether they run behind. Modules inside of layers are none of them.
+
+    Args:
+        model: whole, may be without weights.
+    """
+    layers = [*decoder_layers(model).values()]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    begun, ran = [0], dict[str, set[int]]()
+
+    def note(path: str, *_: Any) -> None:
+        ran.setdefault(path, set()).add(begun[0])
+
+    def begin(*_: Any) -> None:
+        begun[0] += 1
+
+    hooks = [layer.register_forward_pre_hook(begin) for layer in layers]
+    hooks += [
+        module.register_forward_pre_hook(partial(note, path))
+        for path, module in model.named_modules()
+        if id(module) not in inside and not list(module.children())
+    ]
+    try:
+        with on_meta(model) as run:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {path: at == {len(layers)} for path, at in ran.items() if at in ({0}, {len(layers)})}
 
 
 def across_stages(adapters: Sequence[Adapter], links: Links) -> dict[str, AcrossStages]:
@@ -404,18 +449,19 @@ def check_stages(model: PreTrainedModel, layers: int, adapted: Mapping[str, Sequ
     Args:
         model: may be without weights.
         layers: that its configuration says it has.
-        adapted: by job the paths of its modules with adapters.
+        adapted: by job the paths of the modules that it trains something on.
 
     Raises:
         InputError: naming the model or the job and its module.
     """
     layer_chain(model)
     _check_layers(model, layers)
+    inside, ends = tuple(f"{path}." for path in decoder_layers(model)), ends_of(model)
     for job, paths in adapted.items():
-        if found := outside(model, paths):
+        if found := [path for path in paths if not path.startswith(inside) and path not in ends]:
             raise InputError(
-                f"job {job!r}: {found[0]} is outside of the decoder's layers, and so on every stage of a pipeline "
-                "(parallel.pipeline); adapters are taken in layers"
+                f"job {job!r}: {found[0]} is neither in a layer of the decoder nor before or behind all of them, and so on no "
+                "stage of a pipeline (parallel.pipeline); leave it out"
             )
 
 

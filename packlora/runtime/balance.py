@@ -77,10 +77,13 @@ class BalanceSum:
         return {METRIC: mean if math.isfinite(mean) else None}
 
 
-def balance_losses(router_logits: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]], top_k: int) -> torch.Tensor:
-    """Load-balancing losses [N] of the tokens of each span, over all layers; in float32 or wider, differentiable.
+def router_sums(
+    router_logits: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]], top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the tokens of each span and all layers [N, E]: how often each expert is chosen, and the sum of its probabilities,
+    which is differentiable; in float32 or wider.
 
-    Each has the same bits whatever other tokens there are.
+    Each row has the same bits whatever other tokens there are.
 
     Args:
         router_logits: of each layer with a router, [T, E].
@@ -95,27 +98,89 @@ def balance_losses(router_logits: Sequence[torch.Tensor], spans: Sequence[tuple[
             counts_TE = chosen_TE if counts_TE is None else counts_TE.add_(chosen_TE)
         sums_TE = p_TE if sums_TE is None else sums_TE + p_TE
     assert counts_TE is not None and sums_TE is not None
-    experts, layers = sums_TE.shape[1], len(router_logits)
-    return torch.stack(
-        [
-            (counts_TE[start:stop].sum(0) * sums_TE[start:stop].sum(0)).sum()
-            * (experts / (layers * (stop - start)) ** 2)
-            for start, stop in spans
-        ]
+    counts_NE, sums_NE = (
+        torch.stack([own_TE[start:stop].sum(0) for start, stop in spans]) for own_TE in (counts_TE, sums_TE)
     )
+    return counts_NE, sums_NE
+
+
+def slopes(counts_NE: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Derivative [N, E] of the load-balancing losses by the sums of probabilities, in which they are linear."""
+    choices_N1 = counts_NE.sum(1, keepdim=True)  # layers * tokens * top_k
+    return counts_NE * (counts_NE.shape[1] * top_k**2 / choices_N1**2)
+
+
+def balance_losses(router_logits: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]], top_k: int) -> torch.Tensor:
+    """Load-balancing losses [N] of the tokens of each span, over all layers. As router_sums."""
+    return _losses(*router_sums(router_logits, spans, top_k), top_k)
+
+
+def _losses(counts_NE: torch.Tensor, sums_NE: torch.Tensor, top_k: int) -> torch.Tensor:
+    return torch.stack([row_E.sum() for row_E in slopes(counts_NE, top_k) * sums_NE])
 
 
 def with_balance(
     total: torch.Tensor, router_logits: Sequence[torch.Tensor], balanced: Sequence[Balanced], top_k: int
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """A root for backward with the load-balancing losses of a microbatch's samples, and by owner their sum [] float64."""
-    losses = iter(balance_losses(router_logits, [span for one in balanced for span in one.spans], top_k))
-    found: dict[int, torch.Tensor] = {}
-    for one in balanced:
-        own = torch.stack([next(losses) for _ in one.spans]).sum()
-        total = total + one.weight * own
-        found[one.owner] = own.detach().double()
-    return total, found
+    losses_N = balance_losses(router_logits, _spans(balanced), top_k)
+    found = sums_by_owner(losses_N, balanced)
+    return total + (losses_N * _weights(balanced, losses_N)).sum(), found
+
+
+def sums_by_owner(losses_N: torch.Tensor, balanced: Sequence[Balanced]) -> dict[int, torch.Tensor]:
+    """[] float64, without gradient."""
+    parts = losses_N.detach().split([len(one.spans) for one in balanced])
+    return {one.owner: part.sum().double() for one, part in zip(balanced, parts, strict=True)}
+
+
+def _spans(balanced: Sequence[Balanced]) -> list[tuple[int, int]]:
+    return [span for one in balanced for span in one.spans]
+
+
+def _weights(balanced: Sequence[Balanced], like: torch.Tensor) -> torch.Tensor:
+    """[N] in the gradient."""
+    return torch.cat([like.new_full((len(one.spans),), one.weight) for one in balanced])
+
+
+class StageRouting:
+    """The load-balancing losses of a microbatch on one stage of a pipeline. Each is a product of two sums over the layers of
+    all stages: these go up with the hidden states, and the losses' derivative comes down with the gradient of these.
+
+    Args:
+        router_logits: of the layers here; none where they have no routers.
+        below: the totals of the stage below; None on the first stage.
+        experts, top_k: of the model.
+        dtype: of what passes between stages.
+    """
+
+    def __init__(
+        self, router_logits: Sequence[torch.Tensor], balanced: Sequence[Balanced], below: torch.Tensor | None,
+        experts: int, top_k: int, dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        spans = _spans(balanced)
+        self.balanced, self.top_k = balanced, top_k
+        self.sums: torch.Tensor | None = None
+        """[N, E], sums of probabilities of the layers here, differentiable."""
+        self.totals = torch.zeros(2, len(spans), experts, dtype=dtype, device=device) if below is None else below
+        """[2, N, E], counts and sums of the layers here and below."""
+        self.gradient: torch.Tensor | None = None
+        """[N, E] of the losses by the sums of any stage; before the backward from the stage above or from `losses`."""
+        if router_logits:
+            counts_NE, sums_NE = router_sums(router_logits, spans, top_k)
+            self.sums = sums_NE.to(dtype)
+            self.totals = self.totals + torch.stack([counts_NE.to(dtype), self.sums.detach()])
+
+    def losses(self) -> dict[int, torch.Tensor]:
+        """On the last stage, by owner the sum of its samples' losses; leaves their gradient."""
+        counts_NE, sums_NE = self.totals.unbind()
+        self.gradient = slopes(counts_NE, self.top_k) * _weights(self.balanced, counts_NE)[:, None]
+        return sums_by_owner(_losses(counts_NE, sums_NE, self.top_k), self.balanced)
+
+    def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For backward: tensors and their gradients."""
+        assert self.gradient is not None
+        return [] if self.sums is None or not self.sums.requires_grad else [(self.sums, self.gradient)]
 
 
 def coefficient_of(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:
@@ -141,11 +206,6 @@ def coefficient_of(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple
             f"here: {why}; leave it out"
         )
     coefficient = float(getattr(skeleton, "router_aux_loss_coef") if key is None else key)  # noqa: B009
-    if run.parallel.stages > 1 and coefficient:
-        raise InputError(
-            f"job {job.name!r} has a load-balancing loss (router_aux_loss_coef {coefficient:g}), which parallel.pipeline: "
-            f"{run.parallel.stages} does not serve in this version; leave that out, or set train.router_aux_loss_coef to 0"
-        )
     if key is None and coefficient:
         return coefficient, [
             f"job {job.name!r}: a load-balancing loss is added with {coefficient:g}, as the base model's config.json has "

@@ -62,8 +62,8 @@ class OpenMembers(Members):
             self.sweep.read(output_dir, list(prepared.left_out))
 
     def is_asked(self) -> bool:
-        """Whether something is asked for, as the first process finds it."""
-        return bool(self.group.told(self.group.leads and bool(self.control.asked())))
+        """Whether something is asked for, as the first process finds it, or a sweep has to decide."""
+        return self.sweep is not None or bool(self.group.told(self.group.leads and bool(self.control.asked())))
 
     def _asked(self) -> list[Asked]:
         """What the first process is asked for."""
@@ -116,7 +116,8 @@ class OpenMembers(Members):
             for job in jobs:
                 self.sweep.see(job)
             sweep = self.sweep
-            files.write(FILE, lambda: sweep.write(self.output_dir))
+            if self.group.leads:
+                files.write(FILE, lambda: sweep.write(self.output_dir))
         if self.group.leads:
             self.control.refuse_all("the run has ended")
 

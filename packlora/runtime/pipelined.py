@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ from packlora.runtime.windows import Plan, planned_windows
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
-LOSS, SQUARE, FOUND, TOLD, LARGEST, CHANGED, COLUMNS = 0, 1, 2, slice(3, 10), 10, 11, 12
-"""Columns of sums and totals, float64 [1 + steps, 12]. LARGEST and CHANGED are the largest of all stages, the others are added
+LOSS, SQUARE, FOUND, TOLD, BALANCE, LARGEST, CHANGED, COLUMNS = 0, 1, 2, slice(3, 10), 10, 11, 12, 13
+"""Columns of sums and totals, float64 [1 + steps, 13]. LARGEST and CHANGED are the largest of all stages, the others are added
 up. Row 0 says in column LARGEST whether the pipeline is to run dry; the others are of the jobs that step, in the order of the
-slot. FOUND: parameters with a gradient. TOLD: see Objective.told. LARGEST, CHANGED: of the job's step before, see
-Job.confirm."""
+slot. FOUND: parameters with a gradient. TOLD: see Objective.told. BALANCE: see BalanceSum. LARGEST, CHANGED: of the job's step
+before, see Job.confirm."""
 
 
 @dataclass(slots=True)
@@ -48,7 +49,8 @@ class _Inside:
     due: list[Job]
     pending: StagePending | None = None
     incoming: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    """For the stage below, see StagePending."""
     sums: torch.Tensor | None = None
 
     @property
@@ -70,6 +72,17 @@ def put_sums(row: torch.Tensor, job: Job) -> None:
     row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
     if job.preferences.told is not None:
         row[TOLD] = job.preferences.told
+    if job.balance.total is not None:
+        row[BALANCE] = job.balance.total
+
+
+def take_totals(row: torch.Tensor, job: Job) -> None:
+    """What all stages have added up of it."""
+    job.loss_sum = row[LOSS]
+    if job.preferences.objective is not None:
+        job.preferences.told = row[TOLD]
+    if job.balance.coefficient:
+        job.balance.total = row[BALANCE]
 
 
 class PipelinedTrainer(Trainer):
@@ -181,18 +194,20 @@ class PipelinedTrainer(Trainer):
         inside = self._inside[slot]
         samples, weights = self.runner.packer.packed(inside.microbatch)
         tokens, incoming, inside.incoming = inside.microbatch.num_tokens, inside.incoming, None
+        below = None if self.links.is_first else self.executor.receive_totals(samples)
+        forward = partial(self.executor.forward, samples, weights, incoming, below)
         with self.times.clock.span("forward", slot):
-            inside.pending = self.budget.attempt(tokens, lambda: self.executor.forward(samples, weights, incoming))
+            inside.pending = self.budget.attempt(tokens, forward)
 
     def _send_hidden(self, slot: int) -> None:
         pending = self._inside[slot].pending
         assert pending is not None
-        self.links.up.send(pending.root.detach(), self._shape(slot), self.executor.stage.dtype)
+        self.executor.send_up(pending, self._shape(slot))
 
     def _receive_gradient(self, slot: int) -> None:
         pending = self._inside[slot].pending
         assert pending is not None
-        pending.gradient = self.links.down.receive(self._shape(slot), self.executor.stage.dtype)
+        self.executor.receive_down(pending, self._shape(slot))
 
     def _backward(self, slot: int) -> None:
         inside = self._inside[slot]
@@ -201,13 +216,14 @@ class PipelinedTrainer(Trainer):
         with self.times.clock.span("backward", slot):
             done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.backward(pending))
         assert done is not None
-        inside.gradient, inside.pending = pending.gradient, None
+        inside.gradients, inside.pending = pending.gradients(), None
         due = {job.name for job in inside.due}
         for name in dict.fromkeys(placed.job for placed in microbatch.samples):
             job = self.by_name[name]
             if name in due:
                 job.collect(done.sums[job.adapter.number])
                 job.preferences.add(done.told.get(job.adapter.number))
+                job.balance.add(done.balance.get(job.adapter.number))
             else:
                 job.discard()
         self._count_tokens(inside)
@@ -228,10 +244,8 @@ class PipelinedTrainer(Trainer):
         self.runner.begin()
 
     def _send_gradient(self, slot: int) -> None:
-        inside = self._inside[slot]
-        gradient, inside.gradient = inside.gradient, None
-        assert gradient is not None
-        self.links.down.send(gradient, self._shape(slot), self.executor.stage.dtype)
+        self.executor.send_down(self._inside[slot].gradients, self._shape(slot))
+        self._inside[slot].gradients = []
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -283,9 +297,8 @@ class PipelinedTrainer(Trainer):
                 job.discard()
                 continue
             assert job.step == batch, "a step was left out"
-            job.loss_sum, job.found_elsewhere = totals[LOSS], int(row[FOUND])
-            if job.preferences.objective is not None:
-                job.preferences.told = totals[TOLD]
+            take_totals(totals, job)
+            job.found_elsewhere = int(row[FOUND])
             numbers = job.optimizer_step(totals[SQUARE].sqrt())
             self._count(job, job.count_step(row[LOSS], math.sqrt(row[SQUARE])), numbers[2:])
 

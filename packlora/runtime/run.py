@@ -104,8 +104,11 @@ def _checked(run: Run | InputError, mesh: OneProcess) -> Run:
         )
     run.parallel.check(mesh.size)
     check_trackers(run.trackers)
-    if run.sweep is not None and mesh.size > 1:
-        raise InputError(f"sweep: candidates join and leave in one process, but {mesh.size} were started; start one")
+    if run.sweep is not None and mesh.size > 1 and run.parallel.stages == 1:
+        raise InputError(
+            f"sweep: candidates join and leave on one process, or on the stages of pipelines that share all jobs, but "
+            f"{mesh.size} were started; start one, or set parallel.pipeline"
+        )
     if mesh.size > 1 and run.device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device: {run.device!r} is one device, but {mesh.size} processes were started; use auto")
     if mesh.no_gpu and run.device != "cpu":

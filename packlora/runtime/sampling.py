@@ -12,6 +12,7 @@ come to, and what else is on its way waits.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -143,10 +144,12 @@ class Sampler:
         device = self.base.device
         ids_T = torch.tensor([token for row in rows for token in row], device=device)
         positions_T = torch.cat([torch.arange(size) for size in sizes]).to(device)
-        last_L = torch.tensor(lengths, device=device).cumsum(0) - 1
-        with self.attached.active(TokenOwners(len(ids_T), ((owner, 0, total),))):
+        last = [stop - 1 for stop in accumulate(lengths)]
+        last_L = torch.tensor(last + [0] * (MIN_ROWS - len(last)), device=device)
+        owners = TokenOwners(len(ids_T), ((owner, 0, total),), label_rows=(((owner, 0, len(last)),), last_L))
+        with self.attached.active(owners):
             at = (self.base.model, ids_T, positions_T, sizes, last_L)
             storage = self.base.storage
             logits_LV = storage.logits(*at) if isinstance(storage, Stage) else packed_logits(*at)
-        found: list[int] = [0] * len(lengths) if logits_LV is None else logits_LV.argmax(-1).tolist()
+        found: list[int] = [0] * len(lengths) if logits_LV is None else logits_LV[: len(lengths)].argmax(-1).tolist()
         return found

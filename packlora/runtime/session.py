@@ -74,7 +74,7 @@ from packlora.runtime.sampling import Sampler
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.spread import choose, one_device
 from packlora.runtime.stage import StageDevice
-from packlora.runtime.sweep import Sweep, begun
+from packlora.runtime.sweep import Sweep, begun, check_open
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.terminal import Activity, Told, silent
@@ -174,6 +174,7 @@ class Session:
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
         self.layout, self.group = self._choose_layout(prepared), ALONE
+        check_open(run, self._is_open, self.layout.devices_per_job, mesh.size)
         if isinstance(mesh, Mesh):
             self.group = self._group(mesh)
         if self.saved is not None and not self._is_open and (self.changes or self.new):

@@ -5,12 +5,13 @@ Work is predicted from shapes alone (work.py): so every process of a run finds t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from packlora.base.device import choose_device
+from packlora.base.shape import decoder_layers
 from packlora.config import CUT_OPTIMS
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
@@ -18,6 +19,7 @@ from packlora.parallel.experts import check_experts
 from packlora.parallel.layout import Layout, Prediction, Wave
 from packlora.parallel.stages import check_stages
 from packlora.runtime import profiler
+from packlora.runtime.prepared_job import trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.wholeness import needs_whole_base
@@ -317,8 +319,22 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
         tokens = fullest if smallest is None else min(fullest, smallest)
         others -= round((1 - 1 / experts) * sum(job.on_experts for job in prepared.jobs if job.data.name not in names))
         kept = known.kept_bytes - profiler.TRAINABLE_BYTES * others
-        needed = max(needed, round((kept - base + here) * largest + each * tokens))
+        ends = profiler.TRAINABLE_BYTES * _at_ends(prepared, names) if layout.pipeline > 1 else 0
+        needed = max(needed, round((kept - base + here - ends) * largest + ends + each * tokens))
     return needed + gathered // layout.tensor if layout.sharded else needed
+
+
+def _at_ends(prepared: PreparedRun, names: Collection[str]) -> int:
+    """Parameters of jobs that are in no layer, of which one stage of a pipeline may have all."""
+    if prepared.encoder is None:
+        return 0
+    skeleton, total = prepared.encoder.skeleton, 0
+    inside = tuple(f"{path}." for path in decoder_layers(skeleton))
+    for job in prepared.jobs:
+        if job.data.name in names:
+            own = {path: module for path, module in job.spec.modules.items() if not path.startswith(inside)}
+            total += trainable_parameters(replace(job.spec, modules=own), skeleton)
+    return total
 
 
 def fits(known: Profile, needed: int) -> bool:

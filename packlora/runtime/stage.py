@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
 from packlora.base.packing import hidden_states
 from packlora.parallel.stages import Stage
+from packlora.runtime.balance import StageRouting
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import logps_of, sum_by_owner, token_losses, told_of
 from packlora.runtime.microbatch import MicrobatchResult, one_error_for_memory
@@ -25,7 +26,7 @@ class StagePending:
 
     incoming: hidden states of the stage below. root: what the backward begins at, the hidden states for the stage above or, on
     the last stage, the loss, whose losses_L are by label token. gradient: [1, T, D] of the hidden states; before the backward
-    from the stage above, after it for the stage below.
+    from the stage above, after it for the stage below. routing: where samples have a load-balancing loss.
     """
 
     batch: PackedBatch
@@ -34,12 +35,18 @@ class StagePending:
     losses_L: torch.Tensor | None
     num_owners: int
     gradient: torch.Tensor | None = None
+    routing: StageRouting | None = None
+    balance: dict[int, torch.Tensor] = field(default_factory=dict)
+    """As MicrobatchResult has it; nothing where the losses are on another stage."""
 
     def sums(self) -> torch.Tensor:
         """Of losses by owner, as MicrobatchResult has them; zeros where the losses are on another stage."""
         if self.losses_L is None:
             return torch.zeros(self.num_owners, dtype=torch.float64, device=self.root.device)
-        return sum_by_owner(self.losses_L, self.batch, self.num_owners)
+        sums = sum_by_owner(self.losses_L, self.batch, self.num_owners)
+        for one in self.batch.balanced:
+            sums[one.owner] += one.share * self.balance[one.owner]
+        return sums
 
     def logps(self) -> torch.Tensor | None:
         """As MicrobatchResult has them, likewise."""
@@ -49,6 +56,11 @@ class StagePending:
         if self.losses_L is None:
             return torch.zeros(len(groups.places) // 3, 3, dtype=torch.float64, device=self.root.device)
         return logps_of(self.losses_L, groups)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """After the backward, for the stage below: of the hidden states, and that of StageRouting."""
+        of_routing = None if self.routing is None else self.routing.gradient
+        return [own for own in (self.gradient, of_routing) if own is not None]
 
     def told(self) -> dict[int, torch.Tensor]:
         """As MicrobatchResult has it; nothing where the losses are on another stage."""
@@ -76,39 +88,94 @@ class StageDevice:
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
         """Nothing."""
 
+    # --- what passes between stages; shape: as `shape` gives it ------------------------------------------------------------
+
+    def receive_totals(self, samples: Sequence[PackedSample]) -> torch.Tensor | None:
+        """Those of StageRouting from the stage below, behind the hidden states; None where no sample has such a loss."""
+        balanced = sum(item.balance > 0 for item in samples)
+        return self.stage.links.up.receive((2, balanced, self._routers[0]), self._wide) if balanced else None
+
+    def send_up(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
+        up = self.stage.links.up
+        up.send(pending.root.detach(), shape, self.stage.dtype)
+        if (routing := pending.routing) is not None:
+            up.send(routing.totals, routing.totals.shape, self._wide)
+
+    def receive_down(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
+        down = self.stage.links.down
+        pending.gradient = down.receive(shape, self.stage.dtype)
+        if (routing := pending.routing) is not None:
+            routing.gradient = down.receive(routing.totals.shape[1:], self._wide)
+
+    def send_down(self, gradients: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> None:
+        """gradients: see StagePending."""
+        of_hidden, *of_routing = gradients
+        self.stage.links.down.send(of_hidden, shape, self.stage.dtype)
+        for own in of_routing:
+            self.stage.links.down.send(own, own.shape, self._wide)
+
+    # --- forward and backward ----------------------------------------------------------------------------------------------
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """Of what StageRouting sends."""
+        return torch.promote_types(self.stage.dtype, torch.float32)
+
+    @property
+    def _routers(self) -> tuple[int, int]:
+        """Experts of the model, and how many a token goes to."""
+        model: Any = self.base.model
+        return model.num_experts, model.num_experts_per_tok
+
     def forward(
-        self, samples: Sequence[PackedSample], weights: np.ndarray, incoming: torch.Tensor | None = None
-    ) -> StagePending:
-        """incoming: hidden states [1, T, D] of the stage below; None on the first stage."""
+        self, samples: Sequence[PackedSample], weights: np.ndarray, incoming: torch.Tensor | None = None,
+        below: torch.Tensor | None = None,
+    ) -> StagePending:  # fmt: skip
+        """incoming: hidden states [1, T, D] of the stage below; None on the first stage. below: see StageRouting."""
         with one_error_for_memory():
             batch = collate(samples, self.base.device, weights, self._total(samples))
-            return self._run(batch, incoming, len(weights))
+            return self._run(batch, incoming, len(weights), below)
 
-    def _run(self, batch: PackedBatch, incoming: torch.Tensor | None, num_owners: int) -> StagePending:
+    def _run(
+        self, batch: PackedBatch, incoming: torch.Tensor | None, num_owners: int, below: torch.Tensor | None = None
+    ) -> StagePending:
         if incoming is not None and torch.is_grad_enabled():
             incoming.requires_grad_()
         model, losses_L = self.base.model, None
+        routed = list[torch.Tensor]() if batch.balanced and self.stage.routes else None
         with self.attached.active(batch.owners), self.stage.given(incoming):
             if self.stage.links.is_last:
-                losses_L, root = token_losses(model, batch, batch.weights_L, self.base.fused_loss)
+                losses_L, root = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
             else:
-                hidden_states(model, batch.input_ids_T, batch.position_ids_T, batch.sample_lengths)
+                hidden_states(model, batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, routed=routed)
                 assert self.stage.outgoing is not None
                 root, self.stage.outgoing = self.stage.outgoing.contiguous(), None
-        return StagePending(batch, incoming, root, losses_L, num_owners)
+        pending = StagePending(batch, incoming, root, losses_L, num_owners)
+        if batch.balanced:
+            pending.routing = StageRouting(
+                routed or [], batch.balanced, below, *self._routers, self._wide, self.base.device
+            )
+            if self.stage.links.is_last:
+                pending.balance = pending.routing.losses()
+        return pending
 
     def backward(self, pending: StagePending) -> MicrobatchResult:
         """Gradients go to the parameters, and to pending.gradient. Losses are those of the last stage, zeros elsewhere."""
         batch, incoming, gradient = pending.batch, pending.incoming, pending.gradient
         pending.gradient = None
         with one_error_for_memory():
-            if pending.root.requires_grad:
+            roots = [(pending.root, gradient)] if pending.root.requires_grad else []
+            if pending.routing is not None:
+                roots += pending.routing.roots()
+            if roots:
                 with self.attached.active(batch.owners):
-                    torch.autograd.backward(pending.root, gradient)
+                    torch.autograd.backward([root for root, _ in roots], [own for _, own in roots])
             if incoming is not None:
                 back = torch.zeros_like(incoming) if incoming.grad is None else incoming.grad
                 pending.gradient = back.contiguous()
-            return MicrobatchResult(pending.sums(), batch.num_tokens, batch.num_samples, told=pending.told())
+            return MicrobatchResult(
+                pending.sums(), batch.num_tokens, batch.num_samples, told=pending.told(), balance=pending.balance
+            )
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:

@@ -7,17 +7,22 @@ import faulthandler
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from ranks import Ranks
 
 from packlora.adapters.flat import ROW
 from packlora.bench import pipeline, replicas, tensor_parallel
+from packlora.bench.options import Options
+from packlora.bench.plots import ways_by_case
 from packlora.bench.results import rows_of_other_parts
 from packlora.bench.run import run_bench
+from packlora.bench.schedule_cases import SETS, draw_lengths
 from packlora.bench.studies import short_jobs
 from packlora.errors import InputError
 
@@ -242,6 +247,19 @@ def test_figures_of_a_pipeline_are_those_of_known_times() -> None:
     assert found["makespan_error"] == pytest.approx(0.1)
     assert found["tokens_per_s_per_gpu_70b"] == pytest.approx(1000 / 4 * 8 / 80)
     assert len(pipeline.table([row(2, 1.0, 0.1)])) == 6 + (len(pipeline.table([])) - 1)
+    other = row(4, 2.0, 0.3) | {"shape": "32B", "lengths": "het"}
+    both = pipeline.summary([row(4, 1.0, 0.05), other])
+    assert (both["bubble_4jobs_4gpu"], both["bubble_4jobs_4gpu_32b_het"]) == (0.05, 0.3)
+    assert both["tokens_per_s_per_gpu_70b"] == pytest.approx(1000 / 4 * 8 / 80)
+    assert both["tokens_per_s_per_gpu_32b_het"] == pytest.approx(1000 / 2 / 4 * 8 / 64)
+    assert [pipeline.part_of(own) for own in (row(4, 1.0, 0.0), other)] == ["x4", "x4 32B het"]
+    units = [row(2, s, 0.1 * s) | {"case": f"x2 unit {number}"} for number, s in enumerate((1.0, 2.0, 3.0), 1)]
+    drawn = ways_by_case([*units, other | {"case": "x4 32B het unit 1"}])
+    assert drawn["x2"]["no_flush"] == (500, pytest.approx(0.2)) and drawn["x2"]["fsdp2"] == (
+        pytest.approx(1000 / 6),
+        None,
+    )
+    assert list(drawn) == ["x2", "x4 32B het"] and len(drawn["x4 32B het"]) == 5
 
 
 ONLY = "no_flush,one_job,fixed_samples"
@@ -269,7 +287,9 @@ def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(ranks: Poo
     ranks(2).run(ended_early, out)
     part = json.loads((tmp_path / "pipeline.part.json").read_text())
     assert [row["case"] for row in part["rows"]] == ["x2 unit 1 one_job"]
-    (status, said), other = ranks(2).run(limited, out, {"units": 1, "resume": True, "only": ONLY})
+    again = {"units": 1, "resume": True, "only": ONLY, "plots": True}
+    (status, said), other = ranks(2).run(limited, out, again)
+    assert {path.name for path in tmp_path.glob("*-ways.*")} == {"pipeline-ways.png", "pipeline-ways.svg"}
     assert (status, other) == (0, (0, ""))
     assert "on 2 stages (1, 1; the output layer" in said and "5 turns, those to warm up included, of about " in said
     assert [f"x2 unit 1 {way}: " in said for way in ONLY.split(",")] == [True, False, True]
@@ -280,13 +300,34 @@ def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(ranks: Poo
     assert [told[0] for told in ranks(2).run(limited, out, {"units": 1, "only": "no_flush"})] == [0, 0]
     summary = file_of(out)["summary"]
     assert summary["part_bubble_4jobs_2gpu"] > 0 and summary["part_speedup_over_1f1b_2gpu"] is None
+    other = {"units": 1, "only": "no_flush", "shape": "32B", "lengths": "het"}
+    assert [told[0] for told in ranks(2).run(limited, out, other)] == [0, 0]
+    content = file_of(out)
+    assert content["summary"]["part_tokens_per_s_per_gpu_32b_het"] > 0
+    assert [row["case"] for row in content["rows"]] == ["x2 32B het unit 1"]
+    assert "2 layers of Qwen2.5-32B's shape" in content["protocol"]
 
 
 def test_what_bench_pipeline_is_asked_for_is_checked(tmp_path: Path) -> None:
     assert pipeline.ways_of(["one_job", "no_flush"]) == ("no_flush", "one_job")
-    labels = [turn.label for turn in pipeline.turns(2, ("no_flush", "one_job"), 4)]
+    labels = [turn.label for turn in pipeline.turns(2, ("no_flush", "one_job"), pipeline.case_of(4, "70B", "short"))]
     assert labels == ["x4 unit 1 one_job", "x4 unit 1 no_flush", "x4 unit 2 no_flush", "x4 unit 2 one_job"]
     with pytest.raises(InputError, match=r"only: 'flush' is none of no_flush, one_job, fixed_samples, .*, fsdp2"):
         pipeline.ways_of(["flush"])
-    with pytest.raises(InputError, match="--units is for pipeline"):
-        benched(0, "layer", tmp_path / "out.json", units=2)
+    for key, value in (("units", 2), ("lengths", "het")):
+        with pytest.raises(InputError, match=f"--{key} is for pipeline"):
+            benched(0, "layer", tmp_path / "out.json", **{key: value})
+    with pytest.raises(InputError, match=r"--shape is for replicas \(8B, .*\) and pipeline \(70B, 32B\); got '8B'"):
+        benched(0, "pipeline", tmp_path / "out.json", shape="8B")
+    with pytest.raises(InputError, match=r"--lengths is one of short, xsum, .*, het, real; got 'long'"):
+        benched(0, "pipeline", tmp_path / "out.json", lengths="long")
+
+
+def test_lengths_of_a_set_are_those_of_bench_schedule(tmp_path: Path) -> None:
+    sizes = replace(replicas.Sizes.of(Options(torch.device("cuda"))), longest=4096)
+    for lengths in ("het", "real"):
+        for number, (job, kind) in enumerate(zip(pipeline.jobs_of(sizes, lengths, 99), SETS[lengths], strict=True)):
+            drawn, own = draw_lengths(kind, 1000, number), [sample.num_tokens for sample in job.samples]
+            assert len(own) == job.batch * sizes.rounds and max(own) <= 4096
+            assert sum(own) / len(own) == pytest.approx(drawn.clip(8).mean(), rel=0.05)
+            assert job.batch == max(1, round(8192 / drawn.clip(8).mean()))

@@ -31,11 +31,17 @@ Groups = Callable[[int], Ranks]
 SHAPE = {"num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts": 8}
 JOBS = [
     {
-        "name": "lora", "train": {"max_steps": 3, "global_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.3},
+        "name": "lora",
+        "train": {
+            "max_steps": 3, "global_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.3, "router_aux_loss_coef": 3.0,
+        },
         "adapter": {"r": 3, "lora_dropout": 0.2, "target_modules": "all-linear"},
     },
     {
-        "name": "dora", "train": {"max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1},
+        "name": "dora",
+        "train": {
+            "max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "router_aux_loss_coef": 0.5,
+        },
         "adapter": {
             "r": 5, "lora_dropout": 0.1, "use_dora": True, "target_modules": ["v_proj"],
             "target_parameters": [*BOTH, "gate.weight"], "init_lora_weights": False,

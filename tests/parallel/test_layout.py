@@ -416,7 +416,7 @@ def trained_in(rank: int, tree: dict[str, Any], room: int) -> str:
         return packlora.train(tree).status
 
 
-def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for_optimizers_of_whole_jobs(
+def test_auto_shares_no_rows_where_a_job_needs_them_whole_and_takes_no_stages_for_optimizers_of_whole_jobs(
     make: Callable[..., dict[str, Any]],
     tmp_path: Path,
 ) -> None:
@@ -429,8 +429,8 @@ def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for
         )
 
     assert parts() == (True, True)
-    assert parts(adapter={"target_modules": ["q_proj", "embed_tokens"]}) == (False, False)
-    assert parts(adapter={"target_modules": ["q_proj"], "modules_to_save": ["norm"]}) == (False, False)
+    assert parts(adapter={"target_modules": ["q_proj", "embed_tokens"]}) == (False, True)
+    assert parts(adapter={"target_modules": ["q_proj"], "modules_to_save": ["norm"]}) == (False, True)
     pairs = {"path": write_pairs(tmp_path / "pairs.jsonl")}
     preferring = {"data": pairs, "train": {"trainer": "orpo", "global_batch_size": 2}}
     assert parts(sample_prompts=["one"], **preferring) == (True, True)

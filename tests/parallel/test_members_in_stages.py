@@ -102,3 +102,38 @@ def test_jobs_join_and_leave_stages_as_they_join_and_leave_one_process(
             change.pop("request")
     assert records[0]["changes"] == json.loads(json.dumps(records[1]["changes"]).replace(str(one), str(out)))
     assert records[0]["jobs"].keys() == records[1]["jobs"].keys()
+
+
+def swept(rank: int, tree: dict[str, Any], until: int, resume: bool) -> str:
+    """How a run ends that is stopped at the until-th step."""
+    stepped = 0
+
+    def heard(event: Event) -> Stop | None:
+        nonlocal stepped
+        stepped += isinstance(event, Stepped)
+        return Stop() if until and stepped == until else None
+
+    with mock.patch("packlora.runtime.windows.Planner", partial(Planner, window_rounds=2)):
+        return packlora.train(tree, subscribers=[heard], resume=resume).status
+
+
+def test_candidates_of_a_sweep_join_and_leave_stages_as_one_process(base: str, ranks: Groups, tmp_path: Path) -> None:
+    """One of them fails. Stopped on two stages and ended on one process."""
+    tree = tree_of(base, tmp_path, "a", eval_every=2, save_every=0)
+    tree["jobs"][0]["data"]["eval_path"] = tree["jobs"][0]["data"]["path"]
+    tree["sweep"] = {
+        "job": "a", "parameters": {"train.learning_rate": [1e-4, 3e-2, 1e30, 1e-2, 5e-3]}, "concurrent": 2,
+        "stopping": {"method": "successive_halving", "min_resource": 2, "reduction_factor": 2},
+    }  # fmt: skip
+    one, out = tmp_path / "one", tmp_path / "out"
+    assert swept(0, {**tree, "output_dir": str(one)}, 0, False) == "done"
+    staged = {**tree, "parallel": {"pipeline": 2}}
+    assert ranks(2).run(swept, staged, 7, False) == ["interrupted"] * 2
+    assert swept(0, tree, 0, True) == "done"
+    ours, theirs = (json.loads((folder / "sweep.json").read_text()) for folder in (out, one))
+    assert len(theirs["candidates"]) == 5 and len({line["status"] for line in theirs["candidates"]}) == 3
+    for own, other in zip(ours["candidates"], theirs["candidates"], strict=True):
+        assert own.pop("evals") == [[step, pytest.approx(loss, rel=1e-10)] for step, loss in other.pop("evals")]
+        assert {**own, "eval_loss": 0} == {**other, "eval_loss": 0}
+        assert distance(adapter(out, own["name"]), adapter(one, own["name"])) <= 1e-10
+    assert ours["best"] == theirs["best"]

@@ -99,7 +99,7 @@ def test_a_run_gives_what_one_device_gives(
 
 def check_timelines(out: Path, stages: int, ran: list[dict[str, Any]]) -> None:
     """What pipeline.jsonl says of the first pipeline: a stage does one thing at a time, and nothing before what it needs."""
-    told = lines(out, "pipeline")
+    told = [line for line in lines(out, "pipeline") if line["group"] == 0]
     assert sum(line["slots"] - line["noops"] for line in told) == len(ran)
     assert sum(line["tokens"] for line in told) == sum(sum(line["tokens"].values()) for line in ran)
     for line in told:
@@ -521,6 +521,8 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
     )
     assert "pipeline is 0; give auto or a number of stages" in refused({"pipeline": 0})
     assert "cuda_graphs: true cannot be met" in refused({"pipeline": 2}, cuda_graphs=True)
+    sweep = {"job": fresh["jobs"][0]["name"], "parameters": {"train.learning_rate": [1e-3]}}
+    assert "sweep: candidates join and leave on one process, or on the stages" in refused({}, sweep=sweep)
     few = saved_base(tmp_path / "few", tokenizer, num_hidden_layers=1)
     assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
 

@@ -22,12 +22,13 @@ from packlora.errors import InputError
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import started
 from packlora.parallel.pipeline import Links
-from packlora.parallel.stages import Stage, check_stages, layer_chain, load_stage
+from packlora.parallel.stages import Stage, check_stages, ends_of, layer_chain, load_stage
 
 MORE = {
     **MORE_FAMILIES,
     "tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "bloom": ("BloomConfig", {"n_layer": 2}),
+    "gpt2": ("GPT2Config", {"tie_word_embeddings": False}),
     "experts": (
         "Qwen2MoeConfig",
         {"num_experts": 60, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
@@ -106,6 +107,19 @@ def test_stages_of_a_family_are_the_model_to_the_bit(ranks: Callable[[int], Rank
             assert any("embed" in name for name in held) == (rank == 0), (family, held)
 
 
+def test_a_model_that_has_its_shape_in_mind_behind_the_layers_is_cut(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """It gives its hidden states the shape of its ids; places have an embedding of their own, which is on all stages."""
+    (folder,) = saved(tmp_path, ["gpt2"])
+    base = load_base(run_of(folder), None, {"a": 70})
+    with torch.no_grad():
+        want = packed_logits(base.model, *packed()).double()
+    for ((fingerprint, logits, _, held),) in ranks(2).run(loaded, [folder], [3, 1]):
+        assert base.fingerprint is not None and fingerprint == base.fingerprint.weights
+        assert torch.equal(logits, want) and any("wpe" in name for name in held)
+
+
 def test_four_stages_and_a_model_that_packing_does_not_serve(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """Refused alike on every stage, though what is odd is seen on the last one alone."""
     llama, bloom = saved(tmp_path, ["llama", "bloom"])
@@ -162,7 +176,11 @@ def test_only_models_whose_layers_hand_hidden_states_on_are_cut() -> None:
         InputError, match="a llama model has 2 layers in its list of layers, and 3 in its configuration"
     ):
         check_stages(model, 3, {})
-    check_stages(model, 2, {"a": ["model.layers.1.mlp.up_proj"]})
+    check_stages(model, 2, {"a": ["model.layers.1.mlp.up_proj", "lm_head", "model.embed_tokens", "model.norm"]})
     opt = transformers.OPTForCausalLM(transformers.OPTConfig(**TINY, ffn_dim=64, word_embed_proj_dim=32))
-    with pytest.raises(InputError, match=r"job 'a': model.decoder.project_out is outside of the decoder's layers"):
-        check_stages(opt, 2, {"a": ["model.decoder.layers.0.fc1", "model.decoder.project_out"]})
+    check_stages(opt, 2, {"a": ["model.decoder.layers.0.fc1", "model.decoder.project_in", "model.decoder.project_out"]})
+    ends = {path: behind for path, behind in ends_of(opt).items() if "pro" in path}
+    assert ends == {"model.decoder.project_in": False, "model.decoder.project_out": True}
+    model.model.beside = torch.nn.Linear(4, 4)
+    with pytest.raises(InputError, match=r"job 'a': model.beside is neither in a layer of the decoder nor before or"):
+        check_stages(model, 2, {"a": ["model.layers.1.mlp.up_proj", "model.beside"]})

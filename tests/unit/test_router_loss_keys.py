@@ -65,10 +65,6 @@ def test_0_is_without_it_whatever_the_model_is(tmp_path: Path) -> None:
 def test_what_has_no_such_loss_or_does_not_serve_it_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"job 'x': train.router_aux_loss_coef is 0.1, but .* a llama model has none"):
         found(asked(tmp_path, 0.1), skeleton("llama"))
-    with pytest.raises(
-        InputError, match=r"job 'x' has a load-balancing loss .*0.1\), which parallel.pipeline: 2 does not"
-    ):
-        found(asked(tmp_path, 0.1, parallel={"pipeline": 2}), skeleton("mixtral"))
     for value in (-0.1, float("nan"), 1e7):
         with pytest.raises(ValidationError, match="router_aux_loss_coef"):
             asked(tmp_path, value)

@@ -166,6 +166,9 @@ class Storage(Protocol):
     def adapted(self, paths: Iterable[str]) -> None:
         """Adapters have been put onto the layers at these paths."""
 
+    def holds(self, path: str) -> bool:
+        """Whether what is trained on the module at this path of the model is trained here, if the module is."""
+
 
 class InMemory:
     """The Storage of a model that is whole on its device."""
@@ -180,6 +183,9 @@ class InMemory:
 
     def adapted(self, paths: Iterable[str]) -> None:
         pass
+
+    def holds(self, path: str) -> bool:
+        return True
 
 
 def accumulator_dtype(x_TK: torch.Tensor) -> torch.dtype:
