@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from packlora.data.encode import Sample
 from packlora.ops.attention import attention
 from packlora.ops.attention.blocks import SampleBlocks
 from packlora.ops.attention.by_sample import by_sample
+from packlora.ops.lora_linear.prepared import Prepared
 from packlora.plans.select import PlanChooser
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.graphs import GraphedDevice, Recorder
@@ -130,7 +132,8 @@ def replay_of(function: Callable[[], None]) -> Callable[[], None]:
     """Runs it again. As a graph's backward does, its backward reads what it has kept as that is by then, and asks nothing."""
 
     def replay() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept):
+        kept = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept)
+        with kept, mock.patch.object(Prepared, "serve"):
             function()
 
     return replay

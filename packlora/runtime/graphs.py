@@ -300,6 +300,7 @@ class GraphedDevice:
         job computes is discarded.
         """
         if self.why_not is None and not self._waiting:
+            self._ready = None  # what it has loaded is written over, also where this fails
             with suppress(Exception):
                 self._ready = self._load(samples, weights)
                 if self._ready.body.recorded:

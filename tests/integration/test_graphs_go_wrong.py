@@ -251,3 +251,28 @@ def test_a_forward_whose_backward_never_came_costs_no_later_microbatch_its_numbe
     assert torch.isfinite(want).all()
     got = train(run, samples(50)).sums
     assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("where", ["load", "loss"])
+def test_what_fails_while_it_is_made_ready_leaves_nothing_that_a_forward_could_take(
+    run: Run, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Of what was made ready before it either, whose buffers it has written over; and nothing is told or given up."""
+    plain, buffers = decoder(run), [buffer for own in run.buffers.values() for _, buffer in own]
+    monkeypatch.setattr(graphs, "hidden_states", lambda model, ids, places, _: plain(model, ids) * places[:, None])
+
+    def trained(packed: list[PackedSample]) -> list[torch.Tensor]:
+        torch._foreach_zero_(buffers)
+        return [train(run, packed).sums, *(buffer.clone() for buffer in buffers)]
+
+    first, second = samples(60), samples(50)
+    want = [trained(own) for own in (first, second, first, second)][2:]
+    assert all(body.recorded for body in run.executor._bodies.values())
+    run.executor.prepare(first, WEIGHTS)
+    assert run.executor._ready.waiting is not None
+    owner: Any = Body if where == "load" else graphs
+    once(monkeypatch, owner, "load" if where == "load" else "fused_losses", torch.OutOfMemoryError)
+    run.executor.prepare(second, WEIGHTS)
+    for packed, own in ((first, want[0]), (second, want[1]))[:: 1 if where == "load" else -1]:
+        assert all(map(torch.equal, trained(packed), own))
+    assert not run.told and run.executor._out_of_memory == 0

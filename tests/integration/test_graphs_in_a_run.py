@@ -22,7 +22,7 @@ from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber, WindowPlanned
 from packlora.runtime import graphs, members
 from packlora.runtime.control import Add, StopJob
-from packlora.runtime.graphs import Recorder
+from packlora.runtime.graphs import GraphedDevice, Recorder
 from packlora.runtime.job import Job
 from packlora.schedule.planner import Planner
 
@@ -84,12 +84,22 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_run_by_graphs_is_one_without_and_has_its_bits_whatever_becomes_of_it(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tree["eval_every"], launch, launched = 1, GraphedDevice._launch, list[bool]()
+
+    def watched(device: GraphedDevice, ready: Any) -> Any:
+        launched.append(device._ready is ready)
+        return launch(device, ready)
+
+    monkeypatch.setattr(GraphedDevice, "_launch", watched)
     plain, whole = trained(tree, tmp_path / "plain", graphs=False), trained(tree, tmp_path / "whole")
+    assert any(launched)  # ahead of evaluations and checkpoints, and not so below
     for name in "ab":
         for key, tensor in whole[name].items():
             torch.testing.assert_close(tensor, plain[name][key], rtol=1e-3, atol=1e-4)
     trained(tree, tmp_path / "cut", max_steps=2)
-    cut = trained(tree, tmp_path / "cut", resume_from=["a=1"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphedDevice, "prepare", lambda *_: None)
+        cut = trained(tree, tmp_path / "cut", resume_from=["a=1"])
     assert same(cut["a"], whole["a"]) and same(cut["b"], whole["b"])
     spoil(monkeypatch)
     beside = trained(tree, tmp_path / "beside")

@@ -196,6 +196,20 @@ def test_logits_in_aligned_rows_give_the_same_losses_and_gradient(
     torch.testing.assert_close(gradient, want_gradient, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("V", [48, 37], ids=["aligned", "odd"])
+def test_logits_are_of_the_dtype_of_the_hidden_states_under_autocast_too(
+    V: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a vocabulary of any number of words has the same losses there, with a gradient and without."""
+    monkeypatch.setattr(rows, "columns", lambda V, device: rows.aligned(V))
+    hidden, weight, bias, labels, weights = case(40, 7, V, torch.float32)
+    want = run(hidden, weight, bias, labels, weights, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses, gradient = run(hidden, weight, bias, labels, weights, None)
+        alone, _ = linear_cross_entropy(hidden, weight, bias, labels, weights)
+    assert torch.equal(losses, want[0]) and torch.equal(gradient, want[1]) and torch.equal(alone, want[0])
+
+
 @pytest.mark.parametrize("L", [0, 1, 15, 16, 33, 64, 65, 1000])
 def test_no_chunk_is_tiny_unless_there_are_only_few_rows(L: int) -> None:
     for V, budget in ((49152, 2**26), (128256, 2**28), (300, 1), (1, 2**28)):

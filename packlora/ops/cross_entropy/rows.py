@@ -26,14 +26,14 @@ def columns(V: int, device: torch.device) -> int:
 
 
 def logits_of(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """hidden weight', [C, V], in rows of `columns`, of which those of no word hold anything."""
+    """hidden weight', [C, V], in hidden's dtype, under autocast too, in rows of `columns`; those of no word hold anything."""
     (C, _), V = hidden_CD.shape, len(weight_VD)
-    width, whole = columns(V, hidden_CD.device), V // ALIGNED * ALIGNED
-    if width == V:
-        return hidden_CD @ weight_VD.T
+    width = columns(V, hidden_CD.device)
+    whole = V if width == V else V // ALIGNED * ALIGNED
     rows_CV = torch.empty(C, width, dtype=hidden_CD.dtype, device=hidden_CD.device)[:, :V]
     torch.mm(hidden_CD, weight_VD[:whole].T, out=rows_CV[:, :whole])
-    torch.mm(hidden_CD, weight_VD[whole:].T, out=rows_CV[:, whole:])
+    if whole < V:
+        torch.mm(hidden_CD, weight_VD[whole:].T, out=rows_CV[:, whole:])
     return rows_CV
 
 
@@ -44,9 +44,8 @@ def gradient_of(logits_CV: torch.Tensor, weight_VD: torch.Tensor, out_CD: torch.
         torch.mm(logits_CV, weight_VD, out=out_CD)
         return
     whole = V // ALIGNED * ALIGNED
-    torch.mm(
-        logits_CV[:, whole:], weight_VD[whole:], out=out_CD
-    )  # the smaller part first: its rounding is the smaller one
+    # the fewer words first: what is rounded twice is mostly the smaller part
+    torch.mm(logits_CV[:, whole:], weight_VD[whole:], out=out_CD)
     out_CD.addmm_(logits_CV[:, :whole], weight_VD[:whole])
 
 
