@@ -339,6 +339,11 @@ def _dora_models(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+REGIMES = {
+    "fp32": "float32", "bf16": "bfloat16", "bf16_autocast": "bfloat16, adapters in float32 under autocast", "fp16": "float16",
+}  # fmt: skip
+
+
 def _dora_quality() -> list[str]:
     lines: list[str] = []
     for device in ("cpu", "h200"):
@@ -357,14 +362,21 @@ def _dora_quality() -> list[str]:
                 + f" ([dora-convergence-{device}.json](../benchmarks/results/dora-convergence-{device}.json)).",
             ]
     if (file := measured("dora-fidelity-h200")) is not None:
-        figures = file["summary"]
         lines += [
             "",
-            "Logits with DoRA, B and magnitudes away from their first values, SmolLM2-135M, over all tokens the smallest "
-            f"cosine: in float32 1 - {1 - figures['fp32_packlora_peft_min']:.0e} to PEFT. In bfloat16, to the exact logits, "
-            f"{figures['bf16_packlora_exact_min']:.4f} where PEFT has {figures['bf16_peft_exact_min']:.4f} and the model alone "
-            f"{figures['bf16_base_exact_min']:.4f} ([dora-fidelity-h200.json](../benchmarks/results/dora-fidelity-h200.json)).",
+            "Logits with DoRA, B and magnitudes away from their first values, SmolLM2-135M: how far the cosine to the exact "
+            "logits is from 1, in the mean over tokens (for the worst one) "
+            "([dora-fidelity-h200.json](../benchmarks/results/dora-fidelity-h200.json)):",
+            "",
+            "| dtype | packlora | PEFT | the model without an adapter |",
+            "|---|---|---|---|",
         ]
+        for row in file["rows"]:
+            cells = [
+                f"{1 - row[pair]['mean']:.1e} ({1 - row[pair]['min']:.1e})"
+                for pair in ("packlora_exact", "peft_exact", "base_exact")
+            ]
+            lines.append(f"| {REGIMES[row['case']]} | {' | '.join(cells)} |")
     return lines
 
 
