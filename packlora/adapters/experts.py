@@ -328,11 +328,10 @@ def _owner_of_tokens(
     """See Owned: the place in `numbers`, the one after the last where a token is nobody's, [T]."""
     owner_T = torch.full((tokens,), len(numbers), dtype=torch.int64, device=device)
     places = {number: place for place, number in enumerate(numbers)}
-    for number, start, stop in (
-        () if owners is None else owners.segments
-    ):  # by the device, which so never waits for a copy
+    segments = () if owners is None else owners.segments
+    for number, start, stop in segments:
         if number in places:
-            owner_T[start:stop] = places[number]
+            owner_T[start:stop] = places[number]  # by the device, which so never waits for a copy
     return owner_T
 
 

@@ -269,8 +269,8 @@ def _targets(
             found = why_no_rows(module)
         if kind == "convolution" and name not in of_images:
             found = (
-                f"a {type(module).__name__} over tokens, which would see those of other samples: leave it out, or train it "
-                "with PEFT and packlora.accelerate"
+                f"a {type(module).__name__} over tokens, in which packed samples would see each other (PEFT and "
+                "packlora.accelerate train it)"
             )
         if found:
             raise InputError(
@@ -281,12 +281,14 @@ def _targets(
 
 
 def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
-    """Which key leaves nothing of what target_modules matches by itself."""
-    for key in ("layers_to_transform", "exclude_modules"):
+    """Which key, or which two, leave nothing of what target_modules matches by itself."""
+    both = ("layers_to_transform", "exclude_modules")
+    for keys in ((both[0],), (both[1],), both):
         without = copy.copy(peft)
-        setattr(without, key, None)
-        if getattr(peft, key) is not None and any(_matches(without, name) for name in names):
-            return f"{key} {_told(getattr(peft, key))}"
+        for key in keys:
+            setattr(without, key, None)
+        if any(_matches(without, name) for name in names):
+            return " with ".join(f"{key} {_told(getattr(peft, key))}" for key in keys)
     return None
 
 

@@ -143,7 +143,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     gpu = Options(torch.device("cuda"))
     whole = {case.of for case in model_cases(gpu)} | {case.of for case in layer_cases(gpu)}
     out["worst_wall_vs_peft"] = min(known.values()) if whole <= known.keys() else None
-    out["worst_wall_vs_peft_case"] = min(known, key=known.__getitem__) if known else None
+    out["worst_wall_vs_peft_case"] = min(known, key=known.__getitem__) if whole <= known.keys() else None
     out["wall_cases"] = len(known)
     train = {f"train_{key}": None for key in ("06b_tokens_per_s", "06b_vs_peft_best", "8b_vs_peft_best")}
     return out | train | small_train.summary([row for row in rows if part_of(row) == "train"])

@@ -70,7 +70,7 @@ def prepare(
     quantization, in_codes = _quantization(run, skeleton, device)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for name, spec in specs.items():
-        _check_spec(run, name, spec, quantization, skeleton)
+        _check_spec(run, name, spec, skeleton)
     asks = _asks(run, skeleton, specs, bool(left_out))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
@@ -106,11 +106,9 @@ def prepare(
     return prepared
 
 
-def _check_spec(
-    run: Run, job: str, spec: AdapterSpec, quantization: QuantizationConfig | None, skeleton: PreTrainedModel
-) -> None:
+def _check_spec(run: Run, job: str, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the run cannot train the adapter."""
-    check_parameters(run, job, spec, quantization)
+    check_parameters(run, job, spec)
     check_start_of_weights(run, job, spec, skeleton)
 
 
@@ -170,7 +168,7 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
-        _check_spec(run, job.name, spec, prepared.quantization, encoder.skeleton)
+        _check_spec(run, job.name, spec, encoder.skeleton)
         if prepared.quantization is not None and (found := whole_alone(spec, encoder.skeleton, quantized=True)):
             raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)

@@ -8,7 +8,7 @@ from packlora.adapters.kinds import PARAMETERS, is_linear
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
-from packlora.config import QuantizationConfig, Run
+from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.experts import check_experts, experts_of
 from packlora.parallel.stages import check_stages
@@ -17,19 +17,13 @@ from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 
 
-def check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: QuantizationConfig | None) -> None:
+def check_parameters(run: Run, job: str, spec: AdapterSpec) -> None:
     """Raises InputError where experts or routers are adapted together with what does not serve them."""
-    if spec.parameter is None:
-        return
-    asked = {
-        "cuda_graphs: true": run.cuda_graphs is True,
-    }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise InputError(
-                f"job {job!r} adapts {spec.parameter}, experts or a router, which {what} does not serve in this version; leave "
-                "that out, or name linear layers alone in target_modules"
-            )
+    if spec.parameter is not None and run.cuda_graphs is True:
+        raise InputError(
+            f"job {job!r} adapts {spec.parameter}, experts or a router, which cuda_graphs: true does not serve in this "
+            "version; leave that out, or name linear layers alone in target_modules"
+        )
 
 
 def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:

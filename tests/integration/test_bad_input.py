@@ -212,6 +212,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Any, refus
          "layers_to_transform [7] leaves nothing of what target_modules ['q_proj'] matches"),
         ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]},
          "exclude_modules ['q_proj'] leaves nothing of what target_modules ['q_proj'] matches"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [7], "exclude_modules": ["q_proj"]},
+         "layers_to_transform [7] with exclude_modules ['q_proj'] leaves nothing of what target_modules ['q_proj'] matches"),
         ({"target_modules": ["q_proj", "v_prj"]}, "target_modules names 'v_prj', which matches nothing in the model; "
          "did you mean 'v_proj'?"),
         ({"target_modules": ["q_proj", "norm"]}, "target_modules matches model.norm, of type LlamaRMSNorm; linear layers, emb"),

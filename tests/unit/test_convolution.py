@@ -151,7 +151,7 @@ def model_of(name: str, **settings: Any) -> Any:
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
     small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = model_of("Lfm2", **small, num_hidden_layers=2, layer_types=["conv", "full_attention"], vocab_size=50)
-    said = r"matches model\.layers\.0\.conv\.conv, a Conv1d over tokens, which would see those of other samples: leave it out"
+    said = r"matches model\.layers\.0\.conv\.conv, a Conv1d over tokens, in which packed samples would see each other"
     with pytest.raises(InputError, match=said):
         resolve(LoraConfig(target_modules=[r"conv.conv"]), model, "a job")
     small = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
