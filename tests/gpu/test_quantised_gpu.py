@@ -61,19 +61,20 @@ def test_codes_give_the_bits_of_the_weights_that_they_stand_for(kind: str, plan:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+def run(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits.detach(), **grads}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dora", [False, True])
 def test_accelerated_models_are_as_exact_as_peft_s(kind: str, dora: bool, tmp_path: Path) -> None:
     """Against float64 over dense weights that say the same; of 8 bits, whose products round the inputs, against PEFT itself."""
     tiny_model("llama", hidden_size=128, intermediate_size=256, num_hidden_layers=1).save_pretrained(tmp_path)
     config = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM")
-
-    def run(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        out = model(input_ids=ids, labels=ids)
-        out.loss.backward()
-        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        return {"logits": out.logits.detach(), **grads}
 
     def draw(number: int) -> tuple[dict[str, torch.Tensor], ...]:
         with warnings.catch_warnings():
@@ -146,13 +147,6 @@ def test_accelerated_models_over_four_bits_of_torchao_are_as_exact_as_dense_ones
         for path, W_NK in values.items():
             plain.get_submodule(path).weight.data = W_NK.to("cpu")
         return get_peft_model(plain.to(DEVICE, dtype), config).to(dtype).train()
-
-    def run(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        out = model(input_ids=ids, labels=ids)
-        out.loss.backward()
-        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        return {"logits": out.logits.detach(), **grads}
 
     model, values = with_codes(str(tmp_path), INT4)
     model = get_peft_model(model, config).train()
