@@ -6,22 +6,17 @@ Exit codes: 0 done, 1 a job failed (the others finished), memory ran out or a di
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import logging
-import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import packlora
-from packlora.errors import InputError, ProcessError, WriteError, unwritten
-from packlora.later import load_later
-from packlora.terminal import say, settle
+from packlora.command_line import again, alone, guarded, loading, loads, speaks, without_resume
+from packlora.errors import InputError
+from packlora.terminal import say
 
 app = typer.Typer(
     name="packlora",
@@ -37,93 +32,6 @@ Set = Annotated[
         "--set", metavar="KEY=VALUE", help="Change a key, e.g. jobs.0.train.learning_rate=1e-4. May be repeated."
     ),
 ]
-
-
-def _guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = False) -> Any:
-    """Run an action. Bad input becomes a message on stderr and exit code 2, what cannot be written one and exit code 1.
-
-    stopped: what to say after Ctrl-C. light: it needs no library that takes seconds to load.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(
-        logging.ERROR
-    )  # tells everybody what a package would be for
-    if not light and _loads() and speaks():
-        say("loading PyTorch and Transformers")
-    try:
-        return action()
-    except InputError as error:
-        if speaks():  # all processes of a run found it
-            say(str(error))
-        code = 2
-    except ProcessError as error:
-        if error.is_news:
-            say(str(error))
-        code = 1
-    except (MemoryError, WriteError) as error:
-        say(str(error) or "this machine's memory is used up; take a smaller model or less data, or end other programs")
-        code = 1
-    except KeyboardInterrupt:
-        if speaks():  # torchrun tells all processes of it
-            say(stopped)
-        code = 130
-    except Exception as error:
-        reason = unwritten(error)
-        if reason is None and not isinstance(error, OSError):
-            raise
-        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
-            say(f"cannot write: {reason}" if reason else str(error))
-        code = 1
-    finally:
-        settle()
-    raise typer.Exit(code) from None
-
-
-def _loads() -> bool:
-    """Whether the libraries that take seconds to load are yet to come."""
-    return "torch" not in sys.modules
-
-
-@contextlib.contextmanager
-def _loading() -> Iterator[None]:
-    """Around the import of large libraries. It makes a million objects that stay, and to look for garbage among them, again and
-    again, takes a seventh of its time. PEFT imports bitsandbytes where it is there, and that torch's compiler: another one."""
-    load_later("bitsandbytes")
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def alone() -> bool:
-    """Whether this is the run's only process; torchrun starts several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) == 1
-
-
-def speaks() -> bool:
-    """Whether this process speaks for the run: the first one does."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def again(words: list[str]) -> str:
-    """The command line that resumes a run; of one on several nodes without what torchrun was told."""
-    if alone():
-        return shlex.join(["packlora", *words, "--resume"])
-    here = os.environ.get("LOCAL_WORLD_SIZE")
-    one_node = here == os.environ["WORLD_SIZE"]
-    options = f"--standalone --nproc-per-node {here}" if one_node else "..."
-    return f"torchrun {options} -m packlora {shlex.join([*words, '--resume'])}"
-
-
-def _without_resume(words: list[str], *more: str) -> list[str]:
-    """A command line without --resume and --from, and without more options that take a value."""
-    out, before, valued = [], "", ("--from", *more)
-    for word in words:
-        if before not in valued and word != "--resume" and word.split("=")[0] not in valued:
-            out.append(word)
-        before = word
-    return out
 
 
 @app.command()
@@ -150,8 +58,8 @@ def train(
 
         # first: a slip is refused before what takes seconds is loaded; several processes find it together
         config = load_run(run, overrides) if alone() else run
-        first = _loads() and speaks()
-        with _loading():
+        first = loads() and speaks()
+        with loading():
             from packlora.report.summary import print_summary
             from packlora.runtime.run import train as train_run
 
@@ -161,10 +69,10 @@ def train(
         result = train_run(config, overrides=changes, resume=resume, max_steps=max_steps, resume_from=resume_from)
         if speaks():
             words = sys.argv[1:]
-            print_summary(result, again(_without_resume(words)), again(_without_resume(words, "--max-steps")))
+            print_summary(result, again(without_resume(words)), again(without_resume(words, "--max-steps")))
         raise typer.Exit(result.exit_code)
 
-    _guarded(action, "stopped at once; --resume continues from the last checkpoints")
+    guarded(action, "stopped at once; --resume continues from the last checkpoints")
 
 
 Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run, or its run file.")]
@@ -183,7 +91,7 @@ def watch(
 
         serve(run, port, browser)
 
-    _guarded(action, "watching has ended", light=True)
+    guarded(action, "watching has ended", light=True)
 
 
 @app.command()
@@ -195,7 +103,7 @@ def report(run: Watched) -> None:
 
         print(f"report: {report_again(run)}", flush=True)
 
-    _guarded(action, light=True)
+    guarded(action, light=True)
 
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run that trains now.")]
@@ -214,7 +122,7 @@ def add(
 
         print(add_jobs(run_dir, jobs, overrides), flush=True)
 
-    _guarded(action, light=True)
+    guarded(action, light=True)
 
 
 @app.command()
@@ -226,7 +134,7 @@ def stop(run_dir: RunDir, job: Annotated[str, typer.Argument(metavar="JOB", help
 
         print(stop_job(run_dir, job), flush=True)
 
-    _guarded(action, light=True)
+    guarded(action, light=True)
 
 
 @app.command()
@@ -247,7 +155,7 @@ def clone(
 
         print(clone_job(run_dir, job, name, overrides, weights), flush=True)
 
-    _guarded(action, light=True)
+    guarded(action, light=True)
 
 
 @app.command()
@@ -273,7 +181,7 @@ def plan(
 
         print_plan(config, stages, json_file, plot, gpus)
 
-    _guarded(action)
+    guarded(action)
 
 
 @app.command()
@@ -302,7 +210,7 @@ def tune(
         tuned = measure_plans(config, minutes=minutes, lossy=lossy)
         raise typer.Exit(0 if all(item.plan for item in tuned) else 1)
 
-    _guarded(action, "stopped; what was measured is remembered, and the same command goes on with the rest")
+    guarded(action, "stopped; what was measured is remembered, and the same command goes on with the rest")
 
 
 @app.command()
@@ -359,7 +267,7 @@ def bench(
             run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume, shape, units, lengths, seconds)
         )
 
-    _guarded(action, "stopped; --resume goes on where it was")
+    guarded(action, "stopped; --resume goes on where it was")
 
 
 @app.command()
@@ -399,7 +307,7 @@ def merge(
             say(f"note: {note}")
         print(f"merged model: {out}", flush=True)
 
-    _guarded(action)
+    guarded(action)
 
 
 @app.command()
@@ -424,7 +332,7 @@ def export(
             say(f"note: {note}")
         print(f"adapter for {target}: {out}", flush=True)
 
-    _guarded(action)
+    guarded(action)
 
 
 Adapter = Annotated[Path, typer.Argument(metavar="RUN/JOB", help="A finished adapter or a checkpoint.")]
@@ -469,7 +377,7 @@ def generate(
         said, how = sys.stdin.read() if prompt is None else prompt, Sampling(max_new_tokens, temperature, seed)
         print(generate(adapter, said, system, raw, how, base_model, dtype, device, image or []))
 
-    _guarded(action)
+    guarded(action)
 
 
 @app.command()
@@ -493,7 +401,7 @@ def chat(
         how = Sampling(max_new_tokens, temperature, seed)
         chat(adapters, with_base, system, how, base_model, dtype, device, images=image or [])
 
-    _guarded(action)
+    guarded(action)
 
 
 @app.command("eval")
@@ -523,7 +431,7 @@ def evaluate(
         print(f"loss        {found.loss:.6f}\nperplexity  {exp(min(found.loss, 700)):.4f}")
         print(f"labels      {found.label_tokens:,} of {found.tokens:,} tokens, {found.samples:,} samples", flush=True)
 
-    _guarded(action)
+    guarded(action)
 
 
 @app.command()
@@ -535,7 +443,7 @@ def doctor() -> None:
 
         raise typer.Exit(0 if print_doctor() else 1)
 
-    _guarded(action)
+    guarded(action)
 
 
 @app.command()
@@ -550,12 +458,12 @@ def demo(
     """Train four adapters on three real data sets with a real small model, and show what they learnt."""
 
     def action() -> None:
-        with _loading():
+        with loading():
             from packlora.commands.demo import run_demo
 
         raise typer.Exit(run_demo(output_dir, max_steps))
 
-    _guarded(action, "stopped at once; the same command continues from the last checkpoints")
+    guarded(action, "stopped at once; the same command continues from the last checkpoints")
 
 
 @app.command()
@@ -577,7 +485,7 @@ def init(
             f"{out}: read it, then `packlora train {file}`; `packlora plan {file}` shows what it would do", flush=True
         )
 
-    _guarded(action, light=True)
+    guarded(action, light=True)
 
 
 @app.command()
@@ -591,7 +499,7 @@ def schema() -> None:
 
         print(json.dumps(run_file_schema(), indent=2), flush=True)
 
-    _guarded(action, light=True)
+    guarded(action, light=True)
 
 
 def _version(value: bool) -> None:

@@ -36,7 +36,10 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     }  # fmt: skip
     for key in (key for key, is_asked in asked.items() if is_asked):
         for job in prepared.jobs:
-            found = whole_alone(job.spec, skeleton, quantized=key == "quantization", staged=key == "parallel.pipeline")
+            if key == "parallel.pipeline":
+                found = tied_in_stages(job.spec)
+            else:
+                found = whole_alone(job.spec, skeleton, quantized=key == "quantization")
             if found and key != "parallel.expert":
                 raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
             if key != "quantization" and job.has_images:
@@ -61,15 +64,16 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
         check_stages(skeleton, layers, prepared.adapted)
 
 
-def whole_alone(
-    spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = False, staged: bool = False
-) -> str | None:
-    """What a job trains that needs a base model in one piece, or one of floats, or one whose ends are on one device; None where
-    there is nothing such. staged: pieces are some layers each."""
+def tied_in_stages(spec: AdapterSpec) -> str | None:
+    """What a job trains that needs both ends of a base model on one device; None where there is nothing such."""
+    tied = next((path for path, own in spec.modules.items() if own.kind == "tied"), None)
+    return None if tied is None else f"it trains rows of the embedding, to which {tied} is tied on another stage"
+
+
+def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = False) -> str | None:
+    """What a job trains that needs a base model in one piece, or, where it is quantised, one of floats; None where there is
+    nothing such."""
     head = skeleton.get_output_embeddings()
-    if staged:
-        tied = next((path for path, own in spec.modules.items() if own.kind == "tied"), None)
-        return None if tied is None else f"it trains rows of the embedding, to which {tied} is tied on another stage"
     for path, own in spec.modules.items():
         if own.kind in PARAMETERS:
             continue
@@ -92,4 +96,6 @@ def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool = False) -
     """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
     if job.has_images:
         return "its data has images"
-    return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton, staged=staged)
+    if prepared.encoder is None:
+        return None
+    return tied_in_stages(job.spec) if staged else whole_alone(job.spec, prepared.encoder.skeleton)

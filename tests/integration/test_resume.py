@@ -315,7 +315,7 @@ def test_from_goes_back_for_all_jobs_that_have_got_so_far_and_refuses_a_step_tha
 def test_the_command_takes_from_and_its_advice_to_go_on_does_not_repeat_it(
     begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora import cli
+    from packlora import command_line
 
     tree = begun(tmp_path)
     file = tmp_path / "run.yaml"
@@ -325,8 +325,8 @@ def test_the_command_takes_from_and_its_advice_to_go_on_does_not_repeat_it(
     assert ran.exit_code == 0, ran.output
     assert "optimizer steps left by --max-steps: a " in ran.output
     assert (out_of(tree) / "b" / "discarded-checkpoint-4").exists()
-    assert cli._without_resume(words) == ["train", str(file), "--max-steps", "4"]
-    assert cli._without_resume([*words, "--max-steps=5"], "--max-steps") == ["train", str(file)]
+    assert command_line.without_resume(words) == ["train", str(file), "--max-steps", "4"]
+    assert command_line.without_resume([*words, "--max-steps=5"], "--max-steps") == ["train", str(file)]
     refused = CliRunner().invoke(app, ["train", str(file), "--resume", "--from", "7"])
     assert refused.exit_code == 2
 

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora import terminal
-from packlora.cli import again, app
+from packlora.cli import app
+from packlora.command_line import again
 from packlora.errors import InputError, ProcessError
 from packlora.terminal import Activity
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 GROUND = {"config", "errors", "files", "later", "result", "run_file", "seeding", "terminal"}
 """Files beside the rooms that every room but ops may use; they use only one another."""
-FACE = {"", "cli", "__main__", "callbacks"}
+FACE = {"", "cli", "command_line", "__main__", "callbacks"}
 """What users call; no room imports it."""
 MAY_USE: dict[str, set[str]] = {
     "ops": set(),

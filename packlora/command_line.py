@@ -1,0 +1,105 @@
+"""How a command runs: what goes wrong becomes a message and an exit code, libraries load once, and a command line that goes on
+with a run is put together."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+
+from packlora.errors import InputError, ProcessError, WriteError, unwritten
+from packlora.later import load_later
+from packlora.terminal import say, settle
+
+
+def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = False) -> Any:
+    """Run an action. Bad input becomes a message on stderr and exit code 2, what cannot be written one and exit code 1.
+
+    stopped: what to say after Ctrl-C. light: it needs no library that takes seconds to load.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # which tells everybody what a package would be for
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    if not light and loads() and speaks():
+        say("loading PyTorch and Transformers")
+    try:
+        return action()
+    except InputError as error:
+        if speaks():  # all processes of a run found it
+            say(str(error))
+        code = 2
+    except ProcessError as error:
+        if error.is_news:
+            say(str(error))
+        code = 1
+    except (MemoryError, WriteError) as error:
+        say(str(error) or "this machine's memory is used up; take a smaller model or less data, or end other programs")
+        code = 1
+    except KeyboardInterrupt:
+        if speaks():  # torchrun tells all processes of it
+            say(stopped)
+        code = 130
+    except Exception as error:
+        reason = unwritten(error)
+        if reason is None and not isinstance(error, OSError):
+            raise
+        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+            say(f"cannot write: {reason}" if reason else str(error))
+        code = 1
+    finally:
+        settle()
+    raise typer.Exit(code) from None
+
+
+def loads() -> bool:
+    """Whether the libraries that take seconds to load are yet to come."""
+    return "torch" not in sys.modules
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Around the import of large libraries. It makes a million objects that stay, and to look for garbage among them, again and
+    again, takes a seventh of its time. PEFT imports bitsandbytes where it is there, and that torch's compiler: another one."""
+    load_later("bitsandbytes")
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def alone() -> bool:
+    """Whether this is the run's only process; torchrun starts several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+
+def speaks() -> bool:
+    """Whether this process speaks for the run: the first one does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def again(words: list[str]) -> str:
+    """The command line that resumes a run; of one on several nodes without what torchrun was told."""
+    if alone():
+        return shlex.join(["packlora", *words, "--resume"])
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    one_node = here == os.environ["WORLD_SIZE"]
+    options = f"--standalone --nproc-per-node {here}" if one_node else "..."
+    return f"torchrun {options} -m packlora {shlex.join([*words, '--resume'])}"
+
+
+def without_resume(words: list[str], *more: str) -> list[str]:
+    """A command line without --resume and --from, and without more options that take a value."""
+    out, before, valued = [], "", ("--from", *more)
+    for word in words:
+        if before not in valued and word != "--resume" and word.split("=")[0] not in valued:
+            out.append(word)
+        before = word
+    return out
