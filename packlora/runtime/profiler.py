@@ -9,8 +9,9 @@ each budget and takes the best predicted throughput that fits in memory.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, cycle, pairwise
@@ -44,13 +45,16 @@ MEASURED_SECONDS = 60.0
 """After this time no larger budget is measured."""
 REPEATS = 2
 """Timed runs of a microbatch after one to warm up."""
-PRODUCTS_SHARE = {"cuda": 0.68, "cpu": 0.55}
-"""Part of a step that its matrix products would take at full speed: Llama-3.1-8B's shape on an H200, SmolLM2-135M on two
-cores."""
+PRODUCTS_SHARE = {"cuda": 0.75, "cpu": 0.55}
+"""Speed of a model's matrix products, of that of large square ones: four jobs on 0.6B's and 8B's shapes on an H200. Of a CPU,
+the part of a whole step that they would take at that speed: SmolLM2-135M on two cores."""
+PASSES = {"cuda": (3, 7), "cpu": (0, 0)}
+"""How often forward and backward read or write what goes into and comes out of linear layers, beside the products: norms,
+activations, rotations, sums, the products with narrow adapters. Four jobs on the same shapes."""
 PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11}
 """FLOP/s that schedules of a pipeline are planned for, on any machine."""
 PRODUCTS_SECONDS = 0.1
-"""For finding out how fast the machine multiplies."""
+"""For finding out how fast the machine multiplies, or copies."""
 LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
 """Of the forward of a decoder layer, however few its tokens are."""
 OPTIMIZER_BYTES = 16
@@ -62,6 +66,8 @@ RANK_MULTIPLE = 16
 """Kernels pad ranks to multiples of it."""
 BYTES_PER_SECOND = 2e11
 """Assumed of messages between devices: four H200s gather a layer by NVLink at 2.1e11 to 2.5e11."""
+COPIED_BYTES = 2**28
+"""For finding out how fast memory is."""
 ATTENTION_SLOWER = 2.5
 """Attention's products against large plain ones, time per operation."""
 
@@ -132,7 +138,7 @@ class Prediction:
 
 
 def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
-    """From shapes alone, and the speed of the machine at one matrix product.
+    """From shapes alone, and the speed of the machine at one matrix product and one copy.
 
     Args:
         stages: of a pipeline of such devices; memory is then that of one of them, with as many microbatches in flight.
@@ -141,7 +147,7 @@ def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
     parts = memory_parts(run, prepared, tokens=1)
     per_token = parts["activations"] + (0 if _by_kernels(run) else parts["logits"])
     kept = sum(parts.values()) - per_token
-    cost = analytic_cost(run, prepared, machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], stages)
+    cost = analytic_cost(run, prepared, *_speed(run), stages=stages)
     own = kept * largest_stage(run, prepared, stages)
     return Profile(stages, "estimated", cost, own, per_token, memory_room(device))
 
@@ -192,7 +198,7 @@ def _shares(run: Run, prepared: PreparedRun, stages: int) -> tuple[float, ...]:
 def planning_cost(run: Run, prepared: PreparedRun, stages: int) -> CostModel:
     """What a microbatch costs on each stage, for the planner: the same on every machine, so that a resumed run is planned as it
     was."""
-    return analytic_cost(run, prepared, PLANNED_FLOPS[choose_device(run.device).type], stages)
+    return analytic_cost(run, prepared, PLANNED_FLOPS[choose_device(run.device).type], stages=stages)
 
 
 def sharing_experts(
@@ -202,8 +208,9 @@ def sharing_experts(
     with `exchange` their own, of which each device computes as much as it has, messages not counted."""
     if devices == 1:
         return known
-    flops = machine_flops(choose_device(run.device), run.dtype) * PRODUCTS_SHARE[choose_device(run.device).type]
-    whole, shared = (analytic_cost(run, prepared, flops, experts_on=count) for count in (1, 1 if exchange else devices))
+    whole, shared = (
+        analytic_cost(run, prepared, *_speed(run), experts_on=count) for count in (1, 1 if exchange else devices)
+    )
     cost = replace(
         known.cost,
         per_token=known.cost.per_token * shared.per_token / whole.per_token,
@@ -220,9 +227,15 @@ def sharing_experts(
     )
 
 
+def _speed(run: Run) -> tuple[float, float]:
+    """Of the machine at a model's matrix products and in memory: FLOP/s, and bytes that are read or written a second."""
+    device = choose_device(run.device)
+    return machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], machine_bandwidth(device)
+
+
 def analytic_cost(
-    run: Run, prepared: PreparedRun, flops: float, stages: int = 1, experts_on: int = 1
-) -> CostModel:  # fmt: skip
+    run: Run, prepared: PreparedRun, flops: float, bandwidth: float = math.inf, *, stages: int = 1, experts_on: int = 1
+) -> CostModel:
     """Seconds of a microbatch on machines of so many FLOP/s.
 
     Forward: two operations per weight of the linear layers and of a token's own adapter, causal attention, and the output layer
@@ -230,14 +243,18 @@ def analytic_cost(
     experts are shared out to devices, each computes its share of what goes to them, and what they give is added up.
 
     Args:
+        bandwidth: bytes a second that memory reads or writes; without it only products take time.
         experts_on: devices that hold the experts together.
     """
     shape, device = prepared.shape, choose_device(run.device)
     forward, backward, head = _operations(run, prepared, experts_on)
-    if experts_on > 1:  # messages, as operations that would take as long
-        sent = 2 * (1 - 1 / experts_on) * shape.layers * shape.hidden * getattr(torch, run.dtype).itemsize
-        message = sent / BYTES_PER_SECOND * flops
-        forward, backward = forward + message, backward + message * (1 + run.gradient_checkpointing)
+    width, again = getattr(torch, run.dtype).itemsize, 1 + run.gradient_checkpointing
+    moved = shape.outputs + shape.layers * (2 * shape.hidden + shape.attention + shape.inner + shape.routed_width)
+    there, back = (passes * width * moved / bandwidth for passes in PASSES[device.type])
+    if experts_on > 1:
+        message = 2 * (1 - 1 / experts_on) * shape.layers * shape.hidden * width / BYTES_PER_SECOND
+        there, back = there + message, back + message
+    forward, backward = forward + there * flops, backward + (back + there * (again - 1)) * flops  # as operations
     return CostModel(
         per_token=forward / flops,
         per_token_squared=shape.layers * 2 * shape.attention * ATTENTION_SLOWER / flops,
@@ -288,15 +305,31 @@ def machine_flops(device: torch.device, dtype: str) -> float:
     """FLOP/s that the machine reaches at a large matrix product: the best of some, within a fraction of a second."""
     n = 8192 if device.type == "cuda" else 512
     kind = getattr(torch, dtype)
-    a, b = (torch.ones(n, n, dtype=kind, device=device) for _ in range(2))
+    noise = torch.Generator(device).manual_seed(0)  # ones take less power than numbers of a model, and less time
+    a, b = (torch.randn(n, n, generator=noise, device=device).to(kind) for _ in range(2))
+    return 2 * n**3 / _fastest(device, lambda: torch.mm(a, b))
+
+
+@lru_cache
+def machine_bandwidth(device: torch.device) -> float:
+    """Bytes a second that memory reads and writes in a large copy, on a GPU; on a CPU that is in the share of products."""
+    if device.type != "cuda":
+        return math.inf
+    a = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    return 2 * COPIED_BYTES / _fastest(device, lambda: b.copy_(a))
+
+
+def _fastest(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of the fastest call, within a fraction of a second."""
     seconds: list[float] = []
     while len(seconds) < 5 or sum(seconds) < PRODUCTS_SECONDS:
         synchronize(device)
         start = time.perf_counter()
-        torch.mm(a, b)
+        work()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds)
+    return min(seconds)
 
 
 def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]:

@@ -44,7 +44,7 @@ class Work:
         if layout.pipeline == 1:
             return None
         run, experts_on = self._prepared.run, 1 if layout.exchange else layout.expert
-        return analytic_cost(run, self._prepared, self._flops, layout.pipeline, experts_on)
+        return analytic_cost(run, self._prepared, self._flops, stages=layout.pipeline, experts_on=experts_on)
 
     def jobs(self) -> dict[str, float]:
         """By job, of all its samples on one device, with its share of what is fixed for a microbatch."""
