@@ -91,9 +91,11 @@ def test_blocks_on_the_device_are_for_the_kernels_alone() -> None:
         packed_attention(*operands(torch.float32), SampleBlocks(torch.zeros(2, 3, 9, dtype=torch.int32)), 0.3)
 
 
-def test_lengths_that_do_not_add_up_are_refused() -> None:
+def test_lengths_that_do_not_add_up_and_a_negative_scale_are_refused() -> None:
     with pytest.raises(ValueError, match="samples of 117 tokens in all, but 116 tokens"):
         packed_attention(*operands(torch.float32), (*LENGTHS, 1), 0.3)
     q, k, v = operands(torch.float32)
+    with pytest.raises(ValueError, match="above 0"):
+        packed_attention(q, k, v, LENGTHS, -0.3)
     with pytest.raises(ValueError, match="tokens are given with keys of"):
         packed_attention(q, *(torch.cat([one, one[:, :1]], 1) for one in (k, v)), LENGTHS, 0.3)

@@ -43,7 +43,7 @@ def packed_attention(
         q_HTD: queries [H, T, D], positions already encoded.
         k_hTD, v_hTD: keys and values [h, T, D], h dividing H (grouped-query attention).
         samples: tokens of each sample, in order; they add up to T. Or their blocks, which are on the device.
-        scale: of the scores, before softcap.
+        scale: of the scores, before softcap; above 0.
         window: a token sees itself and the window - 1 tokens before it; None sees all before it.
         softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
         blocks_T: tokens with the same number, if it is not negative, see one another also where they come later (images in
@@ -55,12 +55,14 @@ def packed_attention(
         [T, H, D]
 
     Raises:
-        ValueError: the lengths do not add up to T, or there are more keys; the lengths are on the device, and this is not for
-            the kernels.
+        ValueError: the lengths do not add up to T, or there are more keys; the scale is not above 0; the lengths are on the
+            device, and this is not for the kernels.
     """
     T, kernels = q_HTD.shape[1], blocks_T is None and uses_kernels(q_HTD, v_hTD)
     if k_hTD.shape[1] != T:
         raise ValueError(f"{T} tokens are given with keys of {k_hTD.shape[1]}; packed samples see themselves alone")
+    if not scale > 0:
+        raise ValueError(f"attention's scores are scaled by {scale}; a scale must be above 0")
     if isinstance(samples, SampleBlocks):
         if not kernels:
             raise ValueError(

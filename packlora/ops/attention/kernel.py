@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-3.0e38)
+"""Below every score, and finite: where a row sees nothing of a tile yet, scores of -inf less this are still -inf."""
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def _tile(x, head, first, stride_h, stride_t, rows, inside, D: tl.constexpr, BLO
     """Rows [len(rows), BLOCK_D] of a head; 0 outside. rows: from `first` on."""
     cols = tl.arange(0, BLOCK_D)
     at = x + head.to(tl.int64) * stride_h + first.to(tl.int64) * stride_t
-    at += rows[:, None] * stride_t + cols[None, :]
+    at += rows[:, None] * stride_t + cols[None, :]  # the same in each turn of a loop, if rows are
     if D == BLOCK_D:
         return tl.load(at, mask=inside[:, None], other=0.0)
     return tl.load(at, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
@@ -45,12 +47,12 @@ def _put(x, tile, head, first, stride_h, stride_t, rows, inside, D: tl.constexpr
 
 @triton.jit
 def _scores(products, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """In base 2, and what their gradient is multiplied with because of the cap."""
+    """Scores to be multiplied with a kernel's UNIT, and what their gradient is multiplied with because of the cap."""
     if CAP > 0:
         half = tl.exp2(products * (2 * SCALE / CAP * LOG2E))
         bent = 1 - 2 / (half + 1)  # tanh
-        return bent * (CAP * LOG2E), 1 - bent * bent
-    return products * (SCALE * LOG2E), products
+        return bent, 1 - bent * bent
+    return products, products
 
 
 @triton.jit
@@ -59,6 +61,15 @@ def _seen(queries, keys, WINDOW: tl.constexpr):
     if WINDOW > 0:
         seen &= queries - keys < WINDOW
     return seen
+
+
+@triton.jit
+def _whole(query, key, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether each of BM queries from `query` on sees each of BN keys from `key` on: then nothing has to be compared."""
+    whole = query >= key + BN - 1
+    if WINDOW > 0:
+        whole &= query + BM - 1 - key < WINDOW
+    return whole
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -96,21 +107,22 @@ def attention_forward_kernel(
     if WINDOW > 0:
         low = tl.maximum(begin - first - WINDOW + 1, 0) // BN * BN
     high = tl.minimum(begin + BM, end) - first
-    most = tl.full([BM], float("-inf"), tl.float32)
+    UNIT: tl.constexpr = (CAP if CAP > 0 else SCALE) * LOG2E
+    most = tl.full([BM], LEAST, tl.float32)
     total = tl.zeros([BM], tl.float32)
     out = tl.zeros([BM, BLOCK_D], tl.float32)
     for n in range(low, high, BN):
         keys = n + tile
         there = keys < high
-        k_tile = _tile(k, head // GROUP, first, k_h, k_t, keys, there, D, BLOCK_D)
+        k_tile = _tile(k, head // GROUP, first + n, k_h, k_t, tile, there, D, BLOCK_D)
         scores, _ = _scores(tl.dot(q_tile, tl.trans(k_tile)), SCALE, CAP)
-        scores = tl.where(_seen(queries[:, None], keys[None, :], WINDOW) & there[None, :], scores, float("-inf"))
-        new = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(most - base)
+        if not _whole(begin - first, n, BM, BN, WINDOW):
+            scores = tl.where(_seen(queries[:, None], keys[None, :], WINDOW), scores, float("-inf"))
+        new = tl.maximum(most, tl.max(scores, 1) * UNIT)
+        weights = tl.exp2(scores * UNIT - new[:, None])
+        shrink = tl.exp2(most - new)
         total = total * shrink + tl.sum(weights, 1)
-        v_tile = _tile(v, head // GROUP, first, v_h, v_t, keys, there, D, BLOCK_D)
+        v_tile = _tile(v, head // GROUP, first + n, v_h, v_t, tile, there, D, BLOCK_D)
         out = tl.dot(weights.to(v_tile.dtype), v_tile, out * shrink[:, None])
         most = new
     _put(y, out / total[:, None], head, begin, y_h, y_t, rows, inside, D, BLOCK_D)
@@ -151,18 +163,20 @@ def attention_queries_kernel(
     if WINDOW > 0:
         low = tl.maximum(begin - first - WINDOW + 1, 0) // BN * BN
     high = tl.minimum(begin + BM, end) - first
+    UNIT: tl.constexpr = (CAP if CAP > 0 else SCALE) * LOG2E
     d_tile = tl.zeros([BM, BLOCK_D], tl.float32)
     for n in range(low, high, BN):
         keys = n + tile
         there = keys < high
+        # from the sample's first token on, and all tiles compared: 128 registers, two programs at a time
         k_tile = _tile(k, head // GROUP, first, k_h, k_t, keys, there, D, BLOCK_D)
         v_tile = _tile(v, head // GROUP, first, v_h, v_t, keys, there, D, BLOCK_D)
         scores, slope = _scores(tl.dot(q_tile, tl.trans(k_tile)), SCALE, CAP)
-        seen = _seen(queries[:, None], keys[None, :], WINDOW) & there[None, :]
-        weights = tl.where(seen, tl.exp2(scores - sum_tile[:, None]), 0.0)
+        weights = tl.exp2(scores * UNIT - sum_tile[:, None])
+        weights = tl.where(_seen(queries[:, None], keys[None, :], WINDOW), weights, 0.0)
         d_scores = weights * (tl.dot(dy_tile, tl.trans(v_tile)) - mean[:, None])
         if CAP > 0:
-            d_scores = tl.where(seen, d_scores * slope, 0.0)
+            d_scores *= slope
         d_tile = tl.dot(d_scores.to(k_tile.dtype), k_tile, d_tile)
     _put(dq, d_tile * SCALE, head, begin, dq_h, dq_t, rows, inside, D, BLOCK_D)
 
@@ -194,25 +208,28 @@ def attention_keys_kernel(
     high = end - begin
     if WINDOW > 0:
         high = tl.minimum(high, BN + WINDOW - 1)
+    UNIT: tl.constexpr = (CAP if CAP > 0 else SCALE) * LOG2E
     dk_tile = tl.zeros([BN, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BN, BLOCK_D], tl.float32)
-    for number in range(GROUP):
-        head = own * GROUP + number
-        for m in range(0, high, BM):
-            queries = m + tile  # from `begin` on, as the keys' rows
-            there = queries < end - begin
-            q_tile = _tile(q, head, begin, q_h, q_t, queries, there, D, BLOCK_D)
-            dy_tile = _tile(dy, head, begin, dy_h, dy_t, queries, there, D, BLOCK_D)
-            at = head.to(tl.int64) * T + begin + queries
-            sum_tile = tl.load(sums + at, mask=there, other=0.0)
-            mean = tl.load(products + at, mask=there, other=0.0)
-            scores, slope = _scores(tl.dot(k_tile, tl.trans(q_tile)), SCALE, CAP)
-            seen = _seen(queries[None, :], rows[:, None], WINDOW) & there[None, :]
-            weights = tl.where(seen, tl.exp2(scores - sum_tile[None, :]), 0.0)
-            dv_tile = tl.dot(weights.to(dy_tile.dtype), dy_tile, dv_tile)
-            d_scores = weights * (tl.dot(v_tile, tl.trans(dy_tile)) - mean[None, :])
-            if CAP > 0:
-                d_scores = tl.where(seen, d_scores * slope, 0.0)
-            dk_tile = tl.dot(d_scores.to(q_tile.dtype), q_tile, dk_tile)
+    head, m = own * GROUP, 0
+    for _ in range(GROUP * tl.cdiv(high, BM)):  # one loop over heads and tiles: the next loads are always on their way
+        queries = m + tile  # from `begin` on, as the keys' rows
+        there = queries < end - begin
+        q_tile = _tile(q, head, begin + m, q_h, q_t, tile, there, D, BLOCK_D)
+        dy_tile = _tile(dy, head, begin + m, dy_h, dy_t, tile, there, D, BLOCK_D)
+        at = head.to(tl.int64) * T + begin + m
+        sum_tile = tl.load(sums + at + tile, mask=there, other=0.0)
+        mean = tl.load(products + at + tile, mask=there, other=0.0)
+        scores, slope = _scores(tl.dot(k_tile, tl.trans(q_tile)), SCALE, CAP)
+        weights = tl.exp2(scores * UNIT - sum_tile[None, :])
+        weights = tl.where(_seen(queries[None, :], rows[:, None], WINDOW), weights, 0.0)
+        dv_tile = tl.dot(weights.to(dy_tile.dtype), dy_tile, dv_tile)
+        d_scores = weights * (tl.dot(v_tile, tl.trans(dy_tile)) - mean[None, :])
+        if CAP > 0:
+            d_scores *= slope
+        dk_tile = tl.dot(d_scores.to(q_tile.dtype), q_tile, dk_tile)
+        m += BM
+        head += (m >= high).to(tl.int32)  # behind an `if` the loads would not be pipelined
+        m = tl.where(m >= high, 0, m)
     _put(dk, dk_tile * SCALE, own, begin, dk_h, dk_t, rows, inside, D, BLOCK_D)
     _put(dv, dv_tile, own, begin, dv_h, dv_t, rows, inside, D, BLOCK_D)
