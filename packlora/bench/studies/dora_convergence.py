@@ -498,7 +498,7 @@ def write(records: dict[str, Any], device: torch.device, args: argparse.Namespac
         row["random_weights"] = args.random_weights or args.tiny
         print({key: value for key, value in row.items() if not key.startswith("losses")}, flush=True)
     figures = summary(rows)
-    precision, where = "float32", "CPU, one run after the other"
+    precision, where = "float32", "CPU, one way after the other, a step of each of its seeds in turn"
     if device.type == "cuda":
         precision = "bfloat16 base, float32 adapters under torch.autocast"
         graphs = ", ".join(way for way, record in records.items() if record["graph"]) or "none"
@@ -551,13 +551,13 @@ def main(arguments: list[str] | None = None) -> None:
     wanted += (EXACT,) if args.exact else ()
     left = [way for way in (*WAYS, EXACT) if way not in wanted]
     earlier = {way: recorded(way, device, args) for way in left if part(args.out, way).exists()}
-    records = earlier | train_all(wanted, device, args, end)
+    records = earlier | (train_all(wanted, device, args, end) if wanted else {})
     if failed := [way for way in wanted if way not in records]:
         print(f"{', '.join(failed)}: failed", flush=True)
     if missing := [way for way in WAYS if way not in records]:
         if failed:
             raise RuntimeError(f"no results: the runs with {', '.join(failed)} failed; what the others gave is kept")
-        print(f"{', '.join(wanted)}: done; the results follow when {', '.join(missing)} is run with the same --out")
+        print(f"{', '.join(records)}: done; the results follow when {', '.join(missing)} is run with the same --out")
         return
     write(records, device, args)
     for way in (*WAYS, EXACT):
