@@ -305,7 +305,7 @@ def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(ranks: Poo
     content = file_of(out)
     assert content["summary"]["part_tokens_per_s_per_gpu_32b_het"] > 0
     assert [row["case"] for row in content["rows"]] == ["x2 32B het unit 1"]
-    assert "2 layers of Qwen2.5-32B's shape" in content["protocol"]
+    assert "2 layers of Qwen2.5-32B's shape" in content["protocol"] and "of at most 4096 (xsum" in content["protocol"]
 
 
 def test_what_bench_pipeline_is_asked_for_is_checked(tmp_path: Path) -> None:
