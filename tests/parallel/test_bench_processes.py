@@ -119,9 +119,8 @@ def test_tensor_parallel_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
     assert content["name"] == "tensor-parallel-cpu"
     assert summary["part_extra_collectives_per_step"] == 1
     assert summary["part_extra_collectives_per_step_sp"] == 1 + 4
-    hidden = (
-        4 * 16 * 64 * 2
-    )  # bytes of the hidden states, of which each process sends half in what is one half of a sum
+    # bytes of the hidden states, of which each process sends half in what is one half of a sum
+    hidden = 4 * 16 * 64 * 2
     message = 4 * (ROW + 2 * 16 * 64 * 7)  # of two layers A of five projections and B of two
     assert summary["part_wire_of_base"] == pytest.approx(1 + message / (16 * hidden / 2))
     assert summary["part_over_frozen_tp2"] > 0
