@@ -172,9 +172,16 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
         own = _low_rank(peft, path, found.kind, base_dropped, job)
         spec.modules[path] = replace(own, stored_at=found.stored_at)
     spec.notes += _left_out(asked, model, spec, job)
-    if peft.exclude_modules and not any(_is_excluded(peft, name) for name in every):
-        spec.notes.append(f"job {job!r}: exclude_modules {_told(peft.exclude_modules)} matches nothing in the model")
+    if idle := _excluding_nothing(peft.exclude_modules or set(), every):
+        spec.notes.append(f"job {job!r}: exclude_modules {_told(idle)} matches nothing in the model")
     return spec
+
+
+def _excluding_nothing(excluded: str | set[str], every: Iterable[str]) -> str | set[str]:
+    """Of exclude_modules: an expression, or those names, that match no path."""
+    if isinstance(excluded, str):
+        return "" if any(re.fullmatch(excluded, path) for path in every) else excluded
+    return {name for name in excluded if not any(path == name or path.endswith(f".{name}") for path in every)}
 
 
 def _low_rank(peft: LoraConfig, name: str, kind: Kind, base_dropped: bool, job: str) -> ModuleSpec:

@@ -173,9 +173,10 @@ def decoder_of(model: PreTrainedModel) -> Any:
     found = getattr(model, DECODER, model.base_model)
     if found is not model:
         return found
-    if hasattr(model, "model"):  # Llama 4 names another attribute than it has
+    if hasattr(model, "model"):  # Llama4ForCausalLM, whose base_model_prefix is not the name of its attribute
         return model.model
-    inner = model.get_decoder()  # it has none with its vision tower; its language model is for texts alone
+    # Llama4ForConditionalGeneration has no model under its output layer that takes images; its decoder takes texts alone
+    inner = model.get_decoder()
     return model if inner is model else decoder_of(inner)
 
 

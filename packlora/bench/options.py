@@ -35,15 +35,15 @@ WITH_LAYERS = (
     "workloads",
 )
 """Benchmarks whose models can be shrunk."""
-SHAPE = "0.6B"
-"""Of the model in `replicas`, unless another one is asked for."""
+USUAL_SHAPES = {"replicas": "0.6B", "pipeline": "70B"}
+"""Of the models in these, unless another one is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """only: words that choose contenders and cases, see `choose`; layers: of the model, None for all of them; parts: of the
     benchmark that are measured, none meaning all; kept: rows of the other parts, from the file that is written again; out: that
-    file; progress: where rows go as they are measured; shape: of the model in `replicas` and `pipeline`; units: that are
+    file; progress: where rows go as they are measured; shape: of the model in benchmarks of USUAL_SHAPES; units: that are
     counted in `pipeline`, None for the usual number; lengths: of samples there."""
 
     device: torch.device
@@ -54,7 +54,7 @@ class Options:
     kept: tuple[dict[str, Any], ...] = ()
     out: Path | None = None
     progress: Progress | None = None
-    shape: str = SHAPE
+    shape: str = ""
     units: int | None = None
     lengths: str = "short"
 

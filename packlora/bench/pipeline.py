@@ -29,10 +29,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from packlora.adapters.attach import attach
 from packlora.base.weight_files import WeightFiles
 from packlora.bench.model import LLAMA_70B, QWEN_32B, TARGETS, TINY
-from packlora.bench.options import Options, Outcome
+from packlora.bench.options import USUAL_SHAPES, Options, Outcome
 from packlora.bench.peers.eager import eager
 from packlora.bench.processes import alarm
-from packlora.bench.replicas import Sizes, short_jobs
+from packlora.bench.replicas import LONGEST, Sizes, short_jobs
 from packlora.bench.results import text_table
 from packlora.bench.schedule_cases import LENGTHS as LENGTHS_OF_SETS
 from packlora.bench.schedule_cases import SETS, draw_lengths
@@ -76,7 +76,7 @@ from packlora.schedule.verify import check, with_noops
 
 LAYERS_EACH = 4
 """Layers of a stage, about."""
-SHAPE, SHORT = "70B", "short"
+SHAPE, SHORT = USUAL_SHAPES["pipeline"], "short"
 """The usual ones."""
 SHAPES: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
     SHAPE: ("Llama-3.1-70B", LlamaConfig, LlamaForCausalLM, LLAMA_70B),
@@ -96,8 +96,8 @@ PROTOCOL = (
     "{layers} over the stages, cut by a layer's time and that of the output layer; "
     "the vocabulary is cut as the layers are; random bfloat16 weights made on the devices; "
     "four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of samples: short, as in "
-    "bench replicas, of at most 2048 tokens, or evenly spread quantiles of the sets of bench schedule, of at most 4096 (xsum, "
-    "cnn_dailymail and wikisum are estimates); about {step_tokens} tokens a job and optimizer step, loss on all tokens. "
+    "bench replicas, of at most {longest} tokens, or evenly spread quantiles of the sets of bench schedule, of at most {cap} "
+    "(xsum, cnn_dailymail and wikisum are estimates); about {step_tokens} tokens a job and optimizer step, loss on all tokens. "
     "The training loop's own classes. A unit is {rounds} optimizer steps of every job on the same samples, the "
     "ways in turn, one unit to warm up and {units} counted; planning is not counted. no_flush: as training runs it, "
     "microbatches of at most {budget} tokens planned for the pipeline. one_job: 1F1B of one job after the other, the pipeline"
@@ -439,7 +439,7 @@ def run(options: Options, mesh: Mesh) -> Outcome:
     protocol = PROTOCOL.format(
         layers=", ".join(f"{number} layers of {SHAPES[shape][0]}'s shape" for shape, number in layers), dropout=DROPOUT,
         ranks=", ".join(str(rank) for _, rank in JOBS.values()), step_tokens=sizes.step_tokens, rounds=sizes.rounds,
-        units=sizes.units, budget=sizes.budget,
+        units=sizes.units, budget=sizes.budget, longest=LONGEST, cap=LENGTHS_OF_SETS["cap_tokens"],
     )  # fmt: skip
     return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
 

@@ -62,6 +62,8 @@ from packlora.schedule.wire import window_from_json, window_to_json
 FSDP2_LAYERS = 8
 SAMPLES, LENGTH = 4, 2048
 """Of a process's microbatch in part fsdp2."""
+LONGEST = 2048
+"""Tokens of a sample of the jobs, at most."""
 WARMUP = 2
 """Units: in the first one sizes of microbatches come for the first time, in the second one the last of them are recorded."""
 PROTOCOL = (
@@ -102,7 +104,7 @@ class Sizes:
         if options.tiny:
             return Sizes(128, 32, -3.0, 64, 1, 1, 16, True)
         rounds, units = (4, 2) if options.quick else (8, 3)
-        return Sizes(8192, 2048, 0.0, 8192, rounds, units, LENGTH)
+        return Sizes(8192, LONGEST, 0.0, 8192, rounds, units, LENGTH)
 
     @property
     def steps(self) -> int:

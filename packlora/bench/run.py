@@ -37,7 +37,7 @@ from packlora.bench import (
     vlm,
     workloads,
 )
-from packlora.bench.options import PARTS, SHAPE, WITH_LAYERS, Options, Outcome
+from packlora.bench.options import PARTS, USUAL_SHAPES, WITH_LAYERS, Options, Outcome
 from packlora.bench.plots import write_plots
 from packlora.bench.processes import processes
 from packlora.bench.progress import Progress
@@ -134,7 +134,7 @@ def run_bench(
     if name in ON_PROCESSES or (name in ON_EITHER and world_size() > 1):
         if (plots or resume) and name != "pipeline":
             raise InputError(f"bench {name} runs in one piece and has no pictures; --resume and --plots are not for it")
-        shape = shape or (pipeline.SHAPE if name == "pipeline" else SHAPE)
+        shape = shape or USUAL_SHAPES.get(name, "")
         lengths = lengths or pipeline.SHORT
         plain = Options(torch.device("cpu"), quick, _words(only), layers, wanted, (), out, None, shape, units, lengths)
         with processes(name) as mesh:
@@ -192,7 +192,7 @@ def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh
         chosen = _device(name, device, plain.quick)
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: {device!r} is one device, but {mesh.size} processes were started; use auto")
-        usual = name == "pipeline" or shape == SHAPE  # a file of pipelines has all shapes
+        usual = name == "pipeline" or shape == USUAL_SHAPES.get(name, "")  # a file of pipelines has all shapes
         label = f"{called}-{device_slug(chosen)}" if usual else f"{called}-{shape.lower()}-{device_slug(chosen)}"
         kept: tuple[dict[str, Any], ...] = ()
         progress = None

@@ -91,24 +91,32 @@ class StageDevice:
     # --- what passes between stages; shape: as `shape` gives it ------------------------------------------------------------
 
     def receive_totals(self, samples: Sequence[PackedSample]) -> torch.Tensor | None:
-        """Those of StageRouting from the stage below, behind the hidden states; None where no sample has such a loss."""
+        """From the stage below, before the forward here: [2, N, E] in float32 or wider, StageRouting's totals of N samples with
+        a load-balancing loss over E experts. They follow the hidden states, which send_up there sends first. None where no
+        sample has such a loss. Not for the first stage, which has none below."""
         balanced = sum(item.balance > 0 for item in samples)
         return self.stage.links.up.receive((2, balanced, self._routers[0]), self._wide) if balanced else None
 
     def send_up(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
+        """To the stage above, after the forward here: hidden states [1, T, D] in the model's dtype, then, where samples have a
+        load-balancing loss, StageRouting's totals [2, N, E] over the layers here and below. Not for the last stage."""
         up = self.stage.links.up
         up.send(pending.root.detach(), shape, self.stage.dtype)
         if (routing := pending.routing) is not None:
             up.send(routing.totals, routing.totals.shape, self._wide)
 
     def receive_down(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
+        """From the stage above, before the backward here, into pending: the gradient [1, T, D] of what send_up sent, then,
+        where samples have a load-balancing loss, that of StageRouting's sums, [N, E], which the last stage has made and all
+        others pass on. Not for the last stage."""
         down = self.stage.links.down
         pending.gradient = down.receive(shape, self.stage.dtype)
         if (routing := pending.routing) is not None:
             routing.gradient = down.receive(routing.totals.shape[1:], self._wide)
 
     def send_down(self, gradients: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> None:
-        """gradients: see StagePending."""
+        """To the stage below, after the backward here, what its receive_down takes. gradients: of the hidden states [1, T, D]
+        that came from there, then, where there is one, StageRouting's [N, E]: StagePending.gradients. Not for the first."""
         of_hidden, *of_routing = gradients
         self.stage.links.down.send(of_hidden, shape, self.stage.dtype)
         for own in of_routing:

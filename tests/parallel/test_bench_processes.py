@@ -119,9 +119,8 @@ def test_tensor_parallel_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
     assert content["name"] == "tensor-parallel-cpu"
     assert summary["part_extra_collectives_per_step"] == 1
     assert summary["part_extra_collectives_per_step_sp"] == 1 + 4
-    hidden = (
-        4 * 16 * 64 * 2
-    )  # bytes of the hidden states, of which each process sends half in what is one half of a sum
+    # bytes of the hidden states, of which each process sends half in what is one half of a sum
+    hidden = 4 * 16 * 64 * 2
     message = 4 * (ROW + 2 * 16 * 64 * 7)  # of two layers A of five projections and B of two
     assert summary["part_wire_of_base"] == pytest.approx(1 + message / (16 * hidden / 2))
     assert summary["part_over_frozen_tp2"] > 0
@@ -305,7 +304,7 @@ def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(ranks: Poo
     content = file_of(out)
     assert content["summary"]["part_tokens_per_s_per_gpu_32b_het"] > 0
     assert [row["case"] for row in content["rows"]] == ["x2 32B het unit 1"]
-    assert "2 layers of Qwen2.5-32B's shape" in content["protocol"]
+    assert "2 layers of Qwen2.5-32B's shape" in content["protocol"] and "of at most 4096 (xsum" in content["protocol"]
 
 
 def test_what_bench_pipeline_is_asked_for_is_checked(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -450,12 +448,6 @@ def test_convergence_of_one_way_after_the_other_is_that_of_both(
     assert not apart.exists()
     with pytest.raises(InputError, match="--steps=3"):
         dora_convergence.main(["--out", str(apart), *SMALL, "--steps=3", "--data=python", "--ways=packlora"])
-    left = tmp_path / "apart.peft.json"
-    whole = left.read_text()
-    left.write_text(json.dumps(json.loads(whole) | {"done": False}))
-    with pytest.raises(InputError, match="was ended"):
-        dora_convergence.main(["--out", str(apart), *words, "--ways=packlora"])
-    left.write_text(whole)
     dora_convergence.main(["--out", str(apart), *words, "--ways=packlora,peft_reversed"])
     rows = [[{**row, "seconds": None} for row in json.loads(out.read_text())["rows"]] for out in (both, apart)]
     assert rows[0] == rows[1]
@@ -473,40 +465,9 @@ def test_source_of_the_standard_library_is_cut_into_whole_samples() -> None:
     assert len({tuple(row) for row in rows}) == 50
 
 
-def test_convergence_run_of_its_own_takes_all_settings(tmp_path: Path) -> None:
-    """What the processes on a GPU are called with."""
-    out = tmp_path / "one.json"
-    seen: dict[str, Any] = {}
-
-    def remember(way: str, device: torch.device, args: Any) -> None:
-        seen.update(way=way, args=args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dora_convergence, "train", remember)
-        dora_convergence.main(["--out", str(out), *SMALL, "--steps=3", "--one", "packlora"])
-        assert seen["way"] == "packlora"
-        again = dora_convergence.settings(seen["args"])
-        dora_convergence.main(["--out", str(out), *again, "--one", "peft"])
-    args = seen["args"]
-    assert seen["way"] == "peft"
-    assert (args.steps, args.seeds, args.batch, args.length, args.rows, args.rank, args.tiny) == (
-        3,
-        2,
-        2,
-        40,
-        6,
-        4,
-        True,
-    )
-
-
 def convergence_args(out: Path, *words: str) -> Any:
-    """What the parser makes of a toy run's options."""
-    seen: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dora_convergence, "train", lambda way, device, args: seen.append(args))
-        dora_convergence.main(["--out", str(out), *SMALL, "--steps=5", "--one=peft", *words])
-    return seen[0]
+    """A toy run's options."""
+    return dora_convergence.options(["--out", str(out), *SMALL, "--steps=5", *words])
 
 
 def trainee(way: str, args: Any, seed: int = 0) -> dora_convergence.Trainee:
@@ -518,7 +479,7 @@ def trainee(way: str, args: Any, seed: int = 0) -> dora_convergence.Trainee:
 def played_back(change: float = 0.0) -> Any:
     """In the place of captured() where there is no GPU: a replay is the step once more."""
 
-    def captured(step: Any, warm_up: Any, device: torch.device) -> Any:
+    def captured(step: Any, warm_up: Any, lane: Any) -> Any:
         warm_up()
         loss = torch.zeros(())
         return lambda: loss.copy_(step() + change), loss
@@ -533,12 +494,11 @@ def test_convergence_graph_starts_where_the_plain_run_does(way: str, tmp_path: P
     monkeypatch.setattr(dora_convergence, "captured", played_back())
     graph.capture()
     for one in (plain, graph):
-        one.advance(2)
-        one.advance(5)
-    assert graph.record()["losses"] == plain.record()["losses"]
-    assert graph.record()["graph_gap"] == 0.0 and "graph_gap" not in plain.record()
-    held_out = dora_fidelity.samples("eval.jsonl", 3, 40, None)
-    assert graph.evaluate(held_out, 40) == plain.evaluate(held_out, 40)
+        for _ in range(5):
+            one.advance()
+        one.evaluate(dora_fidelity.samples("eval.jsonl", 3, 40, None), 40)
+    assert graph.record() == {**plain.record(), "graph_gap": 0.0} and "graph_gap" not in plain.record()
+    assert len(plain.record()["losses"]) == 5 and plain.record()["eval"] > 0
 
 
 @pytest.mark.parametrize("change", [0.03, float("nan")])
@@ -548,44 +508,67 @@ def test_convergence_graph_that_computes_something_else_is_seen(
     one = trainee("packlora", convergence_args(tmp_path / "x.json"))
     monkeypatch.setattr(dora_convergence, "captured", played_back(change))
     one.capture()
-    with pytest.raises(RuntimeError, match="step 0: the graph's loss is"):
-        one.advance(1)
+    with pytest.raises(dora_convergence.WrongGraph, match="step 0: the graph's loss is"):
+        one.advance()
 
 
-def test_convergence_way_that_fails_as_a_graph_is_run_step_by_step(tmp_path: Path, monkeypatch: Any) -> None:
-    args, calls = convergence_args(tmp_path / "x.json"), []
-    part = dora_convergence.part(args.out, "peft")
+def test_convergence_of_a_way_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: Any) -> None:
+    """As on a GPU, at once: PEFT's graph computes something else, packlora's capture fails, the last way's replay breaks."""
+    args = convergence_args(tmp_path / "x.json", "--seeds=1")
+    ways, captures = (*dora_convergence.WAYS, dora_convergence.EXACT), iter(range(4))
+    alone = dora_convergence.train(dora_convergence.WAYS, CPU, args, math.inf, graphs=False)
+    monkeypatch.setattr(dora_convergence, "CHUNK", 2)
+    monkeypatch.setattr(dora_convergence, "SAVED", 2)
 
-    def run(command: list[str], **options: Any) -> Any:
-        calls.append(command)
-        part.write_text(json.dumps({"graph": "--eager" not in command}))
-        return subprocess.CompletedProcess(command, 0 if "--eager" in command else 1)
+    def captured(step: Any, warm_up: Any, lane: Any) -> Any:
+        number = next(captures)
+        replay, loss = played_back(0.03 if number == 0 else 0.0)(step, warm_up, lane)
+        if number == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(subprocess, "run", run)
-    assert dora_convergence.in_own_process("peft", args, math.inf) == {"graph": False}
-    assert ["--eager" in command for command in calls] == [False, True]
+        def breaks() -> None:
+            assert step.__self__.done < 3, "broke"
+            replay()
 
-    def ended(command: list[str], **options: Any) -> Any:
-        part.write_text(json.dumps({"graph": True}))
-        raise subprocess.TimeoutExpired(command, 1)
+        return breaks if number == 3 else replay, loss
 
-    monkeypatch.setattr(subprocess, "run", ended)
-    assert dora_convergence.in_own_process("peft", args, math.inf) == {"graph": True}, "what there was is kept"
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 1))
-    with pytest.raises(RuntimeError, match="the runs with peft failed: exit code 1"):
-        dora_convergence.in_own_process("peft", args, math.inf)
-    with pytest.raises(RuntimeError, match="no time was left"):
-        dora_convergence.in_own_process("peft", args, time.monotonic())
+    monkeypatch.setattr(dora_convergence, "captured", captured)
+    records = dora_convergence.train(ways, CPU, args, math.inf, graphs=True)
+    assert {way: record["graph"] for way, record in records.items()} == {
+        "packlora": False, "peft_reversed": True, "peft": False,
+    }  # fmt: skip
+    for way, record in records.items():
+        assert record["runs"][0] | {"graph_gap": None} == alone[way]["runs"][0] | {"graph_gap": None}
+        assert json.loads(dora_convergence.part(args.out, way).read_text()) == record
+    assert records["peft"]["together"] == ["peft"] and records["packlora"]["together"] == list(ways)
+    left = json.loads(dora_convergence.part(args.out, dora_convergence.EXACT).read_text())
+    assert len(left["runs"][0]["losses"]) == 2 and not left["done"], "what was written before"
 
 
-@pytest.mark.soak
-def test_convergence_process_of_its_own_gives_the_same_losses(tmp_path: Path) -> None:
-    args = convergence_args(tmp_path / "x.json")
-    record = dora_convergence.in_own_process("packlora", args, math.inf)
-    here = trainee("packlora", args, seed=1)
-    here.advance(5)
-    assert record["runs"][1]["losses"] == here.record()["losses"]
-    assert record["runs"][1]["eval"] > 0 and not record["graph"]
+def test_convergence_of_ended_runs_is_compared_when_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+    out = tmp_path / "ended.json"
+    monkeypatch.setattr(dora_convergence, "CHUNK", 2)
+    monkeypatch.setattr(dora_convergence, "SAVED", 2)
+    steps = iter(range(3 * 2 * 3))  # three steps of three ways and two seeds
+    advance = dora_convergence.Trainee.advance
+
+    def ended(one: Any) -> None:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        advance(one)
+
+    monkeypatch.setattr(dora_convergence.Trainee, "advance", ended)
+    args = convergence_args(out)
+    with pytest.raises(KeyboardInterrupt):
+        dora_convergence.train(dora_convergence.WAYS, CPU, args, math.inf, graphs=False)
+    words = ["--out", str(out), *SMALL, "--steps=5"]
+    monkeypatch.setattr(dora_convergence.Trainee, "advance", advance)
+    with pytest.raises(InputError, match="of a run that was ended"):
+        dora_convergence.main([*words, "--ways=packlora"])
+    dora_convergence.main([*words, "--ways=none"])
+    content = json.loads(out.read_text())
+    assert content["summary"]["convergence_steps"] == 2 and "2 (of 5 that were asked for) steps" in content["protocol"]
+    assert content["summary"]["convergence_eval_abs"] is None and content["rows"][1]["mean_abs"] < 1e-5
 
 
 def test_convergence_ends_when_its_time_is_over(tmp_path: Path) -> None:

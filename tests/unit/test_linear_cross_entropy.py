@@ -226,6 +226,8 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     hidden, weight, bias, labels, weights = case(20, 8, 30)
     with pytest.raises(ValueError, match="do not fit an output layer"):
         linear_cross_entropy(hidden[:, :7], weight, bias, labels, weights)
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 do not fit an output layer of torch\.float32; cast"):
+        linear_cross_entropy(hidden.bfloat16(), weight.float(), bias, labels, weights)
     with pytest.raises(ValueError, match=r"labels of shape \(19,\) for 20 rows"):
         linear_cross_entropy(hidden, weight, bias, labels[1:], weights)
     with pytest.raises(ValueError, match="weights of shape"):

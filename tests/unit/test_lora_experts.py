@@ -43,7 +43,7 @@ def an_adapter(
 
 def a_case(
     dtype: torch.dtype, N: int, K: int, top_k: int, transposed: bool, bias: bool, seed: int = 0, E: int = E
-) -> Any:  # fmt: skip
+) -> Any:
     """Frozen weights, tokens, their experts (one of which has no token, another one a single one) and keys."""
     generator, T = torch.Generator().manual_seed(seed), 24
     weight = torch.randn(E, N, K, generator=generator, dtype=dtype)
@@ -68,9 +68,9 @@ def differences(
     T, k = chosen.shape
     routing = Routing.of(chosen, frozen.shape[0], owner, len(adapters))
     token = torch.arange(T * k) // k
-    source = (
-        x if repeated else torch.randn(T * k, x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(9))
-    )
+    source, generator = x, torch.Generator().manual_seed(9)
+    if not repeated:
+        source = torch.randn(T * k, x.shape[1], dtype=x.dtype, generator=generator)
     operands = [t for a in adapters if a is not None for t in (a.A, a.B, a.magnitude) if t is not None]
     d = torch.randn(T * k, frozen.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(4))
 

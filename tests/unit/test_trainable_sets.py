@@ -91,7 +91,10 @@ def test_tensors_of_an_adapter_are_those_that_peft_makes(family: str) -> None:
 def test_an_exclusion_that_matches_nothing_is_told() -> None:
     model = model_of("Llama")
     told = [
-        resolve(LoraConfig(target_modules="all-linear", exclude_modules=own), model, "x").notes
-        for own in (["zz", "down_prj"], ["down_proj"])
+        resolve(
+            LoraConfig(target_modules="all-linear", exclude_modules=own, modules_to_save=["norm"]), model, "x"
+        ).notes
+        for own in (["zz", "down_proj", "down_prj"], ["down_proj"], r".*\.0\.mlp", ".*mlp.down")
     ]
-    assert told == [["job 'x': exclude_modules ['down_prj', 'zz'] matches nothing in the model"], []]
+    words = "job 'x': exclude_modules {} matches nothing in the model"
+    assert told == [[words.format("['down_prj', 'zz']")], [], [], [words.format("'.*mlp.down'")]]

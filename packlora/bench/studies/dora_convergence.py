@@ -1,32 +1,31 @@
 """Does DoRA train under packlora as it does under PEFT? Loss by loss over a thousand steps and several seeds.
 
-    python -m packlora.bench.studies.dora_convergence --out dora-convergence-h200.json --data python --batch 64
+    python -m packlora.bench.studies.dora_convergence --out dora-convergence-h200.json --data python \\
+        --steps 2000 --seeds 2
     python -m packlora.bench.studies.dora_convergence --out benchmarks/results/dora-convergence-cpu.json --device cpu \\
         --steps 60 --seeds 1
 
 The same loop runs over a PEFT model as it is and after packlora.accelerate: same base, same initial adapter, same samples in
 the same order. A third run is PEFT's with the samples of each batch in reverse order: the same numbers but for the order in
 which they are summed, so what it differs by is noise. Runs may be made one by one (--ways).
-On a GPU a whole training step is one CUDA graph, for both alike: SmolLM2-135M keeps the host busy and the GPU
-idle, and PEFT's step takes the host 100 ms. Where a capture fails, or a graph does not compute what the same step does without
-it, that way is run again step by step, and the results say so.
+On a GPU a whole training step is one CUDA graph, for both alike: SmolLM2-135M keeps the host busy and the GPU idle, and PEFT's
+step takes the host 100 ms. The graphs of all runs are replayed at once, on streams of their own: one of PEFT's is a chain of
+thousands of kernels that are too small for the GPU. Each of them keeps the memory of a step; where that is too much, --ways.
+Where a capture fails, that way trains step by step beside the others; where a graph does not compute what the same step does
+without it, that way trains again after the others, step by step. The results say so.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import json
 import math
-import os
 import platform
-import subprocess
-import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,19 @@ from packlora.live.accelerate import accelerate
 from packlora.runtime.memory import synchronize
 from packlora.runtime.record import device_name
 
-ROOT = Path(__file__).parents[3]
 NOISE = "peft_reversed"
 """PEFT again, the samples of each batch in reverse order: the same sums in another order."""
 WAYS = ("peft", "packlora", NOISE)
 EXACT = "peft_fp32"
 """PEFT again, all in float32."""
+NOTHING = "none"
+"""In the place of ways: only the comparison of what earlier runs left."""
 LR, CLIP = 2e-4, 1.0
 EVAL_SAMPLES = 24
 CHUNK = 10
 """Steps between two looks at the clock."""
+SAVED = 100
+"""Steps after which the losses are written, for whoever has to end this: so many CHUNKs."""
 WARM_UP = 4
 CHECKED = (0, 1, 3, 10, 30, 100, 300, 600)
 """Steps, beside the last, at which a graph's loss is compared with the loss without it."""
@@ -64,7 +66,8 @@ PROTOCOL = (
     "samples of each batch in reverse order, which changes the order of sums alone. mean_abs, max_abs: of the difference of"
     " packlora's and PEFT's losses per step; mean_signed: packlora's less PEFT's; noise: of PEFT's two runs; over_noise: "
     "mean_abs over noise_mean_abs, means over seeds; eval: mean loss on {eval} held-out samples after the last step; "
-    "to_fp32: to a third run, PEFT's all in float32 from the same numbers, over the steps_to_fp32 that it did. {device}."
+    "to_fp32: to a fourth run, PEFT's all in float32 from the same numbers, over the steps_to_fp32 that it did; seconds: of "
+    "all steps of all runs that trained in turn with this one. {device}."
 )
 DATA = {
     "synopses": "debian_synopsis/train, {rows} of them (prompt and completion, cut at {length} tokens, padded to it)",
@@ -73,10 +76,23 @@ DATA = {
 NO_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 """Folders of the standard library that are not of it, or not everywhere."""
 SIDE_BY_SIDE = (
-    "One GPU; a process for each way, their seeds in turn. As CUDA graphs: {graphs}; a whole step, "
-    "from the forward to the optimizer, is captured once and replayed, after warm-up steps that are undone. graph_gap: largest "
-    "difference of a graph's loss to that of the same parameters without the graph, at up to {checks} of the steps"
+    "One GPU. At once, in one process, a step of each run in turn: {together}; each of PEFT's runs has a stream of its own, "
+    "packlora's share one. As CUDA graphs: {graphs}; a whole step, from the forward to the optimizer, is captured once and "
+    "replayed, after warm-up steps that are undone. graph_gap: largest difference of a graph's loss to that of the same "
+    "parameters without the graph, at up to {checks} of the steps"
 )
+
+
+class WrongGraph(RuntimeError):
+    """A CUDA graph's loss is not that of its parameters."""
+
+
+class Lane:
+    """A stream of a GPU, and the memory of the graphs on it, which are replayed one after the other and leave a loss alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
 
 
 # --- one model in training -----------------------------------------------------------------------------------------------
@@ -91,6 +107,7 @@ class Trainee:
         rows: token ids of the training samples.
         narrow: the base is rounded to bfloat16, and all but EXACT run under autocast; by default on a GPU.
         dora: else LoRA.
+        lane: where it trains on a GPU; by default the current stream, which cannot be captured.
 
     Raises:
         AssertionError: a module was left to PEFT.
@@ -98,9 +115,10 @@ class Trainee:
 
     def __init__(
         self, way: str, seed: int, base: Any, rows: list[list[int]], device: torch.device, args: argparse.Namespace,
-        narrow: bool | None = None, dora: bool = True,
+        narrow: bool | None = None, dora: bool = True, lane: Lane | None = None,
     ) -> None:  # fmt: skip
         self.device, on_gpu = device, device.type == "cuda"
+        self.lane, self.stream = lane, lane.stream if lane else None
         narrow = on_gpu if narrow is None else narrow
         self.mixed = narrow and way != EXACT
         torch.manual_seed(seed)
@@ -121,8 +139,8 @@ class Trainee:
         self.inputs = {name: every[0].clone() for name, every in self.batches.items()}
         self.losses = torch.zeros(args.steps, device=device)
         self.done, self.steps = 0, args.steps
-        self.seconds = 0.0
         self.graph_gap = 0.0
+        self.eval: float | None = None
         self._replay: Callable[[], None] | None = None
         self._graph_loss: torch.Tensor | None = None
 
@@ -142,7 +160,8 @@ class Trainee:
 
     def capture(self) -> None:
         """Steps are replays of a CUDA graph from now on."""
-        self._replay, self._graph_loss = captured(self.step, self._warm_up, self.device)
+        with torch.cuda.stream(self.stream):
+            self._replay, self._graph_loss = captured(self.step, self._warm_up, self.lane)
 
     def _warm_up(self) -> None:
         """Some steps, which are undone: what is made at first calls, such as tables, is there before the capture."""
@@ -155,28 +174,26 @@ class Trainee:
                 for value in state.values():
                     value.zero_()
 
-    def advance(self, until: int) -> None:
-        """Train up to this number of steps.
+    def advance(self) -> None:
+        """One more step on the own stream, which the host waits for only where a graph is checked.
 
         Raises:
-            RuntimeError: a graph's loss is not that of its parameters.
+            WrongGraph: a graph's loss is not that of its parameters.
         """
-        start = time.perf_counter()
-        for number in range(self.done, until):
+        number = self.done
+        with torch.cuda.stream(self.stream):
             for name, into in self.inputs.items():
                 into.copy_(self.batches[name][number])
             if self._replay is None:
                 self.losses[number] = self.step()
-                continue
-            plain = self._loss_without_graph() if number in CHECKED or number == self.steps - 1 else None
-            self._replay()
-            assert self._graph_loss is not None
-            self.losses[number] = self._graph_loss
-            if plain is not None:
-                self._check(number, plain)
-        self.done = until
-        synchronize(self.device)
-        self.seconds += time.perf_counter() - start
+            else:
+                plain = self._loss_without_graph() if number in CHECKED or number == self.steps - 1 else None
+                self._replay()
+                assert self._graph_loss is not None
+                self.losses[number] = self._graph_loss
+                if plain is not None:
+                    self._check(number, plain)
+        self.done += 1
 
     def _loss_without_graph(self) -> torch.Tensor:
         torch.autograd.graph.increment_version(self.parameters)  # replays move no version counters
@@ -185,22 +202,23 @@ class Trainee:
     def _check(self, number: int, plain: torch.Tensor) -> None:
         gap = abs(float(self.losses[number]) - float(plain))
         if not gap <= GRAPH_GAP:
-            raise RuntimeError(
+            raise WrongGraph(
                 f"step {number}: the graph's loss is {float(self.losses[number])}, without the graph {float(plain)}; "
                 f"accepted is a difference of {GRAPH_GAP}"
             )
         self.graph_gap = max(self.graph_gap, gap)
 
-    def evaluate(self, held_out: list[list[int]], length: int) -> float:
+    def evaluate(self, held_out: list[list[int]], length: int) -> None:
+        """Of samples that are not trained on, the mean loss into the record."""
         if self._replay is not None:
             torch.autograd.graph.increment_version(self.parameters)
-        with torch.no_grad():
+        with torch.cuda.stream(self.stream), torch.no_grad():
             parts = [self.loss(padded(held_out[at : at + 8], self.device, length)) for at in range(0, len(held_out), 8)]
-        return float(torch.stack(parts).mean())
+            self.eval = float(torch.stack(parts).mean())
 
     def record(self) -> dict[str, Any]:
         graph = {} if self._replay is None else {"graph_gap": self.graph_gap}
-        return {"losses": self.losses[: self.done].tolist(), "eval": None, "seconds": self.seconds, **graph}
+        return {"losses": self.losses[: self.done].tolist(), "eval": self.eval, **graph}
 
 
 def training_rows(args: argparse.Namespace, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
@@ -251,64 +269,124 @@ def batches(
 
 
 def captured(
-    step: Callable[[], torch.Tensor], warm_up: Callable[[], None], device: torch.device
+    step: Callable[[], torch.Tensor], warm_up: Callable[[], None], lane: Lane | None
 ) -> tuple[Callable[[], None], torch.Tensor]:
-    """Replays `step` as a CUDA graph, and the loss that a replay writes. warm_up runs first, on the stream of the capture."""
-    side, pool = capture_place(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        warm_up()
-    torch.cuda.current_stream(device).wait_stream(side)
+    """What replays `step` as a CUDA graph, and the loss that a replay writes; warm_up runs first. To be called on the lane."""
+    assert lane is not None
+    warm_up()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=side):
+    with torch.cuda.graph(graph, pool=lane.pool, stream=lane.stream):
         loss = step()
-    torch.cuda.synchronize(device)
+    lane.stream.synchronize()
     return graph.replay, loss
 
 
-@functools.cache
-def capture_place(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
-    """Stream and memory that all graphs of a process share: they are replayed one after the other, and leave a loss alone."""
-    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+# --- all seeds of some ways ----------------------------------------------------------------------------------------------
 
 
-# --- all seeds of one way ------------------------------------------------------------------------------------------------
+class Seeds:
+    """The runs of one way, one of each seed.
 
-
-def train(way: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Every seed's run with one of WAYS or EXACT, a few steps of each in turn, until the steps or the seconds are over;
-    CHUNK steps at least.
-
-    What there is so far is in the file part(args.out, way) all the time, for whoever has to end this.
+    Args:
+        make: the Trainee of a seed.
+        graph: capture all of them.
     """
-    end = time.monotonic() + (args.seconds or math.inf)
+
+    def __init__(self, way: str, make: Callable[[str, int], Trainee], seeds: int, graph: bool) -> None:
+        self.way, self.graph = way, graph
+        self.failure: Exception | None = None
+        self.trainees: list[Trainee] = []
+        for seed in range(seeds):
+            self.trainees.append(make(way, seed))
+            if graph:
+                self.trainees[-1].capture()
+        print(f"{way}: {seeds} models ready, {'as CUDA graphs' if graph else 'step by step'}", flush=True)
+
+    def attempt(self, work: Callable[[Seeds], None]) -> None:
+        """Do this, or nothing after a failure: that of one way must not end the others."""
+        try:
+            if self.failure is None:
+                work(self)
+        except Exception as error:
+            traceback.print_exc()
+            self.failure = error
+
+    def advance(self) -> None:
+        for trainee in self.trainees:
+            trainee.advance()
+
+    def evaluate(self, held_out: list[list[int]], length: int) -> None:
+        for trainee in self.trainees:
+            trainee.evaluate(held_out, length)
+
+    def save(self, out: Path, common: dict[str, Any]) -> None:
+        write_json(part(out, self.way), self.record(common))
+
+    def record(self, common: dict[str, Any]) -> dict[str, Any]:
+        return common | {"graph": self.graph, "runs": [trainee.record() for trainee in self.trainees]}
+
+
+def ready(way: str, make: Callable[[str, int], Trainee], seeds: int, graphs: bool) -> Seeds | None:
+    """Before the first step; without graphs where a capture fails, None where that fails, too."""
+    for graph in [True, False] if graphs else [False]:
+        try:
+            return Seeds(way, make, seeds, graph)
+        except Exception:
+            traceback.print_exc()
+            print(f"{way}, {'as CUDA graphs' if graph else 'step by step'}: failed", flush=True)
+    return None
+
+
+def train(
+    ways: Sequence[str], device: torch.device, args: argparse.Namespace, end: float, graphs: bool
+) -> dict[str, Any]:
+    """Train with some of WAYS and EXACT, a step of every run in turn, until the steps are done or the clock is at `end`; CHUNK
+    steps at least. A way whose graph computes something else trains again after the others, step by step.
+
+    Returns:
+        By way what its runs gave, without the ways that failed. It is in the file part(args.out, way) every SAVED steps and
+        in the end.
+    """
+    for way in ways:
+        part(args.out, way).unlink(missing_ok=True)
     base, tokenizer, words = load_base(args.random_weights, args.tiny)
     rows, held_out = training_rows(args, tokenizer)
-    as_graph = device.type == "cuda" and not args.eager
-    trainees = []
-    for seed in range(args.seeds):
-        trainees.append(Trainee(way, seed, copy.deepcopy(base), rows, device, args))
-        if as_graph:
-            trainees[-1].capture()
-    print(f"{way}: {len(trainees)} models ready, {'as CUDA graphs' if as_graph else 'step by step'}", flush=True)
-    record: dict[str, Any] = {
-        "model": words, "graph": as_graph, "rows": len(rows), "origin": origin(device, args), "done": False, "runs": [],
+    shared = Lane(device) if device.type == "cuda" else None
+
+    def make(way: str, seed: int) -> Trainee:
+        # layers of packlora's may share temporary buffers, so its runs follow each other
+        lane = shared if shared is None or way == "packlora" else Lane(device)
+        with torch.cuda.stream(lane.stream if lane else None):
+            return Trainee(way, seed, copy.deepcopy(base), rows, device, args, lane=lane)
+
+    every = [seeds for way in ways if (seeds := ready(way, make, args.seeds, graphs)) is not None]
+    common: dict[str, Any] = {
+        "model": words, "rows": len(rows), "origin": origin(device, args), "done": False,
+        "together": [seeds.way for seeds in every],
     }  # fmt: skip
-    done = 0
-    while done < args.steps and (not done or time.monotonic() < end):
-        done = min(done + CHUNK, args.steps)
-        for trainee in trainees:
-            trainee.advance(done)
-        record["runs"] = [trainee.record() for trainee in trainees]
-        write_json(part(args.out, way), record)
-        if done % 100 == 0 or done == args.steps:
-            spent = sum(trainee.seconds for trainee in trainees)
-            print(f"{way}: {done} steps, {1e3 * spent / done / len(trainees):.1f} ms a step", flush=True)
-    for run, trainee in zip(record["runs"], trainees, strict=True):
-        run["eval"] = trainee.evaluate(held_out, args.length)
-    record["done"] = True
-    write_json(part(args.out, way), record)
-    return record
+    start = time.perf_counter()
+    for number in range(args.steps + 1):
+        if number == args.steps or number % CHUNK == 0:
+            synchronize(device)  # else the clock says when steps were asked for
+            common["seconds"] = time.perf_counter() - start
+            over = number == args.steps or (number > 0 and time.monotonic() >= end)
+            if over or (number > 0 and number % SAVED == 0):
+                print(f"{number} steps of {', '.join(common['together'])}: {common['seconds']:.1f} s", flush=True)
+                for seeds in every:
+                    seeds.attempt(lambda seeds: seeds.save(args.out, common))
+            if over:
+                break
+        for seeds in every:
+            seeds.attempt(Seeds.advance)
+    common["done"] = True
+    for seeds in every:
+        seeds.attempt(lambda seeds: seeds.evaluate(held_out, args.length))
+        seeds.attempt(lambda seeds: seeds.save(args.out, common))
+    records = {seeds.way: seeds.record(common) for seeds in every if seeds.failure is None}
+    if wrong := [seeds.way for seeds in every if isinstance(seeds.failure, WrongGraph)]:
+        print(f"{', '.join(wrong)}: again, step by step", flush=True)
+        records |= train(wrong, device, args, end, graphs=False)
+    return records
 
 
 def part(out: Path, way: str) -> Path:
@@ -317,52 +395,14 @@ def part(out: Path, way: str) -> Path:
 
 
 def train_all(ways: Sequence[str], device: torch.device, args: argparse.Namespace, end: float) -> dict[str, Any]:
-    """By way what train() gives; processes side by side on a GPU, one after the other in this one on a CPU."""
+    """What train() gives: all ways side by side on a GPU, one after the other on a CPU, which share the time."""
     if device.type == "cuda":
-        with ThreadPoolExecutor() as pool:
-            return dict(zip(ways, pool.map(lambda way: in_own_process(way, args, end), ways), strict=True))
-    records = {}
+        return train(ways, device, args, end, graphs=not args.eager)
+    records: dict[str, Any] = {}
     for number, way in enumerate(ways):
-        share = (end - time.monotonic()) / (len(ways) - number)
-        seconds = None if math.isinf(share) else max(share, 1e-3)
-        records[way] = train(way, device, argparse.Namespace(**{**vars(args), "seconds": seconds}))
+        now = time.monotonic()
+        records |= train((way,), device, args, now + (end - now) / (len(ways) - number), graphs=False)
     return records
-
-
-def in_own_process(way: str, args: argparse.Namespace, end: float) -> dict[str, Any]:
-    """train() in a process of its own, step by step where it fails as a graph.
-
-    Raises:
-        RuntimeError: it failed both ways, or gave nothing in its time.
-    """
-    own, found = part(args.out, way), "no time was left"
-    for eager in [True] if args.eager else [False, True]:
-        left = end - time.monotonic()
-        if left < 1:
-            break
-        command = [
-            sys.executable,
-            "-m",
-            "packlora.bench.studies.dora_convergence",
-            "--one",
-            way,
-            "--out",
-            str(args.out),
-        ]
-        command += settings(args) + ["--eager"] * eager + ([] if math.isinf(left) else [f"--seconds={left}"])
-        own.unlink(missing_ok=True)
-        try:  # a minute more for what is under way, and the held-out samples
-            limit = None if math.isinf(left) else left + 60
-            environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-            code: int | None = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit).returncode
-        except subprocess.TimeoutExpired:
-            code = None
-        if code in (0, None) and own.exists():
-            record: dict[str, Any] = json.loads(own.read_text())
-            return record
-        found = "it was ended, it had no results in its time" if code is None else f"exit code {code}"
-        print(f"{way}, {'step by step' if eager else 'as a CUDA graph'}: failed, {found}", flush=True)
-    raise RuntimeError(f"the runs with {way} failed: {found}")
 
 
 def origin(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -371,22 +411,23 @@ def origin(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def recorded(way: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """What an earlier run with this --out left of a way. Raises InputError where it was ended or belongs to something else."""
+    """What an earlier run with this --out left of a way. Raises InputError where it belongs to something else, or was ended and
+    is not asked for."""
     path, wanted = part(args.out, way), origin(device, args)
     record: dict[str, Any] = json.loads(path.read_text())
     if record.get("origin") != wanted:
         raise InputError(f"{path} is of {record.get('origin')}, not of {wanted}; remove it, or run {way} again")
-    if not record["done"]:
-        raise InputError(f"{path} is of a run that was ended; remove it, or run {way} again")
+    if not record["done"] and args.ways != NOTHING:
+        raise InputError(
+            f"{path} is of a run that was ended; remove it, run {way} again, or compare what there is: --ways={NOTHING}"
+        )
     return record
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """The options that a process of one way needs."""
-    words = [
-        f"--{name}={getattr(args, name)}"
-        for name in ("device", "steps", "seeds", "batch", "length", "data", "rows", "rank")
-    ]
+    """The options that runs must have in common to be compared."""
+    names = ("device", "steps", "seeds", "batch", "length", "data", "rows", "rank")
+    words = [f"--{name}={getattr(args, name)}" for name in names]
     return words + [f"--{name.replace('_', '-')}" for name in ("random_weights", "tiny") if getattr(args, name)]
 
 
@@ -413,7 +454,6 @@ def compared(
         "first_loss": peft["losses"][0],
         "last_tenth_loss": sum(peft["losses"][steps - tenth : steps]) / tenth,
         "eval_peft": peft["eval"], "eval_packlora": ours["eval"], "eval_abs": None,
-        "seconds": {way: run["seconds"] for way, run in zip(WAYS, (peft, ours, again), strict=True)},
         "graph_gap": {way: run.get("graph_gap") for way, run in zip(WAYS, (peft, ours, again), strict=True)},
         "losses_peft": peft["losses"], "losses_packlora": ours["losses"], f"losses_{NOISE}": again["losses"],
     }  # fmt: skip
@@ -454,17 +494,19 @@ def write(records: dict[str, Any], device: torch.device, args: argparse.Namespac
     exact = records[EXACT]["runs"] if EXACT in records else [None] * args.seeds
     rows = [compared(seed, peft[seed], ours[seed], again[seed], exact[seed]) for seed in range(args.seeds)]
     for row in rows:
+        row["seconds"] = {way: record["seconds"] for way, record in records.items()}
         row["random_weights"] = args.random_weights or args.tiny
         print({key: value for key, value in row.items() if not key.startswith("losses")}, flush=True)
     figures = summary(rows)
-    precision, where = "float32", "CPU, one run after the other"
+    precision, where = "float32", "CPU, one way after the other, a step of each of its seeds in turn"
     if device.type == "cuda":
         precision = "bfloat16 base, float32 adapters under torch.autocast"
         graphs = ", ".join(way for way, record in records.items() if record["graph"]) or "none"
-        where = SIDE_BY_SIDE.format(graphs=graphs, checks=len(CHECKED) + 1)
+        together = "; then ".join(dict.fromkeys(", ".join(record["together"]) for record in records.values()))
+        where = SIDE_BY_SIDE.format(together=together, graphs=graphs, checks=len(CHECKED) + 1)
     done = f"{figures['convergence_steps']}"
     if figures["convergence_steps"] < args.steps:
-        done += f" (of {args.steps} that were asked for, until the time was over)"
+        done += f" (of {args.steps} that were asked for)"
     protocol = PROTOCOL.format(
         model=records["peft"]["model"], rank=args.rank, alpha=2 * args.rank, precision=precision, lr=LR, clip=CLIP,
         steps=done, batch=args.batch, seeds=args.seeds, eval=EVAL_SAMPLES, device=where,
@@ -473,7 +515,7 @@ def write(records: dict[str, Any], device: torch.device, args: argparse.Namespac
     write_results(args.out, f"dora-convergence-{device_slug(device)}", protocol, rows, figures, str(device))
 
 
-def main(arguments: list[str] | None = None) -> None:
+def options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
@@ -484,7 +526,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", choices=DATA, default="synopses")
     parser.add_argument("--rows", type=int, default=100000, help="of the training set, at most")
     parser.add_argument(
-        "--ways", help="some of them alone, with commas; the results are written when all have been run"
+        "--ways",
+        help="some of them alone, with commas; the results are written when all have been run. none: out of what is there",
     )
     parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--exact", action="store_true", help="also PEFT in float32, to measure both against")
@@ -494,31 +537,29 @@ def main(arguments: list[str] | None = None) -> None:
         "--random-weights", action="store_true", help="SmolLM2-135M's shape where its weights are not at hand"
     )
     parser.add_argument("--tiny", action="store_true", help="a toy, to try the script")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # a way, in a process of its own
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = options(arguments)
     check_writable(args.out)
     device = choose_device(args.device)
-    if args.one:
-        train(args.one, device, args)
-        return
     end = time.monotonic() + (args.seconds or math.inf)
-    wanted = tuple(dict.fromkeys(args.ways.split(","))) if args.ways else WAYS
+    wanted = () if args.ways == NOTHING else tuple(dict.fromkeys(args.ways.split(","))) if args.ways else WAYS
     if not set(wanted) <= set(WAYS):
-        raise InputError(f"ways: {args.ways!r}; accepted are {', '.join(WAYS)}, separated by commas")
-    left = [way for way in WAYS if way not in wanted]
+        raise InputError(f"ways: {args.ways!r}; accepted are {', '.join(WAYS)}, separated by commas, or {NOTHING}")
+    wanted += (EXACT,) if args.exact else ()
+    left = [way for way in (*WAYS, EXACT) if way not in wanted]
     earlier = {way: recorded(way, device, args) for way in left if part(args.out, way).exists()}
-    records = train_all(wanted, device, args, end) | earlier
+    records = earlier | (train_all(wanted, device, args, end) if wanted else {})
+    if failed := [way for way in wanted if way not in records]:
+        print(f"{', '.join(failed)}: failed", flush=True)
     if missing := [way for way in WAYS if way not in records]:
-        print(f"{', '.join(wanted)}: done; the results follow when {', '.join(missing)} is run with the same --out")
+        if failed:
+            raise RuntimeError(f"no results: the runs with {', '.join(failed)} failed; what the others gave is kept")
+        print(f"{', '.join(records)}: done; the results follow when {', '.join(missing)} is run with the same --out")
         return
     write(records, device, args)
-    if args.exact:
-        try:
-            records |= train_all((EXACT,), device, args, end)
-        except RuntimeError as error:
-            print(f"without the comparison to float32: {error}", flush=True)
-        else:
-            write(records, device, args)
     for way in (*WAYS, EXACT):
         part(args.out, way).unlink(missing_ok=True)
 

@@ -82,12 +82,17 @@ def linear_cross_entropy(
         losses [L], without gradient, and their weighted sum, a number with one; float32 (float64 for float64 operands).
 
     Raises:
-        ValueError: an operand's shape does not fit, or the output layer is not frozen.
+        ValueError: an operand's shape or the weight's dtype does not fit, or the output layer is not frozen.
     """
     (L, D), V = hidden_LD.shape, len(weight_VD)
     if weight_VD.shape != (V, D) or (bias_V is not None and bias_V.shape != (V,)):
         raise ValueError(
             f"hidden states of {D} features do not fit an output layer {tuple(weight_VD.shape)} and its bias"
+        )
+    if weight_VD.dtype != hidden_LD.dtype:
+        raise ValueError(
+            f"hidden states of {hidden_LD.dtype} do not fit an output layer of {weight_VD.dtype}; cast one of them, also under "
+            "torch.autocast, which does not reach into this loss"
         )
     for name, tensor in (("labels", labels_L), ("weights", weights_L), ("smoothing", smoothing_L)):
         if tensor is not None and tensor.shape != (L,):
