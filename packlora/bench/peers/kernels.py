@@ -95,7 +95,7 @@ def axolotl() -> Any:
     sys.modules["axolotl.kernels"] = _module("axolotl.kernels", str(folder / "kernels"))
     sys.modules["axolotl.utils"] = _module("axolotl.utils", "")
     sys.modules["axolotl.utils.logging"] = _module("axolotl.utils.logging", get_logger=logging.getLogger)
-    names = (f"cdequantize_blockwise_{kind}" for kind in ("fp32", "fp16_nf4", "bf16_nf4"))
+    names = (f"cdequantize_blockwise_{kind}" for kind in ("fp32", "fp16_nf4", "bf16_nf4", "fp32_nf4"))
     functional = _module(
         "bitsandbytes.functional",
         QuantState=type("QuantState", (), {}),

@@ -101,7 +101,8 @@ def _sizes(name: str, D: int, large: bool) -> tuple[int, int, int, int, int]:
         BM, BN = (64, 32) if name != "keys" else (32, 64) if large else (32, 32)
         num_warps, num_stages = 8, 2 if large else 1
     else:
-        BM, BN = {"forward": (64, 64), "queries": (128, 32) if D > 64 and large else (64, 32), "keys": (32, 64)}[name]
+        queries, keys = ((128, 32), (32, 64)) if D > 64 and large else ((64, 32), (64 if large else 32, 64))
+        BM, BN = {"forward": (64, 64), "queries": queries, "keys": keys}[name]
         num_warps, num_stages = 8 if BM == 128 else 4, 3 if large else 2
     return BLOCK // (BN if name == "keys" else BM), BM, BN, num_warps, num_stages
 
