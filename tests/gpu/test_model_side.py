@@ -242,8 +242,8 @@ def test_every_family_is_loaded_on_the_fast_path(family: str, dtype: str, tiny_b
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, dropout: float) -> None:
-    """LoRA and DoRA, with and without dropout, in float32: liger's kernels overwrite what the layers gave them. Layers that are
-    not overwritten may keep outputs in the place of DoRA's product all the same; with dropout none can."""
+    """LoRA and DoRA, with and without dropout, in float32, beside float64: liger's kernels overwrite what the layers gave them.
+    Layers that are not overwritten may keep outputs in the place of DoRA's product all the same; with dropout none can."""
     pytest.importorskip("liger_kernel")
     from peft import LoraConfig
 
@@ -264,8 +264,10 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
         packed.append(PackedSample(owner, Sample(ids, is_label), number, 0, None if owner == 0 else 11 + owner))
     batch = collate(packed, torch.device("cuda"))
     results = []
-    for setting, keep in ((False, False), (True, False), (True, True)):
-        model = tiny_model(family).cuda()
+    for dtype, setting, keep in (
+        (torch.float64, False, False), (torch.float32, False, False), (torch.float32, True, False), (torch.float32, True, True),
+    ):  # fmt: skip
+        model = tiny_model(family).to("cuda", dtype)
         prepare_model(model, False)
         assert bool(use_liger(model, setting)) == setting
         kinds: list[dict[str, Any]] = [{}, {"use_dora": True}, {"use_dora": True, "lora_dropout": dropout}]
@@ -280,7 +282,7 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)).cuda() / 16
-                parameter.add_(noise)
+                parameter.data = parameter.to(dtype) + noise.to(dtype)
         if keep:
             found = keep_outputs(model)
             kept = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "keep_output", False)}
@@ -289,10 +291,12 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
         with attached.active(batch.owners):
             losses, total = token_losses(model, batch, fused=family != "gemma2")
             results.append([losses, *torch.autograd.grad(total, parameters)])
-    for without, *with_liger in zip(*results, strict=True):
-        scale = without.abs().max()
-        for other in with_liger:
-            assert float((other - without).abs().max() / scale) < 2e-4
+    exact, *narrow = results
+    plain, *with_liger = (
+        max(float((one - true).abs().max() / true.abs().max()) for one, true in zip(found, exact, strict=True))
+        for found in narrow
+    )
+    assert max(with_liger) < 1e-4 + 4 * plain, "linear attention may lose 2e-4 without liger"
 
 
 def test_a_run_says_what_it_used(tiny_base: Any, write_rows: Any, tmp_path: Path) -> None:
