@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from ranks import Ranks
 
 from packlora.adapters.flat import ROW
 from packlora.bench import pipeline, replicas, tensor_parallel
-from packlora.bench.options import Options
+from packlora.bench.options import USUAL_SHAPES, Options
 from packlora.bench.plots import ways_by_case
 from packlora.bench.results import rows_of_other_parts
 from packlora.bench.run import run_bench
@@ -40,7 +41,7 @@ def limited(rank: int, out: Path, options: dict[str, Any]) -> tuple[int, str]:
 
 
 def jobs_of_rank_1_at_another_rate(rank: int, out: Path) -> int:
-    with mock.patch.object(short_jobs, "LR", short_jobs.LR * (1 + rank)):
+    with mock.patch.object(replicas, "ShortJob", partial(short_jobs.ShortJob, lr=short_jobs.LR * (1 + rank))):
         return run_bench("replicas", out, quick=True, device="cpu", parts="jobs")
 
 
@@ -316,6 +317,7 @@ def test_what_bench_pipeline_is_asked_for_is_checked(tmp_path: Path) -> None:
     for key, value in (("units", 2), ("lengths", "het")):
         with pytest.raises(InputError, match=f"--{key} is for pipeline"):
             benched(0, "layer", tmp_path / "out.json", **{key: value})
+    assert USUAL_SHAPES["replicas"] in short_jobs.SHAPES and USUAL_SHAPES["pipeline"] in pipeline.SHAPES
     with pytest.raises(InputError, match=r"--shape is for replicas \(8B, .*\) and pipeline \(70B, 32B\); got '8B'"):
         benched(0, "pipeline", tmp_path / "out.json", shape="8B")
     with pytest.raises(InputError, match=r"--lengths is one of short, xsum, .*, het, real; got 'long'"):
