@@ -206,14 +206,14 @@ def run_reference(case: GroupCase, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 def by_group(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segments: Sequence[ReferenceSegment],
-    keys: torch.Tensor | None = None, salt: int = 0, plan: Plan = CHAIN,
+    keys: torch.Tensor | None = None, salt: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """reference.lora_linear by the operator: every segment is an adapter of its own."""
     adapters = {
         n: LowRank(seg.A, seg.B, seg.scaling, seg.magnitude, seg.norm, seg.bias) for n, seg in enumerate(segments)
     }
     owned = [Segment(n, seg.start, seg.stop, seg.dropout, seg.base_dropped) for n, seg in enumerate(segments)]
-    return lora_group(x, [Layer(Dense(weight), bias, adapters)], owned, keys, salt, plan)[0]
+    return lora_group(x, [Layer(Dense(weight), bias, adapters)], owned, keys, salt, CHAIN)[0]
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def built(case: Case, layout: Layout, reference: bool = False) -> tuple[Any, Meg
     return model, adapters
 
 
-def randomise(adapters: MegatronAdapters, seed: int = 0) -> None:
+def randomise(adapters: MegatronAdapters) -> None:
     """B and magnitudes that are not those of a beginning; A stays."""
     for name in adapters.names:
         for path, key, parameter in named(adapters, name):
@@ -77,7 +77,7 @@ def randomise(adapters: MegatronAdapters, seed: int = 0) -> None:
                 continue
             shard = cut_of(layer)
             whole = parameter.shape if shard is None else shard.whole_shape(key, parameter.shape)
-            generator = torch.Generator().manual_seed(hash_of(name, path, key, seed))
+            generator = torch.Generator().manual_seed(hash_of(name, path, key, 0))
             value = torch.randn(whole, dtype=torch.float64, generator=generator) * 0.3
             value = value.abs() + 1 if key == "magnitude" else value
             with torch.no_grad():
@@ -90,8 +90,8 @@ def named(adapters: MegatronAdapters, name: str) -> Iterator[tuple[str, str, tor
             yield path, key, parameter
 
 
-def ids_of(lengths: Sequence[int] = LENGTHS, batch: int = 1) -> torch.Tensor:
-    return torch.randint(WORDS, (batch, sum(lengths)), generator=torch.Generator().manual_seed(1))
+def ids_of() -> torch.Tensor:
+    return torch.randint(WORDS, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
 
 
 def mask_of(lengths: Sequence[int]) -> torch.Tensor:

@@ -45,7 +45,7 @@ MATCH_SECONDS = 10.0
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
     """What a job trains on one module, or on one parameter of experts or of a router. rank 0: no low-rank part. base_dropped:
-    see ops.lora_linear.layout.Run.
+    see ops.lora_linear.types.Segment.
 
     kind: see kinds.py. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained. stored_at:
     the module path under which PEFT's files have its tensors, where that is not its own path.

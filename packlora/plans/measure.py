@@ -109,7 +109,7 @@ def summarised(by_round: dict[str, list[float]]) -> dict[str, float]:
     return out
 
 
-def group_maker(device: torch.device, seed: int = 0) -> Make:
+def group_maker(device: torch.device) -> Make:
     """Work on random operands, which all plans of a case share: x and W in the case's dtype, A and B in float32 (float64 for
     float64), as in training. The tokens are shared out evenly; without `covered` one more share belongs to nobody."""
     operands: dict[Case, _Operands] = {}
@@ -117,15 +117,15 @@ def group_maker(device: torch.device, seed: int = 0) -> Make:
     def make(case: Case, plan: Plan) -> Callable[[], None]:
         if case not in operands:
             operands.clear()
-            operands[case] = _Operands(case, device, seed)
+            operands[case] = _Operands(case, device)
         return operands[case].work(plan)
 
     return make
 
 
 class _Operands:
-    def __init__(self, case: Case, device: torch.device, seed: int) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, case: Case, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
 
         def randn(*shape: int, dtype: torch.dtype = case.torch_dtype) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -156,7 +156,7 @@ class _Operands:
             for number, drops in enumerate(case.drops)
             if bounds[number] < bounds[number + 1]
         ]
-        self.keys_T2 = torch.from_numpy(token_keys(seed, 0, 0, case.tokens)).to(device) if any(case.drops) else None
+        self.keys_T2 = torch.from_numpy(token_keys(0, 0, 0, case.tokens)).to(device) if any(case.drops) else None
 
     def work(self, plan: Plan) -> Callable[[], None]:
         state = GroupState(version_counted=True)  # as in training: parameters are packed once per optimizer step

@@ -40,19 +40,19 @@ class Gated(nn.Module):
         return y * 2
 
 
-def gated(K: int = 256, N: int = 384) -> Any:
+def gated() -> Any:
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(r=24, lora_alpha=24, use_dora=True, target_modules=["gate", "up", "down"])
-    model = get_peft_model(Gated(K, N).bfloat16(), settings).cuda().train()
+    model = get_peft_model(Gated(256, 384).bfloat16(), settings).cuda().train()
     for name, parameter in model.named_parameters():
         if "lora_A" in name or "lora_B" in name:
             parameter.data.normal_(std=0.05)
     return model
 
 
-def x_of(T: int, K: int = 256) -> torch.Tensor:
-    return torch.randn(T, K, device="cuda", dtype=torch.bfloat16)
+def x_of(T: int) -> torch.Tensor:
+    return torch.randn(T, 256, device="cuda", dtype=torch.bfloat16)
 
 
 def worst(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -73,8 +73,8 @@ def wrap(net: nn.Module, dtype: torch.dtype = torch.float64, **changes: Any) -> 
     return perturb(model).train()
 
 
-def perturb(model: Any, seed: int = SEED) -> Any:
-    generator = torch.Generator().manual_seed(seed)
+def perturb(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if "lora_" in name or tensor.requires_grad:

@@ -24,9 +24,9 @@ from packlora.errors import InputError
 Base = Callable[[str], str]
 
 
-def in_files(base: str, folder: Path, size: str = "60KB") -> str:
-    """The same model in files of so many bytes."""
-    AutoModelForCausalLM.from_pretrained(base).save_pretrained(folder, max_shard_size=size)
+def in_files(base: str, folder: Path) -> str:
+    """The same model in files of 60 KB."""
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(folder, max_shard_size="60KB")
     transformers.AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     return str(folder)
 

@@ -97,7 +97,7 @@ def sample_of(row: Row) -> Sample:
     return Sample(np.full(4, int(row.text or 0), np.int32), np.arange(4) > 0)
 
 
-def some_stream(tmp_path: Path, rows: int, buffer: int, kept: int = 20, seed: int = 3) -> tuple[Stream, list[int]]:
+def some_stream(tmp_path: Path, rows: int, buffer: int, seed: int = 3) -> tuple[Stream, list[int]]:
     """With a list that counts what is encoded."""
     path = tmp_path / "numbers.jsonl"
     path.write_text("".join(json.dumps({"text": str(n)}) + "\n" for n in range(rows)))
@@ -107,7 +107,7 @@ def some_stream(tmp_path: Path, rows: int, buffer: int, kept: int = 20, seed: in
         made.append(len(some))
         return Encoded([sample_of(row) for row in some])
 
-    return Stream("a", [str(path)], seed, buffer, encode, kept, 5), made
+    return Stream("a", [str(path)], seed, buffer, encode, 20, 5), made
 
 
 def values(stream: Stream, numbers: Any) -> list[int]:

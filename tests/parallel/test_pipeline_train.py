@@ -212,11 +212,11 @@ def on_stages(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> dict[
     return {"status": result.status, "most": most, "noops": noops, "runs": runs}
 
 
-def in_bits(tree: dict[str, Any], out: Path, names: list[str], batch: int = 1) -> dict[str, Any]:
+def in_bits(tree: dict[str, Any], out: Path, names: list[str]) -> dict[str, Any]:
     """The jobs of those names with global batches of one sample and no clipping: every sum has one order."""
     jobs = json.loads(json.dumps([job for job in tree["jobs"] if job["name"] in names]))
     for job in jobs:
-        job["train"] |= {"global_batch_size": batch, "max_grad_norm": 0.0, "max_steps": 5}
+        job["train"] |= {"global_batch_size": 1, "max_grad_norm": 0.0, "max_steps": 5}
     changes = {"dtype": "float32", "eval_every": 0, "save_every": 0, "schedule": {"method": "solo"}}
     return {**tree, **changes, "jobs": jobs, "output_dir": str(out)}
 

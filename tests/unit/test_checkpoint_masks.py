@@ -135,9 +135,9 @@ def loss(model: Any) -> torch.Tensor:
     return y
 
 
-def assert_gradients_are_those_of_the_loss(model: Any, h: float = 1e-6) -> None:
+def assert_gradients_are_those_of_the_loss(model: Any) -> None:
     """Along a random direction, against differences of the loss: what the backward dropped is what the forward dropped."""
-    got = slopes(model)
+    h, got = 1e-6, slopes(model)
     generator = torch.Generator().manual_seed(2)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     direction = {

@@ -65,17 +65,14 @@ class Products(TorchDispatchMode):
 T, K, M, N, R = 24, 20, 36, 28, 3
 
 
-def two_layers(plan: Plan, dora: bool = False) -> tuple[Block, list[torch.Tensor]]:
+def two_layers(plan: Plan) -> tuple[Block, list[torch.Tensor]]:
     """A block [T, K] -> [T, N] that ends in an adapted layer [N, M], and its parameters."""
     g = torch.Generator().manual_seed(SEED)
     layers, parameters = [], []
     for inputs, outputs in ((K, M), (M, N)):
         A, B = torch.randn(R, inputs, generator=g), torch.randn(outputs, R, generator=g)
-        norm = magnitude = None
-        if dora:
-            norm, magnitude = torch.rand(outputs, generator=g) + 1, torch.rand(outputs, generator=g) + 1
-        parameters += [each.requires_grad_() for each in (A, B, magnitude) if each is not None]
-        low = LowRank(A, B, 0.7, magnitude, norm)
+        parameters += [A.requires_grad_(), B.requires_grad_()]
+        low = LowRank(A, B, 0.7)
         layers.append(
             Layer(Dense(torch.randn(outputs, inputs, generator=g)), torch.randn(outputs, generator=g), {0: low})
         )

@@ -49,9 +49,9 @@ class Masked(nn.Module):
         return dropout(x.flatten(1), self.keys_R2, SALT, RATE).view_as(x)
 
 
-def own_weights(base: Any, use_dora: bool, start: bool | str = True) -> ConvolutionWeights:
+def own_weights(base: Any, use_dora: bool) -> ConvolutionWeights:
     """Of a job, in float64 and where training might have brought them."""
-    spec = ModuleSpec(3, 1.7, RATE, use_dora, base.bias is not None, kind="convolution", start=start)
+    spec = ModuleSpec(3, 1.7, RATE, use_dora, base.bias is not None, kind="convolution")
     room = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in parameter_shapes(spec, base).items()}
     return ConvolutionWeights(spec, base, 5, room)
 

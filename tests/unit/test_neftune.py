@@ -22,11 +22,11 @@ from packlora.runtime.loss import token_losses
 CPU = torch.device("cpu")
 
 
-def noise_of(packed: list[PackedSample], width: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def noise_of(packed: list[PackedSample], width: int) -> torch.Tensor:
     """What is added to embeddings that are zero."""
     batch = collate(packed, CPU)
     assert batch.owners.noise is not None
-    return add_noise(torch.zeros(1, batch.owners.total, width, dtype=dtype), batch.owners.noise)[0]
+    return add_noise(torch.zeros(1, batch.owners.total, width, dtype=torch.float64), batch.owners.noise)[0]
 
 
 def test_the_numbers_are_evenly_distributed_and_independent() -> None:

@@ -111,8 +111,8 @@ def test_memory_of_a_microbatch_is_estimated_as_torch_counts_it(
     assert parts["activations"] + parts["logits"] == pytest.approx(peak, rel=0.05)
 
 
-def guess(cost: CostModel = COST) -> Profile:
-    return Profile(1, "estimated", cost, 1e9, 1e5, 10**11)
+def guess() -> Profile:
+    return Profile(1, "estimated", COST, 1e9, 1e5, 10**11)
 
 
 def test_a_fit_finds_the_times_and_the_memory_that_the_points_were_made_from() -> None:

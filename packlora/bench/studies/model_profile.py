@@ -43,10 +43,10 @@ PROTOCOL = (
 )
 
 
-def step_times(step: Any, clear: Any, rounds: int = 5) -> tuple[float, float]:
+def step_times(step: Any, clear: Any) -> tuple[float, float]:
     """Milliseconds of a step, and until its call returned."""
     walls, hosts = [], []
-    for _ in range(rounds):
+    for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
         step()

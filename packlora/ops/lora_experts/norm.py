@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight, a_by_expert, b_by_expert
+from packlora.ops.lora_experts.types import ExpertWeight, a_by_expert, b_by_expert
 from packlora.ops.row_norm.reference import NORM_EPS
 
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -49,11 +49,6 @@ def sums_dtype(frozen: ExpertWeight, *operands: torch.Tensor) -> torch.dtype:
     """float32, float64 where an operand is."""
     found = (frozen.weight.dtype, *(operand.dtype for operand in operands))
     return torch.float64 if torch.float64 in found else torch.float32
-
-
-def norm_of(frozen: ExpertWeight, low_rank: ExpertLowRank) -> torch.Tensor:
-    """The same of an adapter."""
-    return expert_norms(frozen, low_rank.A, low_rank.B, low_rank.scaling)
 
 
 def _chunks(frozen: ExpertWeight, dtype: torch.dtype) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from packlora.ops.lora_linear.quantized import Codes, Quantized, QuantizedLinear
 
@@ -23,11 +22,6 @@ class GatheredCodes(Quantized):
     @property
     def codes(self) -> Codes:  # type: ignore[override]
         return self.layer.codes
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the codes are gathered."""
-        return not isinstance(self.layer.weight, DTensor)
 
     @property
     def shape(self) -> tuple[int, int]:
