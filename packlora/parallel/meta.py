@@ -5,22 +5,36 @@ Without weights no token has an expert: experts give what they are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.packing import ATTENTION
+from packlora.errors import InputError, foreign
 from packlora.ops.modules import undisturbed
 
 
-@contextmanager
-def on_meta(model: PreTrainedModel) -> Iterator[Callable[[], Any]]:
-    """A function that runs the model on the meta device, with gradients of nothing, and leaves no trace."""
+def run_on_meta(model: PreTrainedModel, hooks: Sequence[RemovableHandle], what: str) -> None:
+    """Run the model on the meta device, with gradients of nothing, under hooks that are removed then; it leaves no trace.
+
+    Raises:
+        InputError: the model cannot be run so; `what` names it.
+    """
+    try:
+        _run(model)
+    except Exception as error:  # any model, any error
+        raise InputError(f"{what} cannot be looked at without weights: {foreign(error)}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _run(model: PreTrainedModel) -> None:
     tensors = {
         name: torch.empty_like(tensor, device="meta", requires_grad=False)
         for name, tensor in [
@@ -44,7 +58,7 @@ def on_meta(model: PreTrainedModel) -> Iterator[Callable[[], Any]]:
             model.config.pad_token_id = None
         model.set_attn_implementation(ATTENTION)  # which needs no mask, whose values would be asked for
         try:
-            yield lambda: torch.func.functional_call(model, tensors, (), example, tie_weights=False)
+            torch.func.functional_call(model, tensors, (), example, tie_weights=False)
         finally:
             if with_loss:
                 text.output_router_logits = with_loss

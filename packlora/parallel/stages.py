@@ -39,14 +39,14 @@ from packlora.base.proof import Pack, check_packing, depends_on_others, own_logi
 from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
-from packlora.errors import InputError, foreign
+from packlora.errors import InputError
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.parallel.adapter import joined
 from packlora.parallel.agreement import together
 from packlora.parallel.cut import fill
 from packlora.parallel.experts import experts_of, shard_experts
 from packlora.parallel.mesh import OneProcess
-from packlora.parallel.meta import on_meta
+from packlora.parallel.meta import run_on_meta
 from packlora.parallel.pipeline import Links
 from packlora.parallel.sharded import Shards, empty_model
 from packlora.parallel.tensor import shard
@@ -329,14 +329,7 @@ def layer_chain(model: PreTrainedModel) -> tuple[int, torch.dtype, list[bool]]:
 
     hooks = [layer.register_forward_pre_hook(partial(before, n), with_kwargs=True) for n, layer in enumerate(layers)]
     hooks += [layer.register_forward_hook(partial(after, number)) for number, layer in enumerate(layers)]
-    try:
-        with on_meta(model) as run:
-            run()
-    except Exception as error:  # any model, any error
-        raise InputError(f"{_what(model)} cannot be looked at without weights: {foreign(error)}") from None
-    finally:
-        for hook in hooks:
-            hook.remove()
+    run_on_meta(model, hooks, _what(model))
     tuples = [isinstance(got.get(number), tuple) for number in range(len(layers))]
     handed: torch.Tensor | None = None
     for number in range(len(layers)):
@@ -382,12 +375,7 @@ def ends_of(model: PreTrainedModel) -> dict[str, bool]:
         for path, module in model.named_modules()
         if id(module) not in inside and not list(module.children())
     ]
-    try:
-        with on_meta(model) as run:
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    run_on_meta(model, hooks, _what(model))
     return {path: at == {len(layers)} for path, at in ran.items() if at in ({0}, {len(layers)})}
 
 

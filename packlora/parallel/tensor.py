@@ -36,11 +36,11 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from packlora.adapters.sharded import Shard, ShardedLinear, Through
-from packlora.errors import InputError, foreign
+from packlora.errors import InputError
 from packlora.ops.modules import beside_decoder
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
 from packlora.parallel.experts import check_experts, experts_of, shard_experts
-from packlora.parallel.meta import on_meta
+from packlora.parallel.meta import run_on_meta
 from packlora.parallel.sequence import TokenSlices, stands_in_layer, with_input
 from packlora.parallel.vocabulary import cut_vocabulary
 
@@ -294,14 +294,7 @@ def _check_blocks(
     hooks += [model.get_submodule(block).register_forward_hook(partial(closed, block)) for block in blocks]
     paths = [path for own in blocks.values() for path in own]
     hooks += [model.get_submodule(path).register_forward_pre_hook(partial(reads, path)) for path in paths]
-    try:
-        with on_meta(model) as run:
-            run()
-    except Exception as error:  # any model, any error
-        raise InputError(f"{what}a {kind} model cannot be looked at without weights: {foreign(error)}") from None
-    finally:
-        for hook in hooks:
-            hook.remove()
+    run_on_meta(model, hooks, f"{what}a {kind} model")
     inside = [path for path in paths if path not in read]
     for path in inside:
         if not all(cuts[other].whole for other in blocks[_block(path)]):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_norms import as_exact_as_float32, exact, worst
 from torch import nn
 from waits import no_waiting
 
@@ -26,25 +27,6 @@ pytestmark = [
 def draw(N: int, K: int, r: int, dtype: torch.dtype = torch.bfloat16, low: float = 0.1) -> tuple[Any, Any, Any]:
     W = torch.randn(N, K, device="cuda").mul(0.05).to(dtype)
     return W, torch.randn(r, K, device="cuda") * 0.05, torch.randn(N, r, device="cuda") * low
-
-
-def exact(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, s: float) -> torch.Tensor:
-    return (W.double() + s * B.double() @ A.double()).norm(dim=1).clamp(min=1e-12)
-
-
-def in_float32(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, s: float) -> torch.Tensor:
-    return (W.float() + s * (B.float() @ A.float())).square().sum(1).sqrt().clamp(min=1e-12)
-
-
-def worst(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float(((got.double() - want) / want).abs().max())
-
-
-def as_exact_as_float32(W: Any, A: Any, B: Any, s: float, got: torch.Tensor) -> None:
-    want = exact(W, A, B, s)
-    assert got.dtype == torch.float32
-    error, plain = worst(got, want), worst(in_float32(W, A, B, s), want)
-    assert error <= 2 * plain + 1e-6, f"{error:.3g} against {plain:.3g} of float32"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

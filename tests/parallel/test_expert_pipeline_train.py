@@ -15,7 +15,8 @@ from conftest import rows_into
 from expert_models import tiny_experts
 from ranks import Ranks
 from seeds import SOAK
-from test_expert_parallel_train import BOTH, in_wide, same_numbers
+from test_expert_parallel_train import JOBS as SHARED
+from test_expert_parallel_train import in_wide, same_numbers
 from test_replicas import heard, on_ranks
 from test_tensor_train import alike
 from test_training import config
@@ -30,23 +31,7 @@ from packlora.runtime.prepare import prepare
 Groups = Callable[[int], Ranks]
 SHAPE = {"num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts": 8}
 JOBS = [
-    {
-        "name": "lora",
-        "train": {
-            "max_steps": 3, "global_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.3, "router_aux_loss_coef": 3.0,
-        },
-        "adapter": {"r": 3, "lora_dropout": 0.2, "target_modules": "all-linear"},
-    },
-    {
-        "name": "dora",
-        "train": {
-            "max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "router_aux_loss_coef": 0.5,
-        },
-        "adapter": {
-            "r": 5, "lora_dropout": 0.1, "use_dora": True, "target_modules": ["v_proj"],
-            "target_parameters": [*BOTH, "gate.weight"], "init_lora_weights": False,
-        },
-    },
+    *SHARED[:2],
     {
         "name": "dense", "train": {"max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2},
         "adapter": {"r": 2, "use_rslora": True, "target_modules": ["o_proj"], "init_lora_weights": False},

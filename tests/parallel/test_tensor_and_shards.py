@@ -11,11 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import rows_into
 from ranks import Ranks
 from test_replicas import heard, on_ranks
-from test_tensor_train import BIASED, same, saved_base
-from test_training import JOBS, config, train
+from test_tensor_train import five_jobs, same
+from test_training import train
 from torch.distributed.tensor import DTensor
 
 import packlora
@@ -34,13 +33,10 @@ def soak(*values: Any) -> Any:
 @pytest.fixture(scope="module")
 def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Five different jobs, LoRA and DoRA with dropout and biases; of three steps each, two of them with held-out data."""
-    folder = tmp_path_factory.mktemp("both")
-    base = saved_base(folder / "base", tokenizer, attention_bias=True, mlp_bias=True, vocab_size=323)
-    jobs = [job | {"train": job["train"] | {"max_steps": 3}} for job in [BIASED, *JOBS]]
-    out = config(base, folder / "whole", rows_into(folder), jobs, dtype="float64", max_tokens_per_microbatch=120)
-    for job in out["jobs"][:2]:
-        job["data"]["eval_path"] = job["data"]["path"]
-    return out | {"eval_every": 2, "save_every": 1}
+    out = five_jobs(tmp_path_factory.mktemp("both"), tokenizer, vocab_size=323)
+    for job in out["jobs"]:
+        job["train"] = job["train"] | {"max_steps": 3}
+    return out | {"save_every": 1}
 
 
 @pytest.fixture(scope="module")

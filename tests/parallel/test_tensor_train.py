@@ -51,16 +51,19 @@ def saved_base(folder: Path, tokenizer: Any, family: str = "llama", **changes: A
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Five different jobs, two of them with held-out data."""
-    folder = tmp_path_factory.mktemp("tensor")
-    base = saved_base(folder / "base", tokenizer, attention_bias=True, mlp_bias=True)
+def five_jobs(folder: Path, tokenizer: Any, **changes: Any) -> dict[str, Any]:
+    """Different jobs of different lengths, two of them with held-out data, on a changed base."""
+    base = saved_base(folder / "base", tokenizer, attention_bias=True, mlp_bias=True, **changes)
     jobs = [BIASED, *JOBS]
     out = config(base, folder / "whole", rows_into(folder), jobs, dtype="float64", max_tokens_per_microbatch=120)
     for job in out["jobs"][:2]:
         job["data"]["eval_path"] = job["data"]["path"]
     return out | {"eval_every": 2}
+
+
+@pytest.fixture(scope="module")
+def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return five_jobs(tmp_path_factory.mktemp("tensor"), tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_norms import as_exact_as_float32, exact, in_float32, worst
 from seeds import some
 from stored_weights import Bytes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,26 +39,6 @@ def draw(N: int, K: int, r: int, dtype: torch.dtype = torch.float16, low: float 
     """W, A and B; s B A is about as large as `low` times sqrt(r) times W."""
     W = torch.randn(N, K).mul(0.05).to(dtype)
     return W, torch.randn(r, K) * 0.05, torch.randn(N, r) * low
-
-
-def exact(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, s: float) -> torch.Tensor:
-    return (W.double() + s * B.double() @ A.double()).norm(dim=1).clamp(min=1e-12)
-
-
-def in_float32(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, s: float) -> torch.Tensor:
-    """What a plain float32 computation gives, written out."""
-    return (W.float() + s * (B.float() @ A.float())).square().sum(1).sqrt().clamp(min=1e-12)
-
-
-def worst(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float(((got.double() - want) / want).abs().max())
-
-
-def as_exact_as_float32(W: Any, A: Any, B: Any, s: float, got: torch.Tensor) -> None:
-    want = exact(W, A, B, s)
-    assert got.dtype == torch.float32
-    assert got.shape == (len(W),)
-    assert worst(got, want) <= 2 * worst(in_float32(W, A, B, s), want) + 1e-6
 
 
 SHAPES = [(1, 1, 1), (3, 5, 2), (70, 515, 24), (64, 128, 16), (129, 96, 33), (40, 2100, 7), (65, 40, 150), (5, 3, 140)]
