@@ -72,23 +72,18 @@ def test_the_run_that_the_refused_ones_are_made_from_trains(make: Any, tmp_path:
     assert (tmp_path / "out" / "run.json").exists()
 
 
-# --- as a process ------------------------------------------------------------------------------------------------------
+# --- the command line --------------------------------------------------------------------------------------------------
 
 
-def test_a_malformed_data_line_ends_the_process_with_2_and_names_job_file_and_line(make: Any, tmp_path: Path) -> None:
+def test_a_malformed_data_line_ends_with_2_and_names_job_file_and_line(make: Any, refusal: Any, tmp_path: Path) -> None:
     data = tmp_path / "broken.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": }\n')
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(make({"data": {"path": str(data)}})))
-    result = command("train", str(tmp_path / "run.yaml"))
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == (
-        f"packlora: job 'first': {data}, line 2: not valid JSON: Expecting value (column 31)"
+    assert refusal(make({"data": {"path": str(data)}})).splitlines()[-1] == (
+        f"job 'first': {data}, line 2: not valid JSON: Expecting value (column 31)"
     )
-    assert result.stdout == ""
-    assert not (tmp_path / "out").exists()
 
 
-def test_a_base_model_that_is_not_there_ends_the_process_with_2_without_waiting_for_the_network(
+def test_a_base_model_that_is_not_there_ends_with_2_without_waiting_for_the_network(
     make: Any, refusal: Any, tmp_path: Path
 ) -> None:
     missing = tmp_path / "no-such-model"

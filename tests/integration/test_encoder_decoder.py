@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from seeds import SEED
+from seeds import SEED, some
 from test_accelerate import assert_same, fill
 from torch import nn
 
@@ -85,10 +86,10 @@ class SharedDropout(nn.Module):
         return x * kept[1]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("name", MODELS)
+SETTINGS = some(list(itertools.product(MODELS, (0.0, 0.3), (False, True), (False, True))), 3)
+
+
+@pytest.mark.parametrize(("name", "dropout", "dora", "checkpointed"), SETTINGS)
 def test_losses_and_all_gradients_of_both_halves_are_peft_s(
     name: str, dropout: float, dora: bool, checkpointed: bool
 ) -> None:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from seeds import some
 
 from packlora.ops.attention import attention, by_sample
 from packlora.ops.attention.attention import packed_attention
@@ -20,10 +21,14 @@ def operands(dtype: torch.dtype, groups: int = 3) -> list[torch.Tensor]:
     return [torch.randn(n, sum(LENGTHS), 16).to(dtype).requires_grad_() for n in (2 * groups, 2, 2)]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (5.0, None), (None, 2.0), (5.0, -1.0)])
-@pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+SETTINGS = [
+    (dtype, window, *softcap_sinks, threads)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16) for window in (None, 1, 3)
+    for softcap_sinks in ((None, None), (5.0, None), (None, 2.0), (5.0, -1.0)) for threads in (1, 2)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "window", "softcap", "sinks", "threads"), some(SETTINGS, 5))
 def test_samples_of_equal_length_that_are_batched_have_the_bits_that_they_have_alone(
     dtype: torch.dtype, window: int | None, softcap: float | None, sinks: float | None, threads: int
 ) -> None:

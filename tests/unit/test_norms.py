@@ -251,7 +251,9 @@ SEEN_IN_THE_DATA = {
 }
 
 
-@pytest.mark.parametrize("version_counted", [False, True])
+@pytest.mark.parametrize(
+    ("version_counted", "way"), [(False, "copies"), (False, "device"), (True, "copies")], indirect=["way"]
+)
 @pytest.mark.parametrize("change", SEEN_ON_THE_HOST)
 def test_no_stale_norm_after_a_change_that_the_host_sees(change: str, version_counted: bool, way: str) -> None:
     norms = RowNorms()
