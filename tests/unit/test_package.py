@@ -55,20 +55,6 @@ def test_dir_shows_names_that_are_there_and_the_same_ones_after_they_were_import
     assert dir(packlora) == before
 
 
-def test_nothing_of_ours_warns_when_it_is_imported() -> None:
-    """A warning that Python blames on another library's file is that library's."""
-    python(
-        "import warnings\n"
-        "with warnings.catch_warnings(record=True) as caught:\n"
-        "    warnings.simplefilter('always')\n"
-        "    import packlora\n"
-        "    for name in packlora.__all__:\n"
-        "        getattr(packlora, name)\n"
-        "ours = [str(w.message) for w in caught if w.filename.startswith(packlora.__path__[0])]\n"
-        "assert not ours, ours"
-    )
-
-
 @pytest.mark.parametrize(
     "words",
     [

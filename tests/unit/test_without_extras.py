@@ -1,4 +1,4 @@
-"""Everything but what needs an optional package works without it."""
+"""Everything but what needs an optional package works without it, and is imported without a warning of ours."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ for name in (
 ):
     sys.modules[name] = None  # as if it was not installed
 
-import importlib, pkgutil
+import importlib, pkgutil, warnings
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
-import packlora
 
-for module in pkgutil.walk_packages(packlora.__path__, "packlora."):
-    if not module.name.endswith("__main__") and "megatron" not in module.name:
-        importlib.import_module(module.name)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import packlora
+
+    for module in pkgutil.walk_packages(packlora.__path__, "packlora."):
+        if not module.name.endswith("__main__") and "megatron" not in module.name:
+            importlib.import_module(module.name)
+    for name in packlora.__all__:
+        getattr(packlora, name)
+# one that Python blames on another library's file is that library's
+ours = [str(warning.message) for warning in caught if warning.filename.startswith(packlora.__path__[0])]
+assert not ours, ours
 
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
 for dora in (False, True):
