@@ -42,11 +42,11 @@ class AdapterFolder:
     note: str | None
 
 
-def open_adapter(path: Path, base_model: str | None = None) -> AdapterFolder:
+def open_adapter(path: Path, base_model: str | None) -> AdapterFolder:
     """Read an adapter folder; of the base model its configuration alone.
 
     Args:
-        base_model: where to load the base from; default is the adapter's base_model_name_or_path.
+        base_model: where to load the base from; None is the adapter's base_model_name_or_path.
 
     Raises:
         InputError: the adapter or the base cannot be used, or the adapter was made for another architecture.

@@ -226,7 +226,7 @@ def encoded_rows(
     job: str,
     skipped: list[str],
     told: Told,
-    shown: Shown | None = None,
+    shown: Shown | None,
 ) -> Iterator[tuple[Row, Sample]]:
     """Each row with its sample, in order, however long.
 

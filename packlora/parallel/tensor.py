@@ -126,7 +126,7 @@ def shard(
     return notes
 
 
-def check_cut(model: PreTrainedModel, degree: int, sequence: bool = False) -> None:
+def check_cut(model: PreTrainedModel, degree: int, sequence: bool) -> None:
     """Raises InputError where the plan or the sizes of a model, which may be without weights, are none that `shard` cuts."""
     if EXPERTS in (model.tp_plan or {}).values() and not experts_of(model):
         check_experts(model, degree, "parallel.tensor")

@@ -92,7 +92,7 @@ def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
     return any(needs_whole(job, prepared, staged) is not None for job in prepared.jobs)
 
 
-def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool = False) -> str | None:
+def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool) -> str | None:
     """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
     if job.has_images:
         return "its data has images"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packlora.config import Run
-from packlora.parallel.replicas import ALONE, Alone
+from packlora.parallel.replicas import Alone
 from packlora.report.events import Note, WindowPlanned
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
@@ -49,7 +49,7 @@ class Plan:
 
 @contextmanager
 def planned_windows(
-    run: Run, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone = ALONE,
+    run: Run, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone,
     cost: CostModel | None = None,
 ) -> Iterator[Plan]:  # fmt: skip
     """Windows from the slowest job's on.

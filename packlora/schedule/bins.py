@@ -228,8 +228,8 @@ def pack_padded(
     owners: Sequence[int],
     capacity: int,
     multiple: int,
-    room: int = 0,
-    allowed: Sequence[bool] | None = None,
+    room: int,
+    allowed: Sequence[bool] | None,
 ) -> Packing:
     """The same where a bin's tokens are padded per job to a multiple: best fit, then the emptiest bin into the others.
 

@@ -114,7 +114,7 @@ def test_blocks_for_many_processors_are_as_exact(kind: str, plan: Plan, monkeypa
             300 + 31 * trial, 64, [272, 32, 16][:layers], with_bias=False, seed=SEED + trial, dtype=HALF, **KINDS[kind]
         )
 
-    group_is_as_exact(case, 3, HALF, plan, SEED)
+    group_is_as_exact(case, 3 if SOAK else 2, HALF, plan, SEED)
     assert asked
 
 
@@ -129,7 +129,7 @@ def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str, plan: Pl
             700 + 31 * trial, 32, [16, 32][:layers], with_bias=False, seed=SEED + trial, dtype=HALF, **KINDS[kind]
         )
 
-    group_is_as_exact(case, 3, HALF, plan, SEED)
+    group_is_as_exact(case, 3 if SOAK else 2, HALF, plan, SEED)
 
 
 @pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)

@@ -60,6 +60,19 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many handles each look at the data looks at, which kernels take."""
+    pytest.importorskip("triton")
+    from packlora.ops.row_norm.triton_path import Batch
+
+    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    looks: list[int] = []
+    original = Batch.stale
+    monkeypatch.setattr(Batch, "stale", lambda self, seen: looks.append(len(seen)) or original(self, seen))
+    return looks
+
+
 class Counter:
     """Calls of row_norms, and modules in them."""
 
@@ -391,15 +404,8 @@ def test_around_the_forward_of_a_module_whatever_way_it_ends(way: str) -> None:
     assert not outer._forward_pre_hooks
 
 
-def test_handles_that_nobody_asks_for_any_more_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handles_that_nobody_asks_for_any_more_are_not_checked(looks: list[int]) -> None:
     """Those of adapters that are not active; they are checked when they are asked for again."""
-    pytest.importorskip("triton")
-    from packlora.ops.row_norm.triton_path import Batch
-
-    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
-    looks: list[int] = []
-    original = Batch.stale
-    monkeypatch.setattr(Batch, "stale", lambda self, seen: looks.append(len(seen)) or original(self, seen))
     norms = RowNorms()
     layers = [Layer(norms, False) for _ in range(3)]
     for active, checks in (([0, 1, 2], [3]), ([0, 1], [3]), ([0, 1], [2]), ([2], [3]), ([2], [1])):
@@ -492,14 +498,7 @@ def test_nothing_kept_is_used_in_a_graph_and_nothing_of_a_graph_is_kept(
             assert all(map(right, layers))
 
 
-def test_the_check_of_a_window_is_in_the_graph_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from packlora.ops.row_norm.triton_path import Batch
-
-    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
-    looks: list[int] = []
-    original = Batch.stale
-    monkeypatch.setattr(Batch, "stale", lambda self, seen: looks.append(len(seen)) or original(self, seen))
+def test_the_check_of_a_window_is_in_the_graph_once_for_all(looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     norms = RowNorms()
     layers = [Layer(norms, False) for _ in range(3)]
     with norms.checked():
@@ -635,14 +634,7 @@ def test_on_the_device_only_modules_that_changed_are_computed(monkeypatch: pytes
         assert all(float(layer.norm().min()) == float(layer.norm().max()) == 7.0 for layer in (layers[0], layers[2]))
 
 
-def test_a_window_looks_at_the_data_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from packlora.ops.row_norm.triton_path import Batch
-
-    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
-    looks = []
-    original = Batch.stale
-    monkeypatch.setattr(Batch, "stale", lambda self, seen: looks.append(len(seen)) or original(self, seen))
+def test_a_window_looks_at_the_data_once(looks: list[int]) -> None:
     norms = RowNorms()
     layers = [Layer(norms, False) for _ in range(3)]
     for window in range(1, 4):
