@@ -71,7 +71,7 @@ def prepare(
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for name, spec in specs.items():
         _check_spec(run, name, spec, skeleton)
-    asks = _asks(run, skeleton, specs, bool(left_out or gone))
+    asks = _asks(run, skeleton, specs, bool(left_out or gone or run.sweep))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
         + [*_doubts_of_starts(run, run_jobs), *_made_floats(run, skeleton)]

@@ -121,6 +121,7 @@ class Trainer:
         self._settle()
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan())
+        self._decide_what_a_stop_left()
         self._follow_the_last()
         while self._goes_on():
             self._train_windows()
@@ -166,6 +167,12 @@ class Trainer:
                 break
         self._after_steps()
         return True
+
+    def _decide_what_a_stop_left(self) -> None:
+        """A sweep that was broken off between the last step of a window and what is decided after it."""
+        going = [job.joined + job.step for job in self.jobs if job.status == "running"]
+        if self.run.sweep is not None and len(set(going)) == 1 and 0 < going[0] == window_of(self.run, going[0]).start:
+            self._change(going[0])
 
     def _follow_the_last(self) -> None:
         """Where all jobs have ended, a sweep may have more; of one that failed it knows a round later."""
