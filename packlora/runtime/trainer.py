@@ -52,7 +52,7 @@ from packlora.runtime.record import job_result
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.team import Team
 from packlora.runtime.wave import Runner, Wave, waves_of
-from packlora.runtime.windows import Plan, last_round, planned_windows, window_of
+from packlora.runtime.windows import Plan, last_round, planned_windows, undecided, window_of
 from packlora.schedule.types import Window
 
 
@@ -121,7 +121,7 @@ class Trainer:
         self._settle()
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan())
-        self._decide_what_a_stop_left()
+        self._change(undecided(self.run, self.jobs))
         self._follow_the_last()
         while self._goes_on():
             self._train_windows()
@@ -168,23 +168,17 @@ class Trainer:
         self._after_steps()
         return True
 
-    def _decide_what_a_stop_left(self) -> None:
-        """A sweep that was broken off between the last step of a window and what is decided after it."""
-        going = [job.joined + job.step for job in self.jobs if job.status == "running"]
-        if self.run.sweep is not None and len(set(going)) == 1 and 0 < going[0] == window_of(self.run, going[0]).start:
-            self._change(going[0])
-
     def _follow_the_last(self) -> None:
         """Where all jobs have ended, a sweep may have more; of one that failed it knows a round later."""
         for later in (0, 2):
             if self.members is not None and not self._is_running():
                 self._change(window_of(self.run, last_round(self.jobs) + later).stop)
 
-    def _change(self, given: int, plan: Plan | None = None) -> None:
-        """Let jobs join and leave between two windows. given: the round that is next."""
-        assert self.members is not None
-        if self.stop.asked:
+    def _change(self, given: int | None, plan: Plan | None = None) -> None:
+        """Let jobs join and leave between two windows. given: the round that is next; None where there is nothing to do."""
+        if given is None or self.stop.asked:
             return
+        assert self.members is not None
         changed = self.members.change(given, self.jobs, self.budget)
         if not changed and not off(self.jobs, given):
             return
