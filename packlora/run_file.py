@@ -47,6 +47,7 @@ MOST_PROBLEMS = 20
 _BATCH = "a job's train.global_batch_size is its samples per optimizer step; the run's max_tokens_per_microbatch decides memory"
 _RANK, _EPOCHS, _LENGTH = "see a job's adapter.r", "see a job's train.num_train_epochs", "see a job's data.max_length"
 _FOUR, _EIGHT = "see the run's quantization: nf4", "see the run's quantization: int8"
+_COMPILE = "nothing is compiled; see the run's cuda_graphs, which takes the host away on a GPU"
 _EXPERT = "see the run's parallel: {expert: N}, and ep_implementation beside it"
 OTHER_TOOLS = {
     "rank": _RANK, "lora_r": _RANK, "lora_rank": _RANK,
@@ -66,6 +67,7 @@ OTHER_TOOLS = {
     "rl": "see a job's train.trainer", "rl_beta": "see a job's train.beta",
     "precompute_ref_log_probs": "the reference is always computed once, before the first step",
     "ref_model": "the reference is the base model without the adapter, or with the adapter of a job's adapter.init_from",
+    "compile": _COMPILE, "torch_compile": _COMPILE, "torch_compile_backend": _COMPILE, "torch_compile_mode": _COMPILE,
     "save_steps": "see the run's save_every",
     "datasets": "see a job's data.path", "dataset": "see a job's data.path", "model_name_or_path": "see the run's base_model",
 }  # fmt: skip
@@ -353,6 +355,8 @@ def _explain(error: Any, tree: Any) -> str:
         known = _known_keys(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1])[:100], known, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+        if loc[:-1] == ["plans"] and not near:
+            hint += "; patterns of modules go into plans.plan"
         return f"{where}: unknown key; {hint}"
     if kind == "missing":
         return f"{where}: is missing"

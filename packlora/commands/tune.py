@@ -199,7 +199,7 @@ def tune(
     cache: PlanCache | None = None,
     lossy: bool = False,
 ) -> list[Tuned]:
-    """Measure, store after every case, print a table. What was not measured before comes first.
+    """Measure, store after every case, print a table. What was not measured before comes first, then what was the longest ago.
 
     Args:
         run: whose cases; None for the standard ones.
@@ -232,7 +232,7 @@ def tune(
     several = [case for case in cases if len(legal_plans(case, lossy)) > 1]
     if len(several) < len(cases):
         notes.append(f"{len(cases) - len(several)} cases have one plan, the plain chain (DoRA), and are not measured")
-    several.sort(key=lambda case: cache.get(case.key) is not None)
+    several.sort(key=lambda case: known.date if (known := cache.get(case.key)) is not None else "")
     console.print(
         f"measuring plans for {len(several)} cases, the most useful first, in at most {minutes:.3g} minutes",
         soft_wrap=True,
@@ -375,7 +375,7 @@ def _tune_case(case: Case, plans: Sequence[Plan], device: torch.device, clock: _
     measured = measure(case, plans, device, clock.make, clock.budget_s, COUNTED)
     if CHAIN.name not in measured.ms:
         return Tuned(case, measured, None)
-    record = Record.of(by_name, measured)
+    record = Record.of(by_name, measured, cache.get(case.key))
     try:
         cache.put({case.key: record})
     except OSError as error:

@@ -40,13 +40,23 @@ class Record:
     date: str = ""
 
     @staticmethod
-    def of(plans: Mapping[str, Plan], measured: Measured) -> Record:
-        """Of plans by name. Raises ValueError where the plain chain, to which all is compared, has no time."""
+    def of(plans: Mapping[str, Plan], measured: Measured, earlier: Record | None = None) -> Record:
+        """Of plans by name. earlier: the case's record so far; plans that were not measured now, as those that merge weights or
+        those for which there was no time, keep their time over the plain chain's.
+
+        Raises:
+            ValueError: the plain chain, to which all is compared, has no time.
+        """
         if CHAIN.name not in measured.ms:
             raise ValueError(f"the plain chain has no time: {measured.failed.get(CHAIN.name, 'not measured')}")
-        best = fastest(plans.values(), measured.ms).name
+        ms, failed, every = dict(measured.ms), dict(measured.failed), list(plans.values())
+        if earlier is not None:
+            scale = ms[CHAIN.name] / earlier.ms[CHAIN.name]
+            before = {name: time * scale for name, time in earlier.ms.items() if name not in failed}
+            ms, failed = before | ms, {name: why for name, why in earlier.failed.items() if name not in ms} | failed
+            every.append(Plan.from_dict(earlier.plan))
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Record(plans[best].to_dict(), dict(measured.ms), dict(measured.failed), now)
+        return Record(fastest(every, ms).to_dict(), ms, failed, now)
 
 
 def fastest(plans: Iterable[Plan], ms: Mapping[str, float]) -> Plan:

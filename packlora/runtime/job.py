@@ -109,11 +109,13 @@ class Preferences:
         """Whether that of the global batch of a step must be found before its samples are run."""
         return self.need_divergence and self.divergence[0] != step
 
-    def compared(self, number: int, per_token: float) -> Compared | None:
-        """What the loss of a sample needs; None without preferences."""
+    def compared(self, number: int, per_token: float, due: bool) -> Compared | None:
+        """What the loss of a sample needs; None without preferences. due: the job is yet to step on it; what others give is
+        discarded, and of a job that had ended before the run was resumed references are not known."""
         if self.objective is None:
             return None
-        return Compared(self.objective, self.reference_of(self._data.samples[number]), per_token, self.divergence[1])
+        reference = self.reference_of(self._data.samples[number]) if due else NO_REFERENCE
+        return Compared(self.objective, reference, per_token, self.divergence[1])
 
 
 def learning_rates(config: TrainConfig, num_steps: int) -> Any:

@@ -71,7 +71,7 @@ def prepare(
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for name, spec in specs.items():
         _check_spec(run, name, spec, skeleton)
-    asks = _asks(run, skeleton, specs, bool(left_out))
+    asks = _asks(run, skeleton, specs, bool(left_out or gone or run.sweep))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
         + [*_doubts_of_starts(run, run_jobs), *_made_floats(run, skeleton)]
@@ -184,7 +184,7 @@ def asks_of_more(prepared: PreparedRun, jobs: list[PreparedJob]) -> dict[str, As
 
 
 def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:
-    """How adapted layers are to be computed. partly: a pattern may be for the layers of a job that is left out."""
+    """How adapted layers are to be computed. partly: a pattern may be for layers of a job that is left out, gone or to come."""
     adapted = {path for spec in specs.values() for path, own in spec.modules.items() if own.kind == "linear"}
     linear = [name for name, module in skeleton.named_modules() if partly or name in adapted]
     linear += sorted({path for spec in specs.values() for path, own in spec.modules.items() if own.kind == "router"})

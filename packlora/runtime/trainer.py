@@ -52,7 +52,7 @@ from packlora.runtime.record import job_result
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.team import Team
 from packlora.runtime.wave import Runner, Wave, waves_of
-from packlora.runtime.windows import Plan, last_round, planned_windows, window_of
+from packlora.runtime.windows import Plan, last_round, planned_windows, undecided, window_of
 from packlora.schedule.types import Window
 
 
@@ -121,6 +121,7 @@ class Trainer:
         self._settle()
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan())
+        self._change(undecided(self.run, self.jobs))
         self._follow_the_last()
         while self._goes_on():
             self._train_windows()
@@ -173,11 +174,11 @@ class Trainer:
             if self.members is not None and not self._is_running():
                 self._change(window_of(self.run, last_round(self.jobs) + later).stop)
 
-    def _change(self, given: int, plan: Plan | None = None) -> None:
-        """Let jobs join and leave between two windows. given: the round that is next."""
-        assert self.members is not None
-        if self.stop.asked:
+    def _change(self, given: int | None, plan: Plan | None = None) -> None:
+        """Let jobs join and leave between two windows. given: the round that is next; None where there is nothing to do."""
+        if given is None or self.stop.asked:
             return
+        assert self.members is not None
         changed = self.members.change(given, self.jobs, self.budget)
         if not changed and not off(self.jobs, given):
             return

@@ -49,8 +49,8 @@ class Packer:
         samples = [
             PackedSample(
                 job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key,
-                job.config.train.label_smoothing_factor, job.noise, job.preferences.compared(own.sample, per_token[own.job]),
-                shares[own.job],
+                job.config.train.label_smoothing_factor, job.noise,
+                job.preferences.compared(own.sample, per_token[own.job], job.is_due(own.batch)), shares[own.job],
             )
             for job, own in placed
         ]  # fmt: skip

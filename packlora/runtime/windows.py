@@ -99,6 +99,16 @@ def slowest(jobs: Sequence[Job]) -> int:
     return min((job.joined + job.step for job in jobs if job.status == "running"), default=2**31)
 
 
+def undecided(run: Run, jobs: Sequence[Job]) -> int | None:
+    """The round that a sweep which was broken off has yet to decide for: where it ended between the last step of a window and
+    what is decided after it."""
+    going = {job.joined + job.step for job in jobs if job.status == "running"}
+    if run.sweep is None or len(going) != 1:
+        return None
+    (round_,) = going
+    return round_ if 0 < round_ == window_of(run, round_).start else None
+
+
 def _received(group: Alone) -> Iterator[Window]:
     while (tree := group.told(None)) is not None:
         yield window_from_json(tree)

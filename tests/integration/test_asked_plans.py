@@ -227,6 +227,7 @@ def test_patterns_of_a_run_give_layers_their_plans_with_the_same_numbers(
         ({"prefer": "speed"}, "plans.prefer: input should be 'time' or 'memory'; found 'speed'"),
         ({"lossy": "yes"}, "plans.lossy: input should be true or false; found 'yes'"),
         (3, "plans: input should be a mapping; found 3"),
+        ({"q_proj": "chain"}, "known keys are plan, lossy, prefer; patterns of modules go into plans.plan"),
         ({"plan": 3}, "plans.plan: input should be a valid string; found 3"),
     ],
 )

@@ -255,6 +255,18 @@ def test_a_run_with_a_clone_goes_on_in_a_folder_that_was_moved(base: str, tmp_pa
     assert {name: (job.status, job.step) for name, job in result.jobs.items()} == {"a": ("done", 6), "b": ("done", 6)}
 
 
+def test_a_run_goes_on_where_a_pattern_of_plans_was_for_the_layers_of_a_job_that_has_left(
+    base: str, tmp_path: Path
+) -> None:
+    tree = tree_of(base, tmp_path, "ab", plans={"plan": {"down_proj": "base-added"}})
+    asking = InThreads(tmp_path / "out")
+    leave, stop = at_window(0, lambda: asking.call("stop", stop_job, "a")), at_window(4, Stop)
+    assert packlora.train(tree, subscribers=[leave, stop]).status == "interrupted"
+    asking.join()
+    result = packlora.train(tree, resume=True)
+    assert {name: (job.status, job.step) for name, job in result.jobs.items()} == {"a": ("done", 2), "b": ("done", 6)}
+
+
 def test_commands_say_what_is_wrong_where_no_run_trains(base: str, tmp_path: Path) -> None:
     runner = CliRunner()
     jobs = tmp_path / "jobs.yaml"

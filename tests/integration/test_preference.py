@@ -20,7 +20,7 @@ from packlora.config import Run, TrainConfig
 from packlora.data.encode import Preference, Sample
 from packlora.data.preference import mismatched
 from packlora.errors import InputError
-from packlora.runtime.job import Judged
+from packlora.runtime.job import Job, Judged
 from packlora.runtime.job import judged as judged_by
 from packlora.runtime.prepare import prepare
 
@@ -326,6 +326,32 @@ def test_a_job_gives_alone_what_it_gives_beside_others_and_an_interruption_chang
     train(parts, max_steps=2, resume=True)
     train(parts, resume=True)
     same(tmp_path / "whole", tmp_path / "parts", [job["name"] for job in tree["jobs"]])
+
+
+def test_a_run_goes_on_after_an_interruption_beside_jobs_with_references_that_have_failed(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their samples are still in the microbatches, and nobody knows their references. The other job has the bits that it has
+    beside healthy ones."""
+    tree = mixed(
+        tiny_base("llama"), tmp_path / "healthy", [job for job in jobs if job["name"] in ("sft", "mixed", "kto")]
+    )
+    train(tree)
+    original = Job.after_step
+
+    def stepped(self: Job, numbers: list[float]) -> Any:
+        return original(self, numbers if self.name == "sft" else [np.nan, *numbers[1:]])
+
+    monkeypatch.setattr(Job, "after_step", stepped)
+    parts = tree | {"output_dir": str(tmp_path / "parts")}
+    train(parts, max_steps=1)
+    resumed = train(parts, resume=True)
+    assert {name: job.status for name, job in resumed.jobs.items()} == {
+        "sft": "done",
+        "mixed": "failed",
+        "kto": "failed",
+    }
+    assert distance(adapter(tmp_path / "healthy", "sft"), adapter(tmp_path / "parts", "sft")) == 0
 
 
 def test_a_completion_with_another_prompt_is_cut_as_in_trl_and_may_be_over_the_budget(

@@ -23,7 +23,7 @@ from packlora.cli import app
 from packlora.commands.adapter_folder import trained_by
 from packlora.commands.control import clone_job
 from packlora.config import Run
-from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone, Note
+from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone, Note, Stepped, Stop
 from packlora.report.sweep import ranked_table
 from packlora.runtime.changes import Change
 from packlora.runtime.sweep import Sweep
@@ -109,6 +109,26 @@ def test_candidates_that_share_every_microbatch_shape_have_the_bits_of_the_job_a
         file = Path(name, "adapter_model.safetensors")
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / name / file).read_bytes()
         assert losses(tmp_path / "out", name) == losses(tmp_path / name, name)
+
+
+def test_a_sweep_stopped_between_the_last_step_of_a_rung_and_its_decision_decides_when_it_is_resumed(
+    tree: Tree, tmp_path: Path
+) -> None:
+    """A pattern of plans may be for the layers of later candidates alone."""
+    parameters = {"adapter.target_modules": [["q_proj"], ["down_proj"]], "train.learning_rate": [1e-4, 3e-2]}
+    run = tree(parameters=parameters, concurrent=2) | {"plans": {"plan": {"down_proj": "base-added"}}}
+    steps: list[Event] = []
+
+    def stopping(event: Event) -> Any:
+        steps.extend([event] if isinstance(event, Stepped) else [])
+        return Stop() if isinstance(event, Stepped) and len(steps) == 4 else None
+
+    packlora.train({**run, "output_dir": str(tmp_path / "whole")})
+    assert packlora.train(run, subscribers=[stopping]).status == "interrupted"
+    packlora.train(run, resume=True)
+    ours, theirs = (json.loads((tmp_path / name / "run.json").read_text())["changes"] for name in ("out", "whole"))
+    assert ours == theirs and ours[2]["round"] == 2
+    assert ranking(tmp_path / "out") == ranking(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("method", [pytest.param("grid", marks=pytest.mark.soak), "optuna"])

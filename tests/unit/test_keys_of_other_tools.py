@@ -29,6 +29,8 @@ def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:
         ("run", "bf16", "dtype: bfloat16"),
         ("run", "load_in_4bit", "quantization: nf4"),
         ("run", "load_in_8bit", "quantization: int8"),
+        ("run", "compile", "cuda_graphs"),
+        ("train", "torch_compile", "cuda_graphs"),
         ("run", "ep_size", "parallel: {expert: N}"),
     ],
 )

@@ -570,6 +570,19 @@ def _put_many(path: Path, first: int) -> None:
         PlanCache(CPU, path).put({f"case {number}": record()})
 
 
+def test_a_case_measured_again_keeps_the_times_of_plans_that_were_not_measured_now() -> None:
+    """Over the chain's time: plans that merge weights after `tune` without --lossy, and those for which there was no time."""
+    merged, other = named_plan("forward2-backward1"), named_plan("base-added")
+    plans = {plan.name: plan for plan in (CHAIN, merged, other)}
+    before = Record.of(plans, Measured({CHAIN.name: 10.0, merged.name: 5.0, other.name: 8.0}, {"x": "no memory"}))
+    now = Record.of({CHAIN.name: CHAIN}, Measured({CHAIN.name: 20.0}, {other.name: "it fails"}), before)
+    assert now.ms == {CHAIN.name: 20.0, merged.name: 10.0} and Plan.from_dict(now.plan) == merged
+    assert now.failed == {"x": "no memory", other.name: "it fails"}
+    again = Record.of(plans, Measured({CHAIN.name: 20.0, other.name: 4.0, "x": 30.0}), now)
+    assert again.ms == {CHAIN.name: 20.0, merged.name: 10.0, other.name: 4.0, "x": 30.0} and again.failed == {}
+    assert Plan.from_dict(again.plan) == other
+
+
 def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "plans.json"
     context = multiprocessing.get_context("fork")

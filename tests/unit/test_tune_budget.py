@@ -19,7 +19,7 @@ from packlora.commands.tune import MINUTES, cases_of_run, standard_cases, tune
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan
-from packlora.plans.cache import PlanCache
+from packlora.plans.cache import PlanCache, Record
 from packlora.plans.case import Case
 from packlora.plans.measure import Measured
 
@@ -75,6 +75,19 @@ def test_measuring_ends_when_the_time_is_over_and_another_call_goes_on(
     assert world.now - began <= 120
     second = [case for case, _ in world.measured[len(first) :]]
     assert second == cases[len(first) : len(first) + len(second)]
+
+
+def test_where_all_is_measured_another_call_goes_on_with_what_was_measured_the_longest_ago(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `tune --lossy` after `tune`: not the first ones at every call."""
+    world, cases, path = World(monkeypatch, 0.25), cases_of_run(run, CPU)[0], tmp_path / "plans.json"
+    plan = CHAIN.to_dict()
+    PlanCache(CPU, path).put({case.key: Record(plan, {CHAIN.name: 1.0}, {}, "2026-01-01") for case in cases})
+    for _ in range(2):
+        tune(run, CPU, progress=False, minutes=2, cache=PlanCache(CPU, path), lossy=True)
+    measured = [case for case, _ in world.measured]
+    assert measured == cases[: len(measured)] and 2 < len(measured) < len(cases)
 
 
 def test_enough_time_measures_all_cases_with_all_plans_and_says_nothing_is_left(
