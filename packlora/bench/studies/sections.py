@@ -355,7 +355,8 @@ def _dora_quality() -> list[str]:
                 f"Losses beside PEFT's, SmolLM2-135M, {steps} steps of {len(run['rows'])} seed(s) on "
                 f"{where}: mean difference {figures['convergence_mean_abs']:.1e}, largest {figures['convergence_max_abs']:.1e}"
                 + (
-                    f", {over:.2f} times that of two runs of PEFT's that differ in the order of sums alone"
+                    f"; the mean is {over:.2f} times that of two runs of PEFT's that differ in the order of sums alone, whose "
+                    f"largest is {figures['convergence_noise_max_abs']:.1e}"
                     if over
                     else ""
                 )
