@@ -10,10 +10,10 @@ first measured (peers/sources.py).
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,14 @@ from packlora.bench.studies.short_jobs import (
 from packlora.data.dataset import JobData
 from packlora.plans.timing import geomean
 from packlora.runtime.trainer import Trainer
-from packlora.schedule.planner import Planner
+from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 
 OWN, APART = "packlora", "packlora_apart"
 CONTENDERS = [OWN, APART, "peft_packed", "peft_rows", "lorafusion_packed", "lorafusion_rows"]
 NAMES = list(PARTS["workloads"])
 RANK, BATCH, BUDGET = 16, 8, 6144
 ROUNDS, WARMUP, UNITS = 2, 1, 2
-"""Optimizer steps of each job in a unit; units that are not counted, and those that are."""
+"""Optimizer steps of each job in a unit, on average in packlora's; units that are not counted, and those that are."""
 METHODS = ("greedy", "auto")
 SHRUNK = 128
 """Lengths and budget of a toy are this part of the true ones."""
@@ -52,15 +52,15 @@ PROTOCOL = (
     "{layers} layers of Llama-3.1-8B's shape, random bfloat16 weights. Four LoRA jobs, r {rank} on all linear layers, alpha"
     " 2 r, dropout {dropout}, {batch} samples an optimizer step, loss on all tokens, AdamW, clipping; lengths of each "
     "workload as in `bench schedule`, at most {cap} (rows with estimates: true are of ESTIMATED distributions). At most "
-    "{budget} tokens a microbatch. packlora: the training loop's windows of {rounds} rounds, float32 adapters; "
-    "packlora_apart: each round planned alone, so that no global batch's tail shares a microbatch with the next. peft: "
+    "{budget} tokens a microbatch. packlora: the training loop, float32 adapters, {window} rounds planned together "
+    "as in training, of whose microbatches a unit is {rounds} {window}ths; packlora_apart: each round planned alone, so that "
+    "no global batch's tail shares a microbatch with the next. peft: "
     "bfloat16 adapters, one job after the other; packed: first fit in rows with position_ids; rows: all tokens of a global "
     "batch cut into rows of 1024, samples see each other, the easiest for it. lorafusion: the same two with LoRAFusion's "
     "kernels ({commit}, TMA forward) in PEFT's layers; its scheduler and several adapters in a batch are not run. {liger}. "
     "A unit is {rounds} optimizer steps of every job, ways in turn, {warmup} not counted, {units} counted. tokens_per_s: "
-    "real tokens, median, optimizer steps included, planning beside training not. microbatches: of all rounds, in windows "
-    "of {rounds}, by method (auto is what training uses; an integer program runs where a lower bound is not met), and "
-    "apart."
+    "real tokens, median, optimizer steps included, planning beside training not. microbatches: of {window} rounds, by method "
+    "(auto is what training uses; an integer program runs where a lower bound is not met), and apart."
 )
 
 
@@ -95,35 +95,34 @@ def part_of(row: dict[str, Any]) -> str:
 # --- the ways ----------------------------------------------------------------------------------------------------------
 
 
-def jobs_of(name: str, steps: int, vocabulary: int, tiny: bool) -> list[ShortJob]:
-    """Four jobs with samples as long as those of the workload."""
+def jobs_of(name: str, vocabulary: int, tiny: bool) -> list[ShortJob]:
+    """Four jobs with samples as long as those of the workload, for the rounds of a window and one more."""
     jobs = []
     for number, kind in enumerate(SETS[name]):
-        lengths = draw_lengths(kind, BATCH * (steps + 1), number)
+        lengths = draw_lengths(kind, BATCH * (WINDOW_ROUNDS + 1), number)
         lengths = (lengths // SHRUNK).clip(min=2) if tiny else lengths
         jobs.append(ShortJob(f"{number}-{kind}", RANK, BATCH, samples_of(lengths, vocabulary, number)))
     return jobs
 
 
-def packlora_ways(trainer: Trainer, names: Sequence[str]) -> dict[str, Way]:
-    """The training loop, whose steps go on from one way to the next."""
-    data = {job.name: job.data for job in trainer.jobs}
-    steps = itertools.count(0, ROUNDS)
+def packlora_way(name: str, trainer: Trainer) -> Way:
+    """The training loop: of OWN a unit is a part of a window as training has it, of APART some rounds, each a window."""
+    planned, budget = [job.data.planned for job in trainer.jobs], trainer.budget.tokens
+    if name == APART:
+        alone = Planner(planned, budget, window_rounds=1)
+        units = [[alone.window(start + round) for round in range(ROUNDS)] for start in range(0, WINDOW_ROUNDS, ROUNDS)]
+    else:
+        whole = Planner(planned, budget).window(0)
+        each = max(1, len(whole.microbatches) * ROUNDS // WINDOW_ROUNDS)
+        starts = range(0, len(whole.microbatches), each)
+        units = [[replace(whole, microbatches=whole.microbatches[start : start + each])] for start in starts]
 
-    def way(window_rounds: int) -> Way:
-        planner = Planner([own.planned for own in data.values()], trainer.budget.tokens, window_rounds=window_rounds)
+    def unit(steps: range) -> tuple[float, int]:
+        windows = units[steps.start // ROUNDS]
+        tokens = sum(microbatch.num_tokens for window in windows for microbatch in window.microbatches)
+        return sum(timed_window(trainer, window) for window in windows), tokens
 
-        def unit(_: range) -> tuple[float, int]:
-            first, seconds, tokens = next(steps), 0.0, 0
-            for start in range(first, first + ROUNDS, window_rounds):
-                window = planner.window(start)
-                seconds += timed_window(trainer, window)
-                tokens += sum(microbatch.num_tokens for microbatch in window.microbatches)
-            return seconds, tokens
-
-        return Way(unit, WARMUP, every=_every())
-
-    return {name: way(ROUNDS if name == OWN else 1) for name in (OWN, APART) if name in names}
+    return Way(unit, WARMUP, every=_every())
 
 
 def peft_ways(model: Any, data: dict[str, JobData], budget: int, names: Sequence[str], peer: str) -> dict[str, Way]:
@@ -149,39 +148,42 @@ def _every() -> list[range]:
     return [range(number * ROUNDS, (number + 1) * ROUNDS) for number in range(WARMUP + UNITS)]
 
 
-def microbatches(trainer: Trainer, rounds: int) -> dict[str, int]:
-    """How many there are in so many rounds, by method, and with each round planned alone."""
+def microbatches(trainer: Trainer) -> dict[str, int]:
+    """How many there are in the rounds of a window, by method, and with each round planned alone."""
     out = {}
-    for name, method, window in [*((method, method, ROUNDS) for method in METHODS), ("apart", "auto", 1)]:
+    for name, method, window in [*((method, method, WINDOW_ROUNDS) for method in METHODS), ("apart", "auto", 1)]:
         planner = Planner(
             [job.data.planned for job in trainer.jobs], trainer.budget.tokens, method=method, window_rounds=window
         )
-        out[name] = sum(len(planner.window(start).microbatches) for start in range(0, rounds, window))
+        out[name] = sum(len(planner.window(start).microbatches) for start in range(0, WINDOW_ROUNDS, window))
         planner.close()
     return out
 
 
 def measured_row(case: Case, names: Sequence[str], options: Options) -> dict[str, Any]:
     """All ways in turn, on the same frozen weights."""
-    device, steps = options.device, 2 * ROUNDS * (WARMUP + UNITS)
+    device = options.device
     budget = BUDGET // SHRUNK if options.tiny else BUDGET
     config, frozen = frozen_model("8B", case.layers, options)
-    with tempfile.TemporaryDirectory() as scratch:
-        jobs = jobs_of(case.name, steps, config.vocab_size, options.tiny)
-        trainer = trainer_of(
-            *prepared_run(shared_copy(frozen), device, budget, steps, Path(scratch), jobs), Path(scratch)
-        )
-        counts = microbatches(trainer, steps)
-        ways = packlora_ways(trainer, names)
-        data = {job.name: job.data for job in trainer.jobs}
+    jobs = jobs_of(case.name, config.vocab_size, options.tiny)
+    with contextlib.ExitStack() as scratch:
+
+        def trainer(model: Any) -> Trainer:
+            folder = Path(scratch.enter_context(tempfile.TemporaryDirectory()))
+            return trainer_of(*prepared_run(model, device, budget, WINDOW_ROUNDS, folder, jobs), folder)
+
+        trainers = {name: trainer(shared_copy(frozen)) for name in (OWN, APART) if name in names}
+        ways = {name: packlora_way(name, own) for name, own in trainers.items()}
+        counts = microbatches(trainers[OWN])
+        data = {job.name: job.data for job in trainers[OWN].jobs}
         for peer in ("peft", "lorafusion"):
             ways |= peft_ways(shared_copy(frozen), data, budget, names, peer)
         run_units(case.label, ways)
     row = row_of(case, ways) | {  # type: ignore[arg-type]
-        "layers": config.num_hidden_layers, "estimates": are_estimates(SETS[case.name]), "rounds": steps,
+        "layers": config.num_hidden_layers, "estimates": are_estimates(SETS[case.name]), "rounds": WINDOW_ROUNDS,
         "microbatches": counts,
     }  # fmt: skip
-    del frozen, trainer, ways
+    del frozen, trainers, ways
     forget(device)
     return row
 
@@ -203,7 +205,7 @@ def run(options: Options) -> Outcome:
     rows.sort(key=lambda row: NAMES.index(part_of(row)))
     protocol = PROTOCOL.format(
         layers=rows[0]["layers"], rank=RANK, dropout=DROPOUT, batch=BATCH, cap=LENGTHS["cap_tokens"], budget=BUDGET,
-        rounds=ROUNDS, commit=SOURCES["lorafusion"].commit[:7], liger=liger, warmup=WARMUP, units=UNITS,
+        rounds=ROUNDS, window=WINDOW_ROUNDS, commit=SOURCES["lorafusion"].commit[:7], liger=liger, warmup=WARMUP, units=UNITS,
     )  # fmt: skip
     return Outcome(protocol, rows, options.keys(summary(rows), by_case=True), table(rows))
 
