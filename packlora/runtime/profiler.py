@@ -248,13 +248,14 @@ def analytic_cost(
     """
     shape, device = prepared.shape, choose_device(run.device)
     forward, backward, head = _operations(run, prepared, experts_on)
-    width, again = getattr(torch, run.dtype).itemsize, 1 + run.gradient_checkpointing
-    moved = shape.outputs + shape.layers * (2 * shape.hidden + shape.attention + shape.inner + shape.routed_width)
+    width, routed = getattr(torch, run.dtype).itemsize, shape.routed_width / experts_on
+    moved = shape.outputs + shape.layers * (2 * shape.hidden + shape.attention + shape.inner + routed)
     there, back = (passes * width * moved / bandwidth for passes in PASSES)
     if experts_on > 1:
         message = 2 * (1 - 1 / experts_on) * shape.layers * shape.hidden * width / BYTES_PER_SECOND
         there, back = there + message, back + message
-    forward, backward = forward + there * flops, backward + (back + there * (again - 1)) * flops  # as operations
+    back += there * run.gradient_checkpointing
+    forward, backward = forward + there * flops, backward + back * flops  # as operations
     return CostModel(
         per_token=forward / flops,
         per_token_squared=shape.layers * 2 * shape.attention * ATTENTION_SLOWER / flops,

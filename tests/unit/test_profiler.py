@@ -108,6 +108,9 @@ def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
     known = profiler.estimate(run, prepared)
     seconds = sum(known.seconds(Microbatch(tuple(own))) for own in filled)
     assert sum(one.length for one in samples) / seconds == pytest.approx(measured, rel=0.1)
+    run.gradient_checkpointing = True
+    again = profiler.estimate(run, prepared).cost
+    assert again.backward_ratio == pytest.approx(known.cost.backward_ratio + 1), "layers run again"
 
 
 def peak_of(work: Callable[[], Any]) -> int:
