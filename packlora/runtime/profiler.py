@@ -46,7 +46,7 @@ MEASURED_SECONDS = 60.0
 REPEATS = 2
 """Timed runs of a microbatch after one to warm up."""
 PRODUCTS_SHARE = {"cuda": 0.8, "cpu": 0.55}
-"""Speed of a model's matrix products, of that of large square ones: four jobs on 0.6B's and 8B's shapes on an H200. Of a CPU,
+"""Speed of a model's matrix products over that of large square ones: four jobs on 0.6B's and 8B's shapes on an H200. Of a CPU,
 the part of a whole step that they would take at that speed: SmolLM2-135M on two cores."""
 PASSES = 3, 7
 """How often forward and backward on a GPU read or write what goes into and comes out of linear layers, beside the products:
