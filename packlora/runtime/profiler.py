@@ -46,11 +46,11 @@ MEASURED_SECONDS = 60.0
 REPEATS = 2
 """Timed runs of a microbatch after one to warm up."""
 PRODUCTS_SHARE = {"cuda": 0.8, "cpu": 0.55}
-"""Speed of a model's matrix products, of that of large square ones: four jobs on 0.6B's and 8B's shapes on an H200. Of a CPU,
+"""Speed of a model's matrix products over that of large square ones: four jobs on 0.6B's and 8B's shapes on an H200. Of a CPU,
 the part of a whole step that they would take at that speed: SmolLM2-135M on two cores."""
-PASSES = {"cuda": (3, 7), "cpu": (0, 0)}
-"""How often forward and backward read or write what goes into and comes out of linear layers, beside the products: norms,
-activations, rotations, sums, the products with narrow adapters. Four jobs on the same shapes."""
+PASSES = 3, 7
+"""How often forward and backward on a GPU read or write what goes into and comes out of linear layers, beside the products:
+norms, activations, rotations, sums, the products with narrow adapters. Four jobs on the same shapes."""
 PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11}
 """FLOP/s that schedules of a pipeline are planned for, on any machine."""
 PRODUCTS_SECONDS = 0.1
@@ -248,13 +248,14 @@ def analytic_cost(
     """
     shape, device = prepared.shape, choose_device(run.device)
     forward, backward, head = _operations(run, prepared, experts_on)
-    width, again = getattr(torch, run.dtype).itemsize, 1 + run.gradient_checkpointing
-    moved = shape.outputs + shape.layers * (2 * shape.hidden + shape.attention + shape.inner + shape.routed_width)
-    there, back = (passes * width * moved / bandwidth for passes in PASSES[device.type])
+    width, routed = getattr(torch, run.dtype).itemsize, shape.routed_width / experts_on
+    moved = shape.outputs + shape.layers * (2 * shape.hidden + shape.attention + shape.inner + routed)
+    there, back = (passes * width * moved / bandwidth for passes in PASSES)
     if experts_on > 1:
         message = 2 * (1 - 1 / experts_on) * shape.layers * shape.hidden * width / BYTES_PER_SECOND
         there, back = there + message, back + message
-    forward, backward = forward + there * flops, backward + (back + there * (again - 1)) * flops  # as operations
+    back += there * run.gradient_checkpointing
+    forward, backward = forward + there * flops, backward + back * flops  # as operations
     return CostModel(
         per_token=forward / flops,
         per_token_squared=shape.layers * 2 * shape.attention * ATTENTION_SLOWER / flops,
@@ -306,7 +307,7 @@ def machine_flops(device: torch.device, dtype: str) -> float:
     n = 8192 if device.type == "cuda" else 512
     kind = getattr(torch, dtype)
     noise = torch.Generator(device).manual_seed(0)  # ones take less power than numbers of a model, and less time
-    a, b = (torch.randn(n, n, generator=noise, device=device).to(kind) for _ in range(2))
+    a, b = (torch.randn(n, n, generator=noise, dtype=kind, device=device) for _ in range(2))
     return 2 * n**3 / _fastest(device, lambda: torch.mm(a, b))
 
 

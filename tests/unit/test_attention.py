@@ -23,9 +23,10 @@ def operands(dtype: torch.dtype, groups: int = 3) -> list[torch.Tensor]:
 
 SETTINGS = [
     (dtype, window, *softcap_sinks, threads)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16) for window in (None, 1, 3)
-    for softcap_sinks in ((None, None), (5.0, None), (None, 2.0), (5.0, -1.0)) for threads in (1, 2)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    for softcap_sinks in ((None, None), (5.0, None), (None, 2.0), (5.0, -1.0)) for threads in (1, 2) for window in (None, 1, 3)
 ]  # fmt: skip
+"""In an order of which every fifth has each pair of values."""
 
 
 @pytest.mark.parametrize(("dtype", "window", "softcap", "sinks", "threads"), some(SETTINGS, 5))

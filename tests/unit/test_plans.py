@@ -455,7 +455,7 @@ def test_random_operands_are_those_of_the_case() -> None:
     case = Case(
         "cpu", "bfloat16", 9, 8, (6, 4), ((2, 0), (3, 3)), (True, False), (True, False), False, (True, True, False)
     )
-    operands = measuring._Operands(case, CPU, 0)
+    operands = measuring._Operands(case, CPU)
     assert [(segment.adapter, segment.start, segment.stop, segment.dropout > 0) for segment in operands.segments] == [
         (0, 0, 3, True), (1, 3, 6, False),
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from conftest import tiny_model
 
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
-from packlora.bench.studies.short_jobs import Lengths, make_samples, prepared_on, trainer_of
+from packlora.bench.studies.short_jobs import JOBS, Lengths, make_samples, prepared_on, trainer_of
 from packlora.config import Run
 from packlora.runtime import profiler
 from packlora.runtime.microbatch import run_microbatch
@@ -69,6 +69,48 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
     recorded = json.loads((RESULTS / "model-h200.json").read_text())["summary"]
     measured = sum(recorded[key.removeprefix("-")] * (-1 if key.startswith("-") else 1) for key in keys) * 2**30
     assert sum(parts.values()) + adapters == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "attention", "inner", "vocabulary", "measured"),
+    # tokens_per_s of packlora in benchmarks/results/small-h200.json, train 0.6B and train 8x8B
+    [(28, 1024, 2048, 3072, 151936, 114_783), (8, 4096, 4096, 14336, 128256, 55_500)],
+    ids=["0.6B", "8x8B"],
+)
+def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
+    layers: int, hidden: int, attention: int, inner: int, vocabulary: int, measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Within 10 %: the benchmark's four jobs of short samples, at a product's and a copy's speeds of that H200."""
+    for name, given in (
+        ("choose_device", torch.device("cuda")), ("memory_room", 1), ("machine_flops", 7.5e14), ("machine_bandwidth", 3.98e12),
+    ):  # fmt: skip
+        monkeypatch.setattr(profiler, name, lambda *asked, given=given: given)
+    wide = [(attention, hidden), (1024, hidden), (1024, hidden), (hidden, attention)]
+    wide += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    linear, outputs = layers * sum(N * K for N, K in wide), layers * sum(N for N, _ in wide)
+    shape = ModelShape(
+        "qwen3", linear, linear, layers, hidden, attention, 1024, inner, vocabulary, largest=inner * hidden, outputs=outputs
+    )  # fmt: skip
+    run: Any = SimpleNamespace(dtype="bfloat16", device="auto", gradient_checkpointing=False)
+    jobs, samples = [], []
+    for name, (lengths, rank) in JOBS.items():
+        drawn = lengths.draw(320, 2048, 0)
+        samples += [Placed(name, number // 32, number, int(length)) for number, length in enumerate(drawn)]
+        data = SimpleNamespace(planned=SimpleNamespace(lengths=drawn), label_share=1 - 1 / drawn.mean())
+        active, spec = layers * rank * sum(N + K for N, K in wide), SimpleNamespace(modules={})
+        jobs.append(SimpleNamespace(data=data, active=active, active_on_experts=0, spec=spec, products={}))
+    prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=jobs, in_codes=(0, 0), head_in_layers=None)
+    filled: list[list[Placed]] = [[]]
+    for one in sorted(samples, key=lambda one: one.batch):
+        if sum(placed.length for placed in filled[-1]) + one.length > 8192:
+            filled.append([])
+        filled[-1].append(one)
+    known = profiler.estimate(run, prepared)
+    seconds = sum(known.seconds(Microbatch(tuple(own))) for own in filled)
+    assert sum(one.length for one in samples) / seconds == pytest.approx(measured, rel=0.1)
+    run.gradient_checkpointing = True
+    again = profiler.estimate(run, prepared).cost
+    assert again.backward_ratio == pytest.approx(known.cost.backward_ratio + 1), "layers run again"
 
 
 def peak_of(work: Callable[[], Any]) -> int:

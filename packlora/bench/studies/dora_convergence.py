@@ -52,7 +52,7 @@ EVAL_SAMPLES = 24
 CHUNK = 10
 """Steps between two looks at the clock."""
 SAVED = 100
-"""Steps after which the losses are written, for whoever has to end this: so many CHUNKs."""
+"""Steps between two writings of the losses, for whoever has to end this; a multiple of CHUNK."""
 WARM_UP = 4
 CHECKED = (0, 1, 3, 10, 30, 100, 300, 600)
 """Steps, beside the last, at which a graph's loss is compared with the loss without it."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from packlora.ops.lora_linear.quantized import Codes, Quantized, QuantizedLinear
 
@@ -22,6 +23,11 @@ class GatheredCodes(Quantized):
     @property
     def codes(self) -> Codes:  # type: ignore[override]
         return self.layer.codes
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the codes are gathered. adapters.norms asks for it by name: other frozen weights are always here."""
+        return not isinstance(self.layer.weight, DTensor)
 
     @property
     def shape(self) -> tuple[int, int]:
