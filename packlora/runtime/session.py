@@ -335,7 +335,8 @@ class Session:
         )
         place(jobs, self.changes)
         self._let_new_jobs_join(prepared, jobs, record)
-        begins = window_of(self.run, slowest(jobs)).start if jobs else 2**31
+        going = [job for job in jobs if job.step < job.data.num_steps]  # others have nothing to be planned for
+        begins = window_of(self.run, slowest(going)).start
         standing = [asdict(Standing.of(job)) for job in jobs]
         told = mesh.gather([own_notes, standing, begins] if self.group.leads else [[], [], begins])
         if not mesh.is_first:

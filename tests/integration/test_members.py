@@ -274,6 +274,20 @@ def test_a_run_goes_on_where_a_pattern_of_plans_was_for_the_layers_of_a_job_that
     assert tokens == sum(line["tokens"] for line in steps)
 
 
+def test_a_run_that_was_stopped_after_its_last_step_keeps_the_line_of_its_last_window(
+    base: str, tmp_path: Path
+) -> None:
+    tree = tree_of(base, tmp_path, "", jobs=[job("a", tmp_path, rows=10)])
+
+    def stopping(event: Event) -> Any:
+        return Stop() if isinstance(event, Stepped) and event.step == 5 else None
+
+    assert packlora.train(tree, subscribers=[stopping]).status == "interrupted"
+    assert packlora.train(tree, resume=True).jobs["a"].step == 5
+    lines = map(json.loads, (tmp_path / "out" / "windows.jsonl").read_text().splitlines())
+    assert [line["window"] for line in lines] == [0, 2, 4]
+
+
 def test_commands_say_what_is_wrong_where_no_run_trains(base: str, tmp_path: Path) -> None:
     runner = CliRunner()
     jobs = tmp_path / "jobs.yaml"
