@@ -47,10 +47,6 @@ class Evaluator:
         }
         """By job and step; None where an earlier session found one that was not finite."""
 
-    def losses_of(self, job: Job) -> dict[int, float | None]:
-        """Held-out losses of a job by step."""
-        return {step: loss for (name, step), loss in self.losses.items() if name == job.name}
-
     def is_due(self, job: Job) -> bool:
         if job.status != "running" or (job.name, job.step) in self.losses:
             return False

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from packlora.report.events import (
 )
 from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
+from packlora.runtime import checkpoint
 from packlora.runtime.changes import Change, trained
 from packlora.runtime.job import Job
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
@@ -190,31 +190,62 @@ def result_record(event: RunEnded) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def job_result(job: Job, folder: Path, losses: Mapping[int, float | None], began: float) -> JobResult:
+def job_result(job: Job, folder: Path, began: float) -> JobResult:
     """How a job stands at the end of a session.
 
     Args:
-        losses: held-out losses by step, None where one was not finite.
         began: when training began in this session, on the clock of its log history (`elapsed`).
     """
-    told = losses if job.eval_samples else {}  # else they are of training samples
-    known = {step: loss for step, loss in told.items() if step <= job.step and loss is not None and isfinite(loss)}
-    after = max(known, default=0)
-    if job.config.train.load_best_model_at_end and job.status == "done":
-        after = job.judged.step or after
+    best = job.judged.step if job.config.train.load_best_model_at_end and job.status == "done" else None
     own = [line for line in job.log_history if "loss" in line and line["elapsed"] >= began]
     rate = sum(line["tokens"] for line in own) / max(own[-1]["elapsed"] - began, 1e-9) if own else 0.0
-    last = known[after] if after else None
     limited = job.status == "done" and job.stopped is None
     left = job.data.configured_steps - job.step if limited else 0
-    return JobResult(job.status, job.step, folder, job.failure, known.get(0), last, rate, left, _metrics(job, after))
+    told = _told(job.log_history, job.step, best)
+    return JobResult(job.status, job.step, folder, job.failure, tokens_per_second=rate, steps_left=left, **told)
 
 
-def _metrics(job: Job, evaluated: int) -> dict[str, float | None]:
+def left_out_results(
+    run: Run, left_out: Mapping[str, str], record: Mapping[str, Any]
+) -> tuple[dict[str, JobResult], int]:
+    """How the jobs stand that are not trained in this session, and the tokens that those which have ended were trained on.
+
+    Args:
+        left_out: why, by job.
+        record: what run.json says.
+    """
+    out, tokens = dict[str, JobResult](), 0
+    best = {job.name for job in run.jobs if job.train.load_best_model_at_end}
+    for name, why in left_out.items():
+        folder = Path(run.output_dir) / name
+        status, step, failure = checkpoint.standing(folder, name, record["id"], record["jobs"][name]["steps"])
+        if status == "stopped":
+            out[name] = JobResult(status, step, folder, why)
+            continue
+        state = checkpoint.read_state(folder)
+        kept = state.get("best_global_step") if name in best and status == "done" else None
+        out[name] = JobResult(status, step, folder, failure, **_told(state["log_history"], step, kept))
+        tokens += state["num_input_tokens_seen"]
+    return out, tokens
+
+
+def _told(history: Sequence[Mapping[str, Any]], step: int, best: int | None) -> dict[str, Any]:
+    """What a result tells of evaluations and metrics up to a step. best: that of the adapter which is the result, if it is one
+    that was evaluated before."""
+    known = {line["step"]: line["eval_loss"] for line in history if "eval_loss" in line and line["step"] <= step}
+    after = best or max((own for own, loss in known.items() if loss is not None), default=0)
+    return {
+        "eval_before": known.get(0),
+        "eval_after": known[after] if after else None,
+        "metrics": _metrics(history, after),
+    }
+
+
+def _metrics(history: Sequence[Mapping[str, Any]], evaluated: int) -> dict[str, float | None]:
     """Of the evaluation after a step; of the last step where this is 0."""
     if not evaluated:
-        return next((told_in(line) for line in reversed(job.log_history) if "loss" in line), {})
-    (line, *_) = (line for line in job.log_history if line["step"] == evaluated and "eval_loss" in line)
+        return next((told_in(line) for line in reversed(history) if "loss" in line), {})
+    (line, *_) = (line for line in history if line["step"] == evaluated and "eval_loss" in line)
     return {key: line[key] for key in line if key.startswith("eval_") and told_in({key.removeprefix("eval_"): 0})}
 
 

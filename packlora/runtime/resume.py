@@ -17,7 +17,6 @@ from packlora.config import JobConfig, Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY, digest, remove_leftovers
-from packlora.result import JobResult
 from packlora.runtime import checkpoint
 from packlora.runtime.changes import START, Change, joined_rounds, leaves, trained, whole_run
 from packlora.runtime.job import Job
@@ -283,21 +282,6 @@ def gone_jobs(run: Run, saved: SavedRun, starts: dict[str, int]) -> dict[str, st
     if len(gone) == len(trained(run)):  # one has to be there
         gone.popitem()
     return gone
-
-
-def left_out_results(output_dir: Path, left_out: dict[str, str], record: dict[str, Any]) -> dict[str, JobResult]:
-    """How the jobs stand whose data is gone.
-
-    Args:
-        left_out: why, by job.
-        record: what run.json says.
-    """
-    out = {}
-    for name, why in left_out.items():
-        folder = output_dir / name
-        status, step, failure = checkpoint.standing(folder, name, record["id"], record["jobs"][name]["steps"])
-        out[name] = JobResult(status, step, folder, why if status == "stopped" else failure)
-    return out
 
 
 # --- what must be as it was -----------------------------------------------------------------------------------------------

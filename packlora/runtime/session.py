@@ -55,14 +55,13 @@ from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
-from packlora.runtime.record import RunRecord, earlier_warnings, run_record, versions
+from packlora.runtime.record import RunRecord, earlier_warnings, left_out_results, run_record, versions
 from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.resume import (
     SavedRun,
     check_output,
     check_sent_back,
     gone_jobs,
-    left_out_results,
     left_out_steps,
     put_aside,
     restore_jobs,
@@ -205,11 +204,11 @@ class Session:
             members = OpenMembers(*parts, self.group, mesh)
         self.writers, failed = self._writers(folder, writer, members is None) if mesh.is_first else ([], [])
         notes += failed
-        left_out = left_out_results(self.output_dir, prepared.left_out, record) if mesh.is_first else {}
+        left_out, tokens = left_out_results(run, prepared.left_out if mesh.is_first else {}, record)
         if not jobs:
             return None
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
-        more: dict[str, Any] = {"members": members}
+        more: dict[str, Any] = {"members": members, "tokens_of_gone": tokens}
         if isinstance(self.group, Links):
             more["cost"] = profiler.planning_cost(run, prepared, self.group.stages)
             return PipelinedTrainer(*loop, **more)
@@ -336,7 +335,8 @@ class Session:
         )
         place(jobs, self.changes)
         self._let_new_jobs_join(prepared, jobs, record)
-        begins = window_of(self.run, slowest(jobs)).start if jobs else 2**31
+        going = [job for job in jobs if job.step < job.data.num_steps]  # others have nothing to be planned for
+        begins = window_of(self.run, slowest(going)).start
         standing = [asdict(Standing.of(job)) for job in jobs]
         told = mesh.gather([own_notes, standing, begins] if self.group.leads else [[], [], begins])
         if not mesh.is_first:

@@ -62,7 +62,7 @@ class Trainer:
     def __init__(
         self, run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], profile: Profile,
         folder: OutputFolder, events: Emitter, notes: Sequence[str] = (), left_out: Mapping[str, JobResult] | None = None,
-        group: Alone = ALONE, logged: int = 0, members: OpenMembers | None = None,
+        group: Alone = ALONE, logged: int = 0, members: OpenMembers | None = None, tokens_of_gone: int = 0,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -74,6 +74,7 @@ class Trainer:
             group: the processes that train these jobs.
             logged: microbatches that earlier sessions have logged.
             members: lets jobs join and leave; None where they cannot.
+            tokens_of_gone: that jobs were trained on which are off the model.
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
@@ -89,8 +90,7 @@ class Trainer:
         self.by_name = self.runner.by_name
         self.stepped: list[Job] = []
         """Jobs that have stepped since evaluations and checkpoints were last seen to."""
-        self.tokens_of_gone = 0
-        """That jobs were trained on which are off the model."""
+        self.tokens_of_gone = tokens_of_gone
         self.start = time.perf_counter()
         self.elapsed_before = max((line["elapsed"] for job in jobs for line in job.log_history), default=0.0)
 
@@ -291,7 +291,7 @@ class Trainer:
         return self.elapsed_before + time.perf_counter() - self.start
 
     def _result_of(self, job: Job) -> JobResult:
-        return job_result(job, self.folder.of(job), self.evaluator.losses_of(job), self.training_began)
+        return job_result(job, self.folder.of(job), self.training_began)
 
     def _end(self) -> Result:
         self.folder.check()

@@ -33,6 +33,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "c": {"r": 5, "use_dora": True, "lora_dropout": 0.2, "bias": "all"},  # on layers that had no adapter
     "d": {"r": 4, "lora_dropout": 0.0, "target_modules": ["k_proj", "up_proj"]},
 }
+LOGS = ("evals.jsonl", "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +266,26 @@ def test_a_run_goes_on_where_a_pattern_of_plans_was_for_the_layers_of_a_job_that
     asking.join()
     result = packlora.train(tree, resume=True)
     assert {name: (job.status, job.step) for name, job in result.jobs.items()} == {"a": ("done", 2), "b": ("done", 6)}
+    # what is told of how the job ended is told again, and its tokens are among those of the run
+    evals, steps = (list(map(json.loads, (tmp_path / "out" / log).read_text().splitlines())) for log in LOGS)
+    of_a = [line["eval_loss"] for line in evals if line["job"] == "a"]
+    assert [result.jobs["a"].eval_before, result.jobs["a"].eval_after] == [of_a[0], of_a[-1]] and len(of_a) == 2
+    tokens = json.loads((tmp_path / "out" / "run.json").read_text())["result"]["tokens"]
+    assert tokens == sum(line["tokens"] for line in steps)
+
+
+def test_a_run_that_was_stopped_after_its_last_step_keeps_the_line_of_its_last_window(
+    base: str, tmp_path: Path
+) -> None:
+    tree = tree_of(base, tmp_path, "", jobs=[job("a", tmp_path, rows=10)])
+
+    def stopping(event: Event) -> Any:
+        return Stop() if isinstance(event, Stepped) and event.step == 5 else None
+
+    assert packlora.train(tree, subscribers=[stopping]).status == "interrupted"
+    assert packlora.train(tree, resume=True).jobs["a"].step == 5
+    lines = map(json.loads, (tmp_path / "out" / "windows.jsonl").read_text().splitlines())
+    assert [line["window"] for line in lines] == [0, 2, 4]
 
 
 def test_commands_say_what_is_wrong_where_no_run_trains(base: str, tmp_path: Path) -> None:
