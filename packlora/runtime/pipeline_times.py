@@ -17,9 +17,10 @@ from packlora.config import Run
 from packlora.parallel.pipeline import Links
 from packlora.report.events import PipelineRan
 from packlora.runtime.job import Job
+from packlora.runtime.machine_speed import machine_flops
 from packlora.runtime.memory import peak_memory
 from packlora.runtime.prepared_job import ModelShape
-from packlora.runtime.profiler import machine_flops, model_flops
+from packlora.runtime.profiler import model_flops
 from packlora.schedule.cost import CostModel
 from packlora.schedule.simulate import simulate
 from packlora.schedule.types import Microbatch

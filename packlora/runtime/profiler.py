@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from itertools import accumulate, cycle, pairwise
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from packlora.config import PlansConfig, Run
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
+from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
 from packlora.runtime.memory import free_memory, memory_room, synchronize
 from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.prepared_job import ModelShape
@@ -53,8 +53,6 @@ PASSES = 3, 7
 norms, activations, rotations, sums, the products with narrow adapters. Four jobs on the same shapes."""
 PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11}
 """FLOP/s that schedules of a pipeline are planned for, on any machine."""
-PRODUCTS_SECONDS = 0.1
-"""For finding out how fast the machine multiplies, or copies."""
 LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
 """Of the forward of a decoder layer, however few its tokens are."""
 OPTIMIZER_BYTES = 16
@@ -66,8 +64,6 @@ RANK_MULTIPLE = 16
 """Kernels pad ranks to multiples of it."""
 BYTES_PER_SECOND = 2e11
 """Assumed of messages between devices: four H200s gather a layer by NVLink at 2.1e11 to 2.5e11."""
-COPIED_BYTES = 2**28
-"""For finding out how fast memory is."""
 ATTENTION_SLOWER = 2.5
 """Attention's products against large plain ones, time per operation."""
 
@@ -299,38 +295,6 @@ def model_flops(shape: ModelShape, jobs: Mapping[str, Job], microbatches: Sequen
         for name, job in jobs.items()
     }
     return sum(placed.length * each[placed.job] for one in microbatches for placed in one.samples)
-
-
-@lru_cache
-def machine_flops(device: torch.device, dtype: str) -> float:
-    """FLOP/s that the machine reaches at a large matrix product: the best of some, within a fraction of a second."""
-    n = 8192 if device.type == "cuda" else 512
-    kind = getattr(torch, dtype)
-    noise = torch.Generator(device).manual_seed(0)  # ones take less power than numbers of a model, and less time
-    a, b = (torch.randn(n, n, generator=noise, dtype=kind, device=device) for _ in range(2))
-    return 2 * n**3 / _fastest(device, lambda: torch.mm(a, b))
-
-
-@lru_cache
-def machine_bandwidth(device: torch.device) -> float:
-    """Bytes a second that memory reads and writes in a large copy, on a GPU; on a CPU that is in the share of products."""
-    if device.type != "cuda":
-        return math.inf
-    a = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
-    b = torch.empty_like(a)
-    return 2 * COPIED_BYTES / _fastest(device, lambda: b.copy_(a))
-
-
-def _fastest(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of the fastest call, within a fraction of a second."""
-    seconds: list[float] = []
-    while len(seconds) < 5 or sum(seconds) < PRODUCTS_SECONDS:
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]:
