@@ -196,6 +196,20 @@ def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packlora.plans.timing.gc", mock.Mock())
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many norms each look at their data on a device looks at; kernels run in the interpreter."""
+    pytest.importorskip("triton")
+    from packlora.ops.row_norm import row_norm
+    from packlora.ops.row_norm.triton_path import Batch
+
+    monkeypatch.setattr(row_norm, "KERNELS_ON_CPU", True)
+    found: list[int] = []
+    original = Batch.stale
+    monkeypatch.setattr(Batch, "stale", lambda self, seen: found.append(len(seen)) or original(self, seen))
+    return found
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """Process groups by their size; each is started once."""

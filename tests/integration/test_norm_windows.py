@@ -12,7 +12,6 @@ from torch import nn
 
 import packlora
 from packlora.adapters.norms import RowNorms
-from packlora.ops.row_norm import row_norm as ops
 
 
 def norms_of(model: Any) -> RowNorms:
@@ -156,19 +155,6 @@ def test_a_layer_called_by_itself_checks_by_itself() -> None:
 
 
 # --- once per forward --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Modules in every check of data on a device; kernels run in the interpreter."""
-    pytest.importorskip("triton")
-    from packlora.ops.row_norm.triton_path import Batch
-
-    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
-    calls: list[int] = []
-    original = Batch.stale
-    monkeypatch.setattr(Batch, "stale", lambda self, seen: calls.append(len(seen)) or original(self, seen))
-    return calls
 
 
 def test_all_layers_are_checked_by_one_call_per_forward_of_the_model(looks: list[int]) -> None:

@@ -60,19 +60,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many handles each look at the data looks at, which kernels take."""
-    pytest.importorskip("triton")
-    from packlora.ops.row_norm.triton_path import Batch
-
-    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
-    looks: list[int] = []
-    original = Batch.stale
-    monkeypatch.setattr(Batch, "stale", lambda self, seen: looks.append(len(seen)) or original(self, seen))
-    return looks
-
-
 class Counter:
     """Calls of row_norms, and modules in them."""
 

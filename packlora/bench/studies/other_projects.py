@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from packlora.bench.studies.result_files import measured, ratio
+
+
+def _not_measured(file: dict[str, Any]) -> list[str]:
+    """The cases that the time did not suffice for."""
+    left = file.get("not_measured")
+    return ["", f"Not measured: {', '.join(left)}."] if left else []
 
 
 def peers() -> list[str]:
@@ -25,7 +33,7 @@ def peers() -> list[str]:
             both = [row.get(kind, {}).get(name) for kind in ("ahead_over_frozen", "wall_over_frozen")]
             cells.append("failed" if name in row["failed"] else "-" if None in both else " / ".join(map(ratio, both)))
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    return lines + _not_measured(file)
 
 
 def workloads() -> list[str]:
@@ -35,7 +43,8 @@ def workloads() -> list[str]:
     names = list(dict.fromkeys(name for row in file["rows"] for name in row["tokens_per_s"]))
     lines = [
         "Four LoRA jobs of rank 16 on Llama-3.1-8B's shape, with samples as long as those of LoRAFusion's five workloads "
-        f"(estimated distributions), on one {file['device']}: real tokens per second, optimizer steps included "
+        f"(estimated distributions), on one {file['device']}: real tokens per second, optimizer steps included, "
+        "the median of two units, also of one in which kernels are compiled or graphs recorded "
         "([workloads-h200.json](../benchmarks/results/workloads-h200.json)). PEFT trains one job after the other, by itself "
         "and with LoRAFusion's kernels in its layers; *rows* are cut without regard to samples, the easiest for it. *Apart*: "
         "no global batch's tail shares a microbatch with the next one. Microbatches by greedy packing alone, with integer "
@@ -49,7 +58,7 @@ def workloads() -> list[str]:
         cells = [f"{rates[name]:.0f}" if name in rates else "failed" for name in names]
         counts = " / ".join(map(str, row["microbatches"].values()))
         lines.append(f"| {row['key']} | {' | '.join(cells)} | {counts} |")
-    return lines
+    return lines + _not_measured(file)
 
 
 def plan_memory() -> list[str]:
