@@ -64,6 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA, rank 40": {"ranks": [[40]], "dropouts": [0.0], "dora": [True]},
     "DoRA, dropout on the low-rank branch": {"ranks": [[5, 7]], "dropouts": [0.3], "dora": [True], "base_dropped": False},
     "DoRA, dropout": {"ranks": [[5, 7]], "dropouts": [0.3], "dora": [True]},
+    "all tokens, DoRA, dropout, siblings": {"ranks": [[5, 7, 3]], "dropouts": [0.3], "dora": [True], "whole": 0},
     "DoRA with a trained bias": {"ranks": [[6]], "dropouts": [0.0], "dora": [True], "biases": [True]},
     "trained bias": {"ranks": [[3]], "dropouts": [0.2], "biases": [True]},
     "bias alone": {"ranks": [[0], [4]], "dropouts": [0.0, 0.0], "biases": [True, False]},

@@ -195,17 +195,21 @@ class SiblingGroup:
         remove_hooks(module, SiblingGroup)
 
     def _opened(self, module: torch.nn.Module, args: Any) -> None:
-        self._pending = self._traced = None
-        self._tracing = torch.compiler.is_compiling()
-        if not self._tracing:
-            self._frame, self._grad = sys._getframe(1), torch.is_grad_enabled()
-            self._alone.clear()
-
-    def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            if not _is_inner_graph():
+                self._traced, self._tracing = None, True
+            return
         self._pending = self._traced = None
         self._tracing = False
-        if not torch.compiler.is_compiling():
-            self._frame = None
+        self._frame, self._grad = sys._getframe(1), torch.is_grad_enabled()
+        self._alone.clear()
+
+    def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            if not _is_inner_graph():
+                self._traced, self._tracing = None, False
+            return
+        self._pending = self._frame = None
 
     def _called_by_parent(self) -> bool:
         """Whether the parent's forward is what calls now, with no checkpoint between."""
@@ -253,8 +257,8 @@ class SiblingGroup:
 
     def serve_traced(self, index: int, x: torch.Tensor, call: TracedCall) -> torch.Tensor:
         """The same for torch.compile to trace. Outputs are kept within one graph of one forward of the parent: behind a graph
-        break nobody knows who wrote to x."""
-        if not self._tracing:
+        break nobody knows who wrote to x. In a graph within a graph, as a checkpoint is one, nothing may be kept."""
+        if not self._tracing or _is_inner_graph():
             return self.compute(x, (call,))[0]
         context, kept = _traced_context(x), self._traced
         if kept is not None and kept.x is x and traced_version(kept.mark) == 1 and kept.context == context:
@@ -272,6 +276,16 @@ class SiblingGroup:
         mark = x.detach().new_empty(0).zero_()  # version 1 in this graph, 0 in the next
         self._traced = _Traced(x, mark, context, found)
         return found.pop(index)[2]
+
+
+def _is_inner_graph() -> bool:
+    """Whether the graph of an operator is traced that is in another graph: Dynamo breaks it at a write to older objects."""
+    return torch.compiler.is_dynamo_compiling() and _is_of_an_operator()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_of_an_operator() -> bool:
+    return not torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.is_root_tracer()
 
 
 def _traced_context(x: torch.Tensor) -> tuple[Any, ...]:

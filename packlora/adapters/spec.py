@@ -174,6 +174,8 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
     spec.notes += _left_out(asked, model, spec, job)
     if idle := _excluding_nothing(peft.exclude_modules or set(), every):
         spec.notes.append(f"job {job!r}: exclude_modules {_told(idle)} matches nothing in the model")
+    if peft.bias == "lora_only" and not biased:
+        spec.notes.append(f"job {job!r}: bias: lora_only trains no bias, as no adapted layer has one")
     return spec
 
 

@@ -252,8 +252,8 @@ class Settled(NamedTuple):
 def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     """Outputs of layers that all read x, by one call of the operator.
 
-    Under dropout the layers share one mask. Its keys come from torch's generator of x's device: seeds, random states kept by
-    checkpointing and CUDA graphs work as for torch's own dropout.
+    Under dropout the layers share one mask. In compiled graphs dropout is torch's own. Elsewhere its keys come from torch's
+    generator of x's device: seeds, random states kept by checkpointing and CUDA graphs work as for torch's dropout.
 
     Args:
         x: [..., K], of a dtype that the base layers would take.
@@ -348,8 +348,6 @@ def _settled(
 
 def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The outputs in plain operations, for torch.compile."""
-    p, x_TK = calls[0].p, _to(x, dtype).reshape(-1, x.shape[-1])
-    keys_T2 = _dropout_keys(x_TK.shape[0], x.device) if p else None
     layers = []
     for call in calls:
         norm_N = None
@@ -358,7 +356,7 @@ def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype)
         bias = None if call.bias is None else _to(call.bias, dtype)
         operands = (_to(call.weight, dtype), bias, call.A, call.B, call.scaling, call.magnitude, norm_N)
         layers.append(TracedLayer(*operands))
-    return [y_TN.view(*x.shape[:-1], y_TN.shape[1]) for y_TN in traced_group(x_TK, layers, keys_T2, 0, p)]
+    return traced_group(_to(x, dtype), layers, calls[0].p)
 
 
 def _chosen(calls: Sequence[LayerCall], device: torch.device, dtype: torch.dtype, T: int) -> tuple[Plan, Case]:

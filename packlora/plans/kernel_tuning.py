@@ -140,7 +140,7 @@ class _Operands:
         wanted, _ = call.wanted(True, (True,) * len(prepared.flat))
 
         def down() -> torch.Tensor:
-            return call.down.down(call, own, x, keys)
+            return call.down.down(call, own, x, keys, {})
 
         def written(S: torch.Tensor) -> torch.Tensor:
             mask = torch.zeros_like(S, dtype=torch.bool)

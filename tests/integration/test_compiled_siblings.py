@@ -19,9 +19,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BETWEEN = (
     "nothing", "x is written", "a view of x is written", "no_grad", "no_grad around the first", "adapter is written",
     "scaling is set", "graph break", "graph break, x is written", "graph break, adapter is written", "another x", "autocast",
-    "checkpoint", "twice", "other order", "left out",
+    "checkpoint", "checkpoint around the first", "twice", "other order", "left out",
 )  # fmt: skip
-TRAINS = ("nothing", "no_grad", "no_grad around the first", "scaling is set", "graph break", "checkpoint", "twice")
+TRAINS = (
+    "nothing",
+    "no_grad",
+    "no_grad around the first",
+    "scaling is set",
+    "graph break",
+    "checkpoint",
+    "checkpoint around the first",
+    "twice",
+)
 
 
 class Parent(nn.Module):
@@ -40,7 +49,7 @@ class Parent(nn.Module):
             with torch.no_grad():
                 q = self.q(x)
             return torch.cat([q, self.k(x), self.v(x)], -1)
-        q = self.q(x)
+        q = checkpoint(self.q, x, use_reentrant=False) if between == "checkpoint around the first" else self.q(x)
         if between.startswith("graph break"):
             torch._dynamo.graph_break()
         if between.endswith("view of x is written"):
@@ -98,7 +107,7 @@ def pair(between: str, dora: bool, dtype: torch.dtype = torch.float64) -> tuple[
 
 def compiled(model: Any, between: str) -> Any:
     torch._dynamo.reset()
-    return torch.compile(model, backend="aot_eager", fullgraph=not between.startswith(("graph break", "checkpoint")))
+    return torch.compile(model, backend="aot_eager", fullgraph=not between.startswith("graph break"))
 
 
 KINDS = [(between, (index + turn) % 2 == 1) for turn in range(2) for index, between in enumerate(BETWEEN)]

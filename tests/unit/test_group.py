@@ -23,6 +23,7 @@ from group_cases import (
 from seeds import SEED, SOAK, some
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from packlora.ops.lora_linear import call as call_module
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.kernels import sizes
@@ -50,7 +51,10 @@ EPILOGUE = Plan("mm", "epilogue", "one-pass", "fused")
 WIDE = Plan("mm", "fused", "mm", "before")
 MIXED = Plan("mm", "routed", "mm", "after")
 ONE = ["one adapter", "dropout", "rank 24", "rank over K", "siblings", "DoRA", "DoRA, rank 40"]
-WHOLE = [kind for kind in KINDS if "whole" in KINDS[kind]]
+WHOLE = [
+    kind for kind, own in KINDS.items() if "whole" in own and not ("dora" in own and own.get("base_dropped", True))
+]
+"""One adapter has all tokens; without DoRA that drops its base product, which torch's products compute."""
 MANY = ["six adapters, siblings, some absent", "DoRA and LoRA, siblings, some absent, biases"]
 KERNELS = [
     *((kind, ROUTED, FLOAT) for kind in KINDS),
@@ -202,6 +206,27 @@ def test_without_gradients_outputs_have_the_same_bits_and_no_product_is_kept(pla
     (y, kept), (same, others) = found
     assert torch.equal(y, same), SEED
     assert others < kept
+
+
+@pytest.mark.parametrize("kind", ["all tokens, DoRA, dropout, siblings", "DoRA with dropout and LoRA"])
+def test_what_siblings_read_dropped_is_dropped_once_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a segment with dropout: S and the base products of all layers read the same tensor. In the backward once for dA and
+    once for dx."""
+    sizes = [13, 6, 9][: len(KINDS[kind]["ranks"][0])]
+    case = make_case(45, 24, sizes, with_bias=False, seed=SEED, **KINDS[kind])
+    own, leaves = cast(case, torch.float64)
+    dropped: list[torch.Size] = []
+    usual = call_module.masked
+
+    def counted(x_TK: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        dropped.append(x_TK.shape)
+        return usual(x_TK, *args, **kwargs)
+
+    monkeypatch.setattr(call_module, "masked", counted)
+    outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, CHAIN)
+    assert len(dropped) == sum(segment.dropout > 0 for segment in own.segments) > 0
+    torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
+    assert len(dropped) == 3 * sum(segment.dropout > 0 for segment in own.segments)
 
 
 @pytest.mark.parametrize("off", ["x", "d"])

@@ -54,3 +54,11 @@ def test_what_peft_writes_of_an_output_layer_with_a_bias_is_not_read_but_where_i
     save_file(tensors | {f"{names[1]}bias": torch.ones(8)}, tmp_path / WEIGHTS)
     with pytest.warns(UserWarning, match="base weight"), pytest.raises(InputError, match="not of this adapter"):
         read_tensors(tmp_path, shapes, "x")
+
+
+@pytest.mark.parametrize(("target", "notes"), [("o_proj", 1), ("q_proj", 0)])
+def test_that_lora_only_finds_no_bias_in_the_adapted_layers_is_told(target: str, notes: int) -> None:
+    with torch.device("meta"):  # of Qwen 2, q_proj has a bias and o_proj none
+        model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**TINY))
+    found = resolve(LoraConfig(target_modules=[target], bias="lora_only", task_type="CAUSAL_LM"), model, "x").notes
+    assert found == ["job 'x': bias: lora_only trains no bias, as no adapted layer has one"] * notes

@@ -37,8 +37,9 @@ class Step:
         self.own: Operands = self.prepared.operands
         self.x_TK, self.keys_T2, self.d = case.x.detach(), case.keys, case.dy
         with torch.no_grad():
-            self.S = torch_path.down(self.call, self.own, self.x_TK, self.keys_T2)
-            self.kept = outputs_of(self.prepared, self.call, self.x_TK, self.keys_T2, self.S, self.x_TK.shape, True)[1]
+            self.S = torch_path.down(self.call, self.own, self.x_TK, self.keys_T2, {})
+            self.dropped = self.call.dropped(self.x_TK, self.keys_T2)
+            self.kept = outputs_of(self.prepared, self.call, self.x_TK, self.dropped, self.S, self.x_TK.shape, True)[1]
         trained = {
             name: frozenset(slot.layer for slot in self.call.slots if slot.name == name)
             for name in ("magnitude", "bias")
@@ -56,9 +57,10 @@ class Step:
         if path is torch_path:
             call = replace(call, plan=replace(call.plan, dx="after"))
         if name == "down":
-            return self._of_S(path.down(call, *common))
+            return self._of_S(path.down(call, *common, {}))
         if name == "up":
-            return [path.up(call, *common, self.S, index, False)[0] for index in range(len(self.d))]
+            given = (self.own, self.x_TK, self.dropped, self.S)
+            return [path.up(call, *given, index, False)[0] for index in range(len(self.d))]
         if name == "magnitude":
             found: list[torch.Tensor | None] = []
             for index in call.composed:
@@ -134,8 +136,9 @@ def test_magnitudes_by_the_kernels_around_plain_products_give_the_same(kind: str
     results = []
     for call in (kernels, plain):
         with torch.no_grad():
-            S = call.down.down(call, own, x_TK, case.keys)
-            outputs, kept = outputs_of(prepared, call, x_TK, case.keys, S, x_TK.shape, True)
+            dropped = call.dropped(x_TK, case.keys)
+            S = call.down.down(call, own, x_TK, case.keys, dropped)
+            outputs, kept = outputs_of(prepared, call, x_TK, dropped, S, x_TK.shape, True)
             needed = (True,) * len(prepared.flat)
             dx, grads = gradients(prepared, call, x_TK, case.keys, S, kept, case.dy, True, needed)
         results.append([*outputs, dx, *grads])

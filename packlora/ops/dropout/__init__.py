@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 
 from packlora.ops.dropout.keys import dropout_factor, dropped
@@ -13,8 +16,11 @@ def dropout(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float) -> t
     return masked(x_TK, keys_T2, salt, p, scaled=True)
 
 
-def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool = False) -> torch.Tensor:
-    """x with dropped elements zero; the others as they are, or scaled as dropout scales them."""
+def masked(
+    x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool = False,
+    launches: dict[Hashable, Any] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x with dropped elements zero; the others as they are, or scaled as dropout scales them. launches: see launcher.launch."""
     if p == 0.0:
         return x_TK
     by_hand = not (x_TK.requires_grad and torch.is_grad_enabled())  # the kernel is none of autograd's operations
@@ -22,6 +28,6 @@ def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scale
         from packlora.ops.dropout.kernel import masked as masked_by_kernel
 
         with on_device(x_TK.device):
-            return masked_by_kernel(x_TK, keys_T2, salt, p, scaled)
+            return masked_by_kernel(x_TK, keys_T2, salt, p, scaled, launches)
     gone = dropped(keys_T2, salt, x_TK.shape[-1], p)
     return (x_TK * dropout_factor(p)).masked_fill_(gone, 0.0) if scaled else x_TK.masked_fill(gone, 0.0)

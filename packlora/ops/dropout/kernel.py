@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from packlora.ops.dropout.keys import MIX_1, MIX_2, STRIDE, dropout_threshold, signed
 from packlora.ops.gpu import capability
-from packlora.ops.launcher import launch
+from packlora.ops.launcher import launch, launched
 
 _STRIDE = tl.constexpr(STRIDE)
 _MIX_1 = tl.constexpr(MIX_1)
@@ -150,13 +153,18 @@ def packed_dropout(x_TK: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
-def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool) -> torch.Tensor:
+def masked(
+    x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool, launches: dict[Hashable, Any] | None = None
+) -> torch.Tensor:  # fmt: skip
     """ops.dropout.masked in one kernel, for products that read a dropped copy of x."""
     T, K = x_TK.shape
     y = torch.empty(T, K, dtype=x_TK.dtype, device=x_TK.device)
-    launch(
-        masked_kernel, (-(-K // 256), -(-T // 16)),
-        (x_TK, y, keys_T2, signed(salt), dropout_threshold(p), T, K, x_TK.stride(0)),
-        SCALED=scaled, ASM=packed_dropout(x_TK), BM=16, BK=256, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    numbers = (signed(salt), dropout_threshold(p), T, K, x_TK.stride(0))
+    args, aligned = (x_TK, y, keys_T2, *numbers), (x_TK.data_ptr() % 16, keys_T2.data_ptr() % 16)
+    key = ("masked", x_TK.dtype, scaled, *numbers, *aligned)
+    if launches is None or not launched(launches, key, args):
+        launch(
+            masked_kernel, (-(-K // 256), -(-T // 16)), args, launches, key,
+            SCALED=scaled, ASM=packed_dropout(x_TK), BM=16, BK=256, num_warps=4, num_stages=1,
+        )  # fmt: skip
     return y

@@ -18,7 +18,7 @@ import torch
 
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON, is_elsewhere, on_device
-from packlora.ops.lora_linear.call import Call, Gradients
+from packlora.ops.lora_linear.call import Call, Dropped, Gradients
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
@@ -74,9 +74,8 @@ def lora_group(
         moving.serve(prepared)
     call = prepared.call(x, segments, salt, plan, moving if moving is not None and moving.moves else None)
     if not torch.is_grad_enabled():  # nobody asks for gradients: no node, and nothing is kept
-        x_TK = rows_of(x)
-        S = made_S(prepared, call, x_TK, keys_T2)
-        return tuple(outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, False)[0])
+        x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
+        return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
     hooks = saving_hooks()
     if hooks is None:
         outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.flat)
@@ -88,7 +87,12 @@ def lora_group(
         return outputs
     *placeholders, S = _apply(x, keys_T2, recompute, prepared, call, False, *prepared.flat)
     x_TK = rows_of(x.detach())
-    return Outputs.apply(lambda: outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, False)[0], *placeholders)  # type: ignore[no-any-return]
+
+    def make() -> Sequence[torch.Tensor]:
+        # under a frozen magnitude x is dropped once more here, rather than kept dropped
+        return outputs_of(prepared, call, x_TK, call.dropped(x_TK, keys_T2), S, x.shape, False)[0]
+
+    return Outputs.apply(make, *placeholders)  # type: ignore[no-any-return]
 
 
 class Group(torch.autograd.Function):
@@ -100,12 +104,12 @@ class Group(torch.autograd.Function):
         with_outputs: bool, *flat: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         """The outputs; where they are made by `Outputs`, placeholders and S."""
-        x_TK, shape = rows_of(x), x.shape
-        S = made_S(prepared, call, x_TK, keys_T2)
+        shape = x.shape
+        x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
         outputs: list[torch.Tensor]
         kept: list[torch.Tensor | None] = [None] * len(prepared.layers)
         if with_outputs:
-            outputs, kept = outputs_of(prepared, call, x_TK, keys_T2, S, shape, True)
+            outputs, kept = outputs_of(prepared, call, x_TK, dropped, S, shape, True)
         else:
             outputs = [placeholder(x, layer.frozen.shape[0]) for layer in prepared.layers]
         ctx.set_materialize_grads(False)
@@ -142,14 +146,18 @@ _apply: Callable[..., Any] = super(torch.autograd.Function, Group).apply
 """Group.apply without its look, at every operand, for what torch.func left behind, under which nothing is served."""
 
 
-def made_S(prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor | None:
-    """S [T, width], where the plan makes one."""
-    return None if call.plan.up == "merged" else call.down.down(call, prepared.operands, x_TK, keys_T2)
+def made_S(
+    prepared: Prepared, call: Call, x: torch.Tensor, keys_T2: torch.Tensor | None
+) -> tuple[torch.Tensor, Dropped, torch.Tensor | None]:
+    """x as [T, K], what outputs read of it dropped, and S [T, width] where the plan makes one."""
+    x_TK = rows_of(x)
+    dropped = call.dropped(x_TK, keys_T2)
+    S = None if call.plan.up == "merged" else call.down.down(call, prepared.operands, x_TK, keys_T2, dropped)
+    return x_TK, dropped, S
 
 
 def outputs_of(
-    prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
-    shape: torch.Size, keep: bool,
+    prepared: Prepared, call: Call, x_TK: torch.Tensor, dropped: Dropped, S: torch.Tensor | None, shape: torch.Size, keep: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:  # fmt: skip
     """y [..., N] of every layer for x of this shape, and, with `keep`, what the backward of layers with scales needs beside
     them: z [T, N], or y itself where the layer keeps its output, or None."""
@@ -161,7 +169,7 @@ def outputs_of(
     kept: list[torch.Tensor | None] = []
     for index, path in enumerate(call.up):
         try:
-            y, z = path.up(call, own, x_TK, keys_T2, S, index, index in trained and not call.from_y[index])
+            y, z = path.up(call, own, x_TK, dropped, S, index, index in trained and not call.from_y[index])
         finally:
             forget()
         if y.ndim != len(shape):  # no view: autograd lets nobody write into views that a node of ours made
@@ -183,7 +191,7 @@ def gradients(
     # no gradient, rather than one of zeros
     wanted, slots = call.wanted(need_x, need_flat)
     if S is None and call.needs_S(wanted):
-        S = call.down.down(call, own, x_TK, keys_T2)
+        S = call.down.down(call, own, x_TK, keys_T2, {})
     e, dS, dB, sums, dA = call.grads.grads(call, own, x_TK, keys_T2, S, d, kept, wanted)
     try:
         dx, dA_inputs = call.inputs.inputs(call, own, x_TK, keys_T2, dS, e, d, wanted)

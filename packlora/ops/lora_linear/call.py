@@ -24,7 +24,7 @@ added to it: two base products. (g - 1) is formed in g's dtype; the difference o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -184,10 +184,12 @@ class Path(Protocol):
     """The five steps. x_TK: tokens; keys_T2: their dropout keys; S [T, width], whose rows without an adapter and columns past
     an adapter's rank hold anything."""
 
-    def down(self, call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor: ...
+    def down(
+        self, call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, dropped: Dropped
+    ) -> torch.Tensor: ...
 
     def up(
-        self, call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None, index: int,
+        self, call: Call, own: Operands, x_TK: torch.Tensor, dropped: Dropped, S: torch.Tensor | None, index: int,
         keep_z: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """y [T, N] of one layer, and z = x W' + S B' where it is to be kept (that of drop(x) in base-dropped segments). S: None
@@ -211,8 +213,12 @@ class Path(Protocol):
         """dx [T, K] and the stacked dA [rows, K]."""
 
 
-ScaleRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, bool], None]
-"""(z, y, g, bias, minus, add): y = (g - minus) z + bias over rows [t, N], or y += that; without g it is 1. y may be z."""
+Dropped = Mapping[Segment, torch.Tensor]
+"""drop(x) [t, K] of the segments that scale a base product of it, which other products of the forward read too."""
+Launches = dict[Hashable, Any]
+ScaleRows = Callable[[Launches, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, bool], None]
+"""(launches, z, y, g, bias, minus, add): y = (g - minus) z + bias over rows [t, N], or y += that; without g it is 1. y may be
+z. launches: see launcher.launch."""
 
 
 @dataclass(slots=True)
@@ -241,8 +247,8 @@ class Call:
     """Plan.up per layer, as far as the layer allows it."""
     from_y: tuple[bool, ...]
     """Per layer, whether a backward reads y in the place of z: z = y / g. With a bias the difference would cost digits."""
-    base_dropped: bool
-    """A segment scales the base product of its dropped x."""
+    base_dropped: tuple[Segment, ...]
+    """Those that scale, on some layer, the base product of their dropped x."""
     wide: torch.dtype
     """Of gradients that kernels write."""
     shape: tuple[Layout, int, torch.dtype]
@@ -274,6 +280,8 @@ class Call:
     """The segments are nominal: their boundaries are in the tables alone."""
     cut: dict[Hashable, Any] = field(default_factory=dict)
     """Block sizes that launches have chosen."""
+    launches: Launches = field(default_factory=dict)
+    """Of kernels that go by rows of a segment, not by tables."""
     wants: dict[tuple[bool, tuple[bool, ...]], tuple[Wanted, tuple[Slot, ...]]] = field(default_factory=dict)
     """What `wanted` gave."""
 
@@ -286,7 +294,10 @@ class Call:
         if not segment.dropout:
             return x_tK
         assert keys_T2 is not None
-        return masked(x_tK, keys_T2[segment.rows], self.salt, segment.dropout)
+        return masked(x_tK, segment.of(keys_T2), self.salt, segment.dropout, launches=self.launches)
+
+    def dropped(self, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> Dropped:
+        return {segment: self.drop(segment.of(x_TK), keys_T2, segment) for segment in self.base_dropped}
 
     def blocks(self, S: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """S, or dS, by Part.stack and Part.block: few views, which cost the host time."""

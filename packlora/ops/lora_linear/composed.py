@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from packlora.ops.dropout.keys import dropout_factor
-from packlora.ops.lora_linear.call import Call, Gradients, Operands, Sums, Wanted
+from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Launches, Operands, Sums, Wanted
 from packlora.ops.lora_linear.tables import gaps
 from packlora.ops.lora_linear.types import Segment, rows_of
 
@@ -16,24 +16,23 @@ Optional = torch.Tensor | None
 
 
 def compose_by_segment(
-    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: torch.Tensor, index: int, y_TN: torch.Tensor,
-    keep_z: bool,
-) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+    call: Call, own: Operands, dropped: Dropped, S: torch.Tensor, index: int, y_TN: torch.Tensor, keep_z: bool
+) -> tuple[torch.Tensor, Optional]:
     """y in place of x W' + S B' in y_TN, segment by segment, and z."""
     scales, composed = own.scales[index], call.composed[index]
     z_TN = torch.empty_like(y_TN) if keep_z or any(drops_base(*one) for one in composed) else None
     for segment, has_magnitude, has_bias in composed:
-        y_tN = y_TN[segment.rows]
+        y_tN = segment.of(y_TN)
         g_N = scales.g_rows[segment.adapter] if has_magnitude else None
         bias_N = scales.bias_rows[segment.adapter]
         if z_TN is not None and drops_base(segment, has_magnitude, has_bias):
-            z_tN = z_TN[segment.rows]
-            _dropped_product(call, own, x_TK, keys_T2, S, index, segment, z_tN)
-            call.scale_rows(z_tN, y_tN, g_N, bias_N, 1, True)
+            z_tN = segment.of(z_TN)
+            _dropped_product(call, own, dropped[segment], S, index, segment, z_tN)
+            call.scale_rows(call.launches, z_tN, y_tN, g_N, bias_N, 1, True)
         else:
             if z_TN is not None:
-                z_TN[segment.rows] = y_tN
-            call.scale_rows(y_tN, y_tN, g_N, bias_N, 0, False)
+                segment.of(z_TN).copy_(y_tN)
+            call.scale_rows(call.launches, y_tN, y_tN, g_N, bias_N, 0, False)
     if (base_bias_N := own.biases[index]) is not None:
         for start, stop in gaps([segment for segment, _, _ in composed], call.T):
             y_TN[start:stop] += base_bias_N
@@ -41,11 +40,10 @@ def compose_by_segment(
 
 
 def _dropped_product(
-    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: torch.Tensor, index: int, segment: Segment,
-    z_tN: torch.Tensor,
-) -> None:  # fmt: skip
+    call: Call, own: Operands, xd_tK: torch.Tensor, S: torch.Tensor, index: int, segment: Segment, z_tN: torch.Tensor
+) -> None:
     """z = drop(x) c W' + S B' of one segment."""
-    xd_tK, factor = call.drop(x_TK[segment.rows], keys_T2, segment), dropout_factor(segment.dropout)
+    factor = dropout_factor(segment.dropout)
     (part,) = (part for part in call.parts[index] if part.segment is segment)
     _, B_rN = own.block(call.layout, segment.adapter, index)
     if call.dtype == torch.float32:  # a product rounds more when it accumulates onto something
@@ -57,7 +55,7 @@ def _dropped_product(
 
 
 def scale_rows(
-    z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: Optional, bias_N: Optional, minus: int = 0, add: bool = False
+    launches: Launches, z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: Optional, bias_N: Optional, minus: int, add: bool
 ) -> None:
     """See call.ScaleRows."""
     value = z_tN if g_N is None else (g_N - minus) * z_tN
@@ -74,15 +72,15 @@ def magnitude(
     e_TN, kept = d_TN, None if kept is None else rows_of(kept)
     sums: dict[int, Sums] = {}
     for segment, has_magnitude, has_bias in call.composed[index]:
-        d_tN, total = d_TN[segment.rows], sums.setdefault(segment.adapter, Sums())
+        d_tN, total = segment.of(d_TN), sums.setdefault(segment.adapter, Sums())
         wide_tN = d_tN.to(scales.g.dtype)
         if has_magnitude:
             if e_TN is d_TN:
                 e_TN = d_TN.clone()
-            e_TN[segment.rows] = scales.g_rows[segment.adapter] * wide_tN
+            segment.of(e_TN).copy_(scales.g_rows[segment.adapter] * wide_tN)
             if index in wanted.magnitudes:
                 assert kept is not None
-                total.dm = _plus(total.dm, (wide_tN * kept[segment.rows]).sum(0))
+                total.dm = _plus(total.dm, (wide_tN * segment.of(kept)).sum(0))
         if has_bias and index in wanted.biases:
             total.d = _plus(total.d, wide_tN.sum(0))
     for number, total in sums.items():
@@ -102,7 +100,7 @@ def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Opt
         return d_TN
     out = e_TN.clone()
     for segment in dropped:
-        out[segment.rows] = d_TN[segment.rows]
+        segment.of(out).copy_(segment.of(d_TN))
     return out
 
 
@@ -113,10 +111,9 @@ def add_dropped(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], 
         for segment, has_magnitude, has_bias in composed if d_TN is not None else ():
             if segment in low and drops_base(segment, has_magnitude, has_bias):
                 assert d_TN is not None
-                scaled_tN = torch.empty_like(d_TN[segment.rows])
-                call.scale_rows(
-                    d_TN[segment.rows], scaled_tN, own.scales[index].g_rows[segment.adapter], None, 1, False
-                )
+                d_tN, g_N = segment.of(d_TN), own.scales[index].g_rows[segment.adapter]
+                scaled_tN = torch.empty_like(d_tN)
+                call.scale_rows(call.launches, d_tN, scaled_tN, g_N, None, 1, False)
                 own.frozen[index].matmul_t(scaled_tN, low[segment], dropout_factor(segment.dropout))
 
 

@@ -41,7 +41,7 @@ def settle(
     T = x.numel() // K
     plan = ordered(legal(plan, situation(layers, segments, T, moving is not None)), x.element_size())
     composed = _composed(layers, segments)
-    base_dropped = any(drops_base(*one) for own in composed.values() for one in own)
+    base_dropped = tuple(dict.fromkeys(one[0] for own in composed.values() for one in own if drops_base(*one)))
     on_every = (
         moving is None
         and owns_all(segments, T)

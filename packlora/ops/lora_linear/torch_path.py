@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
-from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Part, Stack, Sums, Wanted
+from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Part, Stack, Sums, Wanted
 from packlora.ops.lora_linear.composed import add_dropped, base_gradient, compose_by_segment, magnitude
 from packlora.ops.lora_linear.frozen import accumulator_dtype
 from packlora.ops.lora_linear.tables import gaps
@@ -26,14 +26,18 @@ __all__ = ["down", "grads", "inputs", "magnitude", "up"]
 Optional = torch.Tensor | None
 
 
-def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional) -> torch.Tensor:
+def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, dropped: Dropped) -> torch.Tensor:
     """S [T, width]."""
+
+    def drop(segment: Segment) -> torch.Tensor:
+        return dropped[segment] if segment in dropped else call.drop(segment.of(x_TK), keys_T2, segment)
+
     if (whole := call.whole) is not None:
-        xd_TK, (_, A_KR) = call.drop(x_TK, keys_T2, whole.segment), own.A(call.layout, whole.segment.adapter)
-        return scaled_mm(call, xd_TK, A_KR, whole.all_layers.factor)
+        _, A_KR = own.A(call.layout, whole.segment.adapter)
+        return scaled_mm(call, drop(whole.segment), A_KR, whole.all_layers.factor)
     S = x_TK.new_empty(call.T, call.layout.width)
     for segment, all_layers, by_layer, _ in call.stacked:
-        xd_tK, (_, A_KR) = call.drop(all_layers.of(x_TK), keys_T2, segment), own.A(call.layout, segment.adapter)
+        xd_tK, (_, A_KR) = drop(segment), own.A(call.layout, segment.adapter)
         if not by_layer:
             write_mm(all_layers.of_S(S), xd_tK, A_KR, all_layers.factor)
         for part in by_layer:
@@ -42,14 +46,14 @@ def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional) -> to
 
 
 def up(
-    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: Optional, index: int, keep_z: bool
+    call: Call, own: Operands, x_TK: torch.Tensor, dropped: Dropped, S: Optional, index: int, keep_z: bool
 ) -> tuple[torch.Tensor, Optional]:
     """y [T, N] of one layer, and z."""
     if index not in call.composed:
         return base_and_low_rank(call, own, x_TK, S, index, own.biases[index]), None
     assert S is not None
     z_TN = base_and_low_rank(call, own, x_TK, S, index, None)
-    return compose_by_segment(call, own, x_TK, keys_T2, S, index, z_TN, keep_z)
+    return compose_by_segment(call, own, dropped, S, index, z_TN, keep_z)
 
 
 def base_and_low_rank(
@@ -168,8 +172,9 @@ def inputs(
     if call.base_dropped:  # of all segments at once: each layer's weight is read once for all of them
         low = {stack.segment: _low_rank_dx(call, own, dS, stack) for stack in call.stacked if stack.segment.dropout}
         add_dropped(call, own, low, d)
-    if plan_dx == "before" and call.whole is not None and not call.whole.segment.dropout:
-        return base_dx(own, base, torch.mm(dS, own.A(call.layout, call.whole.segment.adapter)[0])), dA
+    if plan_dx == "before" and (whole := call.whole) is not None:  # the base product accumulates onto what is dropped
+        low_TK = low.pop(whole.segment) if whole.segment in low else _low_rank_dx(call, own, dS, whole)
+        return base_dx(own, base, call.drop(low_TK, keys_T2, whole.segment)), dA
     dx = torch.empty_like(x_TK) if plan_dx == "before" else base_dx(own, base, None)
     for stack in call.stacked:
         segment, all_layers, *_ = stack

@@ -9,8 +9,11 @@ tokens through four layers of an 8B model, ms a forward and backward; frozen 60.
 a registered operator 73.6 and 90.0; PEFT 68.6 LoRA. Eight layers of a 0.6B model as CUDA graphs (frozen 6.8): traced 9.9 and
 10.9, a registered operator for the group 10.3 and 13.8 (benchmarks/LOG.md).
 
-In 16 bits the base product accumulates onto the low-rank part, so that the sum is rounded once where the library adds before it
-rounds. B is scaled where it is cast anyway: one rounding less than to scale S, and a kernel less for each layer and direction.
+In 16 bits the base product accumulates onto the low-rank part where the library adds before it rounds, so that the sum is
+rounded once. Elsewhere x keeps its shape: Inductor turns a sum of two products [T, N] into a copy and an addmm, and fuses a sum
+of their views with what reads it. Dropout is torch's, which Inductor fuses too; masks of ops.dropout are views of words of
+another width, which it writes to memory. A is scaled where it is joined or cast anyway, and what is scaled
+is S: the gradient of B needs no scale, and the gradients of siblings' A one for all.
 
 Shapes: T tokens, K inputs, N outputs, r rank.
 """
@@ -21,9 +24,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import dropout, linear
 
-from packlora.ops.dropout.keys import dropout_factor, dropped
 from packlora.ops.gpu import rounds_before_adding
 
 
@@ -40,42 +42,41 @@ class TracedLayer(NamedTuple):
     norm: torch.Tensor | None = None
 
 
-def traced_group(
-    x_TK: torch.Tensor, layers: Sequence[TracedLayer], keys_T2: torch.Tensor | None = None, salt: int = 0, p: float = 0.0
-) -> list[torch.Tensor]:  # fmt: skip
-    """y [T, N] of every layer in x's dtype, differentiable in x and all operands but the norms.
+def traced_group(x: torch.Tensor, layers: Sequence[TracedLayer], p: float = 0.0) -> list[torch.Tensor]:
+    """y [..., N] of every layer in x's dtype, differentiable in x and all operands but the norms.
 
     Args:
-        x_TK: tokens, all of one adapter.
+        x: [..., K], all tokens of one adapter.
         layers: those that read them.
-        keys_T2, salt, p: dropout on the low-rank branch (ops.dropout.keys), one mask for all layers; where p is 0 no keys are
-            needed.
+        p: rate of dropout on the low-rank branch, torch's own; one mask for all layers.
     """
-    xd_TK = x_TK
-    if p:
-        assert keys_T2 is not None
-        xd_TK = (x_TK * dropout_factor(p)).masked_fill(dropped(keys_T2, salt, x_TK.shape[1], p), 0.0)
-    factors = [layer.A.to(x_TK.dtype) for layer in layers]
-    if len(layers) == 1:  # a compiler keeps the copy that joining one would be
-        return [_up(x_TK, xd_TK, linear(xd_TK, factors[0]), layers[0], bool(p))]
-    parts = linear(xd_TK, torch.cat(factors)).split([len(A_rK) for A_rK in factors], dim=1)
-    return [_up(x_TK, xd_TK, S_Tr, layer, bool(p)) for layer, S_Tr in zip(layers, parts, strict=True)]
+    xd = dropout(x, p) if p else x
+    S = linear(xd, _joined(layers, x.dtype))
+    parts = S.split([len(layer.A) for layer in layers], dim=-1) if len(layers) > 1 else [S]
+    return [_up(x, xd, part, layer, bool(p)) for layer, part in zip(layers, parts, strict=True)]
 
 
-def _up(
-    x_TK: torch.Tensor, xd_TK: torch.Tensor, S_Tr: torch.Tensor, layer: TracedLayer, dropping: bool
-) -> torch.Tensor:
-    low_TN = linear(S_Tr, (layer.B * layer.scaling).to(x_TK.dtype))
+def _joined(layers: Sequence[TracedLayer], dtype: torch.dtype) -> torch.Tensor:
+    """s A of all layers, [R, K]; with one scaling for all their gradients are one product and one scale."""
+    scaling, factors = layers[0].scaling, [layer.A for layer in layers]
+    if any(layer.scaling != scaling for layer in layers):
+        return torch.cat([layer.A * layer.scaling for layer in layers]).to(dtype)
+    A_RK = torch.cat(factors) if len(factors) > 1 else factors[0]  # a compiler keeps the copy that joining one would be
+    return (A_RK * scaling).to(dtype)
+
+
+def _up(x: torch.Tensor, xd: torch.Tensor, S: torch.Tensor, layer: TracedLayer, dropping: bool) -> torch.Tensor:
+    low = linear(S, layer.B.to(x.dtype))
     if layer.magnitude is None:
-        y_TN = _onto(low_TN, x_TK, layer.weight)
-        return y_TN if layer.bias is None else y_TN + layer.bias
+        y = _onto(low, x, layer.weight)
+        return y if layer.bias is None else y + layer.bias
     assert layer.norm is not None
     g_N = layer.magnitude.to(layer.norm.dtype) / layer.norm  # never in 16 bits: g is near 1
     if dropping:
-        y_TN = linear(x_TK, layer.weight) + (g_N - 1) * linear(xd_TK, layer.weight) + g_N * low_TN
+        y = linear(x, layer.weight) + (g_N - 1) * linear(xd, layer.weight) + g_N * low
     else:
-        y_TN = g_N * _onto(low_TN, x_TK, layer.weight)
-    return (y_TN if layer.bias is None else y_TN + layer.bias).to(x_TK.dtype)
+        y = g_N * _onto(low, x, layer.weight)
+    return (y if layer.bias is None else y + layer.bias).to(x.dtype)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -83,9 +84,10 @@ def _rounds_first(device: torch.device) -> bool:
     return rounds_before_adding(device)
 
 
-def _onto(low_TN: torch.Tensor, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """low + x W'. In wider dtypes a product rounds more when it accumulates onto something; where the library rounds before it
-    adds, accumulating brings nothing, and a sum by itself can be fused with what reads it."""
-    if x_TK.element_size() == 2 and not _rounds_first(x_TK.device):
-        return torch.addmm(low_TN, x_TK, weight_NK.t())
-    return linear(x_TK, weight_NK) + low_TN
+def _onto(low: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """low + x W', rounded once where the library can; else both parts are rounded too. In wider dtypes a product that
+    accumulates rounds more."""
+    if x.element_size() != 2 or _rounds_first(x.device):
+        return linear(x, weight_NK) + low
+    N, K = weight_NK.shape
+    return torch.addmm(low.reshape(-1, N), x.reshape(-1, K), weight_NK.t()).view(low.shape)

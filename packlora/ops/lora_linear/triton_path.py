@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Sums, Wanted
+from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Sums, Wanted
 from packlora.ops.lora_linear.kernels import backward_inputs, backward_outputs, forward, gemm, sizes
 from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.kernels.forward import down, scale_rows
@@ -30,7 +30,7 @@ def segment_tables(
 
 
 def up(
-    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: Optional, index: int, keep_z: bool
+    call: Call, own: Operands, x_TK: torch.Tensor, dropped: Dropped, S: Optional, index: int, keep_z: bool
 ) -> tuple[torch.Tensor, Optional]:
     """y [T, N] of one layer, and z."""
     plan_up, composed = call.plan_up[index], index in call.composed

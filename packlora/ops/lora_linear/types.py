@@ -74,6 +74,10 @@ class Segment:
     def rows(self) -> slice:
         return slice(self.start, self.stop)
 
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its rows of a tensor [T, ...], which is itself where they are all: views cost the host time."""
+        return tensor if (self.start, self.stop) == (0, tensor.shape[0]) else tensor[self.start : self.stop]
+
 
 def owns_all(segments: Sequence[Segment], num_tokens: int) -> bool:
     """Whether there is one segment, which has all tokens."""

@@ -28,7 +28,7 @@ import triton.language as tl
 from packlora.ops import launcher
 from packlora.ops.dropout import kernel as dropping
 from packlora.ops.dropout.kernel import _drop, _keys
-from packlora.ops.lora_linear.call import Call, Operands, Scales
+from packlora.ops.lora_linear.call import Call, Dropped, Launches, Operands, Scales
 from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _rows_of
 
@@ -211,7 +211,7 @@ def rows_kernel(
 # --- launches ------------------------------------------------------------------------------------------------------------
 
 
-def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor:
+def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, dropped: Dropped) -> torch.Tensor:
     """S [T, width]; rows of tokens without an adapter and columns past an adapter's rank are not written."""
     width, T, K, stride = call.layout.width, call.T, call.K, x_TK.stride(0)
     segments, tables, single = call.segment_tables, call.tables, call.single_adapter
@@ -279,15 +279,18 @@ def compose(call: Call, scales: Scales, z_TN: torch.Tensor, y_TN: torch.Tensor) 
 
 
 def scale_rows(
-    z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor | None, bias_N: torch.Tensor | None, minus: int = 0,
-    add: bool = False,
+    launches: Launches, z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor | None, bias_N: torch.Tensor | None,
+    minus: int, add: bool,
 ) -> None:  # fmt: skip
     """See call.ScaleRows."""
     T, N = z_tN.shape
-    launcher.launch(
-        rows_kernel, (sizes.cdiv(N, 256), sizes.cdiv(T, 16)), (z_tN, y_tN, g_N, bias_N, T, N, minus),
-        ADD=add, HAS_G=g_N is not None, HAS_BIAS=bias_N is not None, BM=16, BN=256, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    args = (z_tN, y_tN, g_N, bias_N, T, N, minus)
+    key = ("rows", z_tN.dtype, T, N, minus, add, g_N is None, bias_N is None)
+    if not launcher.launched(launches, key, args):
+        launcher.launch(
+            rows_kernel, (sizes.cdiv(N, 256), sizes.cdiv(T, 16)), args, launches, key,
+            ADD=add, HAS_G=g_N is not None, HAS_BIAS=bias_N is not None, BM=16, BN=256, num_warps=4, num_stages=1,
+        )  # fmt: skip
 
 
 def ratio(
