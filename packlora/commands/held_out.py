@@ -13,6 +13,7 @@ from packlora.adapters.files import load_adapter
 from packlora.base.model import load_base
 from packlora.commands.adapter_folder import same_base, trained_by
 from packlora.config import DataConfig
+from packlora.data.readers import read_data
 from packlora.errors import InputError
 from packlora.parallel.replicas import ALONE
 from packlora.plans.select import PlanChooser
@@ -57,6 +58,10 @@ def evaluate_adapter(
     path, revision = same_base([folder], base_model)
     trained = trained_by(folder)
     given = trained.job.data if trained else DataConfig(path="-")
+    system = given.system
+    if system is not None:
+        rows = read_data(data, "eval", on_bad_row=given.on_bad_row).rows
+        system = None if any(row.text is not None or row.ids is not None for row in rows) else system  # texts show none
     tree: dict[str, Any] = {
         "base_model": path, "revision": revision, "output_dir": "-", "device": device, "max_tokens_per_microbatch": "auto",
         "dtype": (trained.run.dtype if trained else "float32") if dtype == "auto" else dtype,
@@ -64,7 +69,8 @@ def evaluate_adapter(
             {
                 "name": "eval", "adapter": {"init_from": str(folder)}, "train": {"global_batch_size": 1},
                 "data": {
-                    "path": data, "max_length": max_length or given.max_length, "truncate": truncate or given.truncate
+                    "path": data, "max_length": max_length or given.max_length, "truncate": truncate or given.truncate,
+                    "system": system, "on_bad_row": given.on_bad_row,
                 },
             }
         ],

@@ -33,10 +33,10 @@ jobs:                       # all of them are trained at once, on one base model
       lora_alpha: 32
       # use_dora: true
       # target_modules: [q_proj, v_proj]    # all linear layers where nothing is said
-    train:
+    train:{trainer}
       global_batch_size: {batch}
       num_train_epochs: 3
-      learning_rate: 2e-4
+      learning_rate: {rate}
       lr_scheduler_type: cosine
       warmup_ratio: 0.03
       # eval_steps: 50              # with an eval_path
@@ -70,11 +70,14 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
     def quoted(text: str) -> str:
         return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text)
 
+    trainer = trainer_of(rows[0])
     text = TEXT.format(
         rows=len(rows), path=json.dumps(str(data)), kind=kind, out=shlex.quote(str(out)), base=quoted(base_model),
         output=quoted(f"runs/{name}"), name=json.dumps(name), data=quoted(seen),
         length=DataConfig.model_fields["max_length"].default,
         batch=min(len(rows), TrainConfig.model_fields["global_batch_size"].default),
+        rate="2e-4" if trainer == "sft" else "1e-5",
+        trainer=f"\n      trainer: {trainer}              # docs/preference.md" * (trainer != "sft"),
     )  # fmt: skip
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -85,10 +88,21 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
     return f"{len(rows)} rows: {kind}"
 
 
+def trainer_of(row: Row) -> str:
+    """Which trainer takes rows like it."""
+    if row.pair is not None:
+        return "dpo"
+    return "kto" if isinstance(row.label, bool) else "sft"
+
+
 def kind_of(row: Row) -> str:
     """What a row is, in words."""
     if row.form is not None:
         return row.form
+    if row.pair is not None:
+        return "pairs of completions, of which the chosen one is preferred"
+    if trainer_of(row) == "kto":
+        return "completions, of which those with the label true are desirable"
     if row.messages is not None:
         return "conversations, of which the assistant's turns are learnt"
     if row.ids is not None:

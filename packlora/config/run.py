@@ -11,7 +11,7 @@ from packlora.config.job import JobConfig
 from packlora.config.parallel import ParallelConfig
 from packlora.config.shared import MOST_PROMPTS, MOST_TOKENS, RESERVED_BY_SWEEPS, PathText, Prompt, Strict
 from packlora.config.sweep import SweepConfig
-from packlora.config.train import CUT_OPTIMS
+from packlora.config.train import CUT_OPTIMS, TrainConfig
 from packlora.errors import quoted
 
 
@@ -171,4 +171,22 @@ class Run(Strict):
             raise ValueError(f"sweep: job {template.name!r} has no data.eval_path, by which candidates are compared")
         if self.sweep.stopping.method != "none" and not self.eval_every:
             raise ValueError("sweep.stopping: evaluations decide, and eval_every is 0; set how often they are made")
+        self._check_compared(self.sweep, template.name, template.train)
         return self
+
+    def _check_compared(self, sweep: SweepConfig, name: str, train: TrainConfig) -> None:
+        """Whether candidates of the job are evaluated where its stopping rule compares them, as far as no value is swept."""
+        own, every, method = train.eval_steps, self.eval_every, sweep.stopping.method
+        if method == "none" or "train.eval_steps" in sweep.parameters:
+            return
+        if own is not None and (own == 0 or (every % own and own % every)):
+            raise ValueError(
+                f"sweep.stopping: candidates are compared at multiples of eval_every, {every}, where train.eval_steps {own} "
+                f"of job {name!r} makes few evaluations or none; leave it out"
+            )
+        first, steps = max(every, own or 0), train.max_steps
+        if method != "target" and 0 < steps <= first and "train.max_steps" not in sweep.parameters:
+            raise ValueError(
+                f"sweep.stopping: candidates are compared every {first} optimizer steps and take {steps}, so none would be "
+                "stopped; set eval_every lower"
+            )

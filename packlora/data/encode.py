@@ -348,7 +348,7 @@ def _mark(row: Row, tokenizer: Any, special: re.Pattern[str], system: str | None
     where = f"job {job!r}: {row.where}"
     if row.pair is not None:
         raise InputError(
-            f"{where}: 'chosen' and 'rejected' are compared by train.trainer: dpo or orpo; this job's is sft"
+            f"{where}: 'chosen' and 'rejected' are compared by train.trainer: dpo or orpo; here a loss is of one completion"
         )
     if (row.ids is not None or row.text is not None) and system is not None:
         raise InputError(f"{where}: data.system goes with prompts and messages; a plain text or token ids show none")

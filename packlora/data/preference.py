@@ -45,7 +45,7 @@ def encode_for(
         left = [row.pair or (row,) for row in taken if part == 0 or (row.pair and id(row.pair[0]) in found)]
         encoded = encoded_rows([halves[part] for halves in left], tokenizer, data, job, out.skipped, told, shown)
         found |= {id(row): sample for row, sample in encoded}
-    limit = min(data.max_length, context)
+    limit, over_budget = min(data.max_length, context), False
     name = f"max_length {limit}" if limit == data.max_length else f"the model's context of {limit}"
     for row in taken:
         parts = [found[id(half)] for half in row.pair or (row,) if id(half) in found]
@@ -69,6 +69,7 @@ def encode_for(
             )
         is_cut = longest > limit and data.truncate == "right"
         if (longest > limit and not is_cut) or total > budget or not all(part.num_labels for part in parts):
+            over_budget |= total > budget
             out.dropped += 1
             continue
         out.truncated += is_cut
@@ -76,6 +77,8 @@ def encode_for(
     if not out.samples and len(out.skipped) >= len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     if not out.samples:
+        if over_budget:
+            name += f" and max_tokens_per_microbatch {budget}, into which a sample must fit whole"
         raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {name}")
     return out
 

@@ -226,7 +226,7 @@ class JobJoined:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """A job ends with the adapter of `step`; the others go on."""
+    """A job ends with the adapter of `step`; others, if there are any, go on."""
 
     job: str
     step: int

@@ -111,7 +111,8 @@ class Progress:
                 self._print(f"{job} joins at round {round_}, for {steps} steps")
             case JobFailed(job, step):
                 self.jobs[job].status, self.jobs[job].step = "failed", step
-                self._print(f"{event.text}; the other jobs go on")
+                others = any(own.status == "running" for own in self.jobs.values())
+                self._print(event.text + "; the other jobs go on" * others)
             case JobDone(job):
                 self.jobs[job].status = "done"
             case Note(text) | MemoryRanOut(text=text):

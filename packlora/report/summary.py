@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from packlora.report.progress import duration
-from packlora.report.sweep import ranked_table
+from packlora.report.sweep import names_of_candidates, ranked_table
 from packlora.result import JobResult, Result
 from packlora.terminal import standard_output
 
@@ -26,6 +27,23 @@ def shown(job: JobResult, name: str) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
+def _table(jobs: Mapping[str, JobResult]) -> Table:
+    """A line per job."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    told = [name for name in TOLD if any(shown(job, name) for job in jobs.values())]
+    for name in ("job", "status", "steps", "held-out loss", *told, "tokens/s"):
+        left = ("job", "status", "held-out loss")
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    for name, job in jobs.items():
+        loss = "" if job.eval_after is None else f"{job.eval_after:.4f}"
+        if job.eval_before is not None and loss:
+            loss = f"{job.eval_before:.4f} -> {loss}"
+        status = "stopped" if job.status == "running" else job.status
+        more = [shown(job, key) for key in told]
+        table.add_row(Text(name), status, str(job.step), loss, *more, f"{job.tokens_per_second:.0f}")
+    return table
+
+
 def print_summary(result: Result, resume_command: str, whole_command: str | None = None) -> None:
     """How each job ended, and the next step.
 
@@ -35,29 +53,23 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
     """
     output = standard_output()
     console = Console(file=output, width=None if output.isatty() else UNBROKEN)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    told = [name for name in TOLD if any(shown(job, name) for job in result.jobs.values())]
-    for name in ("job", "status", "steps", "held-out loss", *told, "tokens/s"):
-        left = ("job", "status", "held-out loss")
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    for name, job in result.jobs.items():
-        loss = "" if job.eval_after is None else f"{job.eval_after:.4f}"
-        if job.eval_before is not None and loss:
-            loss = f"{job.eval_before:.4f} -> {loss}"
-        status = "stopped" if job.status == "running" else job.status
-        more = [shown(job, key) for key in told]
-        table.add_row(Text(name), status, str(job.step), loss, *more, f"{job.tokens_per_second:.0f}")
     ranked = ranked_table(result.output_dir)
     console.print()
-    console.print(table if ranked is None else ranked)
-    console.print()
+    if ranked is not None:
+        console.print(ranked)
+        console.print()
+    candidates = names_of_candidates(result.output_dir)
+    others = {name: job for name, job in result.jobs.items() if name not in candidates}
+    if others:
+        console.print(_table(others))
+        console.print()
     going = [job.status in ("running", "stopped") for job in result.jobs.values()]
     if not all(going):
         which = ", of the jobs that have ended" if any(going) else ""
         console.print(Text(f"adapters: {result.output_dir}/<job>{which}"), soft_wrap=True)
     done = [name for name, job in result.jobs.items() if job.status == "done"]
     if ranked is not None:
-        done = ["best"] * (result.output_dir / "best").is_dir()
+        done = ["best"] * (result.output_dir / "best").is_dir() + [name for name in done if name in others]
     if done:
         some = " ".join(shlex.quote(f"{result.output_dir}/{name}") for name in done[:SPEAKERS])
         console.print(Text(f"ask {'it' if len(done) == 1 else 'them'}: packlora chat {some}"), soft_wrap=True)

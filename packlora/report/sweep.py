@@ -33,6 +33,11 @@ def read_sweep(folder: Path) -> Line | None:
     return {**found, "candidates": lines} if lines else None
 
 
+def names_of_candidates(folder: Path) -> set[str]:
+    sweep = read_sweep(folder)
+    return set() if sweep is None else {str(line["name"]) for line in sweep["candidates"]}
+
+
 def name_of(metric: str) -> str:
     """Of what is compared, for people."""
     return "held-out " + metric.removeprefix("eval_")

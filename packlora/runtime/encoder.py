@@ -166,7 +166,7 @@ def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]
     out = []
     for what, part in (("training", encoded), ("held-out", eval_encoded)):
         if part.truncated:
-            out.append(f"job {job!r}: {part.truncated} {what} samples were cut to max_length")
+            out.append(f"job {job!r}: {part.truncated} {what} samples were cut as too long")
         if part.dropped:
             out.append(f"job {job!r}: {part.dropped} {what} samples were dropped as too long")
         if part.skipped:

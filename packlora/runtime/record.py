@@ -200,7 +200,7 @@ def job_result(job: Job, folder: Path, began: float) -> JobResult:
     own = [line for line in job.log_history if "loss" in line and line["elapsed"] >= began]
     rate = sum(line["tokens"] for line in own) / max(own[-1]["elapsed"] - began, 1e-9) if own else 0.0
     limited = job.status == "done" and job.stopped is None
-    left = job.data.configured_steps - job.step if limited else 0
+    left = max(job.data.configured_steps - job.step, 0) if limited else 0  # the file may ask for fewer than were taken
     told = _told(job.log_history, job.step, best)
     return JobResult(job.status, job.step, folder, job.failure, tokens_per_second=rate, steps_left=left, **told)
 

@@ -27,7 +27,7 @@ FREE_TO_CHANGE = {
     "max_tokens_per_microbatch", "schedule", "liger", "keep_outputs", "cuda_graphs", "plans", "parallel",
     "trackers", "sample_prompts", "sample_max_new_tokens",
 }  # fmt: skip
-"""Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
+"""Keys of the run file that may differ when a run is resumed; of a job also how long it trains. Less in a sweep (_changes)."""
 
 
 class _SavedJob(BaseModel):
@@ -134,15 +134,15 @@ def _at_home(saved: SavedRun, folder: Path) -> SavedRun:
 
 def _other_seeds(saved: SavedRun, run: Run) -> list[str]:
     """Jobs whose seed, their own or the run's, is not the one that was recorded."""
-    return [
-        f"job {job.name!r} seed"
-        for job in run.jobs
-        if job.name in saved.jobs and saved.jobs[job.name].seed != run.seed_of(job)
-    ]
+    seeds = {name: job.seed for name, job in saved.jobs.items()}
+    if run.sweep is not None:  # the job that candidates are made from is not trained itself
+        seeds |= {job.name: saved.config.seed_of(job) for job in saved.config.jobs if job.name == run.sweep.job}
+    return [f"job {job.name!r} seed" for job in run.jobs if seeds.get(job.name, run.seed_of(job)) != run.seed_of(job)]
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], new: int) -> list[str]:
     """new: jobs at the end of the list that the run has not had until now."""
+    swept = now["sweep"]["job"] if now["sweep"] is not None else None
     changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before[key] != now[key]]
     if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"][: len(now["jobs"]) - new]]:
         return [*changed, "jobs (names or order)"]
@@ -152,9 +152,11 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int) -> list[str]
             scheduled = own["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup")
             if section == "train" and (scheduled or own["train"]["warmup_ratio"]):
                 free = set()  # the learning rate of every step depends on the number of steps
-            free |= {"eval_on_start"}
             if not _is_judged(own["train"]):
                 free |= {"eval_steps"}
+            if own["name"] == swept:
+                free = set()  # candidates that are yet to come are compared with those that have been
+            free |= {"eval_on_start"}
             changed += [
                 f"job {own['name']!r} {section}.{key}"
                 for key in own[section]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shutil
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -344,7 +345,7 @@ def check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
         return
     for job in jobs:
         found = {one.preference.desirable for one in job.eval_encoded.samples if one.preference is not None}
-        candidate = job.config.name.startswith(f"{run.sweep.job}-")
+        candidate = re.fullmatch(rf"{re.escape(run.sweep.job)}-\d{{3,}}", job.config.name)
         if candidate and job.config.train.trainer == "kto" and len(found) == 1:
             kind = "desirable" if True in found else "undesirable"
             raise InputError(

@@ -129,6 +129,22 @@ def test_chat_answers_side_by_side_each_in_a_conversation_of_its_own(run: Path) 
     assert out.stdout == "".join(f"{line}\n" for line in want)
 
 
+def test_eval_reads_rows_as_the_run_of_the_adapter_did(
+    tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    held = Path(write_rows("held", 3))
+    held.write_text(held.read_text() + '{"prompt": "no completion"}\n')
+    data = {"path": write_rows("rows", 2), "eval_path": str(held), "system": "some more", "on_bad_row": "skip"}
+    result = packlora.train(
+        {
+            "base_model": tiny_base("llama"), "output_dir": str(tmp_path / "out"),
+            "jobs": [{"name": "one", "data": data, "train": {"max_steps": 1}}],
+        }
+    )  # fmt: skip
+    found, trained = evaluate_adapter(tmp_path / "out" / "one", str(held)), result.jobs["one"].eval_after
+    assert trained is not None and math.isclose(found.loss, trained, rel_tol=1e-6) and found.samples == 3
+
+
 def test_eval_computes_the_loss_as_training_did_and_as_peft_does(run: Path) -> None:
     record = json.loads((run / "run.json").read_text())
     last = [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines() if '"one"' in line][-1]

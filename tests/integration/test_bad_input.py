@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora.cli import app
+from packlora.runtime.prepare import prepare
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -259,6 +260,15 @@ def test_a_sample_that_is_too_long_is_refused_with_the_limit(
     assert said in message
     if "truncate" not in data:
         assert f"{path}, line 2: the sample has " in message
+
+
+def test_samples_that_are_cut_to_a_microbatch_are_not_said_to_be_cut_to_max_length(make: Any, tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": WORDS * 20}) + "\n")
+    tree = make({"data": {"path": str(tmp_path / "long.jsonl"), "truncate": "right"}}, max_tokens_per_microbatch=60)
+    prepared = prepare(packlora.Run.model_validate(tree))
+    assert [text for text in prepared.warnings if "cut" in text] == [
+        "job 'first': 1 training samples were cut as too long"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -512,3 +512,8 @@ def test_too_long_a_part_is_cut_dropped_or_refused_and_a_pair_must_fit_a_microba
     assert cut.truncated == 1 and cut.samples[0].preference.lengths == (least + 2, parts[1])
     with pytest.raises(InputError, match=f"the sample has {sum(parts)} tokens, over max_tokens_per_microbatch"):
         prepared(budget=sum(parts) - 1)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(
+        InputError, match=f"left no sample of 1 .* and max_tokens_per_microbatch {sum(parts) - 1}, into"
+    ):
+        prepared(budget=sum(parts) - 1, truncate="right")

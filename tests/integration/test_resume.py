@@ -331,6 +331,14 @@ def test_the_command_takes_from_and_its_advice_to_go_on_does_not_repeat_it(
     assert refused.exit_code == 2
 
 
+def test_a_job_that_has_got_further_than_its_run_file_now_asks_has_no_steps_left(begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    for job in tree["jobs"]:
+        job["train"]["max_steps"] = 3
+    result = train(tree, resume=True)
+    assert {(job.status, job.step, job.steps_left) for job in result.jobs.values()} == {("done", 4, 0)}
+
+
 # --- what was deleted --------------------------------------------------------------------------------------------------
 
 

@@ -171,6 +171,25 @@ def test_a_sweep_has_the_same_ranking_and_bits_wherever_it_is_broken_off_and_res
     assert ranking(out) == want
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("train", "max_steps", 9), ("train", "eval_steps", 3), (None, "seed", 8), ("train", "num_train_epochs", 2)],
+)
+def test_a_resumed_sweep_keeps_the_job_that_its_candidates_are_made_from(
+    section: str | None, key: str, value: Any, tree: Tree
+) -> None:
+    """Candidates that are yet to come would have another number of steps or seed than those that they are compared with."""
+    run = tree(parameters={"adapter.r": [2, 3]}, concurrent=1, stopping={"method": "none"})
+    run["jobs"][0]["train"]["max_steps"] = 2
+    first = packlora.train(run, subscribers=[lambda event: Stop() if isinstance(event, Stepped) else None])
+    assert first.status == "interrupted"
+    template = run["jobs"][0]
+    (template if section is None else template[section])[key] = value
+    name = key if section is None else f"{section}.{key}"
+    with pytest.raises(packlora.InputError, match=f"job 'a' {name} changed"):
+        packlora.train(run, resume=True)
+
+
 def decided(
     rule: dict[str, Any], curves: list[list[float]], metric: str = "eval_loss", told: list[str] | None = None
 ) -> list[tuple[str, int]]:
@@ -324,6 +343,14 @@ def test_what_cannot_be_swept_is_refused_before_training(
         packlora.train({**run, "eval_every": 0})
     with pytest.raises(packlora.InputError, match="max-steps would end"):
         packlora.train(run, max_steps=2)
+    template = run["jobs"][0]
+    short = template | {"train": template["train"] | {"max_steps": 4}}
+    with pytest.raises(packlora.InputError, match="compared every 9 optimizer steps and take 4, so none"):
+        packlora.train({**run, "jobs": [short], "eval_every": 9})
+    for steps in (0, 3):  # candidates would never or seldom be evaluated where they are compared
+        run["jobs"][0]["train"]["eval_steps"] = steps
+        with pytest.raises(packlora.InputError, match=f"eval_every, 2, where train.eval_steps {steps} of job 'a'"):
+            packlora.train(run)
     del run["jobs"][0]["data"]["eval_path"]
     with pytest.raises(packlora.InputError, match=r"has no data\.eval_path"):
         packlora.train(run)

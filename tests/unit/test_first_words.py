@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 import time
@@ -110,6 +111,17 @@ def test_what_max_steps_has_left_is_said_with_the_command_that_takes_it(monkeypa
     assert "optimizer steps left by --max-steps: b 9; take them with: packlora train run.yaml --resume\n" in said
     result.signal = 15
     assert "--max-steps 3 --resume\n" in words(result, monkeypatch)
+
+
+def test_jobs_beside_a_sweep_are_told_below_its_ranking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = ended({"a-000": "done", "b": "done"}, 10)
+    result.output_dir, result.jobs["b"].eval_after = tmp_path, 1.25
+    candidate = {"rank": 1, "name": "a-000", "parameters": {"seed": 1}, "step": 3, "eval_loss": 2.5, "status": "done"}
+    (tmp_path / "sweep.json").write_text(json.dumps({"candidates": [candidate]}))
+    (tmp_path / "best").mkdir()
+    said = words(result, monkeypatch)
+    assert said.count("a-000") == 1 and "2.5000" in said and "1.2500" in said
+    assert f"ask them: packlora chat {tmp_path}/best {tmp_path}/b\n" in said
 
 
 def test_a_run_that_was_done_already_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

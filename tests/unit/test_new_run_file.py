@@ -66,6 +66,23 @@ def test_what_init_wrote_trains(
 
 
 @pytest.mark.parametrize(
+    ("row", "trainer", "said"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo", "the chosen one is preferred"),
+        ({"chosen": "a b", "rejected": "a c"}, "dpo", "the chosen one is preferred"),
+        ({"prompt": "a", "completion": "b", "label": False}, "kto", "the label true are desirable"),
+        ({"prompt": "a", "completion": "b", "label": 3}, "sft", "prompts and completions"),
+    ],
+)
+def test_init_names_the_trainer_that_takes_the_rows(
+    row: dict[str, Any], trainer: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    assert said in write_run_file(tmp_path / "d.jsonl", tmp_path / "run.yaml")
+    assert load_run(tmp_path / "run.yaml").jobs[0].train.trainer == trainer
+
+
+@pytest.mark.parametrize(
     ("content", "said"),
     [("", "has no rows"), ('{"a": 1}\n', "line 1: found a"), (None, "does not exist"), ("{", "not valid JSON")],
 )

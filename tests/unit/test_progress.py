@@ -72,6 +72,17 @@ def test_every_job_is_shown_with_its_loss_rate_and_status(terminal: bool) -> Non
     assert ("failed" in text) == terminal
 
 
+def test_other_jobs_go_on_only_where_some_run() -> None:
+    out = io.StringIO()
+    with Progress(Console(file=out, width=140)) as progress:
+        progress(began(job("first"), job("second")))
+        progress(JobFailed("second", 2, "loss nan"))
+        progress(JobFailed("first", 3, "loss nan"))
+    assert out.getvalue().splitlines() == [
+        "job 'second' was stopped: loss nan; the other jobs go on", "job 'first' was stopped: loss nan",
+    ]  # fmt: skip
+
+
 def test_time_left_is_unknown_before_every_running_job_has_stepped_and_nothing_when_all_are_done() -> None:
     progress = shown(job("a"), job("b"))
     progress(stepped("a", 1))

@@ -25,9 +25,13 @@ LINKS = re.compile(r"\[([\w-]+)\.json\]\(\.\./benchmarks/results/\1\.json\)")
 
 
 def _dated(link: re.Match[str]) -> str:
-    """Behind a link to results, the commit and the day they were measured at: the code may have changed since."""
+    """Behind a link to results, the commits and the day they were measured at: the code may have changed since."""
     file = results(link[1])
-    return f"{link[0]}, commit {file['commit'][:7]}, {file['date'][:10]}"
+    rows = [
+        row["measured"] for row in file["rows"] if isinstance(row.get("measured"), dict) and "commit" in row["measured"]
+    ]
+    commits = dict.fromkeys(made["commit"][:7] for made in (file, *rows))
+    return f"{link[0]}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {file['date'][:10]}"
 
 
 def _between_marks(page: str, text: str) -> str:
