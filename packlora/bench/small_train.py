@@ -225,7 +225,7 @@ def run_units(label: str, ways: dict[str, Way], lead: int = 0, keep: int = 0) ->
     names = [*ways]
     for _ in range(lead):
         run_unit(label, names[0], ways[names[0]])
-    for number in range(max(len(way.every) - way.done for way in ways.values()) - keep):
+    for number in range(max((len(way.every) - way.done for way in ways.values()), default=0) - keep):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             run_unit(label, name, ways[name])

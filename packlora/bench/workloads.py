@@ -58,7 +58,8 @@ PROTOCOL = (
     "bfloat16 adapters, one job after the other; packed: first fit in rows with position_ids; rows: all tokens of a global "
     "batch cut into rows of 1024, samples see each other, the easiest for it. lorafusion: the same two with LoRAFusion's "
     "kernels ({commit}, TMA forward) in PEFT's layers; its scheduler and several adapters in a batch are not run. {liger}. "
-    "A unit is {rounds} optimizer steps of every job, ways in turn, {warmup} not counted, {units} counted. tokens_per_s: "
+    "A unit is {rounds} optimizer steps of every job, {warmup} not counted, {units} counted; packlora's two ways in turn, then "
+    "peft's, then lorafusion's. tokens_per_s: "
     "real tokens, median, optimizer steps included, planning beside training not. microbatches: of {window} rounds, by method "
     "(auto is what training uses; an integer program runs where a lower bound is not met), and apart."
 )
@@ -161,31 +162,49 @@ def microbatches(trainer: Trainer) -> dict[str, int]:
 
 
 def measured_row(case: Case, names: Sequence[str], options: Options) -> dict[str, Any]:
-    """All ways in turn, on the same frozen weights."""
-    device = options.device
-    budget = BUDGET // SHRUNK if options.tiny else BUDGET
+    """packlora's ways, then the peers', on the same frozen weights: side by side they would need more than 80 GB."""
     config, frozen = frozen_model("8B", case.layers, options)
+    budget = BUDGET // SHRUNK if options.tiny else BUDGET
     jobs = jobs_of(case.name, config.vocab_size, options.tiny)
+    ways, data, counts = packlora_measured(case, frozen, jobs, budget, names, options)
+    for peer in ("peft", "lorafusion"):
+        ways |= measured(case, peft_ways(shared_copy(frozen), data, budget, names, peer), options)
+    return row_of(case, ways) | {  # type: ignore[arg-type]
+        "layers": config.num_hidden_layers, "estimates": are_estimates(SETS[case.name]), "rounds": WINDOW_ROUNDS,
+        "microbatches": counts,
+    }  # fmt: skip
+
+
+def packlora_measured(
+    case: Case, frozen: Any, jobs: Sequence[ShortJob], budget: int, names: Sequence[str], options: Options
+) -> tuple[dict[str, Way], dict[str, JobData], dict[str, int]]:
+    """packlora's ways, the jobs' data for the others, and the numbers of microbatches."""
     with contextlib.ExitStack() as scratch:
 
         def trainer(model: Any) -> Trainer:
             folder = Path(scratch.enter_context(tempfile.TemporaryDirectory()))
-            return trainer_of(*prepared_run(model, device, budget, WINDOW_ROUNDS, folder, jobs), folder)
+            return trainer_of(*prepared_run(model, options.device, budget, WINDOW_ROUNDS, folder, jobs), folder)
 
         trainers = {name: trainer(shared_copy(frozen)) for name in (OWN, APART) if name in names}
-        ways = {name: packlora_way(name, own) for name, own in trainers.items()}
         counts = microbatches(trainers[OWN])
         data = {job.name: job.data for job in trainers[OWN].jobs}
-        for peer in ("peft", "lorafusion"):
-            ways |= peft_ways(shared_copy(frozen), data, budget, names, peer)
-        run_units(case.label, ways)
-    row = row_of(case, ways) | {  # type: ignore[arg-type]
-        "layers": config.num_hidden_layers, "estimates": are_estimates(SETS[case.name]), "rounds": WINDOW_ROUNDS,
-        "microbatches": counts,
-    }  # fmt: skip
-    del frozen, trainers, ways
-    forget(device)
-    return row
+        ways = measured(case, {name: packlora_way(name, own) for name, own in trainers.items()}, options)
+    del trainers
+    forget(options.device)
+    return ways, data, counts
+
+
+def measured(case: Case, ways: dict[str, Way], options: Options) -> dict[str, Way]:
+    """Run in turn; what is returned holds no model."""
+    run_units(case.label, ways)
+    done = {name: replace(way, unit=_over) for name, way in ways.items()}
+    ways.clear()
+    forget(options.device)
+    return done
+
+
+def _over(steps: range) -> tuple[float, int]:
+    raise RuntimeError(f"steps {steps}: all units were run")
 
 
 def run(options: Options) -> Outcome:

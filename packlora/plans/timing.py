@@ -170,6 +170,27 @@ def paired(
     if len({contender.name for contender in contenders}) != len(contenders):
         raise ValueError(f"names of contenders must differ, got {[contender.name for contender in contenders]}")
     timings = Timings({contender.name: Timing(contender.name) for contender in contenders})
+    orders = random.Random(seed)
+    with _no_collections():
+        works = _built(contenders, timings, device, warmup)
+        scratch = (
+            torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flush and device.type == "cuda" else None
+        )
+        each = _rounds(works, timings, device, 2, scratch, orders) / 2
+        for timing in timings.by_name.values():
+            timing.ms, timing.host_us = [], []
+        count = min(max(round(seconds / max(each, 1e-9)), rounds[0]), rounds[1])
+        _rounds(works, timings, device, count, scratch, orders)
+        if ahead and device.type == "cuda":
+            waits = {name: _cycles(timings.by_name[name]) for name in works}
+            _rounds(works, timings, device, MORE_ROUNDS, scratch, orders, waits=waits)
+        if wall and device.type == "cuda":
+            _rounds(works, timings, device, MORE_ROUNDS, scratch, orders, wall=True)
+    return timings
+
+
+def _built(contenders: Sequence[Contender], timings: Timings, device: torch.device, warmup: int) -> dict[str, Work]:
+    """Those that run, warmed up; the others' timings say how they failed."""
     works: dict[str, Work] = {}
     for contender in contenders:
         timing = timings.by_name[contender.name]
@@ -179,19 +200,9 @@ def paired(
             timing.error = _described(error)
         if timing.error is not None:
             _free(device)
-    scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flush and device.type == "cuda" else None
-    orders = random.Random(seed)
-    each = _rounds(works, timings, device, 2, scratch, orders) / 2
-    for timing in timings.by_name.values():
-        timing.ms, timing.host_us = [], []
-    count = min(max(round(seconds / max(each, 1e-9)), rounds[0]), rounds[1])
-    _rounds(works, timings, device, count, scratch, orders)
-    if ahead and device.type == "cuda":
-        waits = {name: _cycles(timings.by_name[name]) for name in works}
-        _rounds(works, timings, device, MORE_ROUNDS, scratch, orders, waits=waits)
-    if wall and device.type == "cuda":
-        _rounds(works, timings, device, MORE_ROUNDS, scratch, orders, wall=True)
-    return timings
+    gc.collect()
+    gc.freeze()  # what is there need not be looked at again: a collection between rounds then takes microseconds
+    return works
 
 
 def _cycles(timing: Timing) -> int:
@@ -199,7 +210,7 @@ def _cycles(timing: Timing) -> int:
 
 
 def _warmed_up(contender: Contender, timing: Timing, device: torch.device, warmup: int) -> Work:
-    gc.collect()  # what a case before left in cycles must not be freed in between and counted as this one's
+    gc.collect()  # what another left in cycles must not be freed in between and counted as this one's
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     work = contender.make()
     timing.note = work.note
@@ -236,28 +247,27 @@ def _rounds(
         wall: wait for the GPU before and after each run: the times are wall_ms.
     """
     events: dict[str, list[Events]] = {name: [] for name in works}
-    with _no_collections():
-        first = began = time.perf_counter()
-        for number in range(count):
-            if number and time.perf_counter() - began > LONG:
-                gc.collect()  # a cycle that holds a model's activations must not outlive its round
-            began = time.perf_counter()
-            for name in orders.sample(list(works), len(works)):
-                timing, wait = timings.by_name[name], None if waits is None else waits[name]
-                try:
-                    works[name].clear()
-                    if scratch is not None:
-                        scratch.fill_(number % 251)
-                    events[name] += _timed_run(works[name], timing, device, wait, wall)
-                    works[name].clear()
-                except Exception as error:
-                    timing.error = _described(error)
-                    del works[name]
-        if device.type == "cuda" and not wall:
-            torch.cuda.synchronize(device)
-            for name in works:
-                into = timings.by_name[name].ms if waits is None else timings.by_name[name].ahead_ms
-                into += [begin.elapsed_time(end) for begin, end in events[name]]
+    first = began = time.perf_counter()
+    for number in range(count):
+        if number and time.perf_counter() - began > LONG:
+            gc.collect()  # a cycle that holds a model's activations must not outlive its round
+        began = time.perf_counter()
+        for name in orders.sample(list(works), len(works)):
+            timing, wait = timings.by_name[name], None if waits is None else waits[name]
+            try:
+                works[name].clear()
+                if scratch is not None:
+                    scratch.fill_(number % 251)
+                events[name] += _timed_run(works[name], timing, device, wait, wall)
+                works[name].clear()
+            except Exception as error:
+                timing.error = _described(error)
+                del works[name]
+    if device.type == "cuda" and not wall:
+        torch.cuda.synchronize(device)
+        for name in works:
+            into = timings.by_name[name].ms if waits is None else timings.by_name[name].ahead_ms
+            into += [begin.elapsed_time(end) for begin, end in events[name]]
     return time.perf_counter() - first
 
 
@@ -297,7 +307,7 @@ def _timed_run(work: Work, timing: Timing, device: torch.device, wait: int | Non
 def _no_collections() -> Iterator[None]:
     """No garbage is collected but where it is asked for: a collection inside a run would be charged to whoever it hits."""
     gc.collect()
-    gc.freeze()  # what is there already need not be looked at again: a collection then takes microseconds
+    gc.freeze()  # modules of libraries are most of what there is: the collections inside look at what is made since
     gc.disable()
     try:
         yield
