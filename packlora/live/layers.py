@@ -24,7 +24,7 @@ from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.adapter import active_adapter, observed, plain_weight, why_not_read
 from packlora.live.forward import OwnForward
-from packlora.live.quantized import COMPILED, StoredWeight, quantised_kinds, stored_weight
+from packlora.live.quantized import StoredWeight, quantised_kinds, stored_weight
 from packlora.live.wrapped import is_frozen, kind_of, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
@@ -41,8 +41,6 @@ from packlora.plans.select import PlanChooser
 NUMBERS = (float, int)
 REPORTED_TOKENS = 4096
 """For which the report names the plan."""
-AUTOCAST = ("cpu", "cuda")
-"""Devices whose autocast is known here; asking torch which ones have it breaks a compiled graph."""
 
 
 # --- which plan --------------------------------------------------------------------------------------------------------
@@ -96,7 +94,8 @@ class LayerCall:
         own = None if self.stored is None else (type(self.stored.codes), self.stored.products(self.A, self.A.dtype))
         weight = self.weight
         K = weight.shape[1] if self.stored is None else self.shape[1]
-        return (K, weight.dtype, own, weight.device, self.p, self.owner.ask)
+        ask = None if torch.compiler.is_compiling() else self.owner.ask  # it chooses no plan of a graph
+        return (K, weight.dtype, own, weight.device, self.p, ask)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -140,13 +139,11 @@ class LayerCall:
         return found
 
 
-def look(owner: LayerForward, compiling: bool) -> LayerCall | str:
+def look(owner: LayerForward) -> LayerCall | str:
     """What the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it.
 
     A compiler guards all that is read here, and checks it at every call of the graph: in a graph, what hangs on the kinds of
     modules alone is not read again, for their types are guarded.
-
-    compiling: torch.compiler.is_compiling().
     """
     layer = owner.layer
     modules: dict[str, Any] = layer._modules
@@ -161,7 +158,7 @@ def look(owner: LayerForward, compiling: bool) -> LayerCall | str:
     weight: Any
     of_A: Any
     of_B: Any
-    known = compiling and owner.is_plain(name) and B._parameters["bias"] is None
+    known = torch.compiler.is_compiling() and owner.is_plain(name) and B._parameters["bias"] is None
     if dora and known:
         known = type(layer.lora_variant[name]) is DoraLinearVariant
     if known and not ("forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__):
@@ -346,6 +343,18 @@ def _settled(
     return Settled(calls, of, layers, state)
 
 
+def _traced(owner: LayerForward, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The owner's layer for torch.compile to trace. A function: whether an object has another method of its own, a compiler
+    checks for each."""
+    if not owner.on or args or kwargs or type(x) not in (torch.Tensor, nn.Parameter) or not x.numel():
+        return owner.peft(x, *args, **kwargs)
+    call = look(owner)
+    if isinstance(call, str) or call.stored is not None:
+        return owner.peft(x)
+    group = owner.group
+    return compute(x, (call,))[0] if group is None else group.serve_traced(owner.index, x, call)
+
+
 def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The outputs in plain operations, for torch.compile."""
     layers = []
@@ -379,7 +388,9 @@ def _single_adapter(T: int, p: float) -> tuple[Segment, ...]:
 def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
     """What torch.nn.functional.linear would multiply in, and whether autocast is on."""
     kind = x.device.type
-    autocast = kind in AUTOCAST and torch.is_autocast_enabled(kind)
+    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(
+        kind
+    )  # asking torch which have it breaks a compiled graph
     if autocast and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind), True
     return x.dtype, autocast
@@ -460,20 +471,16 @@ class LayerForward(OwnForward):
         return {**self.__dict__, "settled": {}, "_norms": {}, "_stored": None, "_turned": None}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _traced(self, x, args, kwargs)
         if not self.on:
             return self.peft(x, *args, **kwargs)
-        compiling = torch.compiler.is_compiling()
-        call: LayerCall | str = self.why_peft(x, args, kwargs, compiling) or look(self, compiling)
-        if compiling and not isinstance(call, str) and call.stored is not None:
-            call = COMPILED
+        call: LayerCall | str = self.why_peft(x, args, kwargs) or look(self)
         if isinstance(call, str):
             self.calls.leave(call)
             return self.peft(x, *args, **kwargs)
-        if not compiling:
-            self.calls.served += 1
-        if self.group is None:
-            return compute(x, (call,))[0]
-        return self.group.serve_traced(self.index, x, call) if compiling else self.group.serve(self.index, x, call)
+        self.calls.served += 1
+        return compute(x, (call,))[0] if self.group is None else self.group.serve(self.index, x, call)
 
     def stored(self, base: nn.Module) -> StoredWeight | str | None:
         """The weight of a quantised base layer, or why it cannot be read; None of another layer."""
@@ -505,7 +512,7 @@ class LayerForward(OwnForward):
         return self._turned[1]
 
     def ready(self) -> LayerCall | str:
-        return look(self, torch.compiler.is_compiling())
+        return look(self)
 
     def siblings(self) -> tuple[str, ...]:
         return () if self.group is None else tuple(member.path for member in self._members())

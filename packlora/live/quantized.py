@@ -24,8 +24,6 @@ from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.library_codes import library_codes
 from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, Quantized, codes_of, state_of
 
-COMPILED = "layers over quantised ones are not computed here in compiled graphs"
-
 
 @lru_cache
 def quantised_kinds() -> dict[type, type | None]:

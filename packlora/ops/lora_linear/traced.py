@@ -21,7 +21,7 @@ Shapes: T tokens, K inputs, N outputs, r rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import dropout, linear
@@ -29,7 +29,8 @@ from torch.nn.functional import dropout, linear
 from packlora.ops.gpu import rounds_before_adding
 
 
-class TracedLayer(NamedTuple):
+@dataclass(slots=True)
+class TracedLayer:
     """Operands of one layer: weight [N, K] and bias [N] in x's dtype, A [r, K] and B [N, r] in any float dtype, scaling;
     magnitude [N] and norm [N], the row norms of W + s B A, for DoRA."""
 
