@@ -56,8 +56,8 @@ def _(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(next(_UNCOUNTED) if tensor.is_inference() else tensor._version)
 
 
-_VERSION_AS_LENGTH = torch.ops.packlora.version_as_length.default
-"""The operator itself: what it is wrapped in has parts that a compiler guards."""
+_VERSION_AS_LENGTH = torch.ops.packlora.version_as_length
+"""The operator as torch has it: of the Python object that defines it a compiler guards the parts."""
 
 
 class Unchanged:

@@ -19,16 +19,21 @@ TRAINED = {"06b": "Qwen3-0.6B's shape", "8b": "8 layers of Llama-3.1-8B's shape"
 
 
 def every_mode() -> list[str]:
-    """Whole models, then training; of single layers those in which PEFT is ahead."""
-    file = measured("small-h200")
-    if file is None:
-        return []
+    """Whole models, then training; of single layers those in which PEFT is ahead. One device after the other."""
+    lines: list[str] = []
+    for name in ("small-h200", "small-h100"):
+        if (file := measured(name)) is not None:
+            lines += [*([""] if lines else []), *_on_a_device(name, file)]
+    return lines
+
+
+def _on_a_device(name: str, file: dict[str, Any]) -> list[str]:
     rows = file["rows"]
     lines = [
         f"Where the host, not the GPU, may set the time, on one {file['device']}, bfloat16: milliseconds on the wall of a "
         "forward and backward, as it is (eager), under `torch.compile`, and under its mode `reduce-overhead`, which records "
         "CUDA graphs. Of 8x0.6B 1x2048 lora the whole model is compiled, of other models each decoder layer. LoRA or DoRA r 16 "
-        "without dropout ([small-h200.json](../benchmarks/results/small-h200.json)).",
+        f"without dropout ([{name}.json](../benchmarks/results/{name}.json)).",
     ]
     for section in (_models(rows), _layers(rows), _train(rows)):
         lines += ["", *section] if section else []

@@ -195,10 +195,15 @@ def multi() -> list[str]:
 
 
 def graphs() -> list[str]:
-    """RunLoRA's settings over the frozen model."""
-    file = measured("graphs-h200")
-    if file is None:
-        return []
+    """RunLoRA's settings over the frozen model, one device after the other."""
+    lines: list[str] = []
+    for name in ("graphs-h200", "graphs-h100"):
+        if (file := measured(name)) is not None:
+            lines += [*([""] if lines else []), *_graphs(name, file)]
+    return lines
+
+
+def _graphs(name: str, file: dict[str, Any]) -> list[str]:
     names = {
         "packlora": "packlora", "packlora_merged": "packlora, merged (rounds more)", "peft_bf16": "PEFT",
         "peft_fp32_autocast": "PEFT, fp32 adapters",
@@ -206,13 +211,13 @@ def graphs() -> list[str]:
     titles = {"llama60m": "Llama 60M", "llama250m": "Llama 250M", "llama1_3b": "Llama 1.3B"}
     lines = [
         f"Whole models in RunLoRA's settings on one {file['device']}, time of a step over that of the frozen model "
-        "([graphs-h200.json](../benchmarks/results/graphs-h200.json)):",
+        f"([{name}.json](../benchmarks/results/{name}.json)):",
         "",
         f"| model, rank | frozen, ms | {' | '.join(names.values())} |",
         f"|---|---|{'---|' * len(names)}",
     ]
     for row in file["rows"]:
-        cells = [ratio(row["over_frozen"].get(name)) for name in names]
+        cells = [ratio(row["over_frozen"].get(own)) for own in names]
         lines.append(f"| {titles[row['case']]}, r {row['r']} | {row['ms']['frozen']:.0f} | {' | '.join(cells)} |")
     return lines
 
