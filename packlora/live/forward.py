@@ -89,17 +89,15 @@ class OwnForward:
         y: torch.Tensor = kind_of(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[attr-defined]
         return y
 
-    def why_peft(
-        self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool | None = None
-    ) -> str | None:
-        """Why a call is PEFT's, whatever the layer computes now. compiling: whether it is traced, where the caller knows."""
+    def why_peft(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why a call is PEFT's, whatever the layer computes now."""
         if args or kwargs:
             return f"it is called with more than x ({', '.join(kwargs) or len(args)})"
         if type(x) not in (torch.Tensor, nn.Parameter):
             return f"x is a {type(x).__name__}, not a Tensor"
         if not x.numel():
             return EMPTY
-        if torch.compiler.is_compiling() if compiling is None else compiling:
+        if torch.compiler.is_compiling():
             return None
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return "a transform of torch.func or forward differentiation is at work"

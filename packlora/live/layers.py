@@ -344,9 +344,8 @@ def _settled(
 
 
 def _traced(owner: LayerForward, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The owner's layer for torch.compile to trace. A function: whether an object has another method of its own, a compiler
-    checks for each."""
-    if not owner.on or args or kwargs or type(x) not in (torch.Tensor, nn.Parameter) or not x.numel():
+    """The owner's layer for torch.compile to trace."""
+    if not owner.on or owner.why_peft(x, args, kwargs):
         return owner.peft(x, *args, **kwargs)
     call = look(owner)
     if isinstance(call, str) or call.stored is not None:
@@ -387,10 +386,8 @@ def _single_adapter(T: int, p: float) -> tuple[Segment, ...]:
 
 def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
     """What torch.nn.functional.linear would multiply in, and whether autocast is on."""
-    kind = x.device.type
-    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(
-        kind
-    )  # asking torch which have it breaks a compiled graph
+    kind = x.device.type  # asking torch which devices have autocast breaks a compiled graph
+    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     if autocast and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind), True
     return x.dtype, autocast

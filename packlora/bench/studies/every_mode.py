@@ -7,7 +7,7 @@ from typing import Any
 from packlora.bench.modes import MODES
 from packlora.bench.small import OWN, PEER, against_peft, best, part_of, wall
 from packlora.bench.small_models import CONTENDERS
-from packlora.bench.studies.result_files import measured, ratio
+from packlora.bench.studies.result_files import of_each, ratio
 
 NAMES = dict(zip(CONTENDERS, ("frozen", "packlora", "PEFT"), strict=True))
 WAYS = {
@@ -20,11 +20,7 @@ TRAINED = {"06b": "Qwen3-0.6B's shape", "8b": "8 layers of Llama-3.1-8B's shape"
 
 def every_mode() -> list[str]:
     """Whole models, then training; of single layers those in which PEFT is ahead. One device after the other."""
-    lines: list[str] = []
-    for name in ("small-h200", "small-h100"):
-        if (file := measured(name)) is not None:
-            lines += [*([""] if lines else []), *_on_a_device(name, file)]
-    return lines
+    return of_each("small-h200", "small-h100", section=_on_a_device)
 
 
 def _on_a_device(name: str, file: dict[str, Any]) -> list[str]:

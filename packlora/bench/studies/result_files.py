@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def measured(name: str) -> dict[str, Any] | None:
     if any(key.startswith("part_") for key in file["summary"]):
         raise ValueError(f"{name}.json holds a part of the benchmark; run it without --quick, --only and --layers")
     return file
+
+
+def of_each(*names: str, section: Callable[[str, dict[str, Any]], list[str]]) -> list[str]:
+    """Lines of a section for each of these files that is there, one device after the other."""
+    lines: list[str] = []
+    for name in names:
+        if (file := measured(name)) is not None:
+            lines += [*([""] if lines else []), *section(name, file)]
+    return lines
 
 
 def ratio(value: float | None) -> str:

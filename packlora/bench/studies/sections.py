@@ -9,7 +9,7 @@ from packlora.bench.studies.candidates import candidates
 from packlora.bench.studies.every_mode import every_mode
 from packlora.bench.studies.four_bits import four_bits
 from packlora.bench.studies.other_projects import peers, plan_memory, workloads
-from packlora.bench.studies.result_files import measured, ratio, results
+from packlora.bench.studies.result_files import measured, of_each, ratio, results
 from packlora.bench.studies.two_gpus import two_gpus
 from packlora.bench.studies.whole_models import experts, vlm
 
@@ -196,11 +196,7 @@ def multi() -> list[str]:
 
 def graphs() -> list[str]:
     """RunLoRA's settings over the frozen model, one device after the other."""
-    lines: list[str] = []
-    for name in ("graphs-h200", "graphs-h100"):
-        if (file := measured(name)) is not None:
-            lines += [*([""] if lines else []), *_graphs(name, file)]
-    return lines
+    return of_each("graphs-h200", "graphs-h100", section=_graphs)
 
 
 def _graphs(name: str, file: dict[str, Any]) -> list[str]:
