@@ -54,7 +54,7 @@ def test_a_row_of_the_small_shape_takes_the_place_of_llama_60m_and_the_readme_st
     without = readme.with_overview(page)
     assert len(rows_of(readme.overview())) == 11
     assert "| Llama 60M, LoRA r 8" in without and "0.6B shape" not in without
-    assert "The last row times whole optimizer steps." in without
+    assert "The last two rows time whole optimizer steps." in without
 
     content["summary"]["train_06b_vs_peft_best"] = 2.02
     small.write_text(json.dumps(content))
@@ -63,7 +63,7 @@ def test_a_row_of_the_small_shape_takes_the_place_of_llama_60m_and_the_readme_st
     assert "Llama 60M" not in filled
     (row,) = [row for row in rows if "0.6B shape" in row]
     assert row.startswith("| four jobs of short samples at once, 0.6B shape | | | | | 2.02x |"), "PEFT's fastest way"
-    assert "The last two rows time whole optimizer steps." in filled
+    assert "The last three rows time whole optimizer steps." in filled
     assert len(filled.splitlines()) == len(without.splitlines()) <= 120
     small.unlink()
     assert readme.with_overview(filled) == without, "and back"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from packlora.bench.studies.result_files import measured, ratio
+from packlora.bench.studies.result_files import measured, of_each, ratio
 
 
 def _not_measured(file: dict[str, Any]) -> list[str]:
@@ -38,24 +38,34 @@ def peers() -> list[str]:
 
 def workloads() -> list[str]:
     """Tokens per second on LoRAFusion's five workloads."""
-    if (file := measured("workloads-h200")) is None:
+    tables = of_each("workloads-h200", "workloads-h100", section=_workload_table)
+    if not tables:
         return []
-    names = list(dict.fromkeys(name for row in file["rows"] for name in row["tokens_per_s"]))
-    lines = [
+    return [
         "Four LoRA jobs of rank 16 on Llama-3.1-8B's shape, with samples as long as those of LoRAFusion's five workloads "
-        f"(estimated distributions), on one {file['device']}: real tokens per second, optimizer steps included, "
-        "the median of two units, also of one in which kernels are compiled or graphs recorded "
-        "([workloads-h200.json](../benchmarks/results/workloads-h200.json)). PEFT trains one job after the other, by itself "
-        "and with LoRAFusion's kernels in its layers; *rows* are cut without regard to samples, the easiest for it. *Apart*: "
-        "no global batch's tail shares a microbatch with the next one. Microbatches by greedy packing alone, with integer "
-        "programs where a bound is not met (what training uses), and apart:",
+        "(estimated distributions): real tokens per second, optimizer steps included, the median of the counted units, of "
+        "which one may compile kernels or record graphs. PEFT trains one job after the other, by itself and with LoRAFusion's "
+        "kernels in its layers, eagerly; *rows* are cut without regard to samples, the easiest for it. *Apart*: no global "
+        "batch's tail shares a microbatch with the next one. Microbatches by greedy packing alone, with integer programs "
+        "where a bound is not met (what training uses), and apart.",
         "",
-        f"| | {' | '.join(names)} | microbatches |",
-        "|---|" + "---|" * (len(names) + 1),
+        *tables,
+    ]
+
+
+def _workload_table(name: str, file: dict[str, Any]) -> list[str]:
+    ways = list(dict.fromkeys(way for row in file["rows"] for way in row["tokens_per_s"]))
+    counted = {len(row["seconds"]["packlora"]) - row["warmup"]["packlora"] for row in file["rows"]}
+    lines = [
+        f"One {file['device']}, {' or '.join(map(str, sorted(counted)))} units counted "
+        f"([{name}.json](../benchmarks/results/{name}.json)):",
+        "",
+        f"| | {' | '.join(ways)} | microbatches |",
+        "|---|" + "---|" * (len(ways) + 1),
     ]
     for row in file["rows"]:
         rates = row["tokens_per_s"]
-        cells = [f"{rates[name]:.0f}" if name in rates else "failed" for name in names]
+        cells = [f"{rates[way]:.0f}" if way in rates else "failed" for way in ways]
         counts = " / ".join(map(str, row["microbatches"].values()))
         lines.append(f"| {row['key']} | {' | '.join(cells)} | {counts} |")
     return lines + _not_measured(file)

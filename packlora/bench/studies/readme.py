@@ -69,9 +69,11 @@ def _source(section: str) -> str:
 def _overview_rows() -> list[str]:
     """At most eleven rows; those whose results are not there are left out."""
     rows = []
-    for name, title in (("layer", "one layer, LoRA r 16"), ("multi", "one layer, four LoRA adapters")):
+    for name, title, lengths in (
+        ("layer", "one layer, LoRA r 16", (8192, 2048)), ("multi", "one layer, four LoRA adapters", (8192,))
+    ):  # fmt: skip
         if (file := measured(f"{name}-h200")) is not None:
-            for T in (8192, 2048):
+            for T in lengths:
                 keys = (f"over_frozen_T{T}_geomean", f"ahead_over_frozen_T{T}_geomean")
                 own, peer = (tuple(file["summary"].get(f"{key}{tail}") for key in keys) for tail in ("", "_peft_bf16"))
                 rows.append(_compared(f"{title}, {T} tokens", (own[0], own[1]), (peer[0], peer[1]), name))
@@ -103,6 +105,7 @@ def _overview_rows() -> list[str]:
         rows.append(_compared(title, (own, None), (peer, None), "experts", row["vs_peft"]))
     for name, start, title, section in (
         ("small-h200", "train_06b_vs_peft_best", "four jobs of short samples at once, 0.6B shape", "every_mode"),
+        ("workloads-h100", "workloads_vs_peft_best", "LoRAFusion's workloads, four jobs, 8B's shape, an H100", "workloads"),
         ("speed-cpu", "one_job_vs_peft_", "one job, SmolLM2-135M on two CPU threads", "speed"),
     ):
         if (file := measured(name)) is not None:
@@ -127,12 +130,13 @@ def _behind() -> list[str]:
         for row in file["rows"]:
             if row["vs_peft"] and row["vs_peft"] < 1:
                 found.append(f"Qwen3-30B-A3B's shape, {row['case']} ({row['vs_peft']:.3f}x)")
-    if (file := measured("small-h200")) is not None:
-        layers, number = layers_behind(file["rows"])
-        if layers:
+    for name, where in (("small-h200", ""), ("small-h100", " on an H100")):
+        if (file := measured(name)) is not None and (found_there := layers_behind(file["rows"]))[0]:
+            layers, number = found_there
             some = ", ".join(f"{of} {value:.2f}x" for of, value in list(layers.items())[:NAMED])
             more = f", {_source('every_mode')}" if len(layers) > NAMED else ""
-            found.append(f"{len(layers)} of {number} layers, each compiled where that is faster ({some}{more})")
+            found.append(f"{len(layers)} of {number} layers{where}, each compiled where that is faster ({some}{more})")
+    if (file := measured("small-h200")) is not None:
         for key, work in (("06b", "0.6B shape"), ("8b", "8 layers of 8B")):
             for start, words in (("", ""), ("with_start_", ", the start counted")):
                 value = file["summary"].get(f"train_{key}_{start}vs_peft_best")
@@ -159,7 +163,7 @@ def overview() -> list[str]:
 def with_overview(readme: str) -> str:
     """The README with its table brought up to date, and the sentence that counts the rows of whole optimizer steps."""
     lines = overview()
-    number = {1: "row times", 2: "two rows time", 3: "three rows time"}[sum(STEPS in line for line in lines)]
+    number = {1: "row times", 2: "two rows time", 3: "three rows time", 4: "four rows time"}[sum(STEPS in line for line in lines)]
     return _between_marks(STEPS_COUNTED.sub(rf"\1{number}\2", readme), "\n".join(lines) + "\n")
 
 
