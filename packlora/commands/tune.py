@@ -371,11 +371,10 @@ class _Left(ProgressColumn):
 
 
 def _tune_case(case: Case, plans: Sequence[Plan], device: torch.device, clock: _Clock, cache: PlanCache) -> Tuned:
-    by_name = {plan.name: plan for plan in plans}
     measured = measure(case, plans, device, clock.make, clock.budget_s, COUNTED)
     if CHAIN.name not in measured.ms:
         return Tuned(case, measured, None)
-    record = Record.of(by_name, measured, cache.get(case.key))
+    record = Record.of(measured, cache.get(case.key))
     try:
         cache.put({case.key: record})
     except OSError as error:

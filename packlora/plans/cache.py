@@ -1,7 +1,7 @@
 """What was measured, on disk: one readable JSON file per device and version, by default in ~/.cache/packlora/plans.
 
     {"schema": 2, "device": "NVIDIA H200", "versions": {...},
-     "cases": {"cuda bfloat16 T2048 ...": {"plan": {...}, "ms": {"mm/after-mm/after": 0.31, ...}, "failed": {}, "date": "..."}}}
+     "cases": {"cuda bfloat16 T2048 ...": {"ms": {"mm/after-mm/after": 0.31, ...}, "failed": {}, "date": "..."}}}
 
 A file that is broken, or of another device or other versions, is ignored with one warning and replaced by the next write: its
 figures say nothing about here and now, nor where kernels have other sizes (kernel_sizes.py).
@@ -32,16 +32,15 @@ MARGIN = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was measured for a case: the parts of the fastest plan, milliseconds and reasons of failure by plan name."""
+    """What was measured for a case: milliseconds and reasons of failure by plan name."""
 
-    plan: dict[str, str | bool]
     ms: dict[str, float]
     failed: dict[str, str] = field(default_factory=dict)
     date: str = ""
 
     @staticmethod
-    def of(plans: Mapping[str, Plan], measured: Measured, earlier: Record | None = None) -> Record:
-        """Of plans by name. earlier: the case's record so far; plans that were not measured now, as those that merge weights or
+    def of(measured: Measured, earlier: Record | None = None) -> Record:
+        """earlier: the case's record so far; plans that were not measured now, as those that merge weights or
         those for which there was no time, keep their time over the plain chain's.
 
         Raises:
@@ -49,14 +48,12 @@ class Record:
         """
         if CHAIN.name not in measured.ms:
             raise ValueError(f"the plain chain has no time: {measured.failed.get(CHAIN.name, 'not measured')}")
-        ms, failed, every = dict(measured.ms), dict(measured.failed), list(plans.values())
+        ms, failed = dict(measured.ms), dict(measured.failed)
         if earlier is not None:
             scale = ms[CHAIN.name] / earlier.ms[CHAIN.name]
             before = {name: time * scale for name, time in earlier.ms.items() if name not in failed}
             ms, failed = before | ms, {name: why for name, why in earlier.failed.items() if name not in ms} | failed
-            every.append(Plan.from_dict(earlier.plan))
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Record(fastest(every, ms).to_dict(), ms, failed, now)
+        return Record(ms, failed, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def fastest(plans: Iterable[Plan], ms: Mapping[str, float]) -> Plan:
@@ -96,9 +93,8 @@ def _records(cases: Mapping[str, Any]) -> dict[str, Record]:
 
 def _record(value: Any) -> Record:
     """Raises ValueError, KeyError, TypeError or AttributeError for anything that put cannot have written."""
-    Plan.from_dict(value["plan"])
     ms = {str(name): float(time) for name, time in value["ms"].items()}
     if not all(math.isfinite(time) and time > 0 for time in ms.values()) or CHAIN.name not in ms:
         raise ValueError("a record has no time for the plain chain, or one that is not a positive number")
     failed = {str(name): str(reason) for name, reason in value["failed"].items()}
-    return Record(dict(value["plan"]), ms, failed, str(value["date"]))
+    return Record(ms, failed, str(value["date"]))

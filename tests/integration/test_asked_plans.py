@@ -147,7 +147,7 @@ def test_what_tune_measured_of_lossy_plans_is_used_only_with_lossy(
     monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, Plan]]
 ) -> None:
     fast = named_plan("forward2-backward5")
-    monkeypatch.setattr(PlanCache, "get", lambda self, key: Record({}, {CHAIN.name: 4.0, fast.name: 1.0}))
+    monkeypatch.setattr(PlanCache, "get", lambda self, key: Record({CHAIN.name: 4.0, fast.name: 1.0}))
     peft_live.choose_plan.cache_clear()
     peft_live._chooser.cache_clear()
     for lossy, plan in ((False, CHAIN), (True, fast)):

@@ -82,8 +82,7 @@ def test_where_all_is_measured_another_call_goes_on_with_what_was_measured_the_l
 ) -> None:
     """As `tune --lossy` after `tune`: not the first ones at every call."""
     world, cases, path = World(monkeypatch, 0.25), cases_of_run(run, CPU)[0], tmp_path / "plans.json"
-    plan = CHAIN.to_dict()
-    PlanCache(CPU, path).put({case.key: Record(plan, {CHAIN.name: 1.0}, {}, "2026-01-01") for case in cases})
+    PlanCache(CPU, path).put({case.key: Record({CHAIN.name: 1.0}, {}, "2026-01-01") for case in cases})
     for _ in range(2):
         tune(run, CPU, progress=False, minutes=2, cache=PlanCache(CPU, path), lossy=True)
     measured = [case for case, _ in world.measured]

@@ -11,7 +11,7 @@ Shapes: T tokens, K inputs, N outputs, r rank; x [T, K], W [N, K], A [r, K], B [
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -90,10 +90,6 @@ class Plan:
             self.grad == "one-pass" or self.down == "routed" or self.up in ("routed", "epilogue", "fused")
             or self.dx in ("routed", "fused")
         )  # fmt: skip
-
-    def to_dict(self) -> dict[str, str | bool]:
-        """Its parts by name, as JSON can hold them; see from_dict."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @staticmethod
     def from_dict(values: dict[str, str | bool]) -> Plan:
