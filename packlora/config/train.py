@@ -20,6 +20,11 @@ Optim = Literal[
 ]  # fmt: skip
 CUT_OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd")
 """Those that step slices of a job as they do the whole one."""
+LACKED = {
+    "sgd": ("adam_beta1", "adam_beta2", "adam_epsilon"), "adafactor": ("adam_beta1", "adam_beta2", "adam_epsilon"),
+    **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), ("adam_epsilon",)),
+}  # fmt: skip
+"""Keys that an optimizer does not have."""
 _SHAPES = ("linear", "cosine", "1-sqrt")
 SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]] = {
     "cosine": {"num_cycles": (float, 1e-6, 1e6)},
@@ -216,6 +221,9 @@ class TrainConfig(Strict):
                 f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}; give one of them"
             )
         self._check_schedule()
+        for key in LACKED.get(self.optim, ()):
+            if (value := getattr(self, key)) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is {value:g}, which the optimizer {self.optim!r} does not have; leave it out")
         if self.needs_evaluations and not self.eval_steps:
             key = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
             raise ValueError(f"{key} needs evaluations between steps; set eval_steps")
