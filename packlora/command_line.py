@@ -8,7 +8,10 @@ import gc
 import logging
 import os
 import shlex
+import signal
 import sys
+import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,13 +69,30 @@ def loads() -> bool:
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Around the import of large libraries. It makes a million objects that stay, and to look for garbage among them, again and
-    again, takes a seventh of its time. PEFT imports bitsandbytes where it is there, and that torch's compiler: another one."""
+    again, takes a seventh of its time. PEFT imports bitsandbytes where it is there, and that torch's compiler: another one.
+
+    Ctrl-C in the middle ends it at once, or, where a library swallows that (what is raised in a __del__ is lost), at its end.
+    """
     load_later("bitsandbytes")
+    asked: list[int] = []
+
+    def ask(number: int, frame: types.FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()  # others may set no handlers
+    usual = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     gc.disable()
+    if usual:
+        signal.signal(signal.SIGINT, ask)
     try:
         yield
     finally:
         gc.enable()
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if asked:
+            raise KeyboardInterrupt
 
 
 def alone() -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 import packlora
 from packlora import terminal
 from packlora.cli import app
-from packlora.command_line import again
+from packlora.command_line import again, loading
 from packlora.errors import InputError, ProcessError
 from packlora.terminal import Activity
 
@@ -81,6 +84,21 @@ def test_a_command_that_is_ended_says_how_it_goes_on(
     assert result.exit_code == 130
     assert said in result.stderr
     assert ("--resume" in result.stderr) == (command[0] == "train")
+
+
+def test_ctrl_c_that_a_library_swallows_while_it_is_loaded_ends_the_command_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Held:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    lost: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: lost.append(str(told.exc_type)))
+    with pytest.raises(KeyboardInterrupt), loading():
+        Held()
+    assert len(lost) == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def known(error: ProcessError) -> ProcessError:
