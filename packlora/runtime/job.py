@@ -122,7 +122,8 @@ def learning_rates(config: TrainConfig, num_steps: int) -> Any:
     """The learning rate of step number n, counted from 0, as transformers' get_scheduler gives it; a pure function."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     warmup, more = config.warmup_of(num_steps), config.lr_scheduler_kwargs
-    schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps, more)
+    steps = None if "num_stable_steps" in more else num_steps  # which decides, and transformers warns of both
+    schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps, more)
     return lambda step: config.learning_rate * schedule.lr_lambdas[0](step)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ def test_learning_rates_are_transformers_s_step_by_step(
     if kind == "constant" and warmup:
         pytest.skip("refused")
     config = TrainConfig(lr_scheduler_type=kind, lr_scheduler_kwargs=kwargs, learning_rate=0.02, **warmup)
-    rates = learning_rates(config, STEPS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rates = learning_rates(config, STEPS)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
     steps = {"warmup_steps": 4, "warmup_ratio": math.ceil(0.2 * STEPS)}.get(next(iter(warmup), ""), 0)
     schedule = transformers.get_scheduler(kind, optimizer, steps, STEPS, kwargs)
