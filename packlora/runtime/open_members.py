@@ -213,7 +213,10 @@ class OpenMembers(Members):
             own = tree.get("adapter", {})
             tree["adapter"] = {key: own[key] for key in ("lora_dropout", "dora_dropout") if key in own}
             tree["adapter"]["init_from"] = str((self.output_dir / request.name / START).absolute())
-        return changed_job(tree, request.overrides)
+        config = changed_job(tree, request.overrides)
+        if config.name != request.name:
+            raise InputError(f"--set name={config.name}: the new job is called {request.name!r}; leave that out")
+        return config
 
     def _cloned(self, request: Clone, there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
         config = self._clone(request)

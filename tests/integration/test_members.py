@@ -137,6 +137,7 @@ def test_jobs_that_join_stop_and_are_cloned_have_the_numbers_of_the_same_jobs_al
         calls.call("unknown", stop_job, "z")
         calls.call("key", clone_job, "a", "a-4", ["train.rate=1"])
         calls.call("file", clone_job, "a", "a-5", ["data.path=nowhere.jsonl"])
+        calls.call("named", clone_job, "a", "a-6", ["name=z"], True)
 
     result = packlora.train(tree, subscribers=[at_window(2, ask), heard.append])
     calls.join()
@@ -148,6 +149,8 @@ def test_jobs_that_join_stop_and_are_cloned_have_the_numbers_of_the_same_jobs_al
     assert calls.answers["unknown"].startswith("refused: there is no job 'z'; running: a")
     assert "job 'a-4': train.rate: unknown key" in calls.answers["key"]
     assert "nowhere.jsonl" in calls.answers["file"]
+    assert calls.answers["named"] == "refused: --set name=z: the new job is called 'a-6'; leave that out"
+    assert not (out / "a-6").exists()
     assert {name: (own.status, own.step) for name, own in result.jobs.items()} == {
         "a": ("done", 6), "b": ("done", 4), "c": ("done", 4), "a-2": ("done", 6), "a-3": ("done", 6),
     }  # fmt: skip
