@@ -71,8 +71,10 @@ class Evaluator:
         due = [job for job in jobs if self.is_due(job)]
         samples = {job.name: job.eval_samples or job.data.last_batch() for job in due}
         found = self.forwards.over(samples, {job.name: job.adapter.number for job in due}) if samples else None
+        if found is None:  # then references may not be known either
+            return {}
         divergences = {job.name: self.divergences.held_out(job, samples[job.name]) for job in due}
-        if found is None or any(divergence is None for divergence in divergences.values()):
+        if any(divergence is None for divergence in divergences.values()):
             return {}
         told = {job.name: _told(job, samples[job.name], found[job.name], divergences[job.name] or 0.0) for job in due}
         self.losses |= {(job.name, job.step): told[job.name].loss for job in due}

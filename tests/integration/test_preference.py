@@ -20,6 +20,7 @@ from packlora.config import Run, TrainConfig
 from packlora.data.encode import Preference, Sample
 from packlora.data.preference import mismatched
 from packlora.errors import InputError
+from packlora.report.events import RunBegan, Stop
 from packlora.runtime.job import Job, Judged
 from packlora.runtime.job import judged as judged_by
 from packlora.runtime.prepare import prepare
@@ -326,6 +327,18 @@ def test_a_job_gives_alone_what_it_gives_beside_others_and_an_interruption_chang
     train(parts, max_steps=2, resume=True)
     train(parts, resume=True)
     same(tmp_path / "whole", tmp_path / "parts", [job["name"] for job in tree["jobs"]])
+
+
+def test_a_stop_before_references_are_known_leaves_a_run_that_can_go_on(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    chosen = [job for job in jobs if job["name"] in ("sft", "mixed", "kto")]
+    tree = mixed(tiny_base("llama"), tmp_path / "whole", chosen)
+    parts = tree | {"output_dir": str(tmp_path / "parts")}
+    stopped = train(parts, subscribers=[lambda event: Stop() if isinstance(event, RunBegan) else None])
+    assert stopped.status == "interrupted"
+    assert train(parts, resume=True).status == train(tree).status == "done"
+    same(tmp_path / "whole", tmp_path / "parts", [job["name"] for job in chosen])
 
 
 def test_a_run_goes_on_after_an_interruption_beside_jobs_with_references_that_have_failed(
