@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from packlora.adapters.files import save_adapter
 from packlora.base.model import Base
@@ -244,7 +245,7 @@ def _write_start(folder: Path, job: Job, whole: Mapping[str, torch.Tensor]) -> N
     try:
         make_folder(folder)
         write_folder(folder / START, lambda out: save_adapter(out, job.adapter, whole))
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise InputError(
             f"the adapter of {job.name!r} cannot be written to {folder}: {unwritten(error) or error}"
         ) from None

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 from conftest import WORDS, tiny_model
+from safetensors import SafetensorError
 from seeds import SOAK
 from test_training import adapter, distance
 from typer.testing import CliRunner
@@ -324,6 +326,24 @@ def test_what_is_no_request_is_refused_and_costs_the_run_nothing(base: str, tmp_
     assert not any(answer["accepted"] for answer in answers.values())
     assert "cannot be a folder name" in answers["5"]["text"]
     assert sorted(answers) == list("12345")
+
+
+def test_a_clone_whose_weights_find_no_room_is_refused_and_costs_the_run_nothing(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, original = tmp_path / "out", safetensors.torch.save_file
+
+    def save(tensors: Any, path: Path, *args: Any) -> None:
+        if out / "b" in path.parents:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        original(tensors, path, *args)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save)
+    clone = {"kind": "clone", "job": "a", "name": "b", "weights": True}
+    result = packlora.train(tree_of(base, tmp_path, "a"), subscribers=[at_window(2, lambda: request(out, clone))])
+    (answer,) = (json.loads(path.read_text()) for path in (out / "control").iterdir())
+    assert result.status == "done" and not (out / "b").exists()
+    assert not answer["accepted"] and "No space left on device" in answer["text"]
 
 
 def test_a_run_on_several_processes_refuses_what_is_asked(tmp_path: Path) -> None:
