@@ -131,9 +131,11 @@ class OutputFolder:
                 self.save_checkpoint(job)
 
     def rescue(self, jobs: Sequence[Job]) -> str:
-        """After a checkpoint could not be written: save what this process can save by itself, so nothing of which others have
-        slices. Returns what there is of each job, in words."""
+        """After a checkpoint could not be written, or data could not be read: save what this process can save by itself, so
+        nothing of which others have slices. Returns what there is of each job, in words."""
         for job in self._unsaved(jobs) if self.group.model is None else ():
+            if job.is_stepping:
+                continue
             job.discard()
             with contextlib.suppress(WriteError):
                 self.save_checkpoint(job)

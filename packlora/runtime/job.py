@@ -294,6 +294,11 @@ class Job:
     def epoch(self) -> float:
         return self.step / self.data.batches_per_epoch
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step has been begun that is not counted yet."""
+        return self._before is not None
+
     def is_due(self, batch: int) -> bool:
         """Whether the job has yet to step on this global batch: not after a failure, nor beyond the steps asked for."""
         return self.status != "failed" and self.step <= batch < self.data.num_steps

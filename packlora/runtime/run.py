@@ -52,7 +52,8 @@ def train(
             loop, one after the other, after logs and screen; what one raises costs the run a note, and it hears nothing more.
 
     Raises:
-        packlora.InputError: something is wrong with the input; nothing was trained.
+        packlora.InputError: something is wrong with the input; nothing was trained. Of what is read while jobs train, a stream
+            that cannot be read any more: what could be saved was.
         packlora.ProcessError: another process of the run failed or does not answer; `resume` goes on from the last checkpoints.
         packlora.WriteError: a checkpoint or an adapter cannot be written; what could be saved was.
         OSError: run.json cannot be written; nothing was trained.

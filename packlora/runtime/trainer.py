@@ -19,7 +19,7 @@ from typing import Any
 
 from packlora.base.model import Base
 from packlora.config import Run
-from packlora.errors import WriteError
+from packlora.errors import InputError, WriteError
 from packlora.parallel.layout import planned
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import (
@@ -98,17 +98,17 @@ class Trainer:
         """Train until every job is done or has failed, or a stop is asked for.
 
         Raises:
-            WriteError, FileNotFoundError, MemoryError: as packlora.train.
+            WriteError, InputError, FileNotFoundError, MemoryError: as packlora.train.
         """
         self.training_began = self._elapsed()
         with stop_signals(self.events):
             self.events.emit(_beginning(self.run, self.folder, self.jobs, self.notes))
             try:
                 self._train()
-            except WriteError as error:
+            except (WriteError, InputError) as error:  # of what is read while jobs train: a stream
                 kept = self.folder.rescue(self.jobs)
                 self._end()
-                raise WriteError(f"{error}. Kept: {kept}. Then continue with --resume") from error
+                raise type(error)(f"{error}. Kept: {kept}. Then continue with --resume") from error
             if not self._is_running():
                 self.stop.withdraw()
             return self._end()

@@ -20,6 +20,7 @@ from packlora.data import stream as module
 from packlora.data.encode import Encoded, Sample
 from packlora.data.rows import Row
 from packlora.data.stream import Stream, shuffled
+from packlora.report.events import Stepped
 from packlora.runtime.prepare import prepare
 
 assert callable(base) and callable(short_windows)  # fixtures
@@ -79,6 +80,33 @@ def test_a_stream_gives_what_its_job_learns_alone_and_goes_on_to_the_bit(
     Path(paths[2]).write_text(Path(paths[2]).read_text() + "one,more\n")
     with pytest.raises(packlora.InputError, match="job 'a': its data has changed"):
         packlora.train(broken | {"jobs": jobs}, resume=True, resume_from=["a=2"])
+
+
+def test_where_a_stream_is_gone_what_the_jobs_have_learnt_is_saved_and_the_run_goes_on_when_it_is_back(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROBE", 4)
+    path = Path(write(tmp_path / "rows.jsonl", 30))
+    jobs = [
+        streamed("a", str(path), tmp_path) | {"train": {"max_steps": 30, "global_batch_size": 2}},
+        job("b", tmp_path),
+    ]
+    tree = tree_of(base, tmp_path, "", "float32", jobs=jobs, save_every=0)
+    assert packlora.train(tree | {"output_dir": str(tmp_path / "whole")}).status == "done"
+    away = path.with_suffix(".away")
+
+    def take_away(event: Any) -> None:
+        if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
+            path.rename(away)
+
+    with pytest.raises(packlora.InputError, match=r"rows\.jsonl does not exist\. Kept: a: step (\d+) of \1, b: "):
+        packlora.train(tree, subscribers=[take_away])
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["result"]["status"] == "interrupted"
+    away.rename(path)
+    assert packlora.train(tree, resume=True).status == "done"
+    for name in "ab":
+        ours, theirs = (adapter(tmp_path / folder, name) for folder in ("out", "whole"))
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_without_shuffling_a_stream_is_the_file_over_and_over(base: str, tmp_path: Path) -> None:
