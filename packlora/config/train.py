@@ -227,6 +227,11 @@ class TrainConfig(Strict):
         if self.needs_evaluations and not self.eval_steps:
             key = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
             raise ValueError(f"{key} needs evaluations between steps; set eval_steps")
+        if self.metric_for_best_model != "eval_loss" and not self.needs_evaluations:
+            raise ValueError(
+                f"metric_for_best_model {self.metric_for_best_model} goes with load_best_model_at_end or "
+                "early_stopping_patience; set one of them, or leave it out"
+            )
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise ValueError("early_stopping_threshold goes with early_stopping_patience; set both")
         return self

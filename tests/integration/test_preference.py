@@ -495,6 +495,10 @@ def test_the_loss_kto_is_not_of_one_sample_alone(tiny_base: Callable[..., str], 
         ({"trainer": "kto", "desirable_weight": 1e-320}, "desirable_weight"),
         ({"trainer": "kto", "undesirable_weight": 1e-320}, "undesirable_weight"),
         ({"metric_for_best_model": "eval_rewards/margins"}, "is of pairs"),
+        (
+            {"trainer": "dpo", "metric_for_best_model": "eval_rewards/margins"},
+            "goes with load_best_model_at_end or early_stopping_patience",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], words: str) -> None:
