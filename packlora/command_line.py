@@ -51,9 +51,11 @@ def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = F
         code = 130
     except Exception as error:
         reason = unwritten(error)
-        if reason is None and not isinstance(error, OSError):
+        if type(error).__name__ == "OutOfMemoryError":  # torch's: not imported for its name
+            say(f"a device's memory is used up: {error}")
+        elif reason is None and not isinstance(error, OSError):
             raise
-        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+        elif not isinstance(error, BrokenPipeError):  # the reader has seen enough
             say(f"cannot write: {reason}" if reason else str(error))
         code = 1
     finally:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from packlora.adapters.attach import Adapter, attach_one, detach_one
 from packlora.adapters.files import load_adapter
 from packlora.adapters.kept_outputs import keep_outputs
@@ -207,12 +209,18 @@ class Members:
         out = []
         self._number = max([self._number, *(job.adapter.number + 1 for job in there.values())])
         for item in items:
-            adapter = attach_one(
-                self.base.model, attached, item.config.name, self._number, item.spec, item.data.seed, choosers
-            )
-            self._number += 1
-            whole = parts_of([adapter], self.group)
-            job = make_job(self.run, item, adapter, self.base)
+            try:
+                adapter = attach_one(
+                    self.base.model, attached, item.config.name, self._number, item.spec, item.data.seed, choosers
+                )
+                self._number += 1
+                whole = parts_of([adapter], self.group)
+                job = make_job(self.run, item, adapter, self.base)
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(
+                    f"out of memory on {self.base.device} where job {item.config.name!r} joined, which the run has from now on; "
+                    "free memory there"
+                ) from error
             whole(job)
             job.joined = given
             there[job.name] = job

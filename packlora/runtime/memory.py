@@ -42,7 +42,7 @@ class TokenBudget:
                 return None
             raise MemoryError(
                 f"out of memory on {self.device} in a microbatch of {tokens} tokens; lower "
-                "max_tokens_per_microbatch or set gradient_checkpointing: true, then continue with --resume"
+                "max_tokens_per_microbatch or set gradient_checkpointing: true"
             ) from error
 
     def below(self, tokens: int) -> int:

@@ -83,7 +83,7 @@ class Sampler:
             if self.in_step:
                 raise MemoryError(
                     f"out of memory on {self.base.device} in the samples of job {job.name!r}, which several devices compute "
-                    "together; lower sample_max_new_tokens, then continue with --resume"
+                    "together; lower sample_max_new_tokens"
                 ) from error
             texts = []
             self.events.emit(

@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.errors import InputError, WriteError
@@ -105,10 +107,11 @@ class Trainer:
             self.events.emit(_beginning(self.run, self.folder, self.jobs, self.notes))
             try:
                 self._train()
-            except (WriteError, InputError) as error:  # of what is read while jobs train: a stream
+            except (WriteError, InputError, MemoryError, torch.OutOfMemoryError) as error:  # InputError: of a stream
                 kept = self.folder.rescue(self.jobs)
                 self._end()
-                raise type(error)(f"{error}. Kept: {kept}. Then continue with --resume") from error
+                kind = MemoryError if isinstance(error, torch.OutOfMemoryError) else type(error)
+                raise kind(f"{error}. Kept: {kept}. Then continue with --resume") from error
             if not self._is_running():
                 self.stop.withdraw()
             return self._end()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 from conftest import WORDS, tiny_model
 from safetensors import SafetensorError
 from seeds import SOAK
@@ -344,6 +345,26 @@ def test_a_clone_whose_weights_find_no_room_is_refused_and_costs_the_run_nothing
     (answer,) = (json.loads(path.read_text()) for path in (out / "control").iterdir())
     assert result.status == "done" and not (out / "b").exists()
     assert not answer["accepted"] and "No space left on device" in answer["text"]
+
+
+def test_where_a_job_that_joins_finds_no_memory_the_others_are_saved_and_the_run_goes_on_when_there_is_some(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, clone = tree_of(base, tmp_path, "a", save_every=0), {"kind": "clone", "job": "a", "name": "b"}
+    out, ask = tmp_path / "out", at_window(2, lambda: request(tmp_path / "out", clone))
+    whole = packlora.train(tree | {"output_dir": str(tmp_path / "whole")})
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    with monkeypatch.context() as own:
+        own.setattr("packlora.runtime.members.attach_one", full)
+        with pytest.raises(MemoryError, match=r"where job 'b' joined, .*\. Kept: a: step ([1-9]\d*) of \1\. .*--resume"):
+            packlora.train(tree, subscribers=[ask])
+    assert json.loads((out / "run.json").read_text())["result"]["status"] == "interrupted"
+    assert packlora.train(tree, resume=True).status == whole.status == "done"
+    assert (out / "b" / "adapter_model.safetensors").exists()
+    assert distance(adapter(out, "a"), adapter(tmp_path / "whole", "a")) < 1e-10
 
 
 def test_a_run_on_several_processes_refuses_what_is_asked(tmp_path: Path) -> None:
