@@ -49,6 +49,10 @@ _RANK, _EPOCHS, _LENGTH = "see a job's adapter.r", "see a job's train.num_train_
 _FOUR, _EIGHT = "see the run's quantization: nf4", "see the run's quantization: int8"
 _COMPILE = "nothing is compiled; see the run's cuda_graphs, which takes the host away on a GPU"
 _EXPERT = "see the run's parallel: {expert: N}, and ep_implementation beside it"
+_PACKED, _HELD_OUT, _EVAL = "samples are always packed", "see a job's data.eval_path", "see a job's train.eval_steps"
+_ATTENTION = "attention of packed samples is packlora's own"
+_LABELS = "the loss is over completions and turns of the assistant; of rows with a text over all of it"
+_HUB = "nothing is uploaded; the folder of a job is a PEFT adapter"
 OTHER_TOOLS = {
     "rank": _RANK, "lora_r": _RANK, "lora_rank": _RANK,
     "alpha": "see a job's adapter.lora_alpha", "dropout": "see a job's adapter.lora_dropout",
@@ -58,7 +62,8 @@ OTHER_TOOLS = {
     "batch_size": _BATCH, "micro_batch_size": _BATCH, "per_device_train_batch_size": _BATCH,
     "gradient_accumulation_steps": _BATCH,
     "optimizer": "see a job's train.optim",
-    "packing": "samples are always packed", "sample_packing": "samples are always packed",
+    "packing": _PACKED, "sample_packing": _PACKED, "padding_free": _PACKED, "pad_to_sequence_len": _PACKED,
+    "group_by_length": _PACKED,
     "sequence_len": _LENGTH, "max_seq_length": _LENGTH, "max_seq_len": _LENGTH,
     "bf16": "see the run's dtype: bfloat16", "fp16": "see the run's dtype: float16",
     "ep_size": _EXPERT, "expert_parallel_size": _EXPERT, "expert_model_parallel_size": _EXPERT,
@@ -68,7 +73,18 @@ OTHER_TOOLS = {
     "precompute_ref_log_probs": "the reference is always computed once, before the first step",
     "ref_model": "the reference is the base model without the adapter, or with the adapter of a job's adapter.init_from",
     "compile": _COMPILE, "torch_compile": _COMPILE, "torch_compile_backend": _COMPILE, "torch_compile_mode": _COMPILE,
-    "save_steps": "see the run's save_every",
+    "save_steps": "see the run's save_every", "save_strategy": "see the run's save_every",
+    "eval_strategy": _EVAL, "evaluation_strategy": _EVAL,
+    "val_set_size": _HELD_OUT, "eval_dataset": _HELD_OUT, "test_datasets": _HELD_OUT,
+    "report_to": "see the run's trackers", "wandb_project": "see the run's trackers", "use_wandb": "see the run's trackers",
+    "deepspeed": "see the run's parallel", "fsdp": "see the run's parallel", "fsdp_config": "see the run's parallel",
+    "attn_implementation": _ATTENTION, "flash_attention": _ATTENTION, "sdp_attention": _ATTENTION,
+    "assistant_only_loss": _LABELS, "completion_only_loss": _LABELS, "train_on_inputs": _LABELS,
+    "chat_template": "it is that of the base model's tokenizer",
+    "lora_target_linear": "see a job's adapter.target_modules, all-linear",
+    "lora_bias": "B has none; a job's adapter.bias trains those of the base",
+    "push_to_hub": _HUB, "hub_model_id": _HUB,
+    "resume_from_checkpoint": "it is an option: packlora train --resume",
     "datasets": "see a job's data.path", "dataset": "see a job's data.path", "model_name_or_path": "see the run's base_model",
 }  # fmt: skip
 """Keys of other tools, with what stands for them here; the nearest known key would often mean something else."""
@@ -350,7 +366,7 @@ def _explain(error: Any, tree: Any) -> str:
     where = _where(loc, tree)
     kind, found = error["type"], error["input"]
     if kind == "extra_forbidden":
-        if instead := OTHER_TOOLS.get(str(loc[-1])):
+        if instead := OTHER_TOOLS.get(str(loc[-1])) or _elsewhere(str(loc[-1])):
             return f"{where}: unknown key; {instead}"
         known = _known_keys(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1])[:100], known, 1, 0.5)
@@ -373,6 +389,15 @@ def _explain(error: Any, tree: Any) -> str:
         message = "input should be true or false"
     what = _kind(found) if isinstance(found, (dict, list)) else quoted(found)
     return f"{where}: {message}; found {what}"
+
+
+def _elsewhere(key: str) -> str | None:
+    """Where a key stands that was written in another part of the run file."""
+    places: dict[str, type[BaseModel]] = {
+        "a job's data.": DataConfig, "a job's adapter.": AdapterConfig, "a job's train.": TrainConfig, "a job's ": JobConfig,
+        "the run's ": Run, "the run's plans.": PlansConfig,
+    }  # fmt: skip
+    return next((f"see {place}{key}" for place, model in places.items() if key in model.model_fields), None)
 
 
 MAPPINGS: dict[str, type[BaseModel]] = {

@@ -32,6 +32,11 @@ def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:
         ("run", "compile", "cuda_graphs"),
         ("train", "torch_compile", "cuda_graphs"),
         ("run", "ep_size", "parallel: {expert: N}"),
+        ("run", "val_set_size", "data.eval_path"),
+        ("run", "deepspeed", "the run's parallel"),
+        ("train", "report_to", "trackers"),
+        ("train", "completion_only_loss", "turns of the assistant"),
+        ("adapter", "lora_target_linear", "target_modules"),
     ],
 )
 def test_a_key_of_another_tool_is_refused_with_what_stands_for_it_here(part: str, key: str, here: str) -> None:
@@ -39,6 +44,22 @@ def test_a_key_of_another_tool_is_refused_with_what_stands_for_it_here(part: str
     assert f"{key}: unknown key; " in said
     assert here in said
     assert "did you mean" not in said
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "here"),
+    [
+        ("run", "learning_rate", "see a job's train.learning_rate"),
+        ("run", "adapter", "see a job's adapter"),
+        ("run", "prefer", "see the run's plans.prefer"),
+        ("train", "max_length", "see a job's data.max_length"),
+        ("train", "gradient_checkpointing", "see the run's gradient_checkpointing"),
+        ("adapter", "seed", "see a job's seed"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_refused_with_its_place(part: str, key: str, here: str) -> None:
+    said = refusal({}, {key: 1}) if part == "run" else refusal({part: {key: 1}}, {})
+    assert f"{key}: unknown key; {here}" in said
 
 
 def keys(model: Any) -> set[str]:
