@@ -11,7 +11,7 @@ import torch
 
 from packlora.bench.progress import Case, Progress
 from packlora.errors import InputError
-from packlora.ops.lora_linear.plan import PLANS, Plan
+from packlora.ops.lora_linear.plan import Plan, named_plan
 
 PARTS = {
     "model": ("lora", "dora", "layers"),
@@ -147,31 +147,8 @@ def choose(
 
 
 def plan_from_name(name: str) -> Plan:
-    """The plan with this name in plan.PLANS, or any whose parts it spells. Raises InputError where there is none."""
-    for named in PLANS:
-        if named.name == name:
-            return named.plan
-    main, *extras = name.split("+")
-    parts = [part for half in _halves(main) for part in half.split("/")]
-    if len(parts) != 4:
-        raise InputError(f"plan {name!r}: expected DOWN/UP-GRAD/DX, for example {Plan().name}")
-    values: dict[str, str | bool] = dict(zip(("down", "up", "grad", "dx"), parts, strict=True))
-    for extra in extras:
-        part, colon, value = extra.partition(":")
-        if extra == "again":
-            values["keep_s"] = False
-        elif colon and part in ("dA", "dB"):
-            values[part] = value
-        else:
-            raise InputError(f"plan {name!r}: {extra!r} is not one of dA:xd, dB:xd, again")
+    """See named_plan. Raises InputError where there is none."""
     try:
-        return Plan.from_dict(values)
+        return named_plan(name)
     except ValueError as error:
         raise InputError(f"plan {name!r}: {error}") from None
-
-
-def _halves(main: str) -> list[str]:
-    """`mm/after` and `one-pass/after` of `mm/after-one-pass/after`: the first hyphen after the first slash parts them."""
-    slash = main.find("/")
-    hyphen = main.find("-", slash)
-    return [main] if slash < 0 or hyphen < 0 else [main[:hyphen], main[hyphen + 1 :]]

@@ -25,8 +25,8 @@ class Ask:
     """For a layer, or for all.
 
     plan: measured, what was measured on the device, else the cost model; flops, the fewest floating-point operations; the name
-    of a plan; or a Plan. lossy: plans with merged weights may be chosen, and a named one may round as it does. prefer: with
-    memory, rules do not keep S where making it again costs little.
+    of a plan, from the list or by its parts; or a Plan. lossy: plans with merged weights may be chosen, and a named one may
+    round as it does. prefer: with memory, rules do not keep S where making it again costs little.
     """
 
     plan: str | Plan = "measured"
@@ -82,12 +82,24 @@ def _ask_of(plan: Any, lossy: bool, prefer: Any, whose: str = "") -> Ask:
     if type(lossy) is not bool:
         raise ValueError(f"lossy is {quoted(lossy)}; accepted are true and false")
     ask = Ask("measured" if plan is None else plan, lossy, prefer)
-    accepted = (*RULES, *(one.name for one in PLANS))
-    if not isinstance(plan, Plan) and ask.plan not in accepted:
-        raise ValueError(f"plan{whose} is {quoted(plan)}; accepted are {', '.join(accepted)}")
+    if not _is_known(ask.plan):
+        accepted = (*RULES, *(one.name for one in PLANS))
+        raise ValueError(
+            f"plan{whose} is {quoted(plan)}; accepted are {', '.join(accepted)}, and plans by their parts, as reports "
+            "write them"
+        )
     if isinstance(plan, str) and ask.given is not None and ask.given.lossy and not lossy:
         raise ValueError(
             f"plan{whose} is {quoted(plan)}, which merges weights and so rounds more than the plain chain; it is taken "
             "only where lossy is true"
         )
     return ask
+
+
+def _is_known(plan: Any) -> bool:
+    if isinstance(plan, Plan) or plan in RULES:
+        return True
+    try:
+        return isinstance(plan, str) and named_plan(plan) is not None
+    except ValueError:
+        return False

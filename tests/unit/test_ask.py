@@ -46,6 +46,10 @@ def test_one_value_is_for_all_layers() -> None:
     assert asks_of(given, paths=PATHS)[PATHS[0]].given == given  # by its parts: as exact as whoever gives it wants it
     for named in PLANS:
         assert asks_of(named.name, lossy=True, paths=["x"])["x"].given == named.plan
+        as_reports_write_it = dataclasses.replace(named.plan, keep_s=False).name
+        assert asks_of(as_reports_write_it, lossy=True, paths=["x"])["x"].given == dataclasses.replace(
+            named.plan, keep_s=False
+        )
 
 
 def test_patterns_match_as_peft_s_do_and_the_first_one_counts() -> None:
@@ -58,6 +62,8 @@ def test_patterns_match_as_peft_s_do_and_the_first_one_counts() -> None:
     ("plan", "changes", "message"),
     [
         ("fuse", {}, "plan is 'fuse'; accepted are measured, flops, chain, base-added, "),
+        ("mm/after-mm/often", {}, "plan is 'mm/after-mm/often'; accepted are measured, flops, chain, base-added, "),
+        ("mm/merged-mm/after", {}, "plan is 'mm/merged-mm/after', which merges weights"),
         (3, {}, "plan is 3; accepted are measured, flops, chain"),
         (["chain"], {}, r"plan is \['chain'\]; accepted are"),
         ({"q_proj": "chian"}, {}, "plan of 'q_proj' is 'chian'; accepted are measured, flops"),

@@ -192,11 +192,34 @@ takes over 1 % longer by the cost model, because it was chosen in a recorded res
 
 
 def named_plan(name: str) -> Plan:
-    """Raises ValueError where no plan of the list has the name."""
+    """The plan of the list with this name, or any whose parts it spells as Plan.name does. Raises ValueError where there is
+    none."""
     for one in PLANS:
         if one.name == name:
             return one.plan
-    raise ValueError(f"no plan is named {name!r}; there are {', '.join(one.name for one in PLANS)}")
+    if "/" not in name:
+        raise ValueError(f"no plan is named {name!r}; there are {', '.join(one.name for one in PLANS)}")
+    main, *extras = name.split("+")
+    parts = [part for half in _halves(main) for part in half.split("/")]
+    if len(parts) != 4:
+        raise ValueError(f"expected DOWN/UP-GRAD/DX, for example {CHAIN.name}; found {name!r}")
+    values: dict[str, str | bool] = dict(zip(("down", "up", "grad", "dx"), parts, strict=True))
+    for extra in extras:
+        part, colon, value = extra.partition(":")
+        if extra == "again":
+            values["keep_s"] = False
+        elif colon and part in ("dA", "dB"):
+            values[part] = value
+        else:
+            raise ValueError(f"{extra!r} is not one of dA:xd, dB:xd, again")
+    return Plan.from_dict(values)
+
+
+def _halves(main: str) -> list[str]:
+    """`mm/after` and `one-pass/after` of `mm/after-one-pass/after`: the first hyphen after the first slash parts them."""
+    slash = main.find("/")
+    hyphen = main.find("-", slash)
+    return [main] if slash < 0 or hyphen < 0 else [main[:hyphen], main[hyphen + 1 :]]
 
 
 # --- which plans compute a call ----------------------------------------------------------------------------------------
