@@ -58,6 +58,27 @@ def test_a_base_in_several_files_is_merged_to_the_bit_like_one_in_a_single_file(
     assert index["metadata"]["total_size"] == sum(sizes)
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_what_rounding_to_16_bits_loses_of_the_adapter_is_told(kind: str, tiny_base: Base, tmp_path: Path) -> None:
+    base = tiny_base("llama")
+    perturbed_peft(base, kind, tmp_path / "adapter")
+    notes = {
+        dtype: merge_adapter(tmp_path / "adapter", tmp_path / dtype, base, dtype) for dtype in ("float32", "bfloat16")
+    }
+    assert notes["float32"] is None
+    before, exact, rounded = (weights(folder) for folder in (Path(base), tmp_path / "float32", tmp_path / "bfloat16"))
+    adapted = [name for name in exact if not torch.equal(before[name], exact[name])]
+    lost, added = (
+        sum((other[name].double() - exact[name].double()).square().sum() for name in adapted)
+        for other in (rounded, before)
+    )
+    share = float((lost / added) ** 0.5)
+    assert notes["bfloat16"] == (
+        f"merged weights are rounded to bfloat16, which changes them by {share:.2%} of what the adapter adds "
+        "(root mean square); --dtype float32 does not round"
+    )
+
+
 def stored(file: Path) -> dict[str, torch.Tensor]:
     with safe_open(file, "pt") as opened:
         return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
