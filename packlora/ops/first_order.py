@@ -12,7 +12,8 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """The backward of an autograd function, which raises RuntimeError where a graph of it is asked for.
+    """The backward of an autograd function, which raises RuntimeError where a graph of it is asked for, or several gradients at
+    once are put into it.
 
     torch's once_differentiable raises later, and not always: where the gradient that comes in has no history, as of y.sum(), or
     where the second derivative is asked for with torch.autograd.grad, what goes through A, B and W is missing without a word.
@@ -25,6 +26,14 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
                 "gradients of packlora's operators cannot be differentiated again: create_graph=True is not accepted; "
                 "packlora.restore(model) gives PEFT's layers back, whose gradients can"
             )
-        return backward(ctx, *d)
+        try:
+            return backward(ctx, *d)
+        except RuntimeError as error:
+            if not any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in d):
+                raise
+            raise RuntimeError(
+                "packlora's operators take one gradient at a time: is_grads_batched=True and vectorize=True are not accepted; "
+                "packlora.restore(model) gives PEFT's layers back, which take several"
+            ) from error
 
     return refusing

@@ -87,3 +87,10 @@ def test_a_backward_inside_of_a_backward_is_not_refused(plan: Plan) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
     checkpoint(run, x, use_reentrant=True).backward()
     assert all(torch.equal(leaf.grad, other) for leaf, other in zip(leaves, want, strict=True))
+
+
+def test_several_gradients_at_once_are_refused_by_name() -> None:
+    own, x = layer(torch.float64)
+    y, _ = lora_group(x.requires_grad_(), [own, layer(torch.float64)[0]], (Segment(0, 0, len(x)),))
+    with pytest.raises(RuntimeError, match="one gradient at a time: is_grads_batched=True"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=y.dtype), is_grads_batched=True)
