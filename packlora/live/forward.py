@@ -101,6 +101,8 @@ class OwnForward:
             return None
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return "a transform of torch.func or forward differentiation is at work"
+        if torch._C._get_tracing_state() is not None:
+            return "torch.jit.trace is at work"
         return None
 
     def ready(self) -> object | str:

@@ -210,6 +210,15 @@ def test_transforms_of_functions_are_left_to_peft(what: str) -> None:
     assert all(torch.allclose(one, two, rtol=1e-10) for one, two in zip(got, want, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:packlora", "ignore::DeprecationWarning")
+def test_a_trace_of_torchscript_is_of_peft_s_layers() -> None:
+    model = adapted(Linears(), target_modules=["a", "b"])
+    packlora.accelerate(model, example={"x": torch.randn(5, 8, dtype=torch.float64)})
+    traced = torch.jit.trace(model, (torch.randn(5, 8, dtype=torch.float64),), check_trace=False)
+    x = torch.randn(7, 8, dtype=torch.float64)
+    assert torch.allclose(traced(x), model(x), rtol=1e-10)
+
+
 # --- replicas ----------------------------------------------------------------------------------------------------------
 
 
