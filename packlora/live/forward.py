@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from packlora.adapters.norms import RowNorms
 from packlora.live.adapter import DISABLED, MERGED, NOT_ACTIVE
@@ -51,6 +52,11 @@ class Calls:
                 f"{reason}. This is said once for a model; report.served() counts the calls of every layer",
                 stacklevel=2,
             )
+
+
+def _is_checkpointed_by_operation() -> bool:
+    """Whether torch.utils.checkpoint watches operations, in the forward or in the recomputation."""
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
 
 
 class OwnForward:
@@ -103,6 +109,8 @@ class OwnForward:
             return "a transform of torch.func or forward differentiation is at work"
         if torch._C._get_tracing_state() is not None:
             return "torch.jit.trace is at work"
+        if torch._C._len_torch_dispatch_stack() and _is_checkpointed_by_operation():
+            return "a selective checkpoint, which compares every operation with its own, is around it"
         return None
 
     def ready(self) -> object | str:

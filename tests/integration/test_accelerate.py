@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -24,6 +25,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from seeds import SEED, SOAK
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import packlora
 from packlora.live import layers as peft_live
@@ -477,6 +479,19 @@ def test_gradient_checkpointing_draws_the_same_masks_again(p: float, reentrant: 
     torch.manual_seed(SEED)
     assert_same(outcome(model), want, 0.0)
     assert used == [3, 1, 2, 1] * 4
+
+
+@pytest.mark.filterwarnings("ignore:packlora")
+@pytest.mark.parametrize("dora", [False, True])
+def test_layers_under_a_selective_checkpoint_are_peft_s(dora: bool, used: list[int]) -> None:
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, products)
+    model = lora(use_dora=dora, depth=1)
+    want = outcome(model)
+    packlora.accelerate(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
+    assert_same(outcome(model), want)
+    assert not used
 
 
 # --- where PEFT's own forward stays ------------------------------------------------------------------------------------
