@@ -80,6 +80,17 @@ def test_anything_else_is_refused_with_what_is_accepted(plan: Any, changes: dict
         asks_of(plan, paths=PATHS, **changes)
 
 
+@pytest.mark.parametrize(
+    ("part", "value"), [("dA", "ds"), ("dB", "s"), ("up", "Merged"), ("keep_s", "no"), ("down", None)]
+)
+def test_a_plan_has_no_other_parts_than_those_that_are_computed(part: str, value: Any) -> None:
+    """Another dA would leave A without a gradient."""
+    with pytest.raises(ValueError, match=f"plan part {part}: {value!r} is not one of "):
+        Plan(**{part: value})
+    with pytest.raises(ValueError, match=f"a plan has no part '{part}s'; it has down, up"):
+        Plan.from_dict({f"{part}s": "mm"})
+
+
 @pytest.mark.parametrize("name", sorted(LOSSY))
 def test_a_plan_that_merges_weights_is_named_only_with_lossy(name: str) -> None:
     for plan in (name, {"q_proj": name}):

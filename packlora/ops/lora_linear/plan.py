@@ -39,9 +39,15 @@ ViaB = Literal["S", "xd"]
 """dB = s d' S, or s (d' xd) A'."""
 
 
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "down": get_args(Down), "up": get_args(Up), "grad": get_args(Grad), "dx": get_args(Dx), "dA": get_args(ViaA),
+    "dB": get_args(ViaB), "keep_s": (True, False),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The parts of a plan; the values of each are explained at its type."""
+    """The parts of a plan; the values of each are explained at its type. Raises ValueError, naming the part, for another."""
 
     down: Down = "mm"
     """S = xd A', [T, r]."""
@@ -57,6 +63,11 @@ class Plan:
     """By which product dB [N, r] is formed."""
     keep_s: bool = True
     """S is saved for the backward (T r numbers); otherwise it is computed again."""
+
+    def __post_init__(self) -> None:
+        for name, accepted in _ACCEPTED.items():
+            if (value := getattr(self, name)) not in accepted:
+                raise ValueError(f"plan part {name}: {value!r} is not one of {', '.join(map(str, accepted))}")
 
     @property
     def name(self) -> str:
@@ -93,17 +104,11 @@ class Plan:
 
     @staticmethod
     def from_dict(values: dict[str, str | bool]) -> Plan:
-        """The plan with these parts and the defaults of the others. Raises ValueError, naming the part, where a value is not
-        one of the accepted ones."""
-        accepted: dict[str, tuple[Any, ...]] = {
-            "down": get_args(Down), "up": get_args(Up), "grad": get_args(Grad), "dx": get_args(Dx), "dA": get_args(ViaA),
-            "dB": get_args(ViaB), "keep_s": (True, False),
-        }  # fmt: skip
-        for name, value in values.items():
-            if name not in accepted:
-                raise ValueError(f"a plan has no part {name!r}; it has {', '.join(accepted)}")
-            if value not in accepted[name]:
-                raise ValueError(f"plan part {name}: {value!r} is not one of {', '.join(map(str, accepted[name]))}")
+        """The plan with these parts and the defaults of the others. Raises ValueError, naming the part, where there is none of
+        the name, or the value is not one of the accepted ones."""
+        for name in values:
+            if name not in _ACCEPTED:
+                raise ValueError(f"a plan has no part {name!r}; it has {', '.join(_ACCEPTED)}")
         return Plan(**values)  # type: ignore[arg-type]
 
 
