@@ -23,6 +23,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from packlora.adapters.kept_outputs import described, is_overwritten
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
+from packlora.errors import quoted
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerCall, LayerForward, compute
 from packlora.live.quantized import left_as_they_are
@@ -87,9 +88,12 @@ def accelerate(
         What was found: print it.
 
     Raises:
-        ValueError: the model has no PEFT layers, or is compiled already; plan, lossy or prefer is not one of the accepted
-            values, a plan that rounds more is named without `lossy`, or a pattern matches no linear layer with an adapter.
+        ValueError: the model is no module, has no PEFT layers, or is compiled already; plan, lossy, prefer, recompute or
+            keep_outputs is not one of the accepted values, a plan that rounds more is named without `lossy`, or a pattern
+            matches no linear layer with an adapter.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"the model is {quoted(model)}, not a torch.nn.Module; of a Trainer it is trainer.model")
     if hasattr(model, "_orig_mod"):
         raise ValueError(
             "the model is compiled already; call packlora.accelerate(model) first, then torch.compile(model)"
@@ -102,6 +106,9 @@ def accelerate(
             "PeftModel.from_pretrained or model.add_adapter"
         )
     asks = _asks(model, layers, plan, lossy, prefer)
+    for name, value in (("recompute", recompute), ("keep_outputs", keep_outputs)):
+        if type(value) is not bool:
+            raise ValueError(f"{name} is {quoted(value)}; accepted are True and False")
     restore(model)
     norms = RowNorms()
     forwards: dict[str, OwnForward] = {}

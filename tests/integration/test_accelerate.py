@@ -952,6 +952,17 @@ def test_x_that_does_not_fit_is_an_error_that_names_it(x: torch.Tensor, message:
 def test_what_has_no_adapters_is_refused() -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM has no PEFT adapter layers; accepted is a model from"):
         packlora.accelerate(tiny_model("llama"))
+    with pytest.raises(ValueError, match=r"the model is .*, not a torch.nn.Module; of a Trainer it is trainer.model"):
+        packlora.accelerate([lora(depth=1)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["recompute", "keep_outputs"])
+def test_what_is_neither_true_nor_false_is_refused_and_leaves_the_model_as_it_was(name: str) -> None:
+    model = lora(depth=1)
+    before = str(packlora.accelerate(model))
+    with pytest.raises(ValueError, match=f"{name} is 'no'; accepted are True and False"):
+        packlora.accelerate(model, **{name: "no"})
+    assert str(packlora.accelerate(model)) == before
 
 
 def test_the_report_names_every_module_once_with_its_plan_or_a_reason() -> None:
