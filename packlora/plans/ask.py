@@ -82,8 +82,6 @@ def _ask_of(plan: Any, lossy: bool, prefer: Any, whose: str = "") -> Ask:
     if type(lossy) is not bool:
         raise ValueError(f"lossy is {quoted(lossy)}; accepted are true and false")
     ask = Ask("measured" if plan is None else plan, lossy, prefer)
-    if isinstance(plan, Plan):
-        Plan.from_dict(plan.to_dict())  # which checks its parts
     if not _is_known(ask.plan):
         accepted = (*RULES, *(one.name for one in PLANS))
         raise ValueError(

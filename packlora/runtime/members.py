@@ -218,8 +218,8 @@ class Members:
                 job = make_job(self.run, item, adapter, self.base)
             except torch.OutOfMemoryError as error:
                 raise MemoryError(
-                    f"out of memory on {self.base.device} where job {item.config.name!r} joined, which the run has from now on; "
-                    "free memory there"
+                    f"out of memory on {self.base.device} where job {item.config.name!r} joined, which the run has since; free "
+                    "memory there"
                 ) from error
             whole(job)
             job.joined = given

@@ -105,7 +105,12 @@ def _overview_rows() -> list[str]:
         rows.append(_compared(title, (own, None), (peer, None), "experts", row["vs_peft"]))
     for name, start, title, section in (
         ("small-h200", "train_06b_vs_peft_best", "four jobs of short samples at once, 0.6B shape", "every_mode"),
-        ("workloads-h100", "workloads_vs_peft_best", "LoRAFusion's workloads, four jobs, 8B's shape, an H100", "workloads"),
+        (
+            "workloads-h100",
+            "workloads_vs_peft_best",
+            "LoRAFusion's workloads, four jobs, 8B's shape, an H100",
+            "workloads",
+        ),
         ("speed-cpu", "one_job_vs_peft_", "one job, SmolLM2-135M on two CPU threads", "speed"),
     ):
         if (file := measured(name)) is not None:
@@ -163,7 +168,9 @@ def overview() -> list[str]:
 def with_overview(readme: str) -> str:
     """The README with its table brought up to date, and the sentence that counts the rows of whole optimizer steps."""
     lines = overview()
-    number = {1: "row times", 2: "two rows time", 3: "three rows time", 4: "four rows time"}[sum(STEPS in line for line in lines)]
+    number = {1: "row times", 2: "two rows time", 3: "three rows time", 4: "four rows time"}[
+        sum(STEPS in line for line in lines)
+    ]
     return _between_marks(STEPS_COUNTED.sub(rf"\1{number}\2", readme), "\n".join(lines) + "\n")
 
 
