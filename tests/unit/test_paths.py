@@ -133,6 +133,7 @@ def test_magnitudes_by_the_kernels_around_plain_products_give_the_same(kind: str
         torch_path if plain.base_dropped or i not in plain.composed else triton_path for i in range(len(case.dy))
     )
     kernels = replace(plain, magnitude=triton_path, up=up, scale_rows=triton_path.scale_rows, segment_tables=tables)
+    kernels = replace(kernels, add_dropped=triton_path.add_dropped)
     results = []
     for call in (kernels, plain):
         with torch.no_grad():

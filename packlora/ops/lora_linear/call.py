@@ -20,6 +20,7 @@ segment, and has
     y += (g - 1) (drop(x) c W' + S B'),    dx += drop((g - 1) d c W),    dS = s c g d B
 
 added to it: two base products. (g - 1) is formed in g's dtype; the difference of rounded products would be nothing near g = 1.
+S B' is scaled by g before it is added to anything: the rounding of a sum with it would count more the farther g is from 1.
 """
 
 from __future__ import annotations
@@ -216,9 +217,12 @@ class Path(Protocol):
 Dropped = Mapping[Segment, torch.Tensor]
 """drop(x) [t, K] of the segments that scale a base product of it, which other products of the forward read too."""
 Launches = dict[Hashable, Any]
-ScaleRows = Callable[[Launches, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, bool], None]
-"""(launches, z, y, g, bias, minus, add): y = (g - minus) z + bias over rows [t, N], or y += that; without g it is 1. y may be
-z. launches: see launcher.launch."""
+ScaleRows = Callable[[Launches, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int], None]
+"""(launches, z, y, g, bias, minus): y = (g - minus) z + bias over rows [t, N]; without g it is 1. y may be z. launches: see
+launcher.launch."""
+AddDropped = Callable[[Launches, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+"""(launches, base, low, y, g, bias): y += (g - 1) base + g low + bias over rows [t, N], and z = base + low in the place of low,
+for base = drop(x) c W' and low = S B'."""
 
 
 @dataclass(slots=True)
@@ -261,6 +265,7 @@ class Call:
     grads: Path
     inputs: Path
     scale_rows: ScaleRows
+    add_dropped: AddDropped
     fused: bool = False
     """Fused products take these operands."""
     single_adapter: Segment | None = None

@@ -18,50 +18,49 @@ Optional = torch.Tensor | None
 def compose_by_segment(
     call: Call, own: Operands, dropped: Dropped, S: torch.Tensor, index: int, y_TN: torch.Tensor, keep_z: bool
 ) -> tuple[torch.Tensor, Optional]:
-    """y in place of x W' + S B' in y_TN, segment by segment, and z."""
+    """y in the place of what `torch_path.up` has in y_TN, x W' + S B' or, in base-dropped segments, x W', and z."""
     scales, composed = own.scales[index], call.composed[index]
     z_TN = torch.empty_like(y_TN) if keep_z or any(drops_base(*one) for one in composed) else None
     for segment, has_magnitude, has_bias in composed:
         y_tN = segment.of(y_TN)
         g_N = scales.g_rows[segment.adapter] if has_magnitude else None
         bias_N = scales.bias_rows[segment.adapter]
-        if z_TN is not None and drops_base(segment, has_magnitude, has_bias):
+        if z_TN is not None and g_N is not None and drops_base(segment, has_magnitude, has_bias):
             z_tN = segment.of(z_TN)
-            _dropped_product(call, own, dropped[segment], S, index, segment, z_tN)
-            call.scale_rows(call.launches, z_tN, y_tN, g_N, bias_N, 1, True)
+            (part,) = (part for part in call.parts[index] if part.segment is segment)
+            torch.mm(part.of_S(S), own.block(call.layout, segment.adapter, index)[1], out=z_tN)
+            base_tN = own.frozen[index].matmul(dropped[segment], scale=dropout_factor(segment.dropout))
+            call.add_dropped(call.launches, base_tN, z_tN, y_tN, g_N, bias_N)
         else:
             if z_TN is not None:
                 segment.of(z_TN).copy_(y_tN)
-            call.scale_rows(call.launches, y_tN, y_tN, g_N, bias_N, 0, False)
+            call.scale_rows(call.launches, y_tN, y_tN, g_N, bias_N, 0)
     if (base_bias_N := own.biases[index]) is not None:
         for start, stop in gaps([segment for segment, _, _ in composed], call.T):
             y_TN[start:stop] += base_bias_N
     return y_TN, z_TN
 
 
-def _dropped_product(
-    call: Call, own: Operands, xd_tK: torch.Tensor, S: torch.Tensor, index: int, segment: Segment, z_tN: torch.Tensor
-) -> None:
-    """z = drop(x) c W' + S B' of one segment."""
-    factor = dropout_factor(segment.dropout)
-    (part,) = (part for part in call.parts[index] if part.segment is segment)
-    _, B_rN = own.block(call.layout, segment.adapter, index)
-    if call.dtype == torch.float32:  # a product rounds more when it accumulates onto something
-        z_tN.copy_(own.frozen[index].matmul(xd_tK, scale=factor))
-        z_tN.addmm_(part.of_S(S), B_rN)
-    else:
-        torch.mm(part.of_S(S), B_rN, out=z_tN)
-        own.frozen[index].matmul(xd_tK, accumulate=z_tN, scale=factor)
-
-
 def scale_rows(
-    launches: Launches, z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: Optional, bias_N: Optional, minus: int, add: bool
+    launches: Launches, z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: Optional, bias_N: Optional, minus: int
 ) -> None:
     """See call.ScaleRows."""
     value = z_tN if g_N is None else (g_N - minus) * z_tN
-    if bias_N is not None:
-        value = value + bias_N
-    y_tN.copy_(y_tN + value if add else value)
+    y_tN.copy_(value if bias_N is None else value + bias_N)
+
+
+def add_dropped(
+    launches: Launches,
+    base_tN: torch.Tensor,
+    low_tN: torch.Tensor,
+    y_tN: torch.Tensor,
+    g_N: torch.Tensor,
+    bias_N: Optional,
+) -> None:
+    """See call.AddDropped."""
+    value = y_tN + ((g_N - 1) * base_tN + g_N * low_tN)
+    y_tN.copy_(value if bias_N is None else value + bias_N)
+    low_tN += base_tN
 
 
 def magnitude(
@@ -104,7 +103,7 @@ def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Opt
     return out
 
 
-def add_dropped(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], d: Gradients) -> None:
+def add_scaled(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], d: Gradients) -> None:
     """Add (g - 1) d c W of every layer whose base product is dropped to dS A [t, K] of each segment, before that is dropped."""
     for index, composed in call.composed.items():
         d_TN = None if (own_d := d[index]) is None else rows_of(own_d)
@@ -113,7 +112,7 @@ def add_dropped(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], 
                 assert d_TN is not None
                 d_tN, g_N = segment.of(d_TN), own.scales[index].g_rows[segment.adapter]
                 scaled_tN = torch.empty_like(d_tN)
-                call.scale_rows(call.launches, d_tN, scaled_tN, g_N, None, 1, False)
+                call.scale_rows(call.launches, d_tN, scaled_tN, g_N, None, 1)
                 own.frozen[index].matmul_t(scaled_tN, low[segment], dropout_factor(segment.dropout))
 
 

@@ -9,8 +9,8 @@ import torch
 from packlora.ops.dropout.keys import dropout_factor, dropout_threshold, signed
 from packlora.ops.gpu import HAS_TRITON
 from packlora.ops.lora_linear import torch_path
-from packlora.ops.lora_linear.call import Call, Part, Path, ScaleRows, Slot, Stack
-from packlora.ops.lora_linear.composed import drops_base, scale_rows
+from packlora.ops.lora_linear.call import AddDropped, Call, Part, Path, ScaleRows, Slot, Stack
+from packlora.ops.lora_linear.composed import add_dropped, drops_base, scale_rows
 from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.layout import Layout
 from packlora.ops.lora_linear.moving import MovingSegments
@@ -50,13 +50,14 @@ def settle(
     plan_up: list[Up] = [plan.up if rank or plan.up == "merged" else "after" for rank in layout.max_padded]
 
     kernels: Path = TORCH
-    rows: ScaleRows = scale_rows
+    rows: tuple[ScaleRows, AddDropped] = scale_rows, add_dropped
     segment_tables, fused = None, False
     if plan.needs_triton or (composed and HAS_TRITON and device.type == "cuda" and dtype != torch.float64):
         from packlora.ops.lora_linear import triton_path
 
         kernels = triton_path
-        rows = triton_path.scale_rows if device.type == "cuda" else scale_rows
+        if device.type == "cuda":
+            rows = triton_path.scale_rows, triton_path.add_dropped
         segment_tables = _tables(segments, T, device, dtype, num_adapters, moving)
         fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x, layers)
         if not fused:
@@ -80,7 +81,8 @@ def settle(
         magnitude=kernels,
         grads=kernels if plan.grad == "one-pass" else TORCH,
         inputs=kernels if plan.dx in ("routed", "fused") else TORCH,
-        scale_rows=rows,
+        scale_rows=rows[0],
+        add_dropped=rows[1],
         fused=fused, word=signed(salt),
         single_adapter=segments[0] if on_every else None,
         threshold=dropout_threshold(segments[0].dropout) if on_every else 0,

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import linear
 
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Part, Stack, Sums, Wanted
-from packlora.ops.lora_linear.composed import add_dropped, base_gradient, compose_by_segment, magnitude
+from packlora.ops.lora_linear.composed import add_scaled, base_gradient, compose_by_segment, drops_base, magnitude
 from packlora.ops.lora_linear.frozen import accumulator_dtype
 from packlora.ops.lora_linear.tables import gaps
 from packlora.ops.lora_linear.types import Segment, rows_of
@@ -52,19 +52,25 @@ def up(
     if index not in call.composed:
         return base_and_low_rank(call, own, x_TK, S, index, own.biases[index]), None
     assert S is not None
-    z_TN = base_and_low_rank(call, own, x_TK, S, index, None)
+    parts = call.parts[index]
+    if call.base_dropped:  # g scales their S B' apart from this base product: the sum, rounded, would be scaled back
+        apart = [segment for segment, *has in call.composed[index] if drops_base(segment, *has)]
+        parts = tuple(part for part in parts if part.segment not in apart)
+    z_TN = base_and_low_rank(call, own, x_TK, S, index, None, parts)
     return compose_by_segment(call, own, dropped, S, index, z_TN, keep_z)
 
 
 def base_and_low_rank(
-    call: Call, own: Operands, x_TK: torch.Tensor, S: Optional, index: int, bias_N: Optional
-) -> torch.Tensor:
-    """x W' + S B' + bias [T, N] of one layer, by torch's products."""
-    frozen, parts, plan_up = own.frozen[index], call.parts[index], call.plan_up[index]
+    call: Call, own: Operands, x_TK: torch.Tensor, S: Optional, index: int, bias_N: Optional,
+    parts: tuple[Part, ...] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x W' + S B' + bias [T, N] of one layer, by torch's products. parts: those that add S B', all of the layer's if None."""
+    frozen, plan_up = own.frozen[index], call.plan_up[index]
+    parts = call.parts[index] if parts is None else parts
     if plan_up == "merged":
         return linear(x_TK, merged(call, own, index), bias_N) if parts else frozen.matmul(x_TK, bias_N)
     assert S is not None, "S is made by every plan that does not merge"
-    if plan_up == "before":
+    if plan_up == "before" and parts:
         dtype = call.dtype if index in call.composed else accumulator_dtype(x_TK)
         y_TN = x_TK.new_empty(call.T, frozen.shape[0], dtype=dtype)
         for part in parts:
@@ -171,7 +177,7 @@ def inputs(
     low = dict[Segment, torch.Tensor]()
     if call.base_dropped:  # of all segments at once: each layer's weight is read once for all of them
         low = {stack.segment: _low_rank_dx(call, own, dS, stack) for stack in call.stacked if stack.segment.dropout}
-        add_dropped(call, own, low, d)
+        add_scaled(call, own, low, d)
     if plan_dx == "before" and (whole := call.whole) is not None:  # the base product accumulates onto what is dropped
         low_TK = low.pop(whole.segment) if whole.segment in low else _low_rank_dx(call, own, dS, whole)
         return base_dx(own, base, call.drop(low_TK, keys_T2, whole.segment)), dA

@@ -11,13 +11,13 @@ import torch
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Sums, Wanted
 from packlora.ops.lora_linear.kernels import backward_inputs, backward_outputs, forward, gemm, sizes
 from packlora.ops.lora_linear.kernels.config import sizes_for
-from packlora.ops.lora_linear.kernels.forward import down, scale_rows
+from packlora.ops.lora_linear.kernels.forward import add_dropped, down, scale_rows
 from packlora.ops.lora_linear.kernels.sizes import fusable
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.ops.lora_linear.torch_path import base_and_low_rank, base_dx, stacked_dA
 from packlora.ops.lora_linear.types import Segment, rows_of
 
-__all__ = ["down", "fusable", "grads", "inputs", "magnitude", "scale_rows", "segment_tables", "up"]
+__all__ = ["add_dropped", "down", "fusable", "grads", "inputs", "magnitude", "scale_rows", "segment_tables", "up"]
 Optional = torch.Tensor | None
 
 

@@ -189,10 +189,9 @@ def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM
 
 @triton.jit(do_not_specialize=["T"])
 def rows_kernel(
-    z, y, g, bias, T, N, minus, ADD: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    z, y, g, bias, T, N, minus, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """y = (g - minus) z + bias, or y += that, over rows [T, N] of one segment; g, bias float32 [N]. Grid (blocks of N, T)."""
+    """y = (g - minus) z + bias over rows [T, N] of one segment; g, bias float32 [N]. Grid (blocks of N, T)."""
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = cols < N
@@ -203,9 +202,27 @@ def rows_kernel(
         value *= (tl.load(g + cols, mask=fits, other=0.0) - minus)[None, :]
     if HAS_BIAS:
         value += tl.load(bias + cols, mask=fits, other=0.0)[None, :]
-    if ADD:
-        value += tl.load(y + at, mask=here, other=0.0).to(tl.float32)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["T"])
+def dropped_kernel(
+    base, low, y, g, bias, T, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """y += (g - 1) base + g low + bias and low += base, over rows as rows_kernel has them."""
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = cols < N
+    here = (rows < T)[:, None] & fits[None, :]
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    g_row = tl.load(g + cols, mask=fits, other=0.0)[None, :]
+    base_tile = tl.load(base + at, mask=here, other=0.0).to(tl.float32)
+    low_tile = tl.load(low + at, mask=here, other=0.0).to(tl.float32)
+    value = tl.load(y + at, mask=here, other=0.0).to(tl.float32) + ((g_row - 1) * base_tile + g_row * low_tile)
+    if HAS_BIAS:
+        value += tl.load(bias + cols, mask=fits, other=0.0)[None, :]
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
+    tl.store(low + at, (base_tile + low_tile).to(low.dtype.element_ty), mask=here)
 
 
 # --- launches ------------------------------------------------------------------------------------------------------------
@@ -280,16 +297,31 @@ def compose(call: Call, scales: Scales, z_TN: torch.Tensor, y_TN: torch.Tensor) 
 
 def scale_rows(
     launches: Launches, z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor | None, bias_N: torch.Tensor | None,
-    minus: int, add: bool,
+    minus: int,
 ) -> None:  # fmt: skip
     """See call.ScaleRows."""
     T, N = z_tN.shape
     args = (z_tN, y_tN, g_N, bias_N, T, N, minus)
-    key = ("rows", z_tN.dtype, T, N, minus, add, g_N is None, bias_N is None)
+    key = ("rows", z_tN.dtype, T, N, minus, g_N is None, bias_N is None)
     if not launcher.launched(launches, key, args):
         launcher.launch(
             rows_kernel, (sizes.cdiv(N, 256), sizes.cdiv(T, 16)), args, launches, key,
-            ADD=add, HAS_G=g_N is not None, HAS_BIAS=bias_N is not None, BM=16, BN=256, num_warps=4, num_stages=1,
+            HAS_G=g_N is not None, HAS_BIAS=bias_N is not None, BM=16, BN=256, num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+
+def add_dropped(
+    launches: Launches, base_tN: torch.Tensor, low_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor,
+    bias_N: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """See call.AddDropped."""
+    T, N = y_tN.shape
+    args = (base_tN, low_tN, y_tN, g_N, bias_N, T, N)
+    key = ("dropped", y_tN.dtype, T, N, bias_N is None)
+    if not launcher.launched(launches, key, args):
+        launcher.launch(
+            dropped_kernel, (sizes.cdiv(N, 256), sizes.cdiv(T, 16)), args, launches, key,
+            HAS_BIAS=bias_N is not None, BM=16, BN=256, num_warps=4, num_stages=1,
         )  # fmt: skip
 
 
