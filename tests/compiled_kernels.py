@@ -37,6 +37,7 @@ from packlora.ops.dropout import kernel as dropping
 from packlora.ops.lora_experts import low_rank as experts_low_rank
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.kernels import forward as forward_path
 from packlora.ops.lora_linear.kernels import sizes as block_sizes
 from packlora.ops.lora_linear.plan import ROUTED, Plan
 from packlora.ops.rms_norm import triton_path as rms_norm_path
@@ -181,6 +182,8 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
             s = experts_low_rank.down(read, w, routing, repeated)
             experts_low_rank.sums(s, read, routing, repeated)
         experts_low_rank.add_(x.repeat(2, 1), s, w, routing)
+        z, more = torch.zeros(512, 1024, dtype=torch.bfloat16), torch.zeros(4, 1024)
+        experts_low_rank.add_scaled_(x.repeat(2, 1), x.repeat(2, 1), s, w, more, routing, z)
     for turn, dtype in enumerate((torch.bfloat16, torch.float32) if kinds is USUAL else ()):
         case = f"loss and dropout, {dtype}"
         logits, labels = torch.zeros(64, 5008, dtype=dtype), torch.zeros(64, dtype=torch.int64)
@@ -194,6 +197,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         if SOAK:
             cross_entropy_path.part_sums(odd, labels)
             cross_entropy_path.part_gradient(odd, labels, torch.ones(64), torch.ones(64), labels == 0)
+        forward_path.add_dropped({}, logits, logits, logits, torch.ones(5008), None)
         dropping.masked(logits, torch.zeros(64, 2, dtype=torch.int32), 3, 0.1, scaled=gradient)
         for (at, D), (number, (offset, rounding)) in itertools.product(
             enumerate(RMS_NORMS), enumerate(KINDS_OF_RMS_NORMS)

@@ -54,6 +54,8 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
         "experts_blocks_kernel",
         "experts_down_kernel",
         "experts_add_kernel",
+        "experts_add_scaled_kernel",
+        "dropped_kernel",
         "experts_sums_kernel",
     }
     assert ("fused_kernel" in found) == ("wide_cross_kernel" in found) == (capability in (90, 100))

@@ -247,7 +247,7 @@ def test_weighted_sums_and_their_gradients_are_those_of_autograd(here: tuple[int
 
 
 @pytest.mark.parametrize(("rank", "owners"), [(5, 1), (24, 3)])
-def test_kernels_compute_the_three_products_by_group(rank: int, owners: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compute_the_products_by_group(rank: int, owners: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of rows in a group, groups without rows, sizes that fill no block; float32 sums of 16-bit numbers."""
     monkeypatch.setattr("packlora.ops.lora_experts.triton_path.BLOCK_ROWS", 16)
     generator, T, K, N = torch.Generator().manual_seed(2), 61, 72, 136
@@ -260,6 +260,7 @@ def test_kernels_compute_the_three_products_by_group(rank: int, owners: int, mon
         return torch.randn(*shape, generator=generator).to(torch.float16)
 
     x_TK, A, B, s, y = drawn(T, K), drawn(G, rank, K), drawn(G, rank, N), drawn(S, rank), drawn(S, N)
+    more = torch.randn(G, N, generator=generator)
     for repeated in (True, False):
         x = x_TK if repeated else x_TK[routing.token_of_row()]
         found = []
@@ -270,8 +271,12 @@ def test_kernels_compute_the_three_products_by_group(rank: int, owners: int, mon
                 low_rank.down(wide(x), wide(A), routing, repeated), low_rank.add_(wide(y).clone(), wide(s), wide(B), routing),
                 low_rank.sums(wide(s), wide(x), routing, repeated),
             ])  # fmt: skip
+            for base in (None, wide(drawn(S, N)) if not found[1:] else found[0][5]):  # y itself, another
+                out, z = wide(y).clone(), torch.full_like(wide(y), float("nan"))
+                low_rank.add_scaled_(out, out if base is None else wide(base), wide(s), wide(B), more, routing, z)
+                found[-1] += [out, z] if base is None else [base, out, z]
         assert found[0][2].dtype == torch.float32
-        for got, want, bound in zip(*found, (5e-4, 5e-4, 1e-6), strict=True):
+        for got, want, bound in zip(*found, (5e-4, 5e-4, 1e-6, *[5e-4] * 5), strict=True):
             assert float((got - want).norm() / want.norm()) < bound
         assert not found[0][2].view(E, owners, rank, K)[4].any()
 
@@ -281,7 +286,7 @@ def test_the_operator_by_kernels_is_the_loop_over_experts_within_the_rounding_of
 ) -> None:
     monkeypatch.setattr(low_rank, "KERNELS_ON_CPU", True)
     launched: list[str] = []
-    for name in ("down", "add_", "sums"):
+    for name in ("down", "add_", "add_scaled_", "sums"):
         function = getattr(low_rank.triton_path, name)
         monkeypatch.setattr(
             low_rank.triton_path, name, lambda *a, name=name, function=function: launched.append(name) or function(*a)
@@ -294,4 +299,28 @@ def test_the_operator_by_kernels_is_the_loop_over_experts_within_the_rounding_of
         owner = torch.arange(len(x)) * len(adapters) // len(x) if len(adapters) > 1 else None
         found = differences(frozen, x, chosen, keys, owner, adapters, repeated=True)
         assert max(found.values()) < 0.02, (jobs, found)
-    assert set(launched) == {"down", "add_", "sums"}
+    assert set(launched) == {"down", "add_", "add_scaled_", "sums"}
+
+
+@pytest.mark.parametrize(("kernels", "narrow", "g"), [(True, torch.float16, 1.0001), (False, torch.bfloat16, 1.001)])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_magnitude_that_moved_by_less_than_16_bits_hold_of_g_is_in_y(
+    p: float, kernels: bool, narrow: torch.dtype, g: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part of the true change, by projection, that 16 bits show on average: of tokens' sums roundings are chance."""
+    monkeypatch.setattr(low_rank, "KERNELS_ON_CPU", kernels)
+    changes = {}
+    for dtype in (torch.float64, narrow):
+        generator, frozen, x, chosen, keys = a_case(torch.float64, 48, 64, 2, False, False)
+        adapter, wide = an_adapter(generator, frozen, 4, "dora", p), torch.promote_types(dtype, torch.float32)
+        frozen = ExpertWeight(frozen.weight.to(dtype), None, False)
+        routing, found = Routing.of(chosen, frozen.shape[0]), []
+        for factor in (1.0, g):
+            own = replace(
+                adapter, A=adapter.A.to(dtype), B=adapter.B.to(dtype), norm=adapter.norm.to(wide),
+                magnitude=adapter.norm.to(wide) * factor,
+            )  # fmt: skip
+            found.append(lora_experts(x.to(dtype), frozen, routing, [own], keys, SALT, True).detach().double())
+        changes[dtype] = found[1] - found[0]
+    got, want = changes[narrow], changes[torch.float64]
+    assert 0.7 < float((got * want).sum() / want.square().sum()) < 1.3

@@ -144,14 +144,16 @@ class Call:
         return out.flatten(0, 1)
 
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """g and one over the norms, [G, N]; ones for owners without a magnitude."""
+        """g - 1 and one over the norms, [G, N]; 0 and 1 for owners without a magnitude. g is near 1, where 16 bits hold g - 1
+        and not g."""
         E, N, _ = self.frozen.shape
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        out = torch.ones(2, E, len(self.adapters), N, dtype=wide, device=self.frozen.weight.device)
+        out = torch.zeros(2, E, len(self.adapters), N, dtype=wide, device=self.frozen.weight.device)
+        out[1] = 1
         for owner, one in enumerate(self.adapters):
             if one is not None and one.magnitude is not None:
                 assert one.norm is not None
-                out[0, :, owner], out[1, :, owner] = one.magnitude.detach() / one.norm, 1.0 / one.norm
+                out[0, :, owner], out[1, :, owner] = one.magnitude.detach() / one.norm - 1.0, 1.0 / one.norm
         return out[0].flatten(0, 1), out[1].flatten(0, 1)
 
     def drop(self, x: torch.Tensor, rates: Sequence[float]) -> torch.Tensor:
@@ -206,18 +208,14 @@ def outputs(call: Call, x: torch.Tensor, keep_z: bool) -> tuple[torch.Tensor, to
         if not call.scaled:
             low_rank.add_(y_SN, S, call.packed_B(), routing)
         else:
-            g_SN = call.scales()[0].to(call.dtype)[routing.pair]
+            base_SN = y_SN
             if any(call.base_rates):
                 base_SN = rows_times(call.rows(call.drop(x, call.base_rates)), frozen.from_inputs(), routing.by_expert)
-                y_SN -= base_SN
-                z_SN = low_rank.add_(base_SN, S, call.packed_B(), routing)
-                y_SN.addcmul_(g_SN, z_SN)
-            else:
-                z_SN = low_rank.add_(y_SN, S, call.packed_B(), routing)
-                y_SN = g_SN.mul_(z_SN)
+            z_SN = torch.empty_like(y_SN) if keep_z else None
+            low_rank.add_scaled_(y_SN, base_SN, S, call.packed_B(), call.scales()[0], routing, z_SN)
     if frozen.bias is not None:
         y_SN += frozen.bias[routing.expert_of_row()]
-    return y_SN, S, z_SN if keep_z else None
+    return y_SN, S, z_SN
 
 
 def gradients(
@@ -228,12 +226,13 @@ def gradients(
     routing = call.routing
     need_x, need = needed[0], needed[2:]
     grads: list[torch.Tensor | None] = [None] * len(need)
-    e_SN = d_SN
+    e_SN, more_SN = d_SN, None
     if call.scaled:
-        g_GN, inverse_GN = call.scales()
-        e_SN = g_GN.to(call.dtype)[routing.pair].mul_(d_SN)
+        more_GN, inverse_GN = call.scales()
+        more_SN = more_GN.to(call.dtype)[routing.pair].mul_(d_SN)
+        e_SN = d_SN + more_SN
         if z_SN is not None:
-            dm_GN = sums_of_rows((d_SN * z_SN).to(g_GN.dtype), routing.by_pair).mul_(inverse_GN)
+            dm_GN = sums_of_rows((d_SN * z_SN).to(more_GN.dtype), routing.by_pair).mul_(inverse_GN)
             _spread(grads, 2, need, dm_GN.view(-1, routing.owners, dm_GN.shape[1]), call)
     dS = None
     if S is not None:
@@ -244,11 +243,13 @@ def gradients(
         if any(need[0::FIELDS]):
             dA_GrK = low_rank.sums(dS, call.drop(x, call.rates), routing, call.repeated)
             _spread(grads, 0, need, dA_GrK.view(-1, routing.owners, *dA_GrK.shape[1:]), call)
-    return _inputs(call, d_SN, e_SN, dS) if need_x else None, grads
+    return _inputs(call, d_SN, e_SN, more_SN, dS) if need_x else None, grads
 
 
-def _inputs(call: Call, d_SN: torch.Tensor, e_SN: torch.Tensor, dS: torch.Tensor | None) -> torch.Tensor:
-    """dx as x came."""
+def _inputs(
+    call: Call, d_SN: torch.Tensor, e_SN: torch.Tensor, more_SN: torch.Tensor | None, dS: torch.Tensor | None
+) -> torch.Tensor:
+    """dx as x came. more: (g - 1) d, where owners have magnitudes."""
     routing, W = call.routing, call.frozen.from_outputs()
     two_bases = any(call.base_rates)
     dx = rows_times(d_SN if two_bases else e_SN, W, routing.by_expert)
@@ -258,7 +259,8 @@ def _inputs(call: Call, d_SN: torch.Tensor, e_SN: torch.Tensor, dS: torch.Tensor
         return call.back(low_rank.add_(dx, dS, call.packed_A(), routing))
     through = low_rank.add_(torch.zeros_like(dx), dS, call.packed_A(), routing)
     if two_bases:  # what went through a base product of the dropped x
-        both = rows_times(e_SN - d_SN, W, routing.by_expert)
+        assert more_SN is not None
+        both = rows_times(more_SN, W, routing.by_expert)
         if call.base_rates == call.rates:
             through += both
         else:

@@ -103,6 +103,41 @@ def experts_add_kernel(
 
 
 @triton.jit
+def experts_add_scaled_kernel(
+    y, base, s, w, more, z, blocks, N, r, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """y += more_g base + (1 + more_g) s w_g for every row of every group g, rounded once, and z = base + s w_g where it is to
+    KEEP. Grid (blocks of rows, blocks of columns).
+
+    Args:
+        y: [S, N]; changed.
+        base: [S, N]; may be y.
+        s, w, blocks, BM, BN, BR: as in experts_add_kernel.
+        more: float32 [G, N].
+        z: [S, N]; written.
+    """
+    at = blocks + 3 * tl.program_id(0)
+    group, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    if first < end:
+        rows, ranks = first + tl.arange(0, BM), tl.arange(0, BR)
+        cols = tl.program_id(1) * BN + tl.arange(0, BN)
+        inside = (rows < end)[:, None] & (cols < N)[None, :]
+        s_at = s + rows.to(tl.int64)[:, None] * r + ranks[None, :]
+        s_tile = tl.load(s_at, mask=(rows < end)[:, None] & (ranks < r)[None, :], other=0.0)
+        w_at = w + group.to(tl.int64) * r * N + ranks[:, None] * N + cols[None, :]
+        w_tile = tl.load(w_at, mask=(ranks < r)[:, None] & (cols < N)[None, :], other=0.0)
+        more_row = tl.load(more + group.to(tl.int64) * N + cols, mask=cols < N, other=0.0)[None, :]
+        at_tile = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        base_tile = tl.load(base + at_tile, mask=inside, other=0.0).to(tl.float32)
+        y_tile = tl.load(y + at_tile, mask=inside, other=0.0).to(tl.float32)
+        low = tl.dot(s_tile, w_tile)
+        y_tile += more_row * base_tile + (1 + more_row) * low
+        tl.store(y + at_tile, y_tile.to(y.dtype.element_ty), mask=inside)
+        if KEEP:
+            tl.store(z + at_tile, (base_tile + low).to(z.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def experts_sums_kernel(
     s, x, index, out, ends, x_stride, K, r, INDEXED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip

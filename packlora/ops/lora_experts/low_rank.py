@@ -34,6 +34,22 @@ def add_(y_SN: torch.Tensor, s_Sr: torch.Tensor, w_GrN: torch.Tensor, routing: R
     return triton_path.add_(y_SN, s_Sr, w_GrN, _blocks(routing))
 
 
+def add_scaled_(
+    y_SN: torch.Tensor, base_SN: torch.Tensor, s_Sr: torch.Tensor, w_GrN: torch.Tensor, more_GN: torch.Tensor, routing: Routing,
+    z_SN: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """y += more_g base + (1 + more_g) s w_g for every sorted row, in place and rounded once; z = base + s w_g, where there is
+    one. base: may be y; more: in a wide dtype."""
+    if not _by_kernels(y_SN, w_GrN.shape[1]):
+        wide, more_SN = more_GN.dtype, more_GN[routing.pair]
+        low_SN = rows_times(s_Sr.to(wide), w_GrN.to(wide), routing.by_pair)
+        if z_SN is not None:
+            z_SN.copy_(base_SN + low_SN)
+        y_SN.copy_(y_SN + (more_SN * base_SN + (1 + more_SN) * low_SN))
+        return
+    triton_path.add_scaled_(y_SN, base_SN, s_Sr, w_GrN, more_GN, _blocks(routing), z_SN)
+
+
 def sums(s_Sr: torch.Tensor, x: torch.Tensor, routing: Routing, repeated: bool) -> torch.Tensor:
     """The sums of s' x over the rows of every group, [G, r, K], zeros where it has none; float32 by kernels."""
     if not _by_kernels(x, s_Sr.shape[1]):

@@ -13,6 +13,7 @@ from packlora.ops.gpu import on_device
 from packlora.ops.lora_experts.grouped import Groups
 from packlora.ops.lora_experts.kernel import (
     experts_add_kernel,
+    experts_add_scaled_kernel,
     experts_blocks_kernel,
     experts_down_kernel,
     experts_sums_kernel,
@@ -59,6 +60,20 @@ def add_(y_SN: torch.Tensor, s_Sr: torch.Tensor, w_GrN: torch.Tensor, blocks: to
             (y_SN, s_Sr, w_GrN, blocks, N, r), BM=BLOCK_ROWS, BN=128, BR=_power(r), num_warps=4, num_stages=1,
         )  # fmt: skip
     return y_SN
+
+
+def add_scaled_(
+    y_SN: torch.Tensor, base_SN: torch.Tensor, s_Sr: torch.Tensor, w_GrN: torch.Tensor, more_GN: torch.Tensor,
+    blocks: torch.Tensor, z_SN: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """See low_rank.add_scaled_."""
+    _, r, N = w_GrN.shape
+    with on_device(y_SN.device):
+        launcher.launch(
+            experts_add_scaled_kernel, (len(blocks), -(-N // 64)),
+            (y_SN, base_SN, s_Sr, w_GrN, more_GN, z_SN, blocks, N, r), KEEP=z_SN is not None,
+            BM=BLOCK_ROWS, BN=64, BR=_power(r), num_warps=4, num_stages=1,
+        )  # fmt: skip
 
 
 def sums(s_Sr: torch.Tensor, x: torch.Tensor, index_S: torch.Tensor | None, ends_G: torch.Tensor) -> torch.Tensor:
