@@ -18,7 +18,7 @@ TEXT = """\
 # All keys: docs/run-file.md, or `packlora schema` for an editor. Then:  packlora train {out}
 base_model: {base}          # a folder, a Hugging Face model id, or smollm2-135m, the small packaged one
 output_dir: {output}        # new or empty
-# dtype: bfloat16           # of the base model, on a GPU; float32 where nothing is said
+# dtype: bfloat16           # of the base model; where nothing is said so on a GPU, float32 on a CPU
 # max_tokens_per_microbatch: auto   # as many as fit; 4096 where nothing is said
 
 jobs:                       # all of them are trained at once, on one base model; copy one to compare settings

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from packlora.config.computing import PlansConfig, QuantizationConfig, ScheduleConfig
+from packlora.config.dtype import usual_dtype
 from packlora.config.job import JobConfig
 from packlora.config.parallel import ParallelConfig
 from packlora.config.shared import MOST_PROMPTS, MOST_TOKENS, RESERVED_BY_SWEEPS, PathText, Prompt, Strict
@@ -27,8 +29,9 @@ class Run(Strict):
     """A local folder, a Hugging Face model id, or smollm2-135m for the packaged demo model."""
     revision: PathText | None = None
     """Branch, tag or commit of a base model on the hub; null: its main branch."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification). auto:
+    bfloat16 on a GPU that computes in it, else float32; a run that is resumed keeps its own. A Run holds what it stands for."""
     quantization: QuantizationConfig | None = None
     """Quantise the frozen linear layers while they are loaded, as QLoRA does: nf4, fp4 or int8, or a mapping: double_quant, or
     method torchao with its quant_type. They are multiplied in dtype. null: as they are saved."""
@@ -82,6 +85,13 @@ class Run(Strict):
     def seed_of(self, job: JobConfig) -> int:
         """The seed, 0 to 2**63 - 1, that a job draws from: its own or the run's."""
         return self.seed if job.seed is None else job.seed
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_dtype(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping) or tree.get("dtype", "auto") != "auto":
+            return tree
+        return {**tree, "dtype": usual_dtype(tree.get("output_dir"), tree.get("device", "auto"))}
 
     @field_validator("parallel", mode="before")
     @classmethod
