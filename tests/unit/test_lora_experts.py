@@ -317,7 +317,7 @@ def test_a_magnitude_that_moved_by_less_than_16_bits_hold_of_g_is_in_y(
         routing, found = Routing.of(chosen, frozen.shape[0]), []
         for factor in (1.0, g):
             own = replace(
-                adapter, A=adapter.A.to(dtype), B=adapter.B.to(dtype), norm=adapter.norm.to(wide),
+                adapter, A=adapter.A.to(dtype) / 16, B=adapter.B.to(dtype), norm=adapter.norm.to(wide),
                 magnitude=adapter.norm.to(wide) * factor,
             )  # fmt: skip
             found.append(lora_experts(x.to(dtype), frozen, routing, [own], keys, SALT, True).detach().double())

@@ -41,8 +41,7 @@ def add_scaled_(
     """y += more_g base + (1 + more_g) s w_g for every sorted row, in place and rounded once; z = base + s w_g, where there is
     one. base: may be y; more: in a wide dtype."""
     if not _by_kernels(y_SN, w_GrN.shape[1]):
-        wide, more_SN = more_GN.dtype, more_GN[routing.pair]
-        low_SN = rows_times(s_Sr.to(wide), w_GrN.to(wide), routing.by_pair)
+        low_SN, more_SN = rows_times(s_Sr, w_GrN, routing.by_pair), more_GN[routing.pair]
         if z_SN is not None:
             z_SN.copy_(base_SN + low_SN)
         y_SN.copy_(y_SN + (more_SN * base_SN + (1 + more_SN) * low_SN))
