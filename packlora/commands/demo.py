@@ -1,6 +1,6 @@
 """`packlora demo`: train examples/demo.yaml, then let the adapters answer a held-out prompt before and after.
 
-Runs from a checkout, which has the data.
+Runs in a checkout, which has the data, or from one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from packlora.result import Result
 from packlora.run_file import load_run
 from packlora.runtime.run import train
 
-RUN_FILE = Path(__file__).resolve().parents[2] / "examples" / "demo.yaml"
+EXAMPLE = Path("examples", "demo.yaml")
+CHECKOUT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 32
 
 
@@ -38,9 +39,10 @@ def run_demo(output_dir: Path, max_steps: int | None = None) -> int:
     Raises:
         InputError: not in a checkout, or output_dir holds something that is not a run of the demo.
     """
-    if not RUN_FILE.exists():
-        raise InputError(f"{RUN_FILE} is not there: the demo runs from a checkout of packlora, which has the data")
-    run, resume = _place(output_dir)
+    found = [folder / EXAMPLE for folder in (CHECKOUT, Path.cwd()) if (folder / EXAMPLE).exists()]
+    if not found:
+        raise InputError(f"{EXAMPLE} is not here: the demo runs in a checkout of packlora, which has the data")
+    run, resume = _place(found[0], output_dir)
     result = train(run, resume=resume, max_steps=max_steps)
     print_summary(result, "the same command")
     if result.exit_code == 0:
@@ -49,11 +51,11 @@ def run_demo(output_dir: Path, max_steps: int | None = None) -> int:
     return result.exit_code
 
 
-def _place(output_dir: Path) -> tuple[Run, bool]:
+def _place(run_file: Path, output_dir: Path) -> tuple[Run, bool]:
     """The demo in output_dir, or in output_dir-2, -3, ... where runs are finished already; resumed if one was interrupted."""
     for number in itertools.count(1):
         folder = output_dir if number == 1 else output_dir.with_name(f"{output_dir.name}-{number}")
-        run = load_run(RUN_FILE, [f"output_dir={json.dumps(str(folder))}"])
+        run = load_run(run_file, [f"output_dir={json.dumps(str(folder))}"])
         try:
             record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             finished = bool(record["result"]) and record["result"]["status"] != "interrupted"

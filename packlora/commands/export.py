@@ -105,9 +105,13 @@ def _check_out(out: Path, target: str) -> None:
         raise InputError(f"{out} exists and is not empty; choose another folder")
 
 
+def _merging(opened: AdapterFolder) -> str:
+    return f"`packlora merge {opened.path} OUT` makes a plain model of it (--dtype float32: to the last digits)"
+
+
 def _check_plain(opened: AdapterFolder, program: str) -> None:
     """Raises InputError where an adapter holds more than two low-rank factors a layer."""
-    remedy = f"`packlora merge {opened.path} OUT` makes a plain model of it, which has its numbers"
+    remedy = _merging(opened)
     if any(module.use_dora for module in opened.spec.modules.values()):
         raise InputError(
             f"{opened.path} is a DoRA adapter: {program} reads none, and no LoRA adapter has its numbers; {remedy}"
@@ -130,8 +134,7 @@ def _check_ends(opened: AdapterFolder, target: str) -> None:
     """Raises InputError where an adapter of an embedding or of the output layer is none that the program takes."""
     if target == "gguf" and (ends := _ends(opened)):
         raise InputError(
-            f"{opened.path} adapts {ends[0]}, which {PROGRAM[target]} does not read of an adapter; "
-            f"`packlora merge {opened.path} OUT` makes a plain model of it, which has its numbers"
+            f"{opened.path} adapts {ends[0]}, which {PROGRAM[target]} does not read of an adapter; {_merging(opened)}"
         )
 
 
@@ -148,7 +151,7 @@ def _ends(opened: AdapterFolder) -> list[str]:
 def _check_parameters(opened: AdapterFolder, target: str) -> None:
     """Raises InputError where experts or routers are adapted and the program does not read them."""
     of = {path: module.kind for path, module in opened.spec.modules.items() if module.kind in PARAMETERS}
-    remedy = f"`packlora merge {opened.path} OUT` makes a plain model of it, which has its numbers"
+    remedy = _merging(opened)
     if of and target != "vllm":
         raise InputError(f"{opened.path} adapts {next(iter(of))}: {PROGRAM[target]} reads no adapters of it; {remedy}")
     if routers := [path for path, kind in of.items() if kind == "router"]:

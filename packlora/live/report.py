@@ -72,18 +72,17 @@ class Report:
             f"{together} of them in {len(self.groups)} sibling groups"
         ]
         lines += self._left_since()
-        texts: dict[tuple[str, str], list[str]] = {}
+        texts: dict[tuple[str, str], dict[str, None]] = {}
         for module in self.modules:
             if module.reason is not None:
                 text = f"PEFT's own forward: {module.reason}"
             else:
-                siblings = ", ".join(path.rpartition(".")[2] for path in module.group)
-                text = f"plan {module.plan}" + (f", with {siblings}" if siblings else "")
-                text += f" ({module.evidence})" if module.evidence else ""
-            texts.setdefault((re.sub(r"\d+", "{}", module.path), f"{module.kind}: {text}"), []).append(module.path)
-        rows = [(_ranges(paths), text) for (_, text), paths in texts.items()]
-        width = max((len(name) for name, _ in rows), default=0)
-        return "\n".join(lines + [f"  {name:<{width}}  {text}" for name, text in rows] + [f"  {n}" for n in self.notes])
+                text = f"plan {module.plan}" + (f" ({module.evidence})" if module.evidence else "")
+            name = _together(module.group or (module.path,))
+            texts.setdefault((re.sub(r"\d+", "{}", name), f"{module.kind}: {text}"), {})[name] = None
+        for (_, text), names in texts.items():
+            lines += [f"  {_ranges([*names])}", f"      {text}"]
+        return "\n".join(lines + [f"  {note}" for note in self.notes])
 
     def _left_since(self) -> list[str]:
         """What PEFT has computed of modules that are called accelerated."""
@@ -142,6 +141,12 @@ def report_of(
 
 
 # --- names of many modules ---------------------------------------------------------------------------------------------
+
+
+def _together(paths: tuple[str, ...]) -> str:
+    """One name for siblings: `self_attn.q_proj, k_proj`."""
+    parents = {path.rpartition(".")[0] for path in paths}
+    return ", ".join((paths[0], *(path.rpartition(".")[2] if len(parents) == 1 else path for path in paths[1:])))
 
 
 def grouped(paths: Iterable[str]) -> list[str]:

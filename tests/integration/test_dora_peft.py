@@ -394,7 +394,7 @@ def test_the_report_names_the_kept_norm() -> None:
     model = net()
     report = packlora.accelerate(model, example={"ids": IDS})
     assert {m.path.rpartition(".")[2] for m in report.modules if m.plan == PLAN} == set(LAYERS)
-    assert re.search(rf"base_model.model.table +lora.Embedding: plan {PLAN}\n", str(report))
+    assert re.search(rf"base_model.model.table\n +lora.Embedding: plan {PLAN}\n", str(report))
 
 
 def test_plain_lora_on_these_layers_is_peft_s_own_and_the_report_says_so() -> None:
