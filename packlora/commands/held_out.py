@@ -64,7 +64,7 @@ def evaluate_adapter(
         system = None if any(row.text is not None or row.ids is not None for row in rows) else system  # texts show none
     tree: dict[str, Any] = {
         "base_model": path, "revision": revision, "output_dir": "-", "device": device, "max_tokens_per_microbatch": "auto",
-        "dtype": (trained.run.dtype if trained else "float32") if dtype == "auto" else dtype,
+        "dtype": trained.run.dtype if trained and dtype == "auto" else dtype,
         "jobs": [
             {
                 "name": "eval", "adapter": {"init_from": str(folder)}, "train": {"global_batch_size": 1},

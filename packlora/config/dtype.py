@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 BFLOAT16_SINCE = 8
 """The first compute capability, its major number, that multiplies bfloat16."""
 
 
-def usual_dtype(output_dir: Any, device: Any) -> str:
+def usual_dtype(output_dir: str, device: str) -> str:
     """That of the run in the output folder, where there is one; else bfloat16 on a GPU that computes in it, float32 elsewhere.
-
-    Args:
-        output_dir, device: as they are in a run file, checked or not.
-    """
-    try:
-        saved = json.loads((Path(output_dir) / "run.json").read_bytes())["config"]["dtype"]
-        if isinstance(saved, str):
-            return saved
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-    ):  # a run.json that is none is refused when it is read
+    Loads torch where it has to look for a GPU."""
+    record = Path(output_dir) / "run.json"
+    try:  # a run.json that is none is refused when it is read
+        saved = json.loads(record.read_bytes())["config"]["dtype"] if record.is_file() else None
+        if saved in DTYPES:
+            return str(saved)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         pass
-    if not isinstance(device, str) or not (device == "auto" or device.startswith("cuda")):
+    if device != "auto" and not device.startswith("cuda"):
         return "float32"
     import torch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -85,13 +84,6 @@ class Run(Strict):
     def seed_of(self, job: JobConfig) -> int:
         """The seed, 0 to 2**63 - 1, that a job draws from: its own or the run's."""
         return self.seed if job.seed is None else job.seed
-
-    @model_validator(mode="before")
-    @classmethod
-    def _usual_dtype(cls, tree: Any) -> Any:
-        if not isinstance(tree, Mapping) or tree.get("dtype", "auto") != "auto":
-            return tree
-        return {**tree, "dtype": usual_dtype(tree.get("output_dir"), tree.get("device", "auto"))}
 
     @field_validator("parallel", mode="before")
     @classmethod
@@ -182,6 +174,13 @@ class Run(Strict):
         if self.sweep.stopping.method != "none" and not self.eval_every:
             raise ValueError("sweep.stopping: evaluations decide, and eval_every is 0; set how often they are made")
         self._check_compared(self.sweep, template.name, template.train)
+        return self
+
+    @model_validator(mode="after")
+    def _usual_dtype(self) -> Run:
+        """The last one: it may load torch, which takes seconds, and what is refused is refused before."""
+        if self.dtype == "auto":
+            self.__dict__["dtype"] = usual_dtype(self.output_dir, self.device)  # an assignment would check all again
         return self
 
     def _check_compared(self, sweep: SweepConfig, name: str, train: TrainConfig) -> None:

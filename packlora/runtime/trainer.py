@@ -80,8 +80,7 @@ class Trainer:
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
-        self.left_out = dict(left_out or {})
-        self.members = members
+        self.left_out, self.members = dict(left_out or {}), members
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         # where others have parts of the model, nobody can go on alone

@@ -738,10 +738,10 @@ def test_a_job_that_failed_stays_failed_and_can_be_sent_back(
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "[" * 100_000, '{"result": 3}', "{}", '{"result": {}}'])
 def test_the_demo_goes_on_to_the_sentence_about_a_run_json_that_is_broken(text: str, tmp_path: Path) -> None:
-    from packlora.commands.demo import _place
+    from packlora.commands.demo import CHECKOUT, EXAMPLE, _place
 
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "run.json").write_text(text)
-    run, resume = _place(tmp_path / "demo")
+    run, resume = _place(CHECKOUT / EXAMPLE, tmp_path / "demo")
     assert resume
     assert "run.json cannot be read" in str(sentence(run))
