@@ -83,15 +83,14 @@ def loading() -> Iterator[None]:
         raise KeyboardInterrupt
 
     in_main = threading.current_thread() is threading.main_thread()  # others may set no handlers
-    usual = in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    gc.disable()
-    if usual:
-        signal.signal(signal.SIGINT, ask)
     try:
+        gc.disable()
+        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, ask)
         yield
     finally:
         gc.enable()
-        if usual:
+        if in_main and signal.getsignal(signal.SIGINT) is ask:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if asked:
             raise KeyboardInterrupt

@@ -1,10 +1,18 @@
-"""The device that a run computes on."""
+"""The device that a run computes on, and the dtype that it computes in."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 
+from packlora.config import Run
 from packlora.errors import InputError
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+BFLOAT16_SINCE = 8
+"""The first compute capability, its major number, that multiplies bfloat16."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -23,3 +31,26 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device
+
+
+def usual_dtype(run: Run) -> str:
+    """The run's dtype; of auto that of the run in the output folder, where there is one, else bfloat16 on a GPU that computes
+    in it and float32 elsewhere. Raises as choose_device."""
+    if run.dtype != "auto":
+        return run.dtype
+    record = Path(run.output_dir) / "run.json"
+    try:  # a run.json that is none is refused when it is read
+        saved = json.loads(record.read_bytes())["config"]["dtype"] if record.is_file() else None
+        if saved in DTYPES:
+            return str(saved)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        pass
+    device = choose_device(run.device)
+    known = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= BFLOAT16_SINCE
+    return "bfloat16" if known else "float32"
+
+
+def settle_dtype(run: Run) -> None:
+    """Let the run have what its dtype: auto stands for."""
+    if run.dtype == "auto":
+        run.dtype = usual_dtype(run)  # type: ignore[assignment]

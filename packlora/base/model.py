@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.base.demo_model import base_path
-from packlora.base.device import choose_device
+from packlora.base.device import choose_device, settle_dtype
 from packlora.base.fingerprint import Fingerprint, fingerprint
 from packlora.base.liger import use_liger
 from packlora.base.load import read_config, read_model
@@ -66,6 +66,7 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     Raises:
         InputError: it cannot be loaded, its weights are not those of its configuration, or packing would train it wrongly.
     """
+    settle_dtype(run)
     path, device, dtype = base_path(run.base_model), choose_device(run.device), getattr(torch, run.dtype)
     config = read_config(path, run.revision, run.trust_remote_code)
     quantization, notes = check_stored(run.quantization, config, path), list[str]()

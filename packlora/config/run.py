@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from packlora.config.computing import PlansConfig, QuantizationConfig, ScheduleConfig
-from packlora.config.dtype import usual_dtype
 from packlora.config.job import JobConfig
 from packlora.config.parallel import ParallelConfig
 from packlora.config.shared import MOST_PROMPTS, MOST_TOKENS, RESERVED_BY_SWEEPS, PathText, Prompt, Strict
@@ -30,7 +29,8 @@ class Run(Strict):
     """Branch, tag or commit of a base model on the hub; null: its main branch."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification). auto:
-    bfloat16 on a GPU that computes in it, else float32; a run that is resumed keeps its own. A Run holds what it stands for."""
+    bfloat16 on a GPU that computes in it, else float32; a run that is resumed keeps its own. What reads the data or loads the
+    model puts the other word in its place."""
     quantization: QuantizationConfig | None = None
     """Quantise the frozen linear layers while they are loaded, as QLoRA does: nf4, fp4 or int8, or a mapping: double_quant, or
     method torchao with its quant_type. They are multiplied in dtype. null: as they are saved."""
@@ -174,13 +174,6 @@ class Run(Strict):
         if self.sweep.stopping.method != "none" and not self.eval_every:
             raise ValueError("sweep.stopping: evaluations decide, and eval_every is 0; set how often they are made")
         self._check_compared(self.sweep, template.name, template.train)
-        return self
-
-    @model_validator(mode="after")
-    def _usual_dtype(self) -> Run:
-        """The last one: it may load torch, which takes seconds, and what is refused is refused before."""
-        if self.dtype == "auto":
-            self.__dict__["dtype"] = usual_dtype(self.output_dir, self.device)  # an assignment would check all again
         return self
 
     def _check_compared(self, sweep: SweepConfig, name: str, train: TrainConfig) -> None:

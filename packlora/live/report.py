@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,13 +73,16 @@ class Report:
         ]
         lines += self._left_since()
         texts: dict[tuple[str, str], dict[str, None]] = {}
+        kinds = {module.path: module.kind for module in self.modules}
         for module in self.modules:
             if module.reason is not None:
                 text = f"PEFT's own forward: {module.reason}"
             else:
                 text = f"plan {module.plan}" + (f" ({module.evidence})" if module.evidence else "")
-            name = _together(module.group or (module.path,))
-            texts.setdefault((re.sub(r"\d+", "{}", name), f"{module.kind}: {text}"), {})[name] = None
+            text = f"{module.kind}: {text}"
+            alike = [path for path in module.group if kinds[path] == module.kind]
+            name = _together(alike or [module.path])
+            texts.setdefault((re.sub(r"\d+", "{}", name), text), {})[name] = None
         for (_, text), names in texts.items():
             lines += [f"  {_ranges([*names])}", f"      {text}"]
         return "\n".join(lines + [f"  {note}" for note in self.notes])
@@ -143,7 +146,7 @@ def report_of(
 # --- names of many modules ---------------------------------------------------------------------------------------------
 
 
-def _together(paths: tuple[str, ...]) -> str:
+def _together(paths: Sequence[str]) -> str:
     """One name for siblings: `self_attn.q_proj, k_proj`."""
     parents = {path.rpartition(".")[0] for path in paths}
     return ", ".join((paths[0], *(path.rpartition(".")[2] if len(parents) == 1 else path for path in paths[1:])))

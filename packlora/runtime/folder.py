@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 from safetensors import SafetensorError
 
 from packlora.errors import InputError, WriteError, unwritten
@@ -137,7 +138,7 @@ class OutputFolder:
             if job.is_stepping:
                 continue
             job.discard()
-            with contextlib.suppress(WriteError):
+            with contextlib.suppress(WriteError, MemoryError, torch.OutOfMemoryError):
                 self.save_checkpoint(job)
         out = []
         for job in jobs:

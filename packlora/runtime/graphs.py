@@ -489,8 +489,8 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
     if run.dtype not in ("bfloat16", "float16"):
         return (
-            f"attention over samples whose boundaries are on the device is not for {run.dtype}; dtype: bfloat16, which is "
-            "usual on a GPU, is several times as fast"
+            "attention over samples whose boundaries are on the device is for bfloat16 and float16, which are several times as "
+            f"fast as {run.dtype}"
         )
     if not base.fused_loss or plain_head(base.model) is None:
         return "the loss of this model needs more than the hidden states and the output layer"

@@ -218,8 +218,8 @@ class Members:
                 job = make_job(self.run, item, adapter, self.base)
             except torch.OutOfMemoryError as error:
                 raise MemoryError(
-                    f"out of memory on {self.base.device} where job {item.config.name!r} joined, which the run has since; free "
-                    "memory there"
+                    f"out of memory on {self.base.device} as job {item.config.name!r} joined, which is the run's from now on; "
+                    "free memory there"
                 ) from error
             whole(job)
             job.joined = given

@@ -13,7 +13,7 @@ from packlora.adapters.expert_targets import divided_ranks
 from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
 from packlora.base.demo_model import base_path
-from packlora.base.device import choose_device
+from packlora.base.device import choose_device, settle_dtype
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
@@ -52,6 +52,7 @@ def prepare(
         budgets: of jobs that joined a run whose budget is its own choice, the most tokens of a sample.
     """
     device = choose_device(run.device)
+    settle_dtype(run)
     check_liger(run.liger, device, run.dtype)
     if run.quantization is not None and run.quantization.method in MADE:
         check_quantization(run.quantization, device)

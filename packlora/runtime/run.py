@@ -58,7 +58,8 @@ def train(
         packlora.WriteError: a checkpoint or an adapter cannot be written; what could be saved was.
         OSError: run.json cannot be written; nothing was trained.
         FileNotFoundError: the output folder was deleted or replaced while the run was writing to it.
-        MemoryError: out of memory, and there is no smaller microbatch to go on with.
+        MemoryError: out of memory, and there is no smaller microbatch to go on with, or no room for a job that joins; what
+            could be saved was.
         KeyboardInterrupt: SIGTERM or Ctrl-C came twice; `resume` goes on from the last checkpoints.
     """
     _check_texts("overrides", overrides, "dotted.key=value")

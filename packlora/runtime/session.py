@@ -19,7 +19,7 @@ import torch.distributed as dist
 from packlora.adapters.attach import attach
 from packlora.adapters.kept_outputs import keep_outputs
 from packlora.adapters.noise import noisy_embeddings
-from packlora.base.device import choose_device
+from packlora.base.device import choose_device, usual_dtype
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
@@ -159,8 +159,9 @@ class Session:
 
     def set_up(self) -> Trainer | None:
         """Everything before the first step; run.json is the first thing that is written. None for a process without jobs."""
-        mesh, run = self.mesh, self.run
+        mesh = self.mesh
         # 1. Check everything that can be wrong, and agree on who trains what.
+        self.run = run = _of_one_dtype(self.run, mesh)
         self.saved = together(mesh, self._saved)
         self.run, self.new = whole_run(run, self.saved) if self.saved is not None else (run, [])
         self.changes = self.saved.changes if self.saved is not None else []
@@ -404,3 +405,8 @@ def choose_budget(
     if base.device.type == "cuda":
         prepared.budget = profiler.choose(profiler.predictions(prepared, [known])).budget
     return known
+
+
+def _of_one_dtype(run: Run, mesh: OneProcess) -> Run:
+    """A copy with what its dtype stands for, by the first process: others may not see the output folder yet."""
+    return run.model_copy(update={"dtype": mesh.gather(together(mesh, lambda: usual_dtype(run)))[0]})

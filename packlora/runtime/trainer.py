@@ -80,7 +80,8 @@ class Trainer:
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
-        self.left_out, self.members = dict(left_out or {}), members
+        self.left_out = dict(left_out or {})
+        self.members = members
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         # where others have parts of the model, nobody can go on alone
@@ -109,8 +110,7 @@ class Trainer:
             except (WriteError, InputError, MemoryError, torch.OutOfMemoryError) as error:  # InputError: of a stream
                 kept = self.folder.rescue(self.jobs)
                 self._end()
-                kind = MemoryError if isinstance(error, torch.OutOfMemoryError) else type(error)
-                raise kind(f"{error}. Kept: {kept}. Then continue with --resume") from error
+                raise _with_what_is_kept(error, kept) from error
             if not self._is_running():
                 self.stop.withdraw()
             return self._end()
@@ -382,3 +382,10 @@ def event_of(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
         job, line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"], line["seconds"],
         line["elapsed"], told_in(line),
     )  # fmt: skip
+
+
+def _with_what_is_kept(error: Exception, kept: str) -> Exception:
+    """The error of a run that ends, which says what was saved. Memory that is used up is a MemoryError, whoever says it."""
+    kind = next((own for own in (WriteError, InputError) if isinstance(error, own)), MemoryError)
+    what = str(error) or "this machine's memory is used up"
+    return kind(f"{what}. Kept: {kept}. Then continue with --resume")

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import packlora
 from packlora.live import layers as peft_live
-from packlora.live.accelerate import Report
+from packlora.live.report import ModuleReport, Report
 from packlora.ops.lora_linear.plan import Plan
 
 """Of the inputs, new in every run; pytest prints it where a test names it."""
@@ -963,6 +963,15 @@ def test_what_is_neither_true_nor_false_is_refused_and_leaves_the_model_as_it_wa
     with pytest.raises(ValueError, match=f"{name} is 'no'; accepted are True and False"):
         packlora.accelerate(model, **{name: "no"})
     assert str(packlora.accelerate(model)) == before
+
+
+def test_the_report_names_siblings_of_another_kind_apart() -> None:
+    paths = ("l.0.q", "l.0.k", "l.0.v")
+    kinds = ("lora.Linear", "lora.Linear", "lora.Linear4bit")
+    modules = tuple(ModuleReport(path, kind, "p", paths) for path, kind in zip(paths, kinds, strict=True))
+    assert str(Report(modules, (paths,))).splitlines()[1:] == [
+        "  l.0.q, k", "      lora.Linear: plan p", "  l.0.v", "      lora.Linear4bit: plan p"
+    ]  # fmt: skip
 
 
 def test_the_report_names_every_module_once_with_its_plan_or_a_reason() -> None:

@@ -359,9 +359,7 @@ def test_where_a_job_that_joins_finds_no_memory_the_others_are_saved_and_the_run
 
     with monkeypatch.context() as own:
         own.setattr("packlora.runtime.members.attach_one", full)
-        with pytest.raises(
-            MemoryError, match=r"where job 'b' joined, .*\. Kept: a: step ([1-9]\d*) of \1\. .*--resume"
-        ):
+        with pytest.raises(MemoryError, match=r"as job 'b' joined, .*\. Kept: a: step ([1-9]\d*) of \1\. .*--resume"):
             packlora.train(tree, subscribers=[ask])
     assert json.loads((out / "run.json").read_text())["result"]["status"] == "interrupted"
     assert packlora.train(tree, resume=True).status == whole.status == "done"

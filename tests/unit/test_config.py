@@ -56,7 +56,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         """
         base_model: m
         revision: null
-        dtype: float32
+        dtype: auto
         quantization: null
         device: auto
         output_dir: out
@@ -410,46 +410,6 @@ def test_relative_paths_are_found_beside_the_run_file(tmp_path: Path, monkeypatc
     assert load(tmp_path).jobs[0].data.path == str(tmp_path / "a.jsonl")
     (elsewhere / "a.jsonl").write_text("")  # the current folder comes first
     assert load(tmp_path).jobs[0].data.path == "a.jsonl"
-
-
-# --- dtype -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("said", ["", "dtype: auto\n"])
-@pytest.mark.parametrize(
-    ("device", "capability", "dtype"),
-    [
-        ("auto", (9, 0), "bfloat16"), ("cuda", (8, 0), "bfloat16"), ("cuda:0", (12, 0), "bfloat16"),
-        ("auto", (7, 5), "float32"), ("auto", None, "float32"), ("cpu", (9, 0), "float32"),
-        ("nonsense", (9, 0), "float32"), ("cuda:nine", (9, 0), "float32"),
-    ],
-)  # fmt: skip
-def test_the_usual_dtype_is_bfloat16_where_the_device_computes_in_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: str,
-    device: str,
-    capability: tuple[int, int] | None,
-    dtype: str,
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
-    text = said + TEXT.replace("output_dir:", f"device: {device}\noutput_dir:")
-    assert load(tmp_path, text).dtype == dtype
-    assert load(tmp_path, text, "dtype=float16").dtype == "float16"
-
-
-def test_a_run_that_is_there_keeps_its_dtype_on_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    text = TEXT.replace(re.search(r"output_dir: .*", TEXT)[0], f"output_dir: {out}")  # type: ignore[index]
-    for content, dtype in (
-        ('{"config": {"dtype": "bfloat16"}}', "bfloat16"),
-        ("[" * 9999, "float32"),
-        ("{}", "float32"),
-    ):
-        (out / "run.json").write_text(content)
-        assert load(tmp_path, text).dtype == dtype
 
 
 # --- --set -------------------------------------------------------------------------------------------------------------

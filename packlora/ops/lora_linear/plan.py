@@ -217,7 +217,10 @@ def named_plan(name: str) -> Plan:
             values[part] = value
         else:
             raise ValueError(f"{extra!r} is not one of dA:xd, dB:xd, again")
-    return Plan.from_dict(values)
+    found = Plan.from_dict(values)
+    if found.name != name:
+        raise ValueError(f"{name!r} is written {found.name!r}")
+    return found
 
 
 def _halves(main: str) -> list[str]:

@@ -54,7 +54,7 @@ def up(
     assert S is not None
     parts = call.parts[index]
     if call.base_dropped:  # g scales their S B' apart from this base product: the sum, rounded, would be scaled back
-        apart = [segment for segment, *has in call.composed[index] if drops_base(segment, *has)]
+        apart = {segment for segment, *has in call.composed[index] if drops_base(segment, *has)}
         parts = tuple(part for part in parts if part.segment not in apart)
     z_TN = base_and_low_rank(call, own, x_TK, S, index, None, parts)
     return compose_by_segment(call, own, dropped, S, index, z_TN, keep_z)
