@@ -206,7 +206,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     elif gpus is not None and stages > 1:
         raise InputError("--gpus spreads jobs over devices, --stages the layers of the model; give one of them")
     run = begun(run)[0]
-    if gpus is not None and run.dtype == "auto":  # also where there are none
+    if gpus is not None and run.dtype == "auto" and run.device != "cpu":  # also where there are none
         run = run.model_copy(update={"dtype": "bfloat16"})
     prepared, tensor = prepare(run, told=told), run.parallel.tensor
     if gpus is not None and (run.parallel.in_parts is not None or run.parallel.is_sharded):

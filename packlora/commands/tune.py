@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from packlora.adapters.kinds import sizes
 from packlora.adapters.siblings import sibling_groups
 from packlora.adapters.spec import AdapterSpec
-from packlora.base.device import choose_device
+from packlora.base.device import choose_device, settle_dtype
 from packlora.base.load import load_skeleton
 from packlora.base.packing import ATTENTION
 from packlora.commands.kernels import tune_sizes
@@ -100,6 +100,7 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
     Raises:
         InputError: the model, an adapter or its targets are wrong.
     """
+    settle_dtype(run)
     skeleton = load_skeleton(run)
     specs = {job.name: adapter_spec(job, adapter_config(job, run), skeleton) for job in run.jobs}
     adapted = [

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from packlora.adapters.expert_part import part_of
 from packlora.adapters.sharded import ShardedLinear
 from packlora.base.demo_model import base_path
-from packlora.base.device import choose_device
+from packlora.base.device import choose_device, settle_dtype
 from packlora.base.model import Base, look_at, ready_base
 from packlora.base.shape import check_row
 from packlora.base.weight_files import WeightFiles, keys_of
@@ -47,6 +47,7 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
     Raises:
         InputError: see load_sharded, shard and shard_experts.
     """
+    settle_dtype(run)
     path, device = base_path(run.base_model), choose_device(run.device)
     assert replica.model is not None and replica.base is not None
     files, mesh = WeightFiles(path, run.revision), mesh_of(replica.base, device)

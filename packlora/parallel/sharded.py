@@ -37,7 +37,7 @@ from packlora.adapters.expert_layout import by_registry
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.demo_model import base_path
-from packlora.base.device import choose_device
+from packlora.base.device import choose_device, settle_dtype
 from packlora.base.load import model_of, read_config
 from packlora.base.model import Base, ready_base
 from packlora.base.packing import DECODER, decoder_of, hidden_states
@@ -66,6 +66,7 @@ def load_sharded(
     Raises:
         InputError: see load_base; or the weights cannot be read in parts, or a parameter not be sharded. On every rank.
     """
+    settle_dtype(run)
     path, device = base_path(run.base_model), choose_device(run.device)
     files = weights or WeightFiles(path, run.revision)
     model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import FlatLayout
 from packlora.base.demo_model import base_path
-from packlora.base.device import choose_device
+from packlora.base.device import choose_device, settle_dtype
 from packlora.base.fingerprint import fingerprint_of, word_sums
 from packlora.base.liger import use_liger
 from packlora.base.model import Base
@@ -214,6 +214,7 @@ def load_stage(
     Raises:
         InputError: see load_base; or the model cannot be cut. On every process.
     """
+    settle_dtype(run)
     path, device = base_path(run.base_model), choose_device(run.device)
     files = together(mesh, lambda: weights or WeightFiles(path, run.revision))
 

@@ -99,7 +99,7 @@ def test_tune_measures_it_for_runs_with_stages_and_plan_says_so(tree: dict[str, 
     file = tmp_path / "run.json.yaml"
     file.write_text(json.dumps(tree))
     shape = ModelShape.of(tiny_model("llama", num_hidden_layers=6))
-    run = Run.model_validate(tree)
+    run = Run.model_validate(tree | {"dtype": "float32"})
     said = CliRunner().invoke(app, ["plan", str(file)], env={"COLUMNS": "200"}).output
     assert "stages of 3, 3 layers" in said and "of them, estimated; packlora tune measures it" in said, said
     told = CliRunner().invoke(app, ["tune", str(file), "--minutes", "0"], env={"COLUMNS": "200"}).output
