@@ -488,10 +488,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if not base.storage.is_whole:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
     if run.dtype not in ("bfloat16", "float16"):
-        return (
-            "attention over samples whose boundaries are on the device is for bfloat16 and float16, which are several times as "
-            f"fast as {run.dtype}"
-        )
+        return f"attention over samples whose boundaries are on the device is for bfloat16 and float16, not for {run.dtype}"
     if not base.fused_loss or plain_head(base.model) is None:
         return "the loss of this model needs more than the hidden states and the output layer"
     if mixing_functions(base.model):

@@ -21,6 +21,7 @@ from packlora.data.encode import Encoded, Sample
 from packlora.data.rows import Row
 from packlora.data.stream import Stream, shuffled
 from packlora.report.events import Stepped
+from packlora.runtime.job import Job
 from packlora.runtime.prepare import prepare
 
 assert callable(base) and callable(short_windows)  # fixtures
@@ -107,6 +108,27 @@ def test_where_a_stream_is_gone_what_the_jobs_have_learnt_is_saved_and_the_run_g
     for name in "ab":
         ours, theirs = (adapter(tmp_path / folder, name) for folder in ("out", "whole"))
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_job_in_the_middle_of_its_step_is_not_saved_when_the_run_ends(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parameters have moved and its number of steps has not."""
+    monkeypatch.setattr(module, "PROBE", 4)
+    path = Path(write(tmp_path / "rows.jsonl", 30))
+    jobs = [
+        streamed("a", str(path), tmp_path) | {"train": {"max_steps": 30, "global_batch_size": 2}},
+        streamed("b", str(path), tmp_path) | {"train": {"max_steps": 30, "global_batch_size": 2}},
+    ]
+    tree = tree_of(base, tmp_path, "", "float32", jobs=jobs, save_every=0)
+
+    def take_away(event: Any) -> None:
+        if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
+            path.unlink()
+
+    monkeypatch.setattr(Job, "is_stepping", property(lambda job: job.name == "b"))
+    with pytest.raises(packlora.InputError, match=r"Kept: a: step (\d+) of \1, b: step 0 of [1-9]"):
+        packlora.train(tree, subscribers=[take_away])
 
 
 def test_without_shuffling_a_stream_is_the_file_over_and_over(base: str, tmp_path: Path) -> None:

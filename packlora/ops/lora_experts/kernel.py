@@ -75,6 +75,20 @@ def experts_down_kernel(
 
 
 @triton.jit
+def _low_rank_tiles(s, w, group, first, end, N, r, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr):
+    """The tiles of s [S, r] and of w [G, r, N] whose product a program adds to its tile of [S, N]; the columns of that, its
+    places, and which of these there are."""
+    rows, ranks = first + tl.arange(0, BM), tl.arange(0, BR)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    s_at = s + rows.to(tl.int64)[:, None] * r + ranks[None, :]
+    s_tile = tl.load(s_at, mask=(rows < end)[:, None] & (ranks < r)[None, :], other=0.0)
+    w_at = w + group.to(tl.int64) * r * N + ranks[:, None] * N + cols[None, :]
+    w_tile = tl.load(w_at, mask=(ranks < r)[:, None] & (cols < N)[None, :], other=0.0)
+    inside = (rows < end)[:, None] & (cols < N)[None, :]
+    return s_tile, w_tile, cols, rows.to(tl.int64)[:, None] * N + cols[None, :], inside
+
+
+@triton.jit
 def experts_add_kernel(
     y, s, w, blocks, N, r, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
@@ -90,16 +104,9 @@ def experts_add_kernel(
     at = blocks + 3 * tl.program_id(0)
     group, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     if first < end:
-        rows, ranks = first + tl.arange(0, BM), tl.arange(0, BR)
-        cols = tl.program_id(1) * BN + tl.arange(0, BN)
-        inside = (rows < end)[:, None] & (cols < N)[None, :]
-        s_at = s + rows.to(tl.int64)[:, None] * r + ranks[None, :]
-        s_tile = tl.load(s_at, mask=(rows < end)[:, None] & (ranks < r)[None, :], other=0.0)
-        w_at = w + group.to(tl.int64) * r * N + ranks[:, None] * N + cols[None, :]
-        w_tile = tl.load(w_at, mask=(ranks < r)[:, None] & (cols < N)[None, :], other=0.0)
-        y_at = y + rows.to(tl.int64)[:, None] * N + cols[None, :]
-        y_tile = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_at, tl.dot(s_tile, w_tile, y_tile).to(y.dtype.element_ty), mask=inside)
+        s_tile, w_tile, _, at_tile, inside = _low_rank_tiles(s, w, group, first, end, N, r, BM, BN, BR)
+        y_tile = tl.load(y + at_tile, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + at_tile, tl.dot(s_tile, w_tile, y_tile).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -119,15 +126,8 @@ def experts_add_scaled_kernel(
     at = blocks + 3 * tl.program_id(0)
     group, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     if first < end:
-        rows, ranks = first + tl.arange(0, BM), tl.arange(0, BR)
-        cols = tl.program_id(1) * BN + tl.arange(0, BN)
-        inside = (rows < end)[:, None] & (cols < N)[None, :]
-        s_at = s + rows.to(tl.int64)[:, None] * r + ranks[None, :]
-        s_tile = tl.load(s_at, mask=(rows < end)[:, None] & (ranks < r)[None, :], other=0.0)
-        w_at = w + group.to(tl.int64) * r * N + ranks[:, None] * N + cols[None, :]
-        w_tile = tl.load(w_at, mask=(ranks < r)[:, None] & (cols < N)[None, :], other=0.0)
+        s_tile, w_tile, cols, at_tile, inside = _low_rank_tiles(s, w, group, first, end, N, r, BM, BN, BR)
         more_row = tl.load(more + group.to(tl.int64) * N + cols, mask=cols < N, other=0.0)[None, :]
-        at_tile = rows.to(tl.int64)[:, None] * N + cols[None, :]
         base_tile = tl.load(base + at_tile, mask=inside, other=0.0).to(tl.float32)
         y_tile = tl.load(y + at_tile, mask=inside, other=0.0).to(tl.float32)
         low = tl.dot(s_tile, w_tile)

@@ -187,16 +187,22 @@ def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM
         tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
 
 
+@triton.jit
+def _tile_of_rows(T, N, BM: tl.constexpr, BN: tl.constexpr):
+    """Of a program in a grid (blocks of N, T): its columns, which of them there are, the places in its tile of [T, N], and
+    which of these there are."""
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = cols < N
+    return cols, fits, rows.to(tl.int64)[:, None] * N + cols[None, :], (rows < T)[:, None] & fits[None, :]
+
+
 @triton.jit(do_not_specialize=["T"])
 def rows_kernel(
     z, y, g, bias, T, N, minus, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """y = (g - minus) z + bias over rows [T, N] of one segment; g, bias float32 [N]. Grid (blocks of N, T)."""
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    cols = tl.program_id(0) * BN + tl.arange(0, BN)
-    fits = cols < N
-    here = (rows < T)[:, None] & fits[None, :]
-    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    cols, fits, at, here = _tile_of_rows(T, N, BM, BN)
     value = tl.load(z + at, mask=here, other=0.0).to(tl.float32)
     if HAS_G:
         value *= (tl.load(g + cols, mask=fits, other=0.0) - minus)[None, :]
@@ -210,11 +216,7 @@ def dropped_kernel(
     base, low, y, g, bias, T, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """y += (g - 1) base + g low + bias and low += base, over rows as rows_kernel has them."""
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    cols = tl.program_id(0) * BN + tl.arange(0, BN)
-    fits = cols < N
-    here = (rows < T)[:, None] & fits[None, :]
-    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    cols, fits, at, here = _tile_of_rows(T, N, BM, BN)
     g_row = tl.load(g + cols, mask=fits, other=0.0)[None, :]
     base_tile = tl.load(base + at, mask=here, other=0.0).to(tl.float32)
     low_tile = tl.load(low + at, mask=here, other=0.0).to(tl.float32)
