@@ -71,7 +71,8 @@ def loads() -> bool:
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Around the import of large libraries. It makes a million objects that stay, and to look for garbage among them, again and
-    again, takes a seventh of its time. PEFT imports bitsandbytes where it is there, and that torch's compiler: another one.
+    again, takes a seventh of its time, and a third of a second whenever it is done later. PEFT imports bitsandbytes where it is
+    there, and that torch's compiler: another one.
 
     Ctrl-C in the middle ends it at once, or, where a library swallows that (what is raised in a __del__ is lost), at its end.
     """
@@ -88,6 +89,7 @@ def loading() -> Iterator[None]:
         if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, ask)
         yield
+        gc.freeze()
     finally:
         gc.enable()
         if in_main and signal.getsignal(signal.SIGINT) is ask:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -90,6 +91,28 @@ def main() -> dict[str, Any]:
     plain = [launcher._plain(call) for call in PASSED]
     found |= {"launches": len(PASSED), "doors": doors, "cached": len(cached)}
     found["alike"] = all(len(call) == len(plain[0]) and call[:5] == plain[0][:5] for call in plain)
+
+    # compiled ahead, by another thread, and launched after it without being compiled again
+    compiled: list[str] = []
+    compile_ = launcher.probe_kernel.compile
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        compiled.append(threading.current_thread().name)
+        return compile_(*args, **kwargs)
+
+    PASSED.clear()
+    args = (torch.zeros(5, 32), None, torch.zeros(5, 32), 160, 1, 7)
+    more = {"MAPPED": False, "HALF": 0.25, "BLOCK": 32, "num_warps": 1, "num_stages": 1}
+    with (
+        mock.patch.object(launcher.probe_kernel, "compile", noted),
+        mock.patch.object(torch.cuda, "set_device"),
+    ):
+        with launcher.rehearsal():
+            launcher.launch(launcher.probe_kernel, (5,), args, {}, "key", **more)
+            launcher.launch(launcher.probe_kernel, (5,), args, {}, "key", **more)
+        found["rehearsed"] = len(compiled), len(PASSED), threading.main_thread().name in compiled
+        launcher.launch(launcher.probe_kernel, (5,), args, {}, "key", **more)
+        found["then"] = len(compiled), len(PASSED)
 
     # a release that passes something new with every launch, and one that passes arguments in another order
     launches = iter(range(10**6))

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Hashable, Sequence
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -201,12 +204,14 @@ def launch(
         return
     if 0 in grid:
         return
+    if _rehearsal is not None:
+        _rehearsal.take(kernel, grid, args, constants)
+        return
     if not (isinstance(kernel, JITFunction) and is_quick()):  # the interpreter is no JITFunction
         kernel[grid](*args, **constants)
         return
     device = torch.cuda.current_device()
-    varying = _varying(kernel)
-    full = (kernel, device, *constants.values(), *(_kind(value, at in varying) for at, value in enumerate(args)))
+    full = _known_by(kernel, device, args, constants)
     *own, _, _ = constants.values()
     known = _COMPILED.get(full)
     if known is None:
@@ -219,6 +224,49 @@ def launch(
             kernel[grid](*args, **constants)
     if launches is not None and made is not None:
         launches.setdefault(key, made)
+
+
+def _known_by(kernel: Any, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """What is compiled for a launch."""
+    varying = _varying(kernel)
+    return kernel, device, *constants.values(), *(_kind(value, at in varying) for at, value in enumerate(args))
+
+
+# --- compiling ahead ---------------------------------------------------------------------------------------------------
+
+_rehearsal: _Rehearsal | None = None
+
+
+class _Rehearsal:
+    """Compiles what would be launched, side by side: Triton does so outside of the interpreter's lock."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool, self._device, self._seen = pool, torch.cuda.current_device(), set[Any]()
+
+    def take(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        known = _known_by(kernel, self._device, args, constants)
+        if known not in self._seen and known not in _COMPILED:
+            self._seen.add(known)
+            self._pool.submit(self._compile, kernel, grid, args, constants)
+
+    def _compile(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        torch.cuda.set_device(self._device)  # a thread begins with the first one
+        kernel.warmup(*args, grid=grid, **constants)
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Inside, `launch` launches nothing, it compiles; at the end all of it is compiled. What kernels would have written is not
+    there: the caller throws away what is computed inside, and lets nothing be computed that is kept. A kernel that cannot be
+    compiled fails when it is launched.
+    """
+    global _rehearsal
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        _rehearsal = _Rehearsal(pool)
+        try:
+            yield
+        finally:
+            _rehearsal = None
 
 
 # --- is it the same launch? --------------------------------------------------------------------------------------------

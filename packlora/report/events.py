@@ -52,7 +52,10 @@ class RunBegan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBegan:
-    """The held-out losses before the first step are known; from here on time is training."""
+    """The held-out losses before the first step are known; from here on time is training. compiles: the first microbatch may
+    have to compile kernels."""
+
+    compiles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBegins:
-    """A checkpoint of a job is about to be written; what is logged up to it must be on the disk before it."""
+    """A checkpoint of a job is about to be written, beside training; what is logged up to it must be on the disk before it."""
 
     job: str
     step: int
@@ -184,7 +187,7 @@ class CheckpointBegins:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """A checkpoint is complete and on the disk."""
+    """A checkpoint is complete and on the disk; told before the job's next one, or sooner."""
 
     job: str
     step: int
@@ -193,7 +196,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class SavePointReached:
-    """All checkpoints that were due together are on the disk, and the adapters of jobs that have ended."""
+    """All checkpoints that were due together are being written, and the adapters of jobs that have ended are on the disk."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,10 @@ from packlora.terminal import standard_output
 RATE_WINDOW = 20
 """Steps over which the rate of tokens is averaged."""
 
+COMPILES = (
+    "compiling kernels for the first microbatch: up to half a minute where none are cached, a second where they are"
+)
+
 GAP, NAME, BAR = 2, 20, 20
 """Of the live table, in characters: between columns, of a name that must be cut, of the bar at its longest."""
 AROUND = 4
@@ -98,8 +102,10 @@ class Progress:
         match event:
             case RunBegan():
                 self._begin(event)
-            case TrainingBegan():  # rates count from here: loading and the first evaluation are not training
+            case TrainingBegan(compiles):  # rates count from here: loading and the first evaluation are not training
                 self._start = time.perf_counter()
+                if compiles:
+                    self._print(COMPILES)
             case Stepped():
                 self._stepped(event, logged)
             case Evaluated(job, step, loss, _):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from packlora.errors import InputError
 from packlora.files import digest, make_folder, remove_folder, write_folder, write_json, write_tensors
 from packlora.parallel.adapter import cut
 from packlora.runtime.job import Job, trainer_state
+from packlora.runtime.memory import launched
 from packlora.runtime.optimizer import MOMENTS, FlatAdamW
 
 STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "last_good.safetensors"
@@ -70,26 +71,32 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The whole tensors of a job, on the CPU, by the names of its parameters.
+class Snapshot:
+    """A job after one of its steps: copies of its whole tensors, on the CPU by the names of its parameters, and its
+    trainer_state.json. It stays as it is while the job goes on.
 
-    optimizer: of a checkpoint, see FlatAdamW.state. last_good, best: None where there is none yet.
+    optimizer: see FlatAdamW.state. last_good, best: None where there is none yet. wait: until the copies have come from a GPU.
     """
 
+    step: int
+    state: Mapping[str, Any]
     adapter: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, torch.Tensor]]
     last_good: Mapping[str, torch.Tensor] | None
     best: Mapping[str, torch.Tensor] | None
+    wait: Callable[[], None]
 
     @staticmethod
-    def of(job: Job) -> Whole:
-        """All processes that have slices of the job call it."""
+    def of(job: Job) -> Snapshot:
+        """All processes that have slices of the job call it; the device is not waited for."""
         good, best = (None if flat is None else job.whole_of(flat) for flat in (job.last_good, job.best))
         job.join_untrained()
-        return Whole(job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of, job.everywhere), good, best)
+        adapter, optimizer = job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of, job.everywhere)
+        state = trainer_state(job) | {"log_history": [dict(line) for line in job.log_history]}
+        return Snapshot(job.step, state, adapter, optimizer, good, best, launched(job.adapter.flat.device))
 
 
-def save_checkpoint(folder: Path, job: Job, whole: Whole, run: str, keep: int | None = None) -> Path:
+def save_checkpoint(folder: Path, job: Job, snapshot: Snapshot, run: str, keep: int | None = None) -> Path:
     """Write <folder>/checkpoint-<step>; it appears under its name only when it is complete and on the disk.
 
     Args:
@@ -97,18 +104,19 @@ def save_checkpoint(folder: Path, job: Job, whole: Whole, run: str, keep: int | 
         run: id of the run.
         keep: then remove all but so many of the newest checkpoints, this one among them; None keeps all.
     """
-    path = folder / f"checkpoint-{job.step}"
+    path = folder / f"checkpoint-{snapshot.step}"
     make_folder(folder)
+    snapshot.wait()
 
     def write(out: Path) -> None:
-        save_adapter(out, job.adapter, whole.adapter)
-        moments = {f"{name}/{key}": value for name, own in whole.optimizer.items() for key, value in own.items()}
+        save_adapter(out, job.adapter, snapshot.adapter)
+        moments = {f"{name}/{key}": value for name, own in snapshot.optimizer.items() for key, value in own.items()}
         write_tensors(out / OPTIMIZER, moments)
-        for name, tensors in ((LAST_GOOD, whole.last_good), (BEST, whole.best)):
+        for name, tensors in ((LAST_GOOD, snapshot.last_good), (BEST, snapshot.best)):
             if tensors is not None:
                 write_tensors(out / name, keyed(job.adapter, tensors))
-        write_json(out / STATE, trainer_state(job))
-        _write_manifest(out, job, run, {file.name for file in out.iterdir()})
+        write_json(out / STATE, snapshot.state)
+        _write_manifest(out, job.name, snapshot.step, run, {file.name for file in out.iterdir()})
 
     write_folder(path, write)
     if keep is not None:
@@ -146,12 +154,12 @@ def save_result(folder: Path, job: Job, adapter: Mapping[str, torch.Tensor], run
         lines.append(f"Stopped early: {job.failure}.")
     write_card(folder, job.adapter, lines)
     write_json(folder / STATE, trainer_state(job))
-    _write_manifest(folder, job, run, RESULT)
+    _write_manifest(folder, job.name, job.step, run, RESULT)
 
 
-def _write_manifest(folder: Path, job: Job, run: str, names: set[str]) -> None:
+def _write_manifest(folder: Path, job: str, step: int, run: str, names: set[str]) -> None:
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)} for name in sorted(names)}
-    write_json(folder / MANIFEST, {"run": run, "job": job.name, "step": job.step, "files": files})
+    write_json(folder / MANIFEST, {"run": run, "job": job, "step": step, "files": files})
 
 
 # --- checking ----------------------------------------------------------------------------------------------------------

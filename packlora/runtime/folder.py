@@ -5,6 +5,7 @@ What a checkpoint and an adapter hold is checkpoint.py's; run.json is record.py'
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +35,11 @@ from packlora.report.metrics import (
 from packlora.runtime import checkpoint
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
+from packlora.runtime.memory import launched
 
 T = TypeVar("T")
+WRITERS = 4
+"""So many checkpoints are written at a time, each of another job."""
 
 
 def make_output(folder: Path) -> None:
@@ -98,48 +102,83 @@ class OutputFolder:
         self.path, self.run, self.keep, self.events, self.group = path, run, keep, events, group
         self.files = BestEffort(lambda text: events.emit(Note(text)))
         self._kept = KeptFolder(path)
+        self._writer = concurrent.futures.ThreadPoolExecutor(WRITERS, "checkpoints")
+        self._writing: dict[str, concurrent.futures.Future[tuple[int, Path]]] = {}
+        """By job, a checkpoint that was not told of: its step and folder."""
 
     def check(self) -> None:
-        """Raises FileNotFoundError where the folder was deleted, moved away or replaced by another."""
+        """Tell of checkpoints that are on the disk by now.
+
+        Raises:
+            FileNotFoundError: the folder was deleted, moved away or replaced by another.
+            WriteError: a checkpoint could not be written.
+        """
         self._kept.check()
+        for job in [name for name, writing in self._writing.items() if writing.done()]:
+            self._tell(job)
+
+    def finish(self, job: Job | None = None) -> None:
+        """Wait until a job's checkpoint is on the disk, or those of all. Raises as check."""
+        for name in list(self._writing) if job is None else [job.name]:
+            self._tell(name)
+
+    def _tell(self, job: str) -> None:
+        """Tell of a job's checkpoint, when it is on the disk."""
+        if (writing := self._writing.pop(job, None)) is not None:
+            written = concurrent.futures.wait([writing]).done.pop()
+            self._kept.check()
+            self.events.emit(CheckpointSaved(job, *written.result()))
 
     def of(self, job: Job) -> Path:
         return self.path / job.name
 
     def save_checkpoint(self, job: Job) -> None:
-        """A checkpoint of the job's present step; what the logs hold up to it is on the disk before it is there.
+        """A checkpoint of the job's present step, which is written while training goes on; what the logs hold up to it is on
+        the disk before it is there. The job's checkpoint before is waited for, so one copy of a job is in memory.
 
         Raises:
-            WriteError: it cannot be written.
+            FileNotFoundError, WriteError: as check.
         """
         if not self.group.saves:
             return
         if self.group.leads:
+            self.finish(job)
             self.events.emit(CheckpointBegins(job.name, job.step))
-        whole = checkpoint.Whole.of(job)
+        snapshot = checkpoint.Snapshot.of(job)
         if not self.group.leads:
             return
-        path = self._write(job, lambda folder: checkpoint.save_checkpoint(folder, job, whole, self.run, self.keep))
-        self.events.emit(CheckpointSaved(job.name, job.step, path))
+
+        def write() -> tuple[int, Path]:
+            save = lambda folder: checkpoint.save_checkpoint(folder, job, snapshot, self.run, self.keep)  # noqa: E731
+            return snapshot.step, self._write(job, snapshot.step, save)
+
+        self._writing[job.name] = self._writer.submit(write)
 
     def save_unsaved(self, jobs: Sequence[Job]) -> None:
-        """Checkpoints of the running jobs whose present step is in none. Raises as save_checkpoint and check."""
+        """Checkpoints of those running jobs whose present step is in none; all that are being written are on the disk then.
+        Raises as check."""
         self.check()
+        self.finish()
+        if not jobs:
+            return
         unsaved = self.group.told([job.name for job in self._unsaved(jobs)])  # the others may not see it yet
         for job in jobs:
             if job.name in unsaved:
                 job.discard()
                 self.save_checkpoint(job)
+        self.finish()
 
     def rescue(self, jobs: Sequence[Job]) -> str:
         """After a checkpoint could not be written, or data could not be read: save what this process can save by itself, so
         nothing of which others have slices. Returns what there is of each job, in words."""
+        self._finish_what_can()
         for job in self._unsaved(jobs) if self.group.model is None else ():
             if job.is_stepping:
                 continue
             job.discard()
-            with contextlib.suppress(WriteError, MemoryError, torch.OutOfMemoryError):
+            with contextlib.suppress(MemoryError, torch.OutOfMemoryError):
                 self.save_checkpoint(job)
+        self._finish_what_can()
         out = []
         for job in jobs:
             saved = max((step for step in range(1, job.step + 1) if self._checkpoint(job, step).exists()), default=0)
@@ -147,8 +186,13 @@ class OutputFolder:
             out.append(f"{job.name}: {'its adapter' if ended else f'step {saved} of {job.step}'}")
         return ", ".join(out)
 
+    def _finish_what_can(self) -> None:
+        for job in list(self._writing):
+            with contextlib.suppress(WriteError, FileNotFoundError, MemoryError):
+                self._tell(job)
+
     def save_result(self, job: Job) -> None:
-        """The adapter of a job that has ended.
+        """The adapter of a job that has ended, behind its last checkpoint.
 
         Raises:
             WriteError: it cannot be written; a job that was done is running again, as its checkpoint says.
@@ -157,18 +201,20 @@ class OutputFolder:
         if not self.group.saves:
             return
         job.join_untrained()
-        whole = job.whole_of(job.adapter.flat)
+        whole, wait = job.whole_of(job.adapter.flat), launched(job.adapter.flat.device)
         if not self.group.leads:
             return
-        self.check()
         try:
-            self._write(job, lambda folder: checkpoint.save_result(folder, job, whole, self.run))
+            self.finish(job)
+            self._kept.check()
+            wait()
+            self._write(job, job.step, lambda folder: checkpoint.save_result(folder, job, whole, self.run))
         except WriteError:
             if job.status == "done":
                 job.status = "running"
             raise
 
-    def _write(self, job: Job, write: Callable[[Path], T]) -> T:
+    def _write(self, job: Job, step: int, write: Callable[[Path], T]) -> T:
         """What fails is tried once more, without the leftovers that take up space."""
         folder = self.of(job)
         try:
@@ -179,7 +225,7 @@ class OutputFolder:
                 return write(folder)
             except (OSError, SafetensorError) as error:
                 raise WriteError(
-                    f"job {job.name!r}: step {job.step} cannot be written to {folder}: {unwritten(error) or error}"
+                    f"job {job.name!r}: step {step} cannot be written to {folder}: {unwritten(error) or error}"
                 ) from error
 
     def _unsaved(self, jobs: Sequence[Job]) -> list[Job]:

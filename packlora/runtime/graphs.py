@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from packlora.adapters.attach import adapted_layers
+from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.owners import Noise, TokenOwners
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.mixers import mixing_functions
@@ -31,6 +33,7 @@ from packlora.base.packing import hidden_states
 from packlora.base.shape import plain_head
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.ops import launcher
 from packlora.ops.attention.blocks import BLOCK, SampleBlocks, most_blocks, table_of
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
@@ -197,6 +200,17 @@ class Body:
             self.gradients.leave(self._reached, adapters)
             self._backward()
 
+    def rehearse(self) -> None:
+        """Compile what both launch, side by side where they would compile one kernel after the other. Nothing is kept."""
+        try:
+            with launcher.rehearsal():
+                self._run_forward()
+                assert self._hidden_TD is not None
+                self._d_TD = self._hidden_TD.detach()
+                self._run_backward()
+        finally:
+            self.forget()
+
     def record(self, recorder: Recorder) -> None:
         """Record both for all microbatches of the shape; after one that has run without.
 
@@ -291,6 +305,8 @@ class GraphedDevice:
         self._ready: _Ready | None = None
         self._out_of_memory = 0
         self._room = Room()
+        self._rehearses = self._can_rehearse()
+        """Whether the next microbatch, the first one of these adapters, is rehearsed."""
 
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
         """See Executor. What fails does so again in the forward.
@@ -391,6 +407,10 @@ class GraphedDevice:
         body = self._body(Shape.of([part for item in samples for part in item.sample.part_lengths], self._budget))
         batch = collate(samples, self.single.base.device, weights, body.shape.tokens)
         body.load(batch)
+        if self._rehearses:
+            self._rehearses = False
+            with suppress(Exception):  # it will fail again
+                body.rehearse()
         return _Ready(samples, weights, body, batch)
 
     def _body(self, shape: Shape) -> Body:
@@ -415,8 +435,16 @@ class GraphedDevice:
             self.why_not = why_not
         self._unfit = why_not
         self._adapters, self._dropout, self._gradients = tuple(buffers), dropout, Gradients(buffers)
-        self._noise = noise
+        self._noise, self._rehearses = noise, self._can_rehearse()
         self._drop()
+
+    def _can_rehearse(self) -> bool:
+        """Not with DoRA's scales, which kernels make and which are kept; CPUs compile nothing."""
+        layers = [
+            layer for layer in adapted_layers(self.single.base.model).values() if isinstance(layer, AdaptedLinear)
+        ]
+        dora = any(own.spec.use_dora for layer in layers for own in layer.adapters.values())
+        return self.single.base.device.type == "cuda" and not dora
 
     def _drop(self) -> None:
         """Free the memory of all graphs."""

@@ -25,7 +25,7 @@ from packlora.data.prompts import Prompt
 from packlora.runtime.balance import BalanceSum
 from packlora.runtime.collate import Compared
 from packlora.runtime.library_optimizer import LibraryOptimizer
-from packlora.runtime.memory import on_their_way
+from packlora.runtime.memory import on_host, on_their_way
 from packlora.runtime.objective import Objective
 from packlora.runtime.optimizer import FlatAdamW
 from packlora.seeding import stable_hash
@@ -261,8 +261,8 @@ class Job:
         self.without = set(self.parameters)
         """Parameters that have had none in the present global batch."""
         self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = self._views
-        """Whole tensors on the CPU by parameter, from one like adapter.flat. Where that is of slices, all processes that have
-        some call it."""
+        """Whole tensors by parameter, copies of one like adapter.flat on the CPU, see memory.on_host. Where that is of slices,
+        all processes that have some call it."""
         self.everywhere: Callable[[Mapping[str, int]], Mapping[str, int]] = dict
         """Numbers by parameter, from those of the parameters here. Where processes have different ones, all call it."""
         self.untrained_elsewhere: set[str] = set()
@@ -319,7 +319,7 @@ class Job:
         return self.gradients
 
     def _views(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return self.adapter.layout.views(flat.cpu())
+        return self.adapter.layout.views(on_host(flat))
 
     def count(self, tokens: int) -> None:
         """So many tokens of the global batch are done, on whatever device."""

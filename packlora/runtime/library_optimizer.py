@@ -136,7 +136,7 @@ class LibraryOptimizer:
         """Nothing of a parameter of another stage, which sgd alone knows of."""
         parameter = self.parameters.get(name)
         own = {} if parameter is None else self._inner.state.get(parameter, {})
-        return {leaf: own[leaf].cpu() for leaf in self._shapes(own)}
+        return {leaf: own[leaf].to("cpu", copy=True) for leaf in self._shapes(own)}
 
     @torch.no_grad()
     def _fresh(self, parameter: torch.Tensor) -> dict[str, Any]:

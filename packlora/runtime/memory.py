@@ -57,16 +57,28 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, which stays as it is. From a GPU it is on its way: see `launched`."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def launched(device: torch.device) -> Callable[[], None]:
+    """What waits for all that was launched until now, and for nothing that is launched later."""
+    if device.type != "cuda":
+        return lambda: None
+    reached = torch.cuda.Event()
+    reached.record(torch.cuda.current_stream(device))
+    return reached.synchronize
+
+
 def on_their_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
     """Begin to copy numbers to the host. The result gives them as a list; it waits for them, not for what is launched later."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(numbers.device))
+    host, wait = on_host(numbers), launched(numbers.device)
 
     def read() -> list[Any]:
-        copied.synchronize()
+        wait()
         return host.tolist()
 
     return read

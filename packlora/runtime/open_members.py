@@ -27,7 +27,7 @@ from packlora.runtime.changes import START, Change
 from packlora.runtime.control import Add, Asked, Clone, Control, StopJob, asked_from
 from packlora.runtime.job import Job
 from packlora.runtime.members import Members
-from packlora.runtime.memory import TokenBudget
+from packlora.runtime.memory import TokenBudget, synchronize
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -231,6 +231,7 @@ class OpenMembers(Members):
             )
         job, folder = there[request.job], self.output_dir / request.name
         whole = job.whole_of(job.adapter.flat)
+        synchronize(self.base.device)
         try:
             together(self.mesh, lambda: _write_start(folder, job, whole) if self.group.leads else None)
             return self.check([config], there, budget)

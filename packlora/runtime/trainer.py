@@ -122,14 +122,13 @@ class Trainer:
         _end_between_steps(self.jobs, self.stop, self.events, self.folder)
         self._settle()
         self.training_began = self._elapsed()
-        self.events.emit(TrainingBegan())
+        self.events.emit(TrainingBegan(compiles=self.base.device.type == "cuda" and self._is_running()))
         self._change(undecided(self.run, self.jobs))
         self._follow_the_last()
         while self._goes_on():
             self._train_windows()
             self._follow_the_last()
-        if self.stop.asked:
-            self.folder.save_unsaved(self.jobs)
+        self.folder.save_unsaved(self.jobs if self.stop.asked else ())
 
     def _train_windows(self) -> None:
         """Train on the windows that are left, or until one must be planned again because its microbatches are too large."""
@@ -255,6 +254,7 @@ class Trainer:
         _end_between_steps(self._evaluate(self.jobs), self.stop, self.events, self.folder)
         for job in self.jobs:
             if job.status == "running" and job.step >= job.data.num_steps and not self.stop.asked:
+                self.folder.finish(job)  # its last checkpoint is of its last step, whatever its result is
                 job.status = "done"
                 if (note := take_best(job)) is not None:
                     self.events.emit(Note(note))

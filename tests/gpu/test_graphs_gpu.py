@@ -16,6 +16,7 @@ from graph_runs import Run
 from waits import no_waiting
 
 import packlora
+from packlora.ops import launcher
 from packlora.runtime.graphs import GraphedDevice, Recorder
 from packlora.runtime.run import deterministic
 
@@ -105,3 +106,34 @@ def test_a_run_by_graphs_trains_as_one_without(
     plain, graphed, again = train("plain", False), train("graphed", True), train("again", True)
     assert graphed == again
     assert max(abs(a - b) for a, b in zip(plain, graphed, strict=True)) < 0.02
+
+
+def test_what_is_rehearsed_is_compiled_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that knows of no kernel yet, as far as launches tell."""
+    jobs = ("lora", "some modules")
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphedDevice, "_can_rehearse", lambda self: False)
+        _, want = run(True, torch.bfloat16, jobs)
+    known, rehearsals = dict[Any, Any](), list[set[str]]()
+    monkeypatch.setattr(launcher, "_COMPILED", known)
+    original = launcher._Rehearsal.take
+
+    def take(self: Any, *args: Any) -> None:
+        original(self, *args)
+        rehearsals.append({str(key) for key in self._seen})
+
+    monkeypatch.setattr(launcher._Rehearsal, "take", take)
+    own, got = run(True, torch.bfloat16, jobs)
+    assert own.told == []
+    launched = {
+        str(key) for key in known if "lora_linear" in key[0].fn.__module__ or "attention" in key[0].fn.__module__
+    }
+    first = {key for key in launched if key in rehearsals[-1]}
+    assert len(first) >= 5 and len(first) >= len(launched) / 2, launched - first  # the others are of another shape
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_jobs_with_magnitudes_rehearse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "rehearsal", None)
+    own, _ = run(True, torch.bfloat16, times=3)
+    assert own.told == [] and all(body.recorded for body in own.executor._bodies.values())

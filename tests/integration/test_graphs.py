@@ -12,12 +12,14 @@ import torch
 from graph_runs import JOBS, MICROBATCHES, Pretended, Run, attention_by_starts
 
 from packlora.data.encode import Sample
+from packlora.ops import launcher
 from packlora.ops.attention.blocks import most_blocks, table_of
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans.select import PlanChooser
 from packlora.runtime import graphs
 from packlora.runtime.collate import PackedSample, collate
 from packlora.runtime.graphs import MOST, Body, GraphedDevice, Shape
+from packlora.runtime.run import deterministic
 
 
 class Fixed(PlanChooser):
@@ -66,6 +68,41 @@ def test_one_job_owns_the_tokens_of_nobody_and_trains_as_without_them(
     assert not run.told and run.executor._recorder is not None
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("jobs", [("lora", "some modules"), ("lora",)], ids=["two jobs", "one job"])
+def test_a_rehearsal_in_which_no_kernel_writes_anything_leaves_nothing_behind(
+    jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    with deterministic():  # memory that nobody has written to is full of NaN
+        want = Run(Pretended, Always(ROUTED) if len(jobs) == 1 else Fixed(ROUTED), shrink=4, jobs=jobs).train()
+        left_out = list[str]()
+
+        class Rehearsal:
+            def __init__(self, pool: Any) -> None:
+                pass
+
+            def take(self, kernel: Any, *rest: Any) -> None:
+                left_out.append(str(kernel))
+
+        monkeypatch.setattr(launcher, "_Rehearsal", Rehearsal)
+        monkeypatch.setattr(GraphedDevice, "_can_rehearse", lambda self: True)
+        run = Run(Pretended, Always(ROUTED) if len(jobs) == 1 else Fixed(ROUTED), shrink=4, jobs=jobs)
+        got = run.train()
+    assert not run.told and run.executor._recorder is not None
+    assert len(set(left_out)) >= 4
+    assert all(p.isfinite().all() for p in got)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_neither_cpus_nor_jobs_with_magnitudes_rehearse() -> None:
+    for jobs, may in ((("lora", "dora"), False), (("lora",), True)):
+        device = Run(Pretended, jobs=jobs).executor
+        assert device._rehearses is False
+        device.single.base.device = torch.device("cuda")
+        assert device._can_rehearse() is may
 
 
 def test_shapes_are_few_and_hold_their_microbatches() -> None:

@@ -670,7 +670,7 @@ def test_broken_off_at_any_file_operation_a_save_leaves_a_whole_checkpoint_as_th
         ran += 1
         left = ran
         with contextlib.suppress(Crash):
-            checkpoint.save_checkpoint(folder, job, checkpoint.Whole.of(job), run, keep=1)
+            checkpoint.save_checkpoint(folder, job, checkpoint.Snapshot.of(job), run, keep=1)
             break
         left = 0  # what follows counts on, but nothing is broken off
         newest = max(checkpoint.steps(folder))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,7 @@ from packlora.report.events import (
     TrainingBegan,
     WindowPlanned,
 )
+from packlora.runtime import checkpoint
 
 Base = Callable[..., str]
 
@@ -127,7 +130,68 @@ def test_a_subscriber_hears_what_the_logs_hold_and_the_files_are_there_by_then(
     begun = [(event.job, event.step) for event in counted.of(CheckpointBegins)]
     assert begun == [(event.job, event.step) for event in counted.of(CheckpointSaved)]
     assert set(begun) == {("a", 2), ("a", 4), ("a", 6), ("b", 2), ("b", 4)}
-    assert counted.logged and all(saved == logged for saved, logged in counted.logged)
+    assert counted.logged and all(saved <= logged for saved, logged in counted.logged)  # training goes on meanwhile
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step(
+    optim: str, out: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [{**job, "train": {**job["train"], "optim": optim}} for job in out["jobs"]]
+    tree = {**out, "jobs": jobs, "save_total_limit": 10}
+    packlora.train({**tree, "output_dir": str(tmp_path / "quick")})
+    went_on, original, seen = threading.Event(), checkpoint.write_folder, list[tuple[str, bool]]()
+
+    def slow(path: Path, write: Any) -> None:
+        if (path.parent.name, path.name) == ("a", "checkpoint-2"):
+            seen.append((path.name, went_on.wait(60)))
+        original(path, write)
+
+    def third_step(event: Event) -> None:
+        if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
+            assert not (tmp_path / "out" / "a" / "checkpoint-2").exists()
+            went_on.set()
+
+    monkeypatch.setattr(checkpoint, "write_folder", slow)
+    assert packlora.train(tree, subscribers=[third_step]).status == "done"
+    assert seen == [("checkpoint-2", True)]
+    folders = sorted(path.relative_to(tmp_path / "quick") for path in (tmp_path / "quick").glob("?/checkpoint-*"))
+    assert len(folders) == 5
+    for folder in folders:
+        ours, wanted = tmp_path / "out" / folder, tmp_path / "quick" / folder
+        tensors = sorted(path.name for path in wanted.glob("*.safetensors"))
+        assert tensors == sorted(path.name for path in ours.glob("*.safetensors")) != []
+        for name in tensors:
+            assert (ours / name).read_bytes() == (wanted / name).read_bytes(), (folder, name)
+        state = json.loads((ours / "trainer_state.json").read_text())
+        assert state["global_step"] == max(line["step"] for line in state["log_history"]) == int(folder.name[11:])
+        checkpoint.check(ours, folder.parent.name, json.loads((tmp_path / "out" / "run.json").read_text())["id"])
+
+
+def test_a_checkpoint_that_fails_while_training_goes_on_ends_the_run_with_the_newest_steps_saved(
+    out: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went_on, original = threading.Event(), checkpoint.write_folder
+
+    def full(path: Path, write: Any) -> None:
+        if (path.parent.name, path.name) == ("a", "checkpoint-2"):
+            went_on.wait(60)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(path, write)
+
+    def third_step(event: Event) -> None:
+        if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
+            went_on.set()
+
+    monkeypatch.setattr(checkpoint, "write_folder", full)
+    with pytest.raises(
+        packlora.WriteError, match=r"'a': step 2 cannot be written.* Kept: a: step ([34]) of \1, b: step"
+    ):
+        packlora.train(out, subscribers=[third_step])
+    monkeypatch.undo()
+    (job,) = {path.name for path in (tmp_path / "out" / "a").glob("checkpoint-*")}
+    assert job in ("checkpoint-3", "checkpoint-4")
+    assert packlora.train(out, resume=True).status == "done"
 
 
 def test_a_subscriber_that_raises_costs_a_warning_and_no_bit_and_the_next_one_hears_everything(

@@ -1,4 +1,5 @@
-"""Launches that are made again: only where operands lie as they must, with their addresses, and descriptors encoded once."""
+"""Launches that are made again: only where operands lie as they must, with their addresses, and descriptors encoded once; and
+launches whose kernels are compiled ahead."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,6 +214,34 @@ def test_a_launch_that_is_not_understood_goes_through_tritons_door_every_time() 
 @pytest.mark.skipif(
     importlib.util.find_spec("triton.backends.nvidia") is None, reason="a triton without NVIDIA's backend"
 )
+def test_in_a_rehearsal_each_kernel_is_compiled_once_by_other_threads_and_nothing_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices, seen = list[int](), list[tuple[int, tuple[Any, ...], dict[str, Any]]]()
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+
+    class Compiled(Kernel):
+        def warmup(self, *args: Any, grid: Any, **constants: Any) -> None:
+            seen.append((threading.get_ident(), args, {"grid": grid, **constants}))
+            if constants.get("BM") == 64:
+                raise RuntimeError("too large")
+
+    known, kernel, launches = Compiled(), Compiled(), {}
+    launch(known, (1,), (tensor(),), launches, "known", BM=16, num_warps=4, num_stages=1)
+    with launcher.rehearsal():
+        for shift in (0, 1, 0):
+            launch(kernel, (2,), (tensor(shift), 5), launches, "key", BM=16, num_warps=4, num_stages=1)
+        launch(kernel, (2,), (tensor(), 5), launches, "large", BM=64, num_warps=4, num_stages=1)
+        launch(kernel, (0,), (tensor(), 5), launches, "none", BM=32, num_warps=4, num_stages=1)
+        launch(known, (1,), (tensor(),), BM=16, num_warps=4, num_stages=1)
+    assert kernel.compiled == 0 and known.compiled == 1 and not kernel.calls and list(launches) == ["known"]
+    assert len(seen) == len(devices) == 3 and threading.get_ident() not in {thread for thread, _, _ in seen}
+    assert sorted(made["BM"] for _, _, made in seen) == [16, 16, 64]
+    assert {made["grid"] for _, _, made in seen} == {(2,)}
+    launch(kernel, (2,), (tensor(), 5), launches, "key", BM=16, num_warps=4, num_stages=1)
+    assert kernel.compiled == 1  # as ever
+
+
 def test_the_check_at_the_start_knows_the_installed_triton_and_refuses_a_changed_one(tmp_path: Path) -> None:
     """By Triton's own compiler and launcher, up to the driver's library."""
     if Kernel.door is not Door:
@@ -225,6 +255,7 @@ def test_the_check_at_the_start_knows_the_installed_triton_and_refuses_a_changed
     found = json.loads(done.stdout)
     assert found["why"] is None
     assert (found["launches"], found["doors"], found["cached"], found["alike"]) == (3, 1, 2, True)
+    assert (found["rehearsed"], found["then"]) == ([1, 0, False], [1, 1])
     assert found["numbered"] and found["turned"]
 
 

@@ -20,7 +20,7 @@ from packlora.report.events import (
     StopAsked,
     TrainingBegan,
 )
-from packlora.report.progress import Progress, duration
+from packlora.report.progress import COMPILES, Progress, duration
 
 
 def job(name: str, samples: int = 8) -> JobAtStart:
@@ -70,6 +70,16 @@ def test_every_job_is_shown_with_its_loss_rate_and_status(terminal: bool) -> Non
     ):
         assert expected in text
     assert ("failed" in text) == terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_before_the_first_microbatch_it_says_what_takes_the_time(compiles: bool, terminal: bool) -> None:
+    progress = shown(job("first"), terminal=terminal, width=140)
+    progress(TrainingBegan(compiles))
+    progress.__exit__()
+    assert isinstance(progress.console.file, io.StringIO)
+    assert (COMPILES in progress.console.file.getvalue()) == compiles
 
 
 def test_other_jobs_go_on_only_where_some_run() -> None:

@@ -98,7 +98,8 @@ def _train(rows: list[dict[str, Any]]) -> list[str]:
         "Training four jobs of short samples (ranks 8 to 64, dropout 0.1), real tokens per second with optimizer steps; PEFT "
         "trains one job after the other. *With the start*: over all of the benchmark, with what compiling, recording graphs "
         "and choosing plans took (*start*). PEFT's compiled way is one job on one shape without padding, which is the least "
-        "that it can take; its start counts once. *Predicted*: by the profiler, for the microbatches alone.",
+        "that it can take; its start counts once. *Predicted*: by the profiler, for the microbatches alone. No figure here "
+        "holds loading, reading data or checkpoints; what the command takes with them is in [the log](../benchmarks/LOG.md).",
         "",
         "| model | way | tokens/s | with the start | start, s | packlora over it |",
         "|---|---|---|---|---|---|",
