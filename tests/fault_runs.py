@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -181,7 +182,7 @@ class _Faults:
 
     def __init__(self, folder: Path, kind: str | None, at: int, only: str, counter: mmap.mmap) -> None:
         self.folder, self.kind, self.at, self.only, self.counter = str(folder), kind, at, only, counter
-        self.count = 0
+        self.count, self._counting = 0, threading.Lock()
 
     def below(self, path: Any, dir_fd: int | None = None) -> bool:
         if isinstance(path, int):
@@ -193,9 +194,11 @@ class _Faults:
 
     def operation(self, half: Callable[[], object] | None = None, writes: bool = True) -> None:
         """Before each operation. half: does one half of it; writes: whether it needs room on the disk."""
-        self.count += 1
-        self.counter[:8] = self.count.to_bytes(8, "little")
-        if self.kind is None or self.count < self.at or (self.count > self.at and self.kind != "full"):
+        with self._counting:  # checkpoints are written by threads
+            self.count += 1
+            number = self.count
+            self.counter[:8] = number.to_bytes(8, "little")
+        if self.kind is None or number < self.at or (number > self.at and self.kind != "full"):
             return
         if self.kind == "full" and not writes:
             return
@@ -203,8 +206,8 @@ class _Faults:
             half()
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        number = errno.EIO if self.kind == "EIO" else errno.ENOSPC
-        raise OSError(number, os.strerror(number))
+        error = errno.EIO if self.kind == "EIO" else errno.ENOSPC
+        raise OSError(error, os.strerror(error))
 
     def install(self) -> None:
         import safetensors.torch

@@ -234,6 +234,8 @@ def _known_by(kernel: Any, device: int, args: tuple[Any, ...], constants: dict[s
 
 # --- compiling ahead ---------------------------------------------------------------------------------------------------
 
+COMPILERS = 16
+"""Most threads that compile at a time."""
 _rehearsal: _Rehearsal | None = None
 
 
@@ -257,16 +259,18 @@ class _Rehearsal:
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Inside, `launch` launches nothing, it compiles; at the end all of it is compiled. What kernels would have written is not
-    there: the caller throws away what is computed inside, and lets nothing be computed that is kept. A kernel that cannot be
-    compiled fails when it is launched.
+    there: the caller throws away what is computed inside, and lets nothing be computed that is kept, in any thread. A kernel
+    that cannot be compiled fails when it is launched.
     """
     global _rehearsal
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, COMPILERS))
+    try:
         _rehearsal = _Rehearsal(pool)
-        try:
-            yield
-        finally:
-            _rehearsal = None
+        yield
+        pool.shutdown(wait=True)
+    finally:
+        _rehearsal = None
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 # --- is it the same launch? --------------------------------------------------------------------------------------------

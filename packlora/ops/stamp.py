@@ -10,7 +10,8 @@ time where they are not.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -68,6 +69,15 @@ class Unchanged:
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []  # themselves: a new one may lie where an older one lay
         self._stamps: Stamps = None
+
+    @contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """Around what is made anew of tensors that have changed: where it fails they count as changed next time, too."""
+        try:
+            yield
+        except BaseException:
+            self._stamps, self._tensors = None, []
+            raise
 
     def __call__(self, tensors: list[torch.Tensor]) -> bool:
         """Whether they are those of the last call."""

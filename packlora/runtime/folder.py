@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -39,7 +40,7 @@ from packlora.runtime.memory import launched
 
 T = TypeVar("T")
 WRITERS = 4
-"""So many checkpoints are written at a time, each of another job."""
+"""So many checkpoints may be on their way at a time, each of another job."""
 
 
 def make_output(folder: Path) -> None:
@@ -104,7 +105,12 @@ class OutputFolder:
         self._kept = KeptFolder(path)
         self._writer = concurrent.futures.ThreadPoolExecutor(WRITERS, "checkpoints")
         self._writing: dict[str, concurrent.futures.Future[tuple[int, Path]]] = {}
-        """By job, a checkpoint that was not told of: its step and folder."""
+        """By job, a checkpoint that was not told of, its step and folder; the oldest first."""
+        self._alone = threading.Lock()
+
+    def close(self) -> None:
+        """End the threads that write, when what they have begun is written."""
+        self._writer.shutdown(wait=True, cancel_futures=True)
 
     def check(self) -> None:
         """Tell of checkpoints that are on the disk by now.
@@ -125,16 +131,17 @@ class OutputFolder:
     def _tell(self, job: str) -> None:
         """Tell of a job's checkpoint, when it is on the disk."""
         if (writing := self._writing.pop(job, None)) is not None:
-            written = concurrent.futures.wait([writing]).done.pop()
+            concurrent.futures.wait([writing])
             self._kept.check()
-            self.events.emit(CheckpointSaved(job, *written.result()))
+            self.events.emit(CheckpointSaved(job, *writing.result()))
 
     def of(self, job: Job) -> Path:
         return self.path / job.name
 
     def save_checkpoint(self, job: Job) -> None:
         """A checkpoint of the job's present step, which is written while training goes on; what the logs hold up to it is on
-        the disk before it is there. The job's checkpoint before is waited for, so one copy of a job is in memory.
+        the disk before it is there. The job's checkpoint before is waited for, and that of another job where WRITERS are on
+        their way, so no more copies of jobs are in memory.
 
         Raises:
             FileNotFoundError, WriteError: as check.
@@ -142,17 +149,19 @@ class OutputFolder:
         if not self.group.saves:
             return
         if self.group.leads:
+            self._kept.check()
             self.finish(job)
+            for oldest in list(self._writing)[: len(self._writing) + 1 - WRITERS]:
+                self._tell(oldest)
             self.events.emit(CheckpointBegins(job.name, job.step))
         snapshot = checkpoint.Snapshot.of(job)
         if not self.group.leads:
             return
 
-        def write() -> tuple[int, Path]:
-            save = lambda folder: checkpoint.save_checkpoint(folder, job, snapshot, self.run, self.keep)  # noqa: E731
-            return snapshot.step, self._write(job, snapshot.step, save)
+        def write(folder: Path) -> tuple[int, Path]:
+            return snapshot.step, checkpoint.save_checkpoint(folder, job, snapshot, self.run, self.keep)
 
-        self._writing[job.name] = self._writer.submit(write)
+        self._writing[job.name] = self._writer.submit(self._write, job, snapshot.step, write)
 
     def save_unsaved(self, jobs: Sequence[Job]) -> None:
         """Checkpoints of those running jobs whose present step is in none; all that are being written are on the disk then.
@@ -206,7 +215,6 @@ class OutputFolder:
             return
         try:
             self.finish(job)
-            self._kept.check()
             wait()
             self._write(job, job.step, lambda folder: checkpoint.save_result(folder, job, whole, self.run))
         except WriteError:
@@ -215,18 +223,21 @@ class OutputFolder:
             raise
 
     def _write(self, job: Job, step: int, write: Callable[[Path], T]) -> T:
-        """What fails is tried once more, without the leftovers that take up space."""
+        """What fails is tried once more, without the leftovers that take up space and while nothing else is tried again."""
         folder = self.of(job)
+        self._kept.check()
         try:
             return write(folder)
         except (OSError, SafetensorError):
-            try:
-                remove_leftovers(folder)
-                return write(folder)
-            except (OSError, SafetensorError) as error:
-                raise WriteError(
-                    f"job {job.name!r}: step {step} cannot be written to {folder}: {unwritten(error) or error}"
-                ) from error
+            with self._alone:
+                self._kept.check()
+                try:
+                    remove_leftovers(folder)
+                    return write(folder)
+                except (OSError, SafetensorError) as error:
+                    raise WriteError(
+                        f"job {job.name!r}: step {step} cannot be written to {folder}: {unwritten(error) or error}"
+                    ) from error
 
     def _unsaved(self, jobs: Sequence[Job]) -> list[Job]:
         return [

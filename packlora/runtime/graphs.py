@@ -409,8 +409,11 @@ class GraphedDevice:
         body.load(batch)
         if self._rehearses:
             self._rehearses = False
-            with suppress(Exception):  # it will fail again
+            try:
                 body.rehearse()
+            except Exception:  # what it has half made is not used, and what fails will fail again
+                self._drop()
+                return self._load(samples, weights)
         return _Ready(samples, weights, body, batch)
 
     def _body(self, shape: Shape) -> Body:

@@ -60,8 +60,12 @@ def free_memory(device: torch.device) -> None:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU, which stays as it is. From a GPU it is on its way: see `launched`."""
     if not tensor.is_cuda:
-        return tensor.clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        return tensor.to("cpu", copy=True)
+    try:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError:  # no more memory can be pinned
+        return tensor.cpu()
+    return host.copy_(tensor, non_blocking=True)
 
 
 def launched(device: torch.device) -> Callable[[], None]:
@@ -70,7 +74,12 @@ def launched(device: torch.device) -> Callable[[], None]:
         return lambda: None
     reached = torch.cuda.Event()
     reached.record(torch.cuda.current_stream(device))
-    return reached.synchronize
+
+    def wait() -> None:
+        with torch.cuda.device(device):  # a thread begins on the first GPU, whose memory a wait there would take
+            reached.synchronize()
+
+    return wait
 
 
 def on_their_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:

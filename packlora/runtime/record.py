@@ -140,6 +140,7 @@ class RunRecord:
                 self.record["warnings"].append(event.text)
             case CheckpointSaved(job, step):
                 self.record["saved"][job] = step
+                self._write()  # before anybody can miss it: a job whose checkpoints are gone is not begun again
             case MemoryRanOut():
                 self.record["warnings"].append(event.text)
                 self.record["schedule"]["budget"] = event.budget

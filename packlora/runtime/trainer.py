@@ -15,6 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class Trainer:
             WriteError, InputError, FileNotFoundError, MemoryError: as packlora.train.
         """
         self.training_began = self._elapsed()
-        with stop_signals(self.events):
+        with stop_signals(self.events), closing(self.folder):
             self.events.emit(_beginning(self.run, self.folder, self.jobs, self.notes))
             try:
                 self._train()
@@ -186,9 +187,8 @@ class Trainer:
         self.runner.follow()
         for event in changed.told:
             self.events.emit(event)
-        for job in changed.left:
-            if job.status == "running":
-                self.folder.save_checkpoint(job)
+        for job in (own for own in changed.left if own.status == "running"):
+            self.folder.save_checkpoint(job)
         self._settle()
         if plan is not None:
             plan.follow(self.jobs)
@@ -285,6 +285,7 @@ class Trainer:
         return self._is_running() and not self.stop.asked
 
     def _fail(self, job: Job) -> None:
+        self.folder.finish(job)  # of an earlier step
         self.events.emit(JobFailed(job.name, job.step, job.failure or ""))
         self.folder.save_result(job)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import graph_runs
 import numpy as np
@@ -15,6 +16,8 @@ from packlora.data.encode import Sample
 from packlora.ops import launcher
 from packlora.ops.attention.blocks import most_blocks, table_of
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.prepared import Prepared
+from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.plans.select import PlanChooser
 from packlora.runtime import graphs
 from packlora.runtime.collate import PackedSample, collate
@@ -94,6 +97,36 @@ def test_a_rehearsal_in_which_no_kernel_writes_anything_leaves_nothing_behind(
     assert not run.told and run.executor._recorder is not None
     assert len(set(left_out)) >= 4
     assert all(p.isfinite().all() for p in got)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [(Prepared, "_make_room", 2), (torch, "_foreach_copy_", 1), (SegmentTables, "write", 1), (torch.nn.functional, "silu", 1)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_rehearsal_that_fails_as_the_microbatch_does_not_leaves_nothing_half_made(
+    owner: Any, name: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    jobs, calls, original = ("lora", "some modules"), 0, getattr(owner, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += launcher._rehearsal is not None
+        if launcher._rehearsal is not None and calls == at:
+            raise torch.OutOfMemoryError("in the rehearsal alone")
+        return original(*args, **kwargs)
+
+    with deterministic():
+        want = Run(Pretended, Fixed(ROUTED), shrink=4, jobs=jobs).train()
+        monkeypatch.setattr(launcher, "_Rehearsal", lambda pool: mock.Mock())
+        monkeypatch.setattr(GraphedDevice, "_can_rehearse", lambda self: True)
+        monkeypatch.setattr(owner, name, failing)
+        run = Run(Pretended, Fixed(ROUTED), shrink=4, jobs=jobs)
+        got = run.train()
+    assert calls >= at and not run.told and run.executor._recorder is not None
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 

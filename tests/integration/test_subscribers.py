@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,7 @@ class Counted:
             self.out = event.output_dir
         if isinstance(event, CheckpointSaved):
             assert (event.folder / "manifest.json").exists()
+            assert json.loads((self.out / "run.json").read_text())["saved"][event.job] == event.step
             steps = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
             self.logged.append((event.step, max(line["step"] for line in steps if line["job"] == event.job)))
         if isinstance(event, SavePointReached | RunEnded):
@@ -155,6 +157,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step
     monkeypatch.setattr(checkpoint, "write_folder", slow)
     assert packlora.train(tree, subscribers=[third_step]).status == "done"
     assert seen == [("checkpoint-2", True)]
+    assert not writers()
     folders = sorted(path.relative_to(tmp_path / "quick") for path in (tmp_path / "quick").glob("?/checkpoint-*"))
     assert len(folders) == 5
     for folder in folders:
@@ -166,6 +169,36 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step
         state = json.loads((ours / "trainer_state.json").read_text())
         assert state["global_step"] == max(line["step"] for line in state["log_history"]) == int(folder.name[11:])
         checkpoint.check(ours, folder.parent.name, json.loads((tmp_path / "out" / "run.json").read_text())["id"])
+
+
+def writers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoints")]
+
+
+def test_an_interruption_while_a_checkpoint_is_written_ends_when_it_is_there(
+    out: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    went_on, original = threading.Event(), checkpoint.write_folder
+
+    def slow(path: Path, write: Any) -> None:
+        if (path.parent.name, path.name) == ("a", "checkpoint-2"):
+            assert went_on.wait(60)
+            time.sleep(0.2)
+            assert (tmp_path / "out" / ".lock").exists()
+        original(path, write)
+
+    def third_step(event: Event) -> None:
+        if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
+            went_on.set()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "write_folder", slow)
+    with pytest.raises(KeyboardInterrupt):
+        packlora.train(out, subscribers=[third_step])
+    assert not writers() and not (tmp_path / "out" / ".lock").exists()
+    assert [path.name for path in (tmp_path / "out" / "a").iterdir()] == ["checkpoint-2"]
+    monkeypatch.undo()
+    assert packlora.train(out, resume=True).status == "done"
 
 
 def test_a_checkpoint_that_fails_while_training_goes_on_ends_the_run_with_the_newest_steps_saved(

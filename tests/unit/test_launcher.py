@@ -208,12 +208,6 @@ def test_a_launch_that_is_not_understood_goes_through_tritons_door_every_time() 
         assert not launches and not kernel.calls
 
 
-# --- the check at the start --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton.backends.nvidia") is None, reason="a triton without NVIDIA's backend"
-)
 def test_in_a_rehearsal_each_kernel_is_compiled_once_by_other_threads_and_nothing_is_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -242,6 +236,12 @@ def test_in_a_rehearsal_each_kernel_is_compiled_once_by_other_threads_and_nothin
     assert kernel.compiled == 1  # as ever
 
 
+# --- the check at the start --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton.backends.nvidia") is None, reason="a triton without NVIDIA's backend"
+)
 def test_the_check_at_the_start_knows_the_installed_triton_and_refuses_a_changed_one(tmp_path: Path) -> None:
     """By Triton's own compiler and launcher, up to the driver's library."""
     if Kernel.door is not Door:

@@ -56,9 +56,10 @@ class _Copies:
     def refresh(self) -> None:
         if self._unchanged(self.sources):
             return
-        for places, sources in self._parts:
-            if places:
-                torch._foreach_copy_(places, sources)
+        with self._unchanged.unless_it_fails():
+            for places, sources in self._parts:
+                if places:
+                    torch._foreach_copy_(places, sources)
 
 
 class MovingSegments:
@@ -93,8 +94,9 @@ class MovingSegments:
         """Those made for nominal segments and for whatever else is in `key`; `write` fills them from now on."""
         found = self._tables.get((key, segments))
         if found is None:
-            found = self._tables[key, segments] = segments, make()
+            found = segments, make()
             found[1].write(self._placed(segments))
+            self._tables[key, segments] = found
         return found[1]
 
     def write(self, boundaries: Sequence[tuple[int, int, int]]) -> None:
@@ -107,8 +109,8 @@ class MovingSegments:
         """These take part: they are up to date now, and after each `refresh`."""
         if id(operands) in self._operands:
             return
-        self._operands[id(operands)] = operands
         operands.refresh()
+        self._operands[id(operands)] = operands
         for adapter, into, source in operands.copies():
             self._copies.setdefault(adapter, _Copies()).add(into, source)
 

@@ -211,7 +211,7 @@ class Prepared:
         before, now = self._seen, stamps(self._tensors) if self.version_counted else None
         if now is not None and now == before:
             return
-        self._seen = now
+        self._seen = None  # until all is copied
         into: list[torch.Tensor] = []
         out_of: list[torch.Tensor] = []
         for at, source in enumerate(self._sources):
@@ -232,6 +232,7 @@ class Prepared:
         if into:
             with torch.no_grad():
                 torch._foreach_copy_(into, out_of)
+        self._seen = now
 
     def _lies_as_it_should(self, source: _Source) -> bool:
         return (
@@ -296,18 +297,20 @@ class LayerScales:
         if bias is not None and self._base_bias is not None:
             overwritten = not version_counted or not self._unchanged[None]([self._base_bias])
             if overwritten:
-                bias.copy_(self._base_bias.detach())
+                with self._unchanged[None].unless_it_fails():
+                    bias.copy_(self._base_bias.detach())
         for number, low in self._low_ranks.items():
             norm = low.norm() if callable(low.norm) else low.norm
             if version_counted:
                 parts = [t for t in (low.magnitude, norm, low.bias) if t is not None]
                 if self._unchanged[number](parts) and not overwritten:
                     continue
-            if low.magnitude is not None:
-                assert norm is not None
-                self.divide(number, low.magnitude, norm)
-            if low.bias is not None and bias is not None:
-                bias[number].copy_(low.bias.detach())
+            with self._unchanged[number].unless_it_fails():
+                if low.magnitude is not None:
+                    assert norm is not None
+                    self.divide(number, low.magnitude, norm)
+                if low.bias is not None and bias is not None:
+                    bias[number].copy_(low.bias.detach())
 
     def divide(self, number: int, magnitude_N: torch.Tensor, norm_N: torch.Tensor) -> None:
         """g = magnitude / norm and w = norm of one adapter."""
