@@ -135,6 +135,38 @@ def test_a_subscriber_hears_what_the_logs_hold_and_the_files_are_there_by_then(
     assert counted.logged and all(saved <= logged for saved, logged in counted.logged)  # training goes on meanwhile
 
 
+class HeldBack:
+    """A subscriber: the checkpoint of a's second step is not written before its third step is told.
+
+    Args:
+        written: called before it is written, then.
+        told: called when the third step is told.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, written: Callable[[], None], told: Callable[[], None] = lambda: None
+    ) -> None:
+        self.third, self.waited, self.told = threading.Event(), list[bool](), told
+        original = checkpoint.write_folder
+
+        def write_folder(path: Path, write: Any) -> None:
+            if (path.parent.name, path.name) == ("a", "checkpoint-2"):
+                self.waited.append(self.third.wait(60))
+                written()
+            original(path, write)
+
+        monkeypatch.setattr(checkpoint, "write_folder", write_folder)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
+            self.third.set()
+            self.told()
+
+
+def writers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoints")]
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
 def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step(
     optim: str, out: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,21 +174,9 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step
     jobs = [{**job, "train": {**job["train"], "optim": optim}} for job in out["jobs"]]
     tree = {**out, "jobs": jobs, "save_total_limit": 10}
     packlora.train({**tree, "output_dir": str(tmp_path / "quick")})
-    went_on, original, seen = threading.Event(), checkpoint.write_folder, list[tuple[str, bool]]()
-
-    def slow(path: Path, write: Any) -> None:
-        if (path.parent.name, path.name) == ("a", "checkpoint-2"):
-            seen.append((path.name, went_on.wait(60)))
-        original(path, write)
-
-    def third_step(event: Event) -> None:
-        if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
-            assert not (tmp_path / "out" / "a" / "checkpoint-2").exists()
-            went_on.set()
-
-    monkeypatch.setattr(checkpoint, "write_folder", slow)
-    assert packlora.train(tree, subscribers=[third_step]).status == "done"
-    assert seen == [("checkpoint-2", True)]
+    held_back = HeldBack(monkeypatch, lambda: None)
+    assert packlora.train(tree, subscribers=[held_back]).status == "done"
+    assert held_back.waited == [True]
     assert not writers()
     folders = sorted(path.relative_to(tmp_path / "quick") for path in (tmp_path / "quick").glob("?/checkpoint-*"))
     assert len(folders) == 5
@@ -171,30 +191,21 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step
         checkpoint.check(ours, folder.parent.name, json.loads((tmp_path / "out" / "run.json").read_text())["id"])
 
 
-def writers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoints")]
-
-
 def test_an_interruption_while_a_checkpoint_is_written_ends_when_it_is_there(
     out: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    went_on, original = threading.Event(), checkpoint.write_folder
+    locked = list[bool]()
 
-    def slow(path: Path, write: Any) -> None:
-        if (path.parent.name, path.name) == ("a", "checkpoint-2"):
-            assert went_on.wait(60)
-            time.sleep(0.2)
-            assert (tmp_path / "out" / ".lock").exists()
-        original(path, write)
+    def late() -> None:
+        time.sleep(0.2)
+        locked.append((tmp_path / "out" / ".lock").exists())
 
-    def third_step(event: Event) -> None:
-        if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
-            went_on.set()
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "write_folder", slow)
     with pytest.raises(KeyboardInterrupt):
-        packlora.train(out, subscribers=[third_step])
+        packlora.train(out, subscribers=[HeldBack(monkeypatch, late, interrupt)])
+    assert locked == [True]
     assert not writers() and not (tmp_path / "out" / ".lock").exists()
     assert [path.name for path in (tmp_path / "out" / "a").iterdir()] == ["checkpoint-2"]
     monkeypatch.undo()
@@ -204,23 +215,13 @@ def test_an_interruption_while_a_checkpoint_is_written_ends_when_it_is_there(
 def test_a_checkpoint_that_fails_while_training_goes_on_ends_the_run_with_the_newest_steps_saved(
     out: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    went_on, original = threading.Event(), checkpoint.write_folder
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def full(path: Path, write: Any) -> None:
-        if (path.parent.name, path.name) == ("a", "checkpoint-2"):
-            went_on.wait(60)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        original(path, write)
-
-    def third_step(event: Event) -> None:
-        if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
-            went_on.set()
-
-    monkeypatch.setattr(checkpoint, "write_folder", full)
     with pytest.raises(
         packlora.WriteError, match=r"'a': step 2 cannot be written.* Kept: a: step ([34]) of \1, b: step"
     ):
-        packlora.train(out, subscribers=[third_step])
+        packlora.train(out, subscribers=[HeldBack(monkeypatch, full)])
     monkeypatch.undo()
     (job,) = {path.name for path in (tmp_path / "out" / "a").glob("checkpoint-*")}
     assert job in ("checkpoint-3", "checkpoint-4")
