@@ -131,9 +131,11 @@ class OutputFolder:
     def _tell(self, job: str) -> None:
         """Tell of a job's checkpoint, when it is on the disk."""
         if (writing := self._writing.pop(job, None)) is not None:
-            concurrent.futures.wait([writing])
-            self._kept.check()
-            self.events.emit(CheckpointSaved(job, *writing.result()))
+            try:
+                written = writing.result()
+            finally:  # a folder that is gone is the better reason
+                self._kept.check()
+            self.events.emit(CheckpointSaved(job, *written))
 
     def of(self, job: Job) -> Path:
         return self.path / job.name
@@ -151,8 +153,8 @@ class OutputFolder:
         if self.group.leads:
             self._kept.check()
             self.finish(job)
-            for oldest in list(self._writing)[: len(self._writing) + 1 - WRITERS]:
-                self._tell(oldest)
+            while len(self._writing) >= WRITERS:
+                self._tell(next(iter(self._writing)))
             self.events.emit(CheckpointBegins(job.name, job.step))
         snapshot = checkpoint.Snapshot.of(job)
         if not self.group.leads:
@@ -185,7 +187,7 @@ class OutputFolder:
             if job.is_stepping:
                 continue
             job.discard()
-            with contextlib.suppress(MemoryError, torch.OutOfMemoryError):
+            with contextlib.suppress(WriteError, MemoryError, torch.OutOfMemoryError):
                 self.save_checkpoint(job)
         self._finish_what_can()
         out = []
