@@ -305,8 +305,8 @@ class GraphedDevice:
         self._ready: _Ready | None = None
         self._out_of_memory = 0
         self._room = Room()
-        self._rehearses = self._can_rehearse()
-        """Whether the next microbatch, the first one of these adapters, is rehearsed."""
+        self._is_first = True
+        """The next microbatch is the first one, whose kernels may be yet to compile."""
 
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
         """See Executor. What fails does so again in the forward.
@@ -407,8 +407,8 @@ class GraphedDevice:
         body = self._body(Shape.of([part for item in samples for part in item.sample.part_lengths], self._budget))
         batch = collate(samples, self.single.base.device, weights, body.shape.tokens)
         body.load(batch)
-        if self._rehearses:
-            self._rehearses = False
+        is_first, self._is_first = self._is_first, False
+        if is_first and self._can_rehearse():
             try:
                 body.rehearse()
             except Exception:  # what it has half made is not used, and what fails will fail again
@@ -438,7 +438,7 @@ class GraphedDevice:
             self.why_not = why_not
         self._unfit = why_not
         self._adapters, self._dropout, self._gradients = tuple(buffers), dropout, Gradients(buffers)
-        self._noise, self._rehearses = noise, self._can_rehearse()
+        self._noise = noise
         self._drop()
 
     def _can_rehearse(self) -> bool:

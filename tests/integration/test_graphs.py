@@ -133,7 +133,7 @@ def test_a_rehearsal_that_fails_as_the_microbatch_does_not_leaves_nothing_half_m
 def test_neither_cpus_nor_jobs_with_magnitudes_rehearse() -> None:
     for jobs, may in ((("lora", "dora"), False), (("lora",), True)):
         device = Run(Pretended, jobs=jobs).executor
-        assert device._rehearses is False
+        assert device._can_rehearse() is False
         device.single.base.device = torch.device("cuda")
         assert device._can_rehearse() is may
 

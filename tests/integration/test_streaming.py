@@ -83,16 +83,21 @@ def test_a_stream_gives_what_its_job_learns_alone_and_goes_on_to_the_bit(
         packlora.train(broken | {"jobs": jobs}, resume=True, resume_from=["a=2"])
 
 
+def streaming(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, *others: dict[str, Any]
+) -> tuple[dict[str, Any], Path]:
+    """A run whose jobs of these names read one stream, and its file, which they come to the end of again and again."""
+    monkeypatch.setattr(module, "PROBE", 4)
+    path = Path(write(tmp_path / "rows.jsonl", 30))
+    train = {"train": {"max_steps": 30, "global_batch_size": 2}}
+    jobs = [*(streamed(name, str(path), tmp_path) | train for name in names), *others]
+    return tree_of(base, tmp_path, "", "float32", jobs=jobs, save_every=0), path
+
+
 def test_where_a_stream_is_gone_what_the_jobs_have_learnt_is_saved_and_the_run_goes_on_when_it_is_back(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PROBE", 4)
-    path = Path(write(tmp_path / "rows.jsonl", 30))
-    jobs = [
-        streamed("a", str(path), tmp_path) | {"train": {"max_steps": 30, "global_batch_size": 2}},
-        job("b", tmp_path),
-    ]
-    tree = tree_of(base, tmp_path, "", "float32", jobs=jobs, save_every=0)
+    tree, path = streaming(base, tmp_path, monkeypatch, "a", job("b", tmp_path))
     assert packlora.train(tree | {"output_dir": str(tmp_path / "whole")}).status == "done"
     away = path.with_suffix(".away")
 
@@ -114,13 +119,7 @@ def test_a_job_in_the_middle_of_its_step_is_not_saved_when_the_run_ends(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its parameters have moved and its number of steps has not."""
-    monkeypatch.setattr(module, "PROBE", 4)
-    path = Path(write(tmp_path / "rows.jsonl", 30))
-    jobs = [
-        streamed("a", str(path), tmp_path) | {"train": {"max_steps": 30, "global_batch_size": 2}},
-        streamed("b", str(path), tmp_path) | {"train": {"max_steps": 30, "global_batch_size": 2}},
-    ]
-    tree = tree_of(base, tmp_path, "", "float32", jobs=jobs, save_every=0)
+    tree, path = streaming(base, tmp_path, monkeypatch, "ab")
 
     def take_away(event: Any) -> None:
         if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
