@@ -245,10 +245,19 @@ class Recorder:
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """A function that replays its launches. Nothing runs now."""
+        """A function that replays its launches. Nothing runs now.
+
+        torch.cuda.graph would give pinned memory back as well, which the next checkpoint would pin again.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            function()
+        torch.cuda.synchronize(self._stream.device)
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
         return graph.replay
 
 

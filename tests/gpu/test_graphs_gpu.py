@@ -50,6 +50,19 @@ def test_graphs_are_as_exact_as_none_with_the_same_bits_every_time(dtype: torch.
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
 
 
+def test_pinned_memory_is_kept_where_a_graph_is_recorded() -> None:
+    values = torch.zeros(8, device="cuda")
+    torch.empty(1 << 20, pin_memory=True)  # nobody's at once, so the next one gets it
+    before = torch.cuda.host_memory_stats()
+    replay = Recorder(torch.device("cuda", 0)).record(lambda: values.add_(1))
+    assert torch.equal(values, torch.zeros_like(values))
+    replay()
+    assert torch.equal(values, torch.ones_like(values))
+    torch.empty(1 << 20, pin_memory=True)
+    after = torch.cuda.host_memory_stats()
+    assert after["allocations.allocated"] == before["allocations.allocated"] > 0, (before, after)
+
+
 def test_evaluations_between_replays_change_nothing() -> None:
     own, got = run(True, torch.bfloat16, times=2, evaluate=True)
     _, want = run(True, torch.bfloat16, times=2)
