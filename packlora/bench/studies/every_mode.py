@@ -7,7 +7,7 @@ from typing import Any
 from packlora.bench.modes import MODES
 from packlora.bench.small import OWN, PEER, against_peft, best, part_of, wall
 from packlora.bench.small_models import CONTENDERS
-from packlora.bench.studies.result_files import of_each, ratio
+from packlora.bench.studies.result_files import not_measured, of_each, ratio
 
 NAMES = dict(zip(CONTENDERS, ("frozen", "packlora", "PEFT"), strict=True))
 WAYS = {
@@ -33,7 +33,7 @@ def _on_a_device(name: str, file: dict[str, Any]) -> list[str]:
     ]
     for section in (_models(rows), _layers(rows), _train(rows)):
         lines += ["", *section] if section else []
-    return lines
+    return lines + not_measured(file)
 
 
 def _models(rows: list[dict[str, Any]]) -> list[str]:
@@ -99,9 +99,32 @@ def _train(rows: list[dict[str, Any]]) -> list[str]:
         "trains one job after the other. *With the start*: over all of the benchmark, with what compiling, recording graphs "
         "and choosing plans took (*start*). PEFT's compiled way is one job on one shape without padding, which is the least "
         "that it can take; its start counts once. *Predicted*: by the profiler, for the microbatches alone. No figure here "
-        "holds loading, reading data or checkpoints; what the command takes with them is in [the log](../benchmarks/LOG.md).",
+        "holds loading, reading data or checkpoints: [the command](#the-command-from-start-to-end) takes them, too.",
         "",
         "| model | way | tokens/s | with the start | start, s | packlora over it |",
         "|---|---|---|---|---|---|",
         *lines,
     ]
+
+
+def command() -> list[str]:
+    """Where the time of `packlora train` goes, from the start of its process to its end."""
+    return of_each("command-h200", "command-h100", section=_command)
+
+
+def _command(name: str, file: dict[str, Any]) -> list[str]:
+    lines = [
+        "`packlora train` on Qwen3-0.6B's shape (random weights) and four jsonl files of short samples, with packlora's own "
+        f"defaults, checkpoints among them, timed from outside on one {file['device']}: seconds, first with empty caches "
+        f"of compiled kernels ([{name}.json](../benchmarks/results/{name}.json)). *Before*: Python's imports, the model, the "
+        "data. *Stalls*: what microbatches took beyond the median, where shapes of them were new or a checkpoint was begun.",
+        "",
+        "| | whole | before | first microbatch | stalls | after the last | tokens | tokens/s | between stalls |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in file["rows"]:
+        keys = ("wall_s", "before_training_s", "first_microbatch_s", "stalls_s", "end_s")
+        rates = (row["tokens"], row["tokens_per_s"], row["between_stalls_tokens_per_s"])
+        cells = [*(f"{row[key]:.1f}" for key in keys), *(f"{value:.0f}" for value in rates)]
+        lines.append(f"| {row['run']} | {' | '.join(cells)} |")
+    return lines

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
-from packlora.bench.studies.result_files import measured, of_each, ratio
-
-
-def _not_measured(file: dict[str, Any]) -> list[str]:
-    """The cases that the time did not suffice for."""
-    left = file.get("not_measured")
-    return ["", f"Not measured: {', '.join(left)}."] if left else []
+from packlora.bench.studies.result_files import measured, not_measured, of_each, ratio
 
 
 def peers() -> list[str]:
-    """The linear layers of a decoder layer by several projects."""
-    if (file := measured("peers-h200")) is None:
+    """The linear layers of a decoder layer by several projects, one device after the other."""
+    tables = of_each("peers-h200", "peers-h100", section=_peer_table)
+    if not tables:
         return []
+    return [
+        "q, k, v, o, gate, up and down of a decoder layer of Llama-3.1-8B's shape, r 16, by the kernels of several projects: "
+        "time of forward and backward over that of the frozen layers, of the GPU alone / on the wall. A dash: the project "
+        "leaves such layers to PEFT. Gradients of all are checked against PEFT in float32.",
+        "",
+        *tables,
+    ]
+
+
+def _peer_table(name: str, file: dict[str, Any]) -> list[str]:
     rows = file["rows"]
     lines = [
-        "q, k, v, o, gate, up and down of a decoder layer of Llama-3.1-8B's shape, r 16, by the kernels of several projects on "
-        f"one {file['device']}: time of forward and backward over that of the frozen layers, of the GPU alone / on the wall "
-        "([peers-h200.json](../benchmarks/results/peers-h200.json)). A dash: the project leaves such layers to PEFT. Gradients "
-        "of all are checked against PEFT in float32:",
+        f"One {file['device']} ([{name}.json](../benchmarks/results/{name}.json)):",
         "",
         "| | " + " | ".join(row["case"].removeprefix("block ") for row in rows) + " |",
         "|---|" + "---|" * len(rows),
     ]
-    for name in dict.fromkeys(name for row in rows for name in row["over_frozen"]):
+    for contender in dict.fromkeys(contender for row in rows for contender in row["over_frozen"]):
         cells = []
         for row in rows:
-            both = [row.get(kind, {}).get(name) for kind in ("ahead_over_frozen", "wall_over_frozen")]
-            cells.append("failed" if name in row["failed"] else "-" if None in both else " / ".join(map(ratio, both)))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines + _not_measured(file)
+            both = [row.get(kind, {}).get(contender) for kind in ("ahead_over_frozen", "wall_over_frozen")]
+            cells.append(
+                "failed" if contender in row["failed"] else "-" if None in both else " / ".join(map(ratio, both))
+            )
+        lines.append(f"| {contender} | {' | '.join(cells)} |")
+    return lines + not_measured(file)
 
 
 def workloads() -> list[str]:
@@ -68,7 +72,7 @@ def _workload_table(name: str, file: dict[str, Any]) -> list[str]:
         cells = [f"{rates[way]:.0f}" if way in rates else "failed" for way in ways]
         counts = " / ".join(map(str, row["microbatches"].values()))
         lines.append(f"| {row['key']} | {' | '.join(cells)} | {counts} |")
-    return lines + _not_measured(file)
+    return lines + not_measured(file)
 
 
 def plan_memory() -> list[str]:

@@ -38,5 +38,11 @@ def of_each(*names: str, section: Callable[[str, dict[str, Any]], list[str]]) ->
     return lines
 
 
+def not_measured(file: dict[str, Any]) -> list[str]:
+    """The cases that the time did not suffice for."""
+    left = file.get("not_measured")
+    return ["", f"Not measured: {', '.join(left)}."] if left else []
+
+
 def ratio(value: float | None) -> str:
     return "failed" if value is None else f"{value:.2f}"

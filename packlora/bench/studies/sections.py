@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from packlora.bench.studies.candidates import candidates
-from packlora.bench.studies.every_mode import every_mode
+from packlora.bench.studies.every_mode import command, every_mode
 from packlora.bench.studies.four_bits import four_bits
 from packlora.bench.studies.other_projects import peers, plan_memory, workloads
 from packlora.bench.studies.result_files import measured, of_each, ratio, results
@@ -456,6 +456,7 @@ SECTIONS = (
     vlm,
     short_jobs,
     every_mode,
+    command,
     candidates,
     two_gpus,
     schedule,
@@ -480,6 +481,7 @@ TITLES = {
     "vlm": "A vision-language model",
     "short_jobs": "Four jobs of short samples",
     "every_mode": "Small models in every mode",
+    "command": "The command, from start to end",
     "candidates": "Candidates of a sweep",
     "two_gpus": "Two GPUs",
     "schedule": "The scheduler",
