@@ -36,3 +36,10 @@ def test_its_run_file_trains_all_jobs_by_the_command(tmp_path: Path) -> None:
     assert {job: own["status"] for job, own in record["result"]["jobs"].items()} == {f"r{r}": "done" for r in RANKS}
     assert row["tokens"] == sum(job["tokens"] for job in record["jobs"].values()) > 0
     assert 0 < row["first_microbatch_s"] < row["training_s"] < row["wall_s"]
+
+
+def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+    file = write_inputs(tmp_path, torch.device("cpu"), quick=True)
+    (tmp_path / "r8.jsonl").unlink()
+    with pytest.raises(SystemExit, match=r"ended with 2:[\s\S]*r8\.jsonl"):
+        timed(file, next(iter(RUNS)))

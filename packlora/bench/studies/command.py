@@ -81,9 +81,12 @@ def timed(file: Path, name: str) -> Row:
     out = folder / RUNS[name]
     words = [sys.executable, "-m", "packlora", "train", str(file), "--set", f"output_dir={out}"]
     start = time.perf_counter()
-    with (folder / f"{RUNS[name]}.log").open("w") as log:
-        subprocess.run(words, check=True, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **caches})
-    wall = time.perf_counter() - start
+    with (folder / f"{RUNS[name]}.log").open("w+") as log:
+        done = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **caches})
+        wall = time.perf_counter() - start
+        log.seek(0)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{log.read()}")
     lines = [json.loads(line) for line in (out / "microbatches.jsonl").read_text().splitlines()]
     return row_of(name, wall, json.loads((out / "run.json").read_text())["result"], lines)
 

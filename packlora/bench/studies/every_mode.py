@@ -99,7 +99,7 @@ def _train(rows: list[dict[str, Any]]) -> list[str]:
         "trains one job after the other. *With the start*: over all of the benchmark, with what compiling, recording graphs "
         "and choosing plans took (*start*). PEFT's compiled way is one job on one shape without padding, which is the least "
         "that it can take; its start counts once. *Predicted*: by the profiler, for the microbatches alone. No figure here "
-        "holds loading, reading data or checkpoints: [the command](#the-command-from-start-to-end) takes them, too.",
+        "holds loading, reading data or checkpoints: they are in [the command's](#the-command-from-start-to-end).",
         "",
         "| model | way | tokens/s | with the start | start, s | packlora over it |",
         "|---|---|---|---|---|---|",
