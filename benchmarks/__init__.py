@@ -1,0 +1,1 @@
+"""Benchmarks that stand outside of the package: `python -m benchmarks NAME --out FILE`."""
