@@ -22,6 +22,7 @@ from packlora.base.load import load_tokenizer
 from packlora.base.model import load_base
 from packlora.config import Run
 from packlora.data.readers import read_rows
+from packlora.data.template import Template
 from packlora.errors import InputError, printable
 from packlora.report.summary import print_summary
 from packlora.result import Result
@@ -95,7 +96,7 @@ def show_samples(run: Run, result: Result) -> None:
 
 def _answer(model: Any, tokenizer: Any, prompt: str) -> str:
     messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = Template(tokenizer).render(messages, generation=True)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
     out = model.generate(
         input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NEW_TOKENS, do_sample=False,

@@ -19,7 +19,7 @@ import numpy as np
 from packlora.config import DataConfig
 from packlora.data.images import Images, Shown
 from packlora.data.rows import Row, with_system
-from packlora.data.template import PLACEHOLDER, rendered
+from packlora.data.template import PLACEHOLDER, EndlessTemplateError, Template
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
 
@@ -240,7 +240,7 @@ def encoded_rows(
     special = _special_tokens(tokenizer)
 
     def skip(error: InputError) -> None:
-        if data.on_bad_row == "error":
+        if data.on_bad_row == "error" or isinstance(error, EndlessTemplateError):
             raise error
         skipped.append(str(error).removeprefix(f"job {job!r}: "))
 
@@ -389,9 +389,9 @@ def _mark_conversation(
 
     def render(part: list[dict[str, Any]], generation: bool, shown_tools: list[Any] | None = tools) -> str:
         try:
-            return rendered(tokenizer, part, shown_tools, generation)
+            return Template(tokenizer, shown_tools).render(part, generation)
         except InputError as error:
-            raise InputError(f"{where}: {error}") from None
+            raise type(error)(f"{where}: {error}") from None
 
     def lost(index: int) -> InputError:
         return InputError(

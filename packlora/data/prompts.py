@@ -13,7 +13,7 @@ from packlora.config import DataConfig
 from packlora.data.encode import encode_rows
 from packlora.data.images import Images, Shown
 from packlora.data.rows import Row, with_system
-from packlora.data.template import rendered
+from packlora.data.template import Template
 from packlora.errors import InputError
 
 
@@ -38,7 +38,7 @@ def prompt_ids(said: str | list[dict[str, Any]], tokenizer: Any) -> list[int]:
     if isinstance(said, str):
         text = said
     else:
-        text = rendered(tokenizer, said, None, generation=True)
+        text = Template(tokenizer).render(said, generation=True)
     ids = list(tokenizer(text, add_special_tokens=isinstance(said, str))["input_ids"])
     if not ids:
         raise InputError("the prompt has no tokens; there is nothing to answer")
@@ -58,7 +58,7 @@ def image_prompt_ids(
     Raises:
         InputError: the template refuses the messages, or a file is no image for this model.
     """
-    text, _, images = shown.put_in(rendered(tokenizer, messages, None, generation=True), [], paths, where)
+    text, _, images = shown.put_in(Template(tokenizer).render(messages, generation=True), [], paths, where)
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if problem := shown.problem_of(np.asarray(ids), images):
         raise InputError(f"{where}: {problem}")

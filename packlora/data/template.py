@@ -1,55 +1,135 @@
-"""Chat templates: those that take texts alone, and those of vision-language models, some of which take blocks alone."""
+"""The one way in which a tokenizer's chat template writes a conversation.
+
+Everything that is rendered goes through `Template`: what a job learns from, prompts and answers. All renderings with one
+tokenizer see one clock (`set_clock`), so that a template that writes the date writes the same one everywhere.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from packlora.data.bounded import EndlessError, compiled, limits
 from packlora.errors import InputError
 
-PLACEHOLDER = "packlora-finds-this-turn"
-"""Rendered in place of a message, to see where the template puts it."""
+PLACEHOLDER = "packlora-looks-for-this-text"
+"""Stands for a content where it is tried how a template takes contents."""
+CLOCK = "_packlora_clock"
+"""Attribute of a tokenizer with the moment at which its clock stands."""
 
-_BLOCKS_ALONE: dict[str, bool] = {}
-"""By template."""
+Spans = list[tuple[int, int]]
+
+_BLOCKS_ALONE: dict[tuple[str, bool], bool] = {}
+"""By template, whether it takes blocks and no texts; and whether it writes blocks as Python does."""
 
 
-def rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, generation: bool) -> str:
-    """A conversation as the tokenizer's chat template writes it. Raises InputError with what the template complains of.
+class EndlessTemplateError(InputError):
+    """A chat template does not come to an end. It is no row's fault: rows are not skipped for it."""
+
+
+def set_clock(tokenizer: Any, moment: datetime) -> None:
+    """Let the chat template of a tokenizer see this moment as now, in all that is rendered from here on."""
+    setattr(tokenizer, CLOCK, moment)
+
+
+def clock_of(tokenizer: Any) -> datetime:
+    """What a chat template sees as now; where nobody has set it, the moment of the first rendering."""
+    if not isinstance(moment := getattr(tokenizer, CLOCK, None), datetime):
+        set_clock(tokenizer, moment := datetime.now())
+    return moment
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A tokenizer's chat template with what it is given beside the messages.
 
     Args:
-        messages: contents are texts, or lists of blocks where they have images.
-        generation: with what an assistant's turn begins with.
+        tools: the JSON schemas of what the assistant may call.
+        variables: values of the template's own variables, as `enable_thinking`.
     """
-    if _in_blocks(tokenizer, messages):
-        blocks = [_blocks(message["content"]) for message in messages]
-        messages = [message | {"content": content} for message, content in zip(messages, blocks, strict=True)]
-    try:
-        return _apply(tokenizer, messages, tools, generation)
-    except Exception as error:  # templates raise their own complaints, e.g. about the order of roles
-        raise InputError(f"the chat template refuses the messages: {error}") from None
 
+    tokenizer: Any
+    tools: list[Any] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
-def _apply(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, generation: bool) -> str:
-    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=generation))
+    @property
+    def source(self) -> str:
+        """The program; some tokenizers have one of its own for conversations with tools."""
+        return str(self.tokenizer.get_chat_template(tools=self.tools))
+
+    def render(self, messages: list[dict[str, Any]], generation: bool = False) -> str:
+        """A conversation as the template writes it.
+
+        Args:
+            messages: contents are texts, or lists of blocks where they have images.
+            generation: with what an assistant's turn begins with.
+
+        Raises:
+            InputError: with what the template complains of.
+        """
+        return self._written(messages, generation)[0]
+
+    def masked(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
+        """A conversation, and the characters in it that the template's own `{% generation %}` marks."""
+        return self._written(messages, False, mask=True)
+
+    def _written(self, messages: list[dict[str, Any]], generation: bool, mask: bool = False) -> tuple[str, Spans]:
+        try:
+            if self._in_blocks(messages):
+                messages = [message | {"content": _blocks(message.get("content"))} for message in messages]
+            return self._apply(messages, generation, mask)
+        except EndlessError as error:
+            name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+            raise EndlessTemplateError(
+                f"the chat template of {name} does not come to an end: {error}; use another template"
+            ) from None
+        except Exception as error:  # templates raise their own complaints, e.g. about the order of roles
+            raise InputError(f"the chat template refuses the messages: {error}") from None
+
+    def _apply(self, messages: list[dict[str, Any]], generation: bool, mask: bool = False) -> tuple[str, Spans]:
+        if not messages:
+            raise InputError("there are none")
+        said = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        with limits(clock_of(self.tokenizer)):
+            (text,), spans = render_jinja_template(
+                conversations=[said], tools=self.tools, chat_template=compiled(self.source),
+                add_generation_prompt=generation, return_assistant_tokens_mask=mask,
+                **{**self.tokenizer.special_tokens_map, **self.variables},
+            )  # fmt: skip
+        return str(text), spans[0] if spans else []
+
+    def _in_blocks(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether contents are to be lists: one is, or the template shows no others."""
+        given = any(isinstance(message.get("content"), list) for message in messages)
+        if self._tried(given):
+            if given:
+                raise InputError("it writes the list of a content's blocks as it is, and is not for images")
+            return True
+        return given
+
+    def _tried(self, given: bool) -> bool:
+        """By trial, whether the template takes blocks alone; `given`: whether it writes them as Python does."""
+        key = self.source, given
+        if key not in _BLOCKS_ALONE:
+            texts, blocks = (self._tried_with(content) for content in (PLACEHOLDER, _blocks(PLACEHOLDER)))
+            written = blocks is not None and any(form(_blocks(PLACEHOLDER)[0]) in blocks for form in (str, json.dumps))
+            takes = blocks is not None and PLACEHOLDER in blocks and not (texts is not None and PLACEHOLDER in texts)
+            _BLOCKS_ALONE[key] = written if given else takes and not written
+        return _BLOCKS_ALONE[key]
+
+    def _tried_with(self, content: Any) -> str | None:
+        try:
+            return self._apply([{"role": "user", "content": content}], False)[0]
+        except EndlessError:
+            raise
+        except Exception:  # a template that wants other roles, or no such content
+            return None
 
 
 def _blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _in_blocks(tokenizer: Any, messages: list[dict[str, Any]]) -> bool:
-    """Whether contents are to be lists: one is, or the template shows no others."""
-    if any(isinstance(message.get("content"), list) for message in messages):
-        return True
-    template = str(tokenizer.chat_template)
-    if template not in _BLOCKS_ALONE:
-        texts, blocks = (_shows(tokenizer, content) for content in (PLACEHOLDER, _blocks(PLACEHOLDER)))
-        _BLOCKS_ALONE[template] = blocks and not texts
-    return _BLOCKS_ALONE[template]
-
-
-def _shows(tokenizer: Any, content: Any) -> bool:
-    try:
-        return PLACEHOLDER in _apply(tokenizer, [{"role": "user", "content": content}], None, False)
-    except Exception:  # a template that wants other roles, or no such content
-        return False
