@@ -970,6 +970,7 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         ask("no experts", AdapterConfig(expert_rank="r // top_k", target_modules=["linear_qkv"]), **EXPERTS)
         ask("no multiple", AdapterConfig(r=3, expert_rank="r // top_k", target_modules=["linear_fc1"]), **EXPERTS)
         ask("exclusion", LoraConfig(target_modules="all-linear", exclude_modules=["o_proj"]))
+        ask("layers", LoraConfig(target_modules=["linear_qkv"], layers_to_transform=[0, 7]))
         rest = apply_lora(model_of(), LoraConfig(target_modules="all-linear", exclude_modules=["linear_proj"]))
         ahead = {"decoder.layers.0.mlp.linear_fc1": "linear", "mtp.layers.0.eh_proj": "linear"}
         said["ahead"] = " ".join(targets._chosen(LoraConfig(target_modules="all-linear"), ahead, "a"))

@@ -13,7 +13,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -174,6 +174,10 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
     spec.notes += _left_out(asked, model, spec, job)
     if idle := _excluding_nothing(peft.exclude_modules or set(), every):
         spec.notes.append(f"job {job!r}: exclude_modules {_told(idle)} matches nothing in the model")
+    if bare := _bare_layers(peft, every):
+        spec.notes.append(
+            f"job {job!r}: layers_to_transform has {quoted(bare, 120)}, layers in which target_modules matches nothing"
+        )
     if peft.bias == "lora_only" and not biased:
         spec.notes.append(f"job {job!r}: bias: lora_only trains no bias, as no adapted layer has one")
     return spec
@@ -253,6 +257,7 @@ def _targets(
     if not targets and peft.target_parameters:
         return set()
     names = [name for name, _ in model.named_modules() if name]
+    check_layer_numbers(peft, names, f"job {job!r}")
     matched = {name for name in names if _matches(peft, name)}
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in set(linears) - head_names}))
     if not matched and (narrowing := _narrowed_away(peft, names)):
@@ -289,16 +294,47 @@ def _targets(
     return matched
 
 
+def check_layer_numbers(peft: LoraConfig, names: Collection[str], where: str) -> None:
+    """Raises InputError where layers_to_transform has the number of no layer: PEFT passes over it.
+
+    Args:
+        names: of all modules of the model.
+        where: whose configuration it is, for messages.
+    """
+    every = copy.copy(peft)
+    every.target_modules = {name.rpartition(".")[2] for name in names}  # the last part of every name matches
+    if missing := _bare_layers(every, [name for name in names if name not in every.target_modules]):
+        of = f" in lists named {_told(peft.layers_pattern)} (layers_pattern)" if peft.layers_pattern else ""
+        raise InputError(
+            f"{where}: layers_to_transform has {missing[0]}, and the model has no layer of that number{of}; layers count from 0"
+        )
+
+
+def _bare_layers(peft: LoraConfig, names: Collection[str]) -> list[int]:
+    """Numbers of layers_to_transform in whose layers target_modules matches nothing."""
+    asked = peft.layers_to_transform
+    out = []
+    for number in [asked] if isinstance(asked, int) else asked or ():
+        own = copy.copy(peft)
+        own.layers_to_transform, own.exclude_modules, own.modules_to_save = [number], None, None
+        out += [] if any(_matches(own, name) for name in names) else [number]
+    return out
+
+
 def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
     """Which key, or which two, leave nothing of what target_modules matches by itself."""
     both = ("layers_to_transform", "exclude_modules")
-    for keys in ((both[0],), (both[1],), both):
+
+    def matches_without(*keys: str) -> bool:
         without = copy.copy(peft)
         for key in keys:
             setattr(without, key, None)
-        if any(_matches(without, name) for name in names):
-            return " with ".join(f"{key} {_told(getattr(peft, key))}" for key in keys)
-    return None
+        return any(_matches(without, name) for name in names)
+
+    alone = [key for key in both if matches_without(key)]
+    if not alone and not matches_without(*both):
+        return None
+    return " with ".join(f"{key} {_told(getattr(peft, key))}" for key in alone or both)
 
 
 def _told(names: Any) -> str:

@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from packlora.adapters.files import UNSUPPORTED
-from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config
+from packlora.adapters.spec import AdapterSpec, ModuleSpec, check_layer_numbers, peft_config
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted
 from packlora.megatron.layers import Found, check, config_in
@@ -168,6 +168,7 @@ def _chosen(config: LoraConfig, kinds: Mapping[str, str], name: str) -> list[str
         target_modules=list(wanted), exclude_modules=config.exclude_modules,
         layers_to_transform=config.layers_to_transform, layers_pattern=config.layers_pattern,
     )  # fmt: skip
+    check_layer_numbers(named, kinds, f"adapter {name!r}")
     chosen = [path for path in kinds if _matches(named, path)]
     for target in wanted:
         if not any(path == target or path.endswith(f".{target}") for path in kinds):

@@ -270,6 +270,7 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
         "unlike experts": "need the same rank", "no experts": "takes no experts", "no multiple": "no multiple of the 2",
         "apart": "on several devices", "moved": "was moved from cpu to meta", "tied words": "the output layer's too",
         "state": "unmerge before sharded_state_dict", "exclusion": "exclude_modules has 'o_proj'",
+        "layers": "layers_to_transform has 7, and the model has no layer of that number",
         "rest": "linear_fc1 linear_fc2 linear_qkv", "ahead": "decoder.layers.0.mlp.linear_fc1",
     }  # fmt: skip
     assert said.keys() == words.keys()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import FAMILIES as CONFIGS
 from conftest import TINY
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
@@ -98,3 +99,17 @@ def test_an_exclusion_that_matches_nothing_is_told() -> None:
     ]
     words = "job 'x': exclude_modules {} matches nothing in the model"
     assert told == [[words.format("['down_prj', 'zz']")], [], [], [words.format("'.*mlp.down'")]]
+
+
+def test_a_layer_without_the_named_modules_is_told() -> None:
+    """Of every four layers of Qwen 3.5 one has attention with q_proj."""
+    _, extra = CONFIGS["qwen3_5"]
+    config = transformers.Qwen3_5TextConfig(**TINY | extra | {"num_hidden_layers": 4, "full_attention_interval": 4})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    told = [
+        resolve(LoraConfig(target_modules=["q_proj"], layers_to_transform=layers), model, "x").notes
+        for layers in ([3], [1, 3])
+    ]
+    words = "job 'x': layers_to_transform has [1], layers in which target_modules matches nothing"
+    assert told == [[], [words]]
