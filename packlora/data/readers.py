@@ -1,6 +1,7 @@
 """Read rows from jsonl, json, csv, parquet or a Hugging Face data set, each with the place it came from.
 
-Owns file formats and which files a path means. What a row may be is rows.py's, what its text becomes encode.py's.
+Owns text formats and which files a path means. Tables are tables.py's; what a row may be is rows.py's, what its text becomes
+encode.py's.
 """
 
 from __future__ import annotations
@@ -14,18 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packlora.data.rows import Row, check_row, parse_json
+from packlora.data.rows import KEYS, Row, check_row, parse_json
+from packlora.data.tables import read_hub, read_parquet, read_saved
 from packlora.errors import InputError
 from packlora.terminal import Told, silent
 
 FILE_KINDS = {".jsonl", ".json", ".csv", ".parquet"}
 ACCEPTED = ".jsonl, .json, .csv and .parquet"
-PARQUET_ROWS = 1024
-"""Of a .parquet file that are in memory at once as Python's objects."""
 MOST_CHARACTERS = 2**30
 """Of a cell of a .csv file."""
-DATASET, SPLITS = "state.json", "dataset_dict.json"
-"""Files that mark the folder of a saved Hugging Face data set, and of one with splits."""
 
 
 @dataclass(slots=True)
@@ -134,8 +132,8 @@ def files_of(path: str, job: str) -> list[str]:
 def _values(name: str, job: str) -> Iterator[tuple[str, Any]]:
     """What stands in a file or a data set, each row with its place; an InputError where a row cannot be read by itself."""
     if os.path.isdir(name):
-        return _read_saved(Path(name), job)
-    return _read_file(Path(name), job) if is_file_name(name) else _read_hub(name, job)
+        return read_saved(Path(name), job, ACCEPTED)
+    return _read_file(Path(name), job) if is_file_name(name) else read_hub(name, job)
 
 
 def _read_file(file: Path, job: str) -> Iterator[tuple[str, Any]]:
@@ -153,7 +151,7 @@ def _read_file(file: Path, job: str) -> Iterator[tuple[str, Any]]:
         elif file.suffix == ".csv":
             yield from _read_csv(file, job)
         else:
-            yield from _read_parquet(file, job)
+            yield from read_parquet(file, job)
     except OSError as error:
         raise InputError(f"job {job!r}: cannot read {file}: {error}") from None
     except UnicodeDecodeError as error:
@@ -195,104 +193,43 @@ def _read_csv(file: Path, job: str) -> Iterator[tuple[str, Any]]:
     """The first line names the columns. An empty cell is none, but for an empty prompt or completion."""
     before = csv.field_size_limit(MOST_CHARACTERS)
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
+        # what is no UTF-8 becomes halves of surrogate pairs, which no file holds: it may be in a column that is not read
+        with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
             reader = csv.reader(lines, strict=True)
             names = next(reader, [])
-            if len(set(names)) != len(names) or not all(names):
-                raise InputError(
-                    f"job {job!r}: {file}, line 1: a .csv file begins with the names of its columns, each once"
-                )
+            _check_names(names, f"job {job!r}: {file}, line 1")
             start = reader.line_num + 1
             for cells in reader:
                 where, start = f"{file}, line {start}", reader.line_num + 1
-                if len(cells) == len(names):
-                    row = dict(zip(names, cells, strict=True))
-                    yield where, {key: text for key, text in row.items() if text or key in ("prompt", "completion")}
-                elif cells:
-                    yield (
-                        where,
-                        InputError(f"job {job!r}: {where}: {len(cells)} cells, but there are {len(names)} columns"),
-                    )
+                if cells:
+                    yield where, _csv_row(names, cells, f"job {job!r}: {where}")
     except csv.Error as error:
         raise InputError(f"job {job!r}: cannot read {file} as csv, near line {reader.line_num}: {error}") from None
     finally:
         csv.field_size_limit(before)
 
 
-def _read_parquet(file: Path, job: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
+def _check_names(names: list[str], where: str) -> None:
+    """Raises InputError where the first line of a .csv file is none of names."""
+    if len(set(names)) != len(names) or not all(names):
+        raise InputError(f"{where}: a .csv file begins with the names of its columns, each once")
+    if (odd := _not_text(names)) is not None:
+        raise InputError(f"{where}: this is not UTF-8 text: {odd}")
 
-    number = 0
+
+def _csv_row(names: list[str], cells: list[str], where: str) -> dict[str, str] | InputError:
+    if len(cells) != len(names):
+        return InputError(f"{where}: {len(cells)} cells, but there are {len(names)} columns")
+    row = dict(zip(names, cells, strict=True))
+    if (odd := _not_text([text for key, text in row.items() if key in KEYS])) is not None:
+        return InputError(f"{where}: this is not UTF-8 text: {odd}")
+    return {key: text for key, text in row.items() if text or key in ("prompt", "completion")}
+
+
+def _not_text(texts: list[str]) -> str | None:
+    """The first byte among texts that is no UTF-8, in words."""
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(PARQUET_ROWS):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield f"{file}, row {number}", _without_nulls(value)
-    except pyarrow.ArrowException as error:
-        raise InputError(f"job {job!r}: cannot read {file} as parquet: {error}") from None
-
-
-def _read_saved(folder: Path, job: str) -> Iterator[tuple[str, Any]]:
-    """A data set of Hugging Face's save_to_disk, of one with splits the split train."""
-    if (folder / SPLITS).is_file():
-        if not (folder / "train" / DATASET).is_file():
-            found = ", ".join(sorted(file.parent.name for file in folder.glob(f"*/{DATASET}"))) or "none"
-            raise InputError(
-                f"job {job!r}: the data set {folder} has no split train (splits: {found}); give the folder of one"
-            )
-        folder = folder / "train"
-    if not (folder / DATASET).is_file():
-        raise InputError(
-            f"job {job!r}: data path {folder} is a folder, and not one that Hugging Face's save_to_disk wrote; give a file "
-            f"({ACCEPTED}), or a pattern such as {folder}/*.jsonl"
-        )
-
-    def bad(text: str, line: int | None = None) -> InputError:
-        return InputError(f"job {job!r}: {folder / DATASET}: {text}")
-
-    import pyarrow
-
-    try:
-        state = parse_json((folder / DATASET).read_text(encoding="utf-8"), bad)
-        names = [part["filename"] for part in state["_data_files"]]
-        columns, indices = state.get("_format_columns"), state.get("_indices_data_files")
-        if indices or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
-            raise bad(
-                "it does not name plain files beside it; save_to_disk the data set again, with flatten_indices() before"
-            )
-        number = 0
-        for name in names:
-            with pyarrow.OSFile(str(folder / name)) as file, pyarrow.ipc.open_stream(file) as stream:
-                for batch in stream:
-                    for value in (batch.select(columns) if columns else batch).to_pylist():
-                        number += 1
-                        yield f"{folder}, row {number}", _without_nulls(value)
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise bad(f"it is not what save_to_disk writes ({type(error).__name__}: {error})") from None
-    except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"job {job!r}: cannot read the data set {folder}: {error}") from None
-
-
-def _read_hub(name: str, job: str) -> Iterator[tuple[str, Any]]:
-    try:
-        import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    except ImportError:
-        raise InputError(
-            f"job {job!r}: {name} is not a file here; to read it as a Hugging Face data set, "
-            "install the extra: pip install 'packlora[datasets]'"
-        ) from None
-    try:
-        rows = datasets.load_dataset(name, split="train")
-    except Exception as error:  # the library raises many unrelated types for "not there"
-        raise InputError(f"job {job!r}: {name} is neither a file nor a data set that loads: {error}") from None
-    for number, value in enumerate(rows, 1):
-        yield f"{name}, row {number}", _without_nulls(value)
-
-
-def _without_nulls(value: Any) -> Any:
-    """A row of a table, in which every mapping has the keys of all others, with those gone that its file did not have."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        return f"the byte {ord(error.object[error.start]) - 0xDC00:#04x}"
+    return None

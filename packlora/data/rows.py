@@ -43,6 +43,11 @@ KINDS: tuple[tuple[str, ...], ...] = (
 FIELDS = (
     "prompt", "completion", "messages", "text", "input_ids", "conversations", "instruction", "output", "chosen", "rejected",
 )  # fmt: skip
+KEYS = frozenset({
+    *FIELDS, "input", "history", "system", "tools", "functions", "images", "image", "label", "labels", "attention_mask",
+    "conversation",
+})  # fmt: skip
+"""All that is looked at in a row. Others are notes of whoever made the data."""
 UNLEARNT = -100
 """The label of a token that is not learnt."""
 SHAREGPT = "ShareGPT's conversations (from, value), read as messages"

@@ -1,0 +1,184 @@
+"""Rows of tables: parquet files, data sets that Hugging Face's save_to_disk wrote, data sets of the hub.
+
+Only the columns that a row is made of (rows.py, KEYS) are read: what stands in the others, a timestamp that Python cannot
+hold or an image that cannot be decoded, does not matter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from packlora.data.rows import KEYS, parse_json
+from packlora.data.unpacking import Bound, claimed_by_message, claimed_by_parquet, rows_at_once
+from packlora.errors import InputError
+
+AT_ONCE = 1024
+"""Rows that are in memory at once as Python's objects."""
+DATASET, SPLITS = "state.json", "dataset_dict.json"
+"""Files that mark the folder of a saved Hugging Face data set, and of one with splits."""
+
+Values = Iterator[tuple[str, Any]]
+"""Rows with their places; an InputError where a row cannot be read by itself."""
+
+
+def read_parquet(file: Path, job: str) -> Values:
+    """Rows of a .parquet file. Raises InputError where it is none, or unpacks to too much."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            bound = Bound(str(file), os.path.getsize(file), job)
+            read, left = _used(table.schema_arrow.names)
+            bound.check(claimed_by_parquet(table.metadata, read))
+            batches = table.iter_batches(rows_at_once(table.metadata, file, read, AT_ONCE), columns=read)
+            yield from _rows(batches, str(file), job, bound, left)
+    except pyarrow.ArrowException as error:
+        raise InputError(f"job {job!r}: cannot read {file} as parquet: {error}") from None
+
+
+def read_saved(folder: Path, job: str, accepted: str) -> Values:
+    """Rows of a data set of Hugging Face's save_to_disk, of one with splits of the split train. accepted: other data, for
+    messages."""
+    folder = _split(folder, job, accepted)
+
+    def bad(text: str, line: int | None = None) -> InputError:
+        return InputError(f"job {job!r}: {folder / DATASET}: {text}")
+
+    import pyarrow
+
+    try:
+        state = parse_json((folder / DATASET).read_text(encoding="utf-8"), bad)
+        names = [part["filename"] for part in state["_data_files"]]
+        columns, indices = state.get("_format_columns"), state.get("_indices_data_files")
+        if indices or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
+            raise bad(
+                "it does not name plain files beside it; save_to_disk the data set again, with flatten_indices() before"
+            )
+        bound = Bound(str(folder), sum(os.path.getsize(folder / name) for name in names), job)
+        yield from _rows(_saved_batches(folder, names, columns, bound), str(folder), job, bound)
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise bad(f"it is not what save_to_disk writes ({type(error).__name__}: {error})") from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"job {job!r}: cannot read the data set {folder}: {error}") from None
+
+
+def read_hub(name: str, job: str) -> Values:
+    """Rows of the split train of a data set that the library datasets finds."""
+    try:
+        import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        raise InputError(
+            f"job {job!r}: {name} is not a file here; to read it as a Hugging Face data set, "
+            "install the extra: pip install 'packlora[datasets]'"
+        ) from None
+    try:
+        rows = datasets.load_dataset(name, split="train").with_format("arrow")
+    except Exception as error:  # the library raises many unrelated types for "not there"
+        raise InputError(f"job {job!r}: {name} is neither a file nor a data set that loads: {error}") from None
+    yield from _rows((batch for table in rows.iter(AT_ONCE) for batch in table.to_batches()), name, job)
+
+
+def _split(folder: Path, job: str, accepted: str) -> Path:
+    if (folder / SPLITS).is_file():
+        if not (folder / "train" / DATASET).is_file():
+            found = ", ".join(sorted(file.parent.name for file in folder.glob(f"*/{DATASET}"))) or "none"
+            raise InputError(
+                f"job {job!r}: the data set {folder} has no split train (splits: {found}); give the folder of one"
+            )
+        folder = folder / "train"
+    if not (folder / DATASET).is_file():
+        raise InputError(
+            f"job {job!r}: data path {folder} is a folder, and not one that Hugging Face's save_to_disk wrote; give a file "
+            f"({accepted}), or a pattern such as {folder}/*.jsonl"
+        )
+    return folder
+
+
+def _saved_batches(folder: Path, names: list[str], columns: list[str] | None, bound: Bound) -> Iterator[Any]:
+    import pyarrow
+
+    for path in (str(folder / name) for name in names):
+        with pyarrow.OSFile(path) as file:
+            bound.check(sum(map(claimed_by_message, pyarrow.ipc.MessageReader.open_stream(file))))
+        with pyarrow.OSFile(path) as file, pyarrow.ipc.open_stream(file) as stream:
+            for batch in stream:
+                yield batch.select(columns) if columns else batch
+
+
+# --- from columns to rows ---------------------------------------------------------------------------------------------
+
+
+def _rows(
+    batches: Iterator[Any], name: str, job: str, bound: Bound | None = None, left: dict[str, Any] | None = None
+) -> Values:
+    """left: what stands for columns that the batches have been read without; None: they have all of them."""
+    number = 0
+    for whole in batches:
+        read, rest = _used(whole.schema.names)
+        if twice := next((key for key in read if read.count(key) > 1), None):
+            raise InputError(f"job {job!r}: {name} has the column {twice!r} twice; give each column a name of its own")
+        if left is not None:
+            rest = left
+        elif len(read) < len(whole.schema.names):
+            whole = whole.select(read)
+        if bound is not None:
+            bound.add(whole)
+        for start in range(0, whole.num_rows, AT_ONCE):
+            batch = whole.slice(start, AT_ONCE)
+            columns = {key: _values(key, batch.column(key), f"job {job!r}: {name}, row ", number + 1) for key in read}
+            for at in range(batch.num_rows):
+                number += 1
+                row = rest | {key: column[at] for key, column in columns.items()}
+                problem = next((value for value in row.values() if isinstance(value, InputError)), None)
+                yield f"{name}, row {number}", problem or without_nulls(row)
+
+
+def _used(names: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The columns that a row is made of, and what stands for the others: that they are there is part of what is said of a table
+    whose rows are none."""
+    return [name for name in names if name in KEYS], dict.fromkeys((name for name in names if name not in KEYS), "")
+
+
+def _values(key: str, column: Any, where: str, first: int) -> list[Any]:
+    """A column as Python's values; an InputError for what Python cannot hold."""
+    import pyarrow
+
+    too_odd = (ValueError, ArithmeticError, LookupError, pyarrow.ArrowException, RecursionError)
+    wanted = _in_texts(column.type) if pyarrow.types.is_nested(column.type) else column.type
+    try:
+        return list((column.cast(wanted) if wanted != column.type else column).to_pylist())
+    except too_odd:
+        pass
+    out: list[Any] = []
+    for number, value in enumerate(column, first):
+        try:
+            out.append(value.as_py())
+        except too_odd as error:
+            out.append(InputError(f"{where}{number}: the column {key!r} has a value that cannot be read: {error}"))
+    return out
+
+
+def _in_texts(kind: Any) -> Any:
+    """A nested type with texts in the place of times: of some Python has no values, and templates write texts."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_temporal(kind) and not types.is_interval(kind):
+        return pyarrow.string()
+    if types.is_struct(kind):
+        return pyarrow.struct([(kind.field(n).name, _in_texts(kind.field(n).type)) for n in range(kind.num_fields)])
+    for is_kind, make in ((types.is_list, pyarrow.list_), (types.is_large_list, pyarrow.large_list)):
+        if is_kind(kind):
+            return make(_in_texts(kind.value_type))
+    return kind
+
+
+def without_nulls(value: Any) -> Any:
+    """A row of a table, in which every mapping has the keys of all others, with those gone that its file did not have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value

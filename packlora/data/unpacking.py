@@ -1,0 +1,144 @@
+"""What compressed tables unpack to: known, and bounded, before it is unpacked.
+
+A file of some kilobytes can hold the same text a million times. Parquet files and Arrow streams say how much their parts unpack
+to; what dictionaries repeat is counted row by row, before it becomes Python's objects.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packlora.errors import InputError
+
+UNPACKED_AT_ONCE = 2**28
+"""Bytes of texts that one read of a .parquet file may repeat out of its dictionaries."""
+MOST_UNPACKED = 2**30
+"""Bytes that any file may unpack to."""
+MOST_RATIO = 1000
+"""Of unpacked bytes to those of a larger file. Texts shrink tenfold, repeated ones a hundredfold."""
+
+
+class Bound:
+    """Refuses a file that unpacks to far more than it is. size: of the file, in bytes."""
+
+    def __init__(self, name: str, size: int, job: str) -> None:
+        self.name, self.size, self.job, self.unpacked = name, size, job, 0
+        self.most = max(MOST_UNPACKED, MOST_RATIO * size)
+
+    def add(self, batch: Any) -> None:
+        """Count the rows of a batch, before they are Python's objects."""
+        self.unpacked += sum(int(_sizes(column).sum()) for column in batch.columns)
+        self.check(self.unpacked)
+
+    def check(self, unpacked: int) -> None:
+        """Raises InputError where so many bytes are too many."""
+        if unpacked > self.most:
+            raise InputError(
+                f"job {self.job!r}: {self.name} has {self.size} bytes and unpacks to more than {self.most}, as no texts of "
+                "samples do; give the rows as .jsonl"
+            )
+
+
+def _sizes(array: Any) -> np.ndarray:
+    """[rows] Bytes of texts of each row of a column, those of a dictionary as often as they are used."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    kind = array.type
+    if types.is_dictionary(kind):
+        known = np.append(_sizes(array.dictionary), 0)
+        return known[compute.fill_null(array.indices.cast(pyarrow.int64()), -1).to_numpy(zero_copy_only=False)]
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
+        lengths = compute.fill_null(compute.binary_length(array).cast(pyarrow.int64()), 0)
+        return np.asarray(lengths.to_numpy(zero_copy_only=False))
+    if types.is_struct(kind):
+        return sum(map(_sizes, array.flatten()), np.zeros(len(array), np.int64))
+    if types.is_list(kind) or types.is_large_list(kind):
+        counts = compute.fill_null(compute.list_value_length(array).cast(pyarrow.int64()), 0)
+        ends = np.cumsum(counts.to_numpy(zero_copy_only=False))
+        total = np.append(0, np.cumsum(_sizes(array.flatten())))
+        return np.diff(total[ends], prepend=0)
+    return np.full(len(array), 8)
+
+
+def _chunks(metadata: Any, read: list[str]) -> Iterator[tuple[Any, int]]:
+    """Column chunks that are read of a .parquet file, each with the rows of its group."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in range(group.num_columns):
+            if group.column(column).path_in_schema.split(".")[0] in read:
+                yield group.column(column), group.num_rows
+
+
+def claimed_by_parquet(metadata: Any, read: list[str]) -> int:
+    """Bytes that columns of a .parquet file say they unpack to, what dictionaries repeat not counted."""
+    return sum(chunk.total_uncompressed_size for chunk, _ in _chunks(metadata, read))
+
+
+def rows_at_once(metadata: Any, file: Path, read: list[str], most_rows: int) -> int:
+    """Rows of one read of a .parquet file, such that its dictionaries stay within memory, however often they are repeated."""
+    most = 1.0
+    with file.open("rb") as opened:
+        for chunk, rows in _chunks(metadata, read):
+            if chunk.has_dictionary_page and (chunk.dictionary_page_offset or 0) > 0 and rows:
+                opened.seek(chunk.dictionary_page_offset)
+                size = min(_page_size(opened.read(16)), chunk.total_uncompressed_size)
+                most = max(most, size * max(1.0, chunk.num_values / rows))
+    return int(min(most_rows, max(1, UNPACKED_AT_ONCE // most)))
+
+
+def _page_size(header: bytes) -> int:
+    """Bytes that a page of a .parquet file unpacks to; 2**31 where its header is none.
+
+    They are the second number of the header (PageHeader of parquet.thrift, in Thrift's compact protocol).
+    """
+    numbers, at = [], 0
+    while at < len(header) and len(numbers) < 2 and header[at] == 0x15:  # the next field, a number of 32 bits
+        value, shift, at = 0, 0, at + 1
+        while at < len(header):
+            value |= (header[at] & 0x7F) << shift
+            shift, at = shift + 7, at + 1
+            if not header[at - 1] & 0x80:
+                break
+        numbers.append(value >> 1)  # zigzag, of a number that is not negative
+    return numbers[1] if len(numbers) == 2 else 2**31
+
+
+def claimed_by_message(message: Any) -> int:
+    """Bytes that the compressed buffers of a message of an Arrow stream say they unpack to; 0 where none are compressed.
+
+    The metadata is a flatbuffer (Message.fbs): a table begins with the distance to its list of fields' places.
+    """
+    data = message.metadata.to_pybytes()
+
+    def number(kind: str, at: int) -> int:
+        return int(struct.unpack_from(kind, data, at)[0])
+
+    def field(table: int, index: int) -> int:
+        """Where a field of a table stands; 0 where it has none."""
+        listed = table - number("<i", table)
+        place = number("<H", listed + 4 + 2 * index) if 4 + 2 * index < number("<H", listed) else 0
+        return table + place if place else 0
+
+    def follow(at: int) -> int:
+        return at + number("<I", at)
+
+    try:
+        root = follow(0)
+        kind, header = number("<B", field(root, 1)), follow(field(root, 2))
+        batch = follow(field(header, 1)) if kind == 2 else header  # a dictionary's rows
+        if kind not in (2, 3) or not field(batch, 3):
+            return 0
+        buffers = follow(field(batch, 2))
+        places = [number("<q", buffers + 4 + 16 * index) for index in range(number("<I", buffers))]
+        sizes = [number("<q", buffers + 12 + 16 * index) for index in range(len(places))]
+        body = memoryview(message.body)
+        claims = [struct.unpack_from("<q", body, at)[0] for at, size in zip(places, sizes, strict=True) if size >= 8]
+    except struct.error:
+        return 0  # what reads it says that it is none
+    return sum(claim for claim in claims if claim > 0)  # -1: not compressed
