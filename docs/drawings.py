@@ -1,4 +1,4 @@
-"""Draw packing.svg (README) and rooms.svg (design.md) beside this file, from plain shapes.
+"""Draw packing.svg and rooms.svg, pictures of design.md, beside this file, from plain shapes.
 
 python docs/drawings.py
 """

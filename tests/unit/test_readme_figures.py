@@ -64,7 +64,7 @@ def test_a_row_of_the_small_shape_takes_the_place_of_llama_60m_and_the_readme_st
     (row,) = [row for row in rows if "0.6B shape" in row]
     assert row.startswith("| four jobs of short samples at once, 0.6B shape | | | | | 2.02x |"), "PEFT's fastest way"
     assert "The last three rows time whole optimizer steps." in filled
-    assert len(filled.splitlines()) == len(without.splitlines()) <= 120
+    assert len(filled.splitlines()) == len(without.splitlines())
     small.unlink()
     assert readme.with_overview(filled) == without, "and back"
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 
 from packlora.bench.studies import result_files
-from packlora.bench.studies.every_mode import layers_behind
+from packlora.bench.studies.anchors import readme_table
 from packlora.bench.studies.result_files import measured, ratio, results
 from packlora.bench.studies.sections import SECTIONS, TITLES, anchor
 
 STEPS = " | | | |"
 """Cells of a row of the README's table whose times are not over a frozen model's: it times whole optimizer steps."""
 STEPS_COUNTED = re.compile(r"(The last )(?:row times|\w+ rows time)( whole optimizer steps)")
+FIRST = re.compile(r"(<!-- anchors: .*? -->)\n.*?(<!-- /anchors -->)", re.DOTALL)
 MARKS = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -119,54 +120,18 @@ def _overview_rows() -> list[str]:
     return rows
 
 
-NAMED = 3
-"""Cases in which PEFT is ahead, the worst, of a list that its section has whole."""
-
-
-def _behind() -> list[str]:
-    """What of the measured PEFT does faster, by work, as times of PEFT over packlora's."""
-    found = []
-    if (file := measured("layer-h200")) is not None:
-        best = {row["case"]: min(row["vs_peft"].get("packlora", {"": None}).values()) for row in file["rows"]}
-        rows = {case: value for case, value in best.items() if value is not None and value < 1}
-        cases = ", ".join(f"{case} {value:.2f}x" for case, value in sorted(rows.items(), key=lambda item: item[1]))
-        found += [f"{len(rows)} of {len(file['rows'])} single layers ({cases})"] if rows else []
-    if (file := measured("experts-h200")) is not None:
-        for row in file["rows"]:
-            if row["vs_peft"] and row["vs_peft"] < 1:
-                found.append(f"Qwen3-30B-A3B's shape, {row['case']} ({row['vs_peft']:.3f}x)")
-    for name, where in (("small-h200", ""), ("small-h100", " on an H100")):
-        if (file := measured(name)) is not None and (found_there := layers_behind(file["rows"]))[0]:
-            layers, number = found_there
-            some = ", ".join(f"{of} {value:.2f}x" for of, value in list(layers.items())[:NAMED])
-            more = f", {_source('every_mode')}" if len(layers) > NAMED else ""
-            found.append(f"{len(layers)} of {number} layers{where}, each compiled where that is faster ({some}{more})")
-    if (file := measured("small-h200")) is not None:
-        for key, work in (("06b", "0.6B shape"), ("8b", "8 layers of 8B")):
-            for start, words in (("", ""), ("with_start_", ", the start counted")):
-                value = file["summary"].get(f"train_{key}_{start}vs_peft_best")
-                if value is not None and value < 1:
-                    found.append(f"training four jobs on the {work}{words} ({value:.2f}x)".replace("the 8", "8"))
-    return found
-
-
 def overview() -> list[str]:
-    """One table of ratios, and where PEFT is faster."""
-    lines = [
+    """One table of ratios."""
+    return [
         "| work | packlora over frozen | GPU alone | PEFT over frozen | GPU alone | PEFT over packlora | all figures |",
         "|---|---|---|---|---|---|---|",
         *_overview_rows(),
     ]
-    if behind := _behind():
-        lines += [
-            "",
-            f"PEFT's fastest way is ahead, for there the host or a run's start sets the time, in {'; '.join(behind)}.",
-        ]
-    return lines
 
 
 def with_overview(readme: str) -> str:
-    """The README with its table brought up to date, and the sentence that counts the rows of whole optimizer steps."""
+    """The README with its tables brought up to date, and the sentence that counts the rows of whole optimizer steps."""
+    readme = FIRST.sub(lambda match: "\n".join((match[1], "", *readme_table(), "", match[2])), readme)
     lines = overview()
     number = {1: "row times", 2: "two rows time", 3: "three rows time", 4: "four rows time"}[
         sum(STEPS in line for line in lines)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from packlora.bench.studies.anchors import anchors
 from packlora.bench.studies.candidates import candidates
 from packlora.bench.studies.every_mode import command, every_mode
 from packlora.bench.studies.four_bits import four_bits
 from packlora.bench.studies.other_projects import peers, plan_memory, workloads
+from packlora.bench.studies.peft_ahead import peft_ahead
 from packlora.bench.studies.result_files import measured, of_each, ratio, results
 from packlora.bench.studies.two_gpus import two_gpus
 from packlora.bench.studies.whole_models import experts, vlm
@@ -441,6 +443,8 @@ def schedule() -> list[str]:
 
 
 SECTIONS = (
+    anchors,
+    peft_ahead,
     parity,
     trl,
     small_updates,
@@ -466,6 +470,8 @@ SECTIONS = (
 )
 """Of docs/benchmarks.md, in order."""
 TITLES = {
+    "anchors": "One job beside what people use",
+    "peft_ahead": "Where PEFT is ahead",
     "parity": "Losses beside PEFT's",
     "trl": "With TRL",
     "small_updates": "First steps in bfloat16",
