@@ -6,7 +6,10 @@ import errno
 import os
 import re
 import reprlib
+from collections.abc import Callable
+from typing import TypeVar
 
+T = TypeVar("T")
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EPIPE}
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -54,6 +57,33 @@ def foreign(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
     text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) or not str(error).strip() else text
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed, on one line: what the system says, or an error's kind and its first line."""
+    if isinstance(error, OSError):
+        return unwritten(error) or str(error)
+    if isinstance(error, MemoryError):
+        return str(error) or "this machine's memory is used up"
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+    return shown(f"{type(error).__name__}: {said}", 500)
+
+
+def refusing(what: str, compute: Callable[[], T]) -> T:
+    """What `compute` returns. Whatever it fails with is an InputError: what one request runs into costs that request alone.
+
+    Args:
+        what: is refused, for the message.
+
+    Raises:
+        ProcessError: another process does not answer, so nothing can be agreed on.
+    """
+    try:
+        return compute()
+    except (InputError, ProcessError):
+        raise
+    except Exception as error:
+        raise InputError(f"{what}: {reason_of(error)}") from error
 
 
 class WriteError(Exception):

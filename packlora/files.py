@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,12 @@ def make_folder(path: Path) -> None:
         sync(path.parent)
 
 
+def make_folders(paths: Iterable[Path]) -> None:
+    """The same for several."""
+    for path in paths:
+        make_folder(path)
+
+
 def remove_folder(path: Path) -> None:
     """Delete a folder; a crash in the middle leaves it whole or under a temporary name."""
     old = path.with_name(TEMPORARY + "old-" + path.name)
@@ -143,6 +149,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+class FolderGoneError(FileNotFoundError):
+    """A folder was deleted, moved away or replaced by another while it was written to."""
+
+
 class KeptFolder:
     """A folder that must stay where it is while it is written to."""
 
@@ -151,9 +161,9 @@ class KeptFolder:
         self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def check(self) -> None:
-        """Raises FileNotFoundError where the folder was deleted, moved away or replaced by another."""
+        """Raises FolderGoneError."""
         if not _same(self._handle, self.path.stat):
-            raise FileNotFoundError(f"{self.path} was deleted, moved or replaced while the run was writing to it")
+            raise FolderGoneError(f"{self.path} was deleted, moved or replaced while the run was writing to it")
 
     def __del__(self) -> None:
         os.close(self._handle)

@@ -325,7 +325,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, sign, value = override.partition("=")
     parts = key.strip().split(".")
     if not sign or not all(parts):
-        raise InputError(f"--set {override!r}: write it as dotted.key=value, e.g. jobs.0.train.learning_rate=1e-4")
+        raise InputError(
+            f"--set {quoted(override)}: write it as dotted.key=value, e.g. jobs.0.train.learning_rate=1e-4"
+        )
     node: Any = tree
     for depth, part in enumerate(parts):
         here = ".".join(parts[:depth]) or "the run file"
@@ -337,7 +339,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             if not last:
                 node.setdefault(part, {})
         else:
-            raise InputError(f"--set {override!r}: {here} is {_kind(node)} and has no key {part!r}")
+            raise InputError(f"--set {quoted(override)}: {shown(here)} is {_kind(node)} and has no key {quoted(part)}")
         if last:
             node[node_key] = _parse_yaml(value, f"--set {key}")
         else:
@@ -350,7 +352,9 @@ def _job_index(jobs: list[Any], part: str, override: str) -> int:
         return names.index(part)
     if part.isdecimal() and int(part) < len(jobs):
         return int(part)
-    raise InputError(f"--set {override!r}: there is no item {part!r}; there are {len(jobs)}, counted from 0")
+    raise InputError(
+        f"--set {quoted(override)}: there is no item {quoted(part)}; there are {len(jobs)}, counted from 0"
+    )
 
 
 def _kind(value: Any) -> str:

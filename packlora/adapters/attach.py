@@ -166,16 +166,15 @@ def attach_one(
     return adapter
 
 
-def detach_one(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Take an adapter off again, between two microbatches. Layers that have none any more stay, and do as the model does."""
-    layers = adapted_layers(model)
-    for path in _layers_of(adapter.spec, adapter.weights):
-        layer = layers[path, is_linear(adapter.spec.modules[path])]
-        del layer.adapters[adapter.number]
-        layer.adapters_changed()
+def detach_one(model: PreTrainedModel, number: int) -> None:
+    """Take the adapter of this number off again, between two microbatches, also one that was attached in part. Layers that have
+    none any more stay, and do as the model does."""
+    for layer in adapted_layers(model).values():
+        if layer.adapters.pop(number, None) is not None:
+            layer.adapters_changed()
     for _, state in adapted_experts(model):
         for own in state.adapters.values():
-            own.pop(adapter.number, None)
+            own.pop(number, None)
 
 
 Layers = dict[tuple[str, bool], AdaptedLinear | Routed]

@@ -113,7 +113,7 @@ class Control:
 
     def answer(self, number: str, accepted: bool, text: str) -> None:
         """What cannot be written costs the answer alone."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             write_json(self._answer(number), Answer(accepted=accepted, text=text).model_dump())
             self._request(number).unlink(missing_ok=True)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 from safetensors import SafetensorError
 
 from packlora.errors import InputError, WriteError, unwritten
@@ -180,14 +179,14 @@ class OutputFolder:
         self.finish()
 
     def rescue(self, jobs: Sequence[Job]) -> str:
-        """After a checkpoint could not be written, or data could not be read: save what this process can save by itself, so
-        nothing of which others have slices. Returns what there is of each job, in words."""
+        """Whatever ends the run: save what this process can save by itself, so nothing of which others have slices. Returns
+        what there is of each job, in words."""
         self._finish_what_can()
         for job in self._unsaved(jobs) if self.group.model is None else ():
             if job.is_stepping:
                 continue
-            job.discard()
-            with contextlib.suppress(WriteError, MemoryError, torch.OutOfMemoryError):
+            with contextlib.suppress(Exception):  # whatever ended the run, the device's own failure too
+                job.discard()
                 self.save_checkpoint(job)
         self._finish_what_can()
         out = []
@@ -199,7 +198,7 @@ class OutputFolder:
 
     def _finish_what_can(self) -> None:
         for job in list(self._writing):
-            with contextlib.suppress(WriteError, FileNotFoundError, MemoryError):
+            with contextlib.suppress(Exception):
                 self._tell(job)
 
     def save_result(self, job: Job) -> None:

@@ -7,6 +7,7 @@ ends with its adapter saved; then its adapter is taken off the model, and the me
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from packlora.adapters.kept_outputs import keep_outputs
 from packlora.adapters.starts import begin, of_weights
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
-from packlora.errors import InputError, WriteError, unwritten
+from packlora.errors import InputError, WriteError, reason_of, refusing
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import OneProcess
 from packlora.parallel.replicas import Alone
@@ -81,6 +82,25 @@ def off(jobs: Sequence[Job], given: int) -> list[Job]:
     return [job for job in jobs if job.left is not None and job.left <= given and job.status != "running"]
 
 
+def named(configs: Sequence[JobConfig]) -> str:
+    """Jobs, for a message."""
+    return f"{'job' if len(configs) == 1 else 'jobs'} {', '.join(repr(job.name) for job in configs)}"
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether a path is a folder that was made for a job which did not join, as the run was killed before."""
+    start = folder / START
+    try:
+        return (
+            not folder.is_symlink()
+            and set(os.listdir(folder)) <= {START}
+            and not start.is_symlink()
+            and (start.is_dir() or not os.path.lexists(start))
+        )
+    except OSError:  # no folder, or one that may not be read
+        return False
+
+
 class Members:
     """Makes changes of a run. All processes that train its jobs make the same; the first one writes what is recorded.
 
@@ -111,7 +131,7 @@ class Members:
         gone = off(jobs, given)
         for job in gone:
             jobs.remove(job)
-            detach_one(self.base.model, job.adapter)
+            detach_one(self.base.model, job.adapter.number)
             self.prepared.jobs = [item for item in self.prepared.jobs if item.config.name != job.name]
         if gone:
             self.follow(jobs)
@@ -130,8 +150,8 @@ class Members:
     # --- joining and leaving ---------------------------------------------------------------------------------------------
 
     def check(self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
-        """Jobs that are to join, checked as those of a run file. Raises InputError, on all processes."""
-        return together(self.mesh, lambda: self._checked(configs, there, budget))
+        """Jobs that are to join, checked as those of a run file. Raises InputError, on all processes, whatever goes wrong."""
+        return together(self.mesh, lambda: refusing(named(configs), lambda: self._checked(configs, there, budget)))
 
     def _checked(
         self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget
@@ -169,15 +189,53 @@ class Members:
         with_jobs(self.run, [*self.run.jobs, *configs])
         for config in configs:
             folder = self.output_dir / config.name
-            if folder.exists() and [path.name for path in folder.iterdir()] != [START]:
+            if os.path.lexists(folder) and not _is_free(folder):
                 raise InputError(f"job {config.name!r}: {folder} is there already; choose another name")
 
+    def attach(self, items: Sequence[PreparedJob], there: Mapping[str, Job], made: list[Job]) -> None:
+        """Put the adapters of jobs that were checked onto the model. The jobs are put into `made`, which `join` or `detach`
+        takes; what fails leaves nothing of the job that it failed at.
+
+        Raises:
+            MemoryError: there is no room.
+            InputError: what a job begins with is not what it was.
+        """
+        attached = self.single.attached
+        asks, cache = asks_of_more(self.prepared, list(items)), PlanCache(self.base.device)
+        for ask in asks.values():
+            if ask not in self._choosers:
+                self._choosers[ask] = PlanChooser(self.base.device, cache, ask)
+        choosers = {path: self._choosers[ask] for path, ask in asks.items()}
+        attached.choosers = tuple(dict.fromkeys([*attached.choosers, *choosers.values()]))
+        self._number = max([self._number, *(job.adapter.number + 1 for job in there.values())])
+        for item in items:
+            name, number = item.config.name, self._number
+            self._number += 1
+            try:
+                adapter = attach_one(self.base.model, attached, name, number, item.spec, item.data.seed, choosers)
+                whole = parts_of([adapter], self.group)
+                job = make_job(self.run, item, adapter, self.base)
+                whole(job)
+            except BaseException as error:
+                detach_one(self.base.model, number)
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise MemoryError(
+                        f"out of memory on {self.base.device} as job {name!r} joined; free memory there"
+                    ) from error
+                raise
+            made.append(job)
+
+    def detach(self, made: Sequence[Job]) -> None:
+        """Take off again what `attach` has put onto the model."""
+        for job in made:
+            detach_one(self.base.model, job.adapter.number)
+
     def join(
-        self, items: Sequence[PreparedJob], given: int, there: dict[str, Job], budget: TokenBudget, by: Any,
-        request: str | None = None, parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        self, items: Sequence[PreparedJob], made: Sequence[Job], given: int, there: dict[str, Job], budget: TokenBudget,
+        by: Any, request: str | None = None, parameters: Mapping[str, Mapping[str, Any]] | None = None,
         leaving: Sequence[Change] = (),
-    ) -> tuple[list[Job], list[Event]]:  # fmt: skip
-        """Let jobs that were checked last join in round `given`; they are put into `there`. Returns them, and what to tell.
+    ) -> list[Event]:  # fmt: skip
+        """Let jobs that were attached join in round `given`; they are put into `there`. Returns what to tell.
 
         Args:
             leaving: changes that are made at the same time.
@@ -193,46 +251,22 @@ class Members:
         ]
         run = with_jobs(self.run, [*self.run.jobs, *(item.config for item in items)])
         if not changes and not leaving:
-            return [], []
+            return []
         self._write([*leaving, *changes], {item.config.name: described_job(item) for item in items}, run)
         self.run = run
         gone = {change.leave for change in leaving}
         place([job for job in there.values() if job.name in gone], self.changes)
-        asks = asks_of_more(self.prepared, list(items))
-        cache = PlanCache(self.base.device)
-        for ask in asks.values():
-            if ask not in self._choosers:
-                self._choosers[ask] = PlanChooser(self.base.device, cache, ask)
-        choosers = {path: self._choosers[ask] for path, ask in asks.items()}
-        attached = self.single.attached
-        attached.choosers = tuple(dict.fromkeys([*attached.choosers, *choosers.values()]))
-        out = []
-        self._number = max([self._number, *(job.adapter.number + 1 for job in there.values())])
-        for item in items:
-            try:
-                adapter = attach_one(
-                    self.base.model, attached, item.config.name, self._number, item.spec, item.data.seed, choosers
-                )
-                self._number += 1
-                whole = parts_of([adapter], self.group)
-                job = make_job(self.run, item, adapter, self.base)
-            except torch.OutOfMemoryError as error:
-                raise MemoryError(
-                    f"out of memory on {self.base.device} as job {item.config.name!r} joined, which is the run's from now on; "
-                    "free memory there"
-                ) from error
-            whole(job)
+        for item, job in zip(items, made, strict=True):
             job.joined = given
             there[job.name] = job
-            out.append(job)
             self.prepared.jobs.append(item)
             budget.take(item.longest)
         told: list[Event] = [Note(text) for text in self.doubts]
         told += [
             JobJoined(job.name, given, job.data.num_steps, job.data.tokens, job.config.model_dump(mode="json"))
-            for job in out
+            for job in made
         ]
-        return out, told
+        return told
 
     def leave(self, jobs: Sequence[tuple[Job, str]], given: int, by: Any, request: str | None = None) -> None:
         """Let jobs leave at their present step, each for a reason; one that has ended already needs none.
@@ -253,9 +287,15 @@ class Members:
         ]  # fmt: skip
 
     def _write(self, changes: Sequence[Change], described: Mapping[str, Any], run: Run) -> None:
+        def amend() -> None:
+            try:
+                if self.group.leads:
+                    self.record.amend([*self.changes, *changes], described, run)
+            except (OSError, ValueError) as error:  # ValueError: a number or a text that JSON does not have
+                raise InputError(f"run.json cannot be written: {reason_of(error)}") from error
+
         try:
-            if self.group.leads:
-                self.record.amend([*self.changes, *changes], described, run)
-        except OSError as error:
-            raise WriteError(f"run.json cannot be written: {unwritten(error) or error}") from error
+            together(self.mesh, amend)
+        except InputError as error:
+            raise WriteError(str(error)) from error
         self.changes += changes

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
 
 from packlora.adapters.files import save_adapter
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
-from packlora.errors import InputError, unwritten
-from packlora.files import make_folder, write_folder
+from packlora.errors import InputError, WriteError, quoted, refusing
+from packlora.files import make_folders, write_folder
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import OneProcess
 from packlora.parallel.replicas import Alone
@@ -26,8 +24,8 @@ from packlora.run_file import changed_job, parse_jobs
 from packlora.runtime.changes import START, Change
 from packlora.runtime.control import Add, Asked, Clone, Control, StopJob, asked_from
 from packlora.runtime.job import Job
-from packlora.runtime.members import Members
-from packlora.runtime.memory import TokenBudget, synchronize
+from packlora.runtime.members import Members, named
+from packlora.runtime.memory import TokenBudget, free_memory, synchronize
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -83,7 +81,9 @@ class OpenMembers(Members):
             jobs: that are on the model; those that join are added.
 
         Raises:
-            WriteError: a change cannot be recorded; it was not made.
+            WriteError: what a sweep has decided cannot be recorded; it was not made. A request that cannot be met or recorded
+                is refused, and costs the run nothing.
+            MemoryError: there is no room for a sweep's next candidate.
         """
         out, there = Changed(), {job.name: job for job in jobs}
         before = len(there)
@@ -95,7 +95,7 @@ class OpenMembers(Members):
                 continue
             try:
                 text = self._carry_out(asked, given, there, budget, out)
-            except InputError as error:
+            except (InputError, WriteError) as error:
                 self._answer(asked, False, str(error))
                 continue
             self._answer(asked, True, text)
@@ -154,14 +154,15 @@ class OpenMembers(Members):
             drawn, sweep.is_closed = [], True
             out.told.append(Note(f"the sweep has no more candidates: {error}"))
         parameters = {config.name: own for config, own in drawn}
-        _, told = self.join(items, given, there, budget, "sweep", parameters=parameters, leaving=changes)
+        made: list[Job] = []
+        self.attach(items, there, made)
+        out.told += self.join(items, made, given, there, budget, "sweep", parameters=parameters, leaving=changes)
         sweep.follow(self.changes)
-        out.told += told
 
     # --- requests --------------------------------------------------------------------------------------------------------
 
     def _carry_out(self, asked: Asked, given: int, there: dict[str, Job], budget: TokenBudget, out: Changed) -> str:
-        """Returns the answer. Raises InputError where it is refused."""
+        """Returns the answer. Raises InputError or WriteError where it is refused."""
         request = asked.request
         if isinstance(request, str):
             raise InputError(request)
@@ -174,21 +175,38 @@ class OpenMembers(Members):
             steps = f"step {job.step} of {job.data.configured_steps}"
             out.told.append(Note(f"job {job.name!r} ends at {steps}, as asked by packlora stop"))
             return f"job {job.name!r} ends at step {job.step}; its adapter is saved to {self.output_dir / job.name}"
-        if isinstance(request, Add):
-            configs = parse_jobs(request.jobs, "the request")
-            self._refuse_candidates(configs)
+        configs = self._asked_for(request)
+        made: list[Job] = []
+        with self._folders(configs, made):
+            if isinstance(request, Clone) and request.weights:
+                self._write_start(request, there)
             items = self.check(configs, there, budget)
-        else:
-            items = self._cloned(request, there, budget)
-        joined, told = self.join(items, given, there, budget, "request", asked.id)
-        out.told += told
-        names = ", ".join(repr(job.name) for job in joined)
-        steps = ", ".join(str(job.data.num_steps) for job in joined)
-        return f"{'job' if len(joined) == 1 else 'jobs'} {names} joined at round {given}, for {steps} optimizer steps"
+            together(self.mesh, lambda: refusing(named(configs), lambda: self.attach(items, there, made)))
+            out.told += self.join(items, made, given, there, budget, "request", asked.id)
+        steps = ", ".join(str(job.data.num_steps) for job in made)
+        return f"{named(configs)} joined at round {given}, for {steps} optimizer steps"
 
-    def _refuse_candidates(self, configs: Sequence[JobConfig]) -> None:
+    def _asked_for(self, request: Add | Clone) -> list[JobConfig]:
+        """The jobs that are to join."""
+        configs = parse_jobs(request.jobs, "the request") if isinstance(request, Add) else [self._clone(request)]
         if self.sweep is not None:
             self.sweep.refuse_names(config.name for config in configs)
+        return configs
+
+    @contextlib.contextmanager
+    def _folders(self, configs: Sequence[JobConfig], made: Sequence[Job]) -> Iterator[None]:
+        """The folders of jobs that are to join, which go again where they do not, and so do those of `made` from the model."""
+        together(self.mesh, lambda: self.check_names(configs))
+        folders = [self.output_dir / config.name for config in configs if self.group.leads]
+        try:
+            together(self.mesh, lambda: refusing(named(configs), lambda: make_folders(folders)))
+            yield
+        except (InputError, WriteError):
+            self.detach(made)
+            free_memory(self.base.device)
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _running(self, name: str, there: Mapping[str, Job]) -> Job:
         job = there.get(name)
@@ -196,7 +214,7 @@ class OpenMembers(Members):
             running = ", ".join(own.name for own in there.values() if own.status == "running") or "none"
             known = name in {own.name for own in self.run.jobs}
             raise InputError(
-                f"{'job' if known else 'there is no job'} {name!r}{' has ended' * known}; running: {running}"
+                f"{'job' if known else 'there is no job'} {quoted(name)}{' has ended' * known}; running: {running}"
             )
         return job
 
@@ -204,7 +222,7 @@ class OpenMembers(Members):
         source = next((job for job in self.run.jobs if job.name == request.job), None)
         if source is None:
             raise InputError(
-                f"there is no job {request.job!r}; there are {', '.join(job.name for job in self.run.jobs)}"
+                f"there is no job {quoted(request.job)}; there are {', '.join(job.name for job in self.run.jobs)}"
             )
         tree = source.model_dump(mode="json", exclude_unset=True)
         tree["name"] = request.name
@@ -219,34 +237,18 @@ class OpenMembers(Members):
             raise InputError(f"--set name={config.name}: the new job is called {request.name!r}; leave that out")
         return config
 
-    def _cloned(self, request: Clone, there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
-        config = self._clone(request)
-        self._refuse_candidates([config])
-        if not request.weights:
-            return self.check([config], there, budget)
-        together(self.mesh, lambda: self.check_names([config]))
+    def _write_start(self, request: Clone, there: Mapping[str, Job]) -> None:
+        """The present adapter of a job, as another one's beginning."""
         if request.job not in there:
             raise InputError(
                 f"job {request.job!r} has left the model; begin with the adapter in its folder by adapter.init_from"
             )
-        job, folder = there[request.job], self.output_dir / request.name
-        whole = job.whole_of(job.adapter.flat)
-        synchronize(self.base.device)
-        try:
-            together(self.mesh, lambda: _write_start(folder, job, whole) if self.group.leads else None)
-            return self.check([config], there, budget)
-        except InputError:
+        job, folder = there[request.job], self.output_dir / request.name / START
+
+        def write() -> None:
+            whole = job.whole_of(job.adapter.flat)
+            synchronize(self.base.device)
             if self.group.leads:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+                write_folder(folder, lambda out: save_adapter(out, job.adapter, whole))
 
-
-def _write_start(folder: Path, job: Job, whole: Mapping[str, torch.Tensor]) -> None:
-    """The adapter of a job, as another one's beginning."""
-    try:
-        make_folder(folder)
-        write_folder(folder / START, lambda out: save_adapter(out, job.adapter, whole))
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"the adapter of {job.name!r} cannot be written to {folder}: {unwritten(error) or error}"
-        ) from None
+        together(self.mesh, lambda: refusing(f"the adapter of {request.job!r} cannot be written to {folder}", write))

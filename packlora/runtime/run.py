@@ -56,10 +56,11 @@ def train(
             that cannot be read any more: what could be saved was.
         packlora.ProcessError: another process of the run failed or does not answer; `resume` goes on from the last checkpoints.
         packlora.WriteError: a checkpoint or an adapter cannot be written; what could be saved was.
-        OSError: run.json cannot be written; nothing was trained.
+        OSError: run.json cannot be written, and nothing was trained; or the system failed in the middle, and what could be
+            saved was, as after any other error: a note of it says what was kept.
         FileNotFoundError: the output folder was deleted or replaced while the run was writing to it.
-        MemoryError: out of memory, and there is no smaller microbatch to go on with, or no room for a job that joins; what
-            could be saved was.
+        MemoryError: out of memory, and there is no smaller microbatch to go on with, or no room for a sweep's next candidate;
+            what could be saved was.
         KeyboardInterrupt: SIGTERM or Ctrl-C came twice; `resume` goes on from the last checkpoints.
     """
     _check_texts("overrides", overrides, "dotted.key=value")

@@ -11,18 +11,20 @@ lose, checkpoints and adapters, through folder.py.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from packlora.base.model import Base
 from packlora.config import Run
-from packlora.errors import InputError, WriteError
+from packlora.errors import InputError, ProcessError, WriteError, reason_of
+from packlora.files import FolderGoneError
 from packlora.parallel.layout import planned
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import (
@@ -98,20 +100,19 @@ class Trainer:
         self.elapsed_before = max((line["elapsed"] for job in jobs for line in job.log_history), default=0.0)
 
     def fit(self) -> Result:
-        """Train until every job is done or has failed, or a stop is asked for.
-
-        Raises:
-            WriteError, InputError, FileNotFoundError, MemoryError: as packlora.train.
-        """
+        """Train until every job is done or has failed, or a stop is asked for. Raises as packlora.train."""
         self.training_began = self._elapsed()
         with stop_signals(self.events), closing(self.folder):
             self.events.emit(_beginning(self.run, self.folder, self.jobs, self.notes))
             try:
                 self._train()
-            except (WriteError, InputError, MemoryError, torch.OutOfMemoryError) as error:  # InputError: of a stream
+            except (FolderGoneError, ProcessError):  # nothing can be saved there; others have parts of what would be
+                raise
+            except Exception as error:  # a defect, too: that of one job costs the others no step
                 kept = self.folder.rescue(self.jobs)
-                self._end()
-                raise _with_what_is_kept(error, kept) from error
+                with contextlib.suppress(Exception):
+                    self._end()
+                _raise_with(kept, error)
             if not self._is_running():
                 self.stop.withdraw()
             return self._end()
@@ -385,8 +386,14 @@ def event_of(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
     )  # fmt: skip
 
 
-def _with_what_is_kept(error: Exception, kept: str) -> Exception:
-    """The error of a run that ends, which says what was saved. Memory that is used up is a MemoryError, whoever says it."""
-    kind = next((own for own in (WriteError, InputError) if isinstance(error, own)), MemoryError)
-    what = str(error) or "this machine's memory is used up"
-    return kind(f"{what}. Kept: {kept}. Then continue with --resume")
+def _raise_with(kept: str, error: Exception) -> NoReturn:
+    """Raise the error of a run that ends, which says what was saved. Memory that is used up is a MemoryError, whoever says it.
+    An error that was not foreseen stays itself, with a note."""
+    said = f"Kept: {kept}. Then continue with --resume"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        raise MemoryError(f"{reason_of(error) if isinstance(error, MemoryError) else error}. {said}") from error
+    kind = next((own for own in (WriteError, InputError, OSError) if isinstance(error, own)), None)
+    if kind is not None:
+        raise kind(f"{error}. {said}") from error
+    error.add_note(said)
+    raise error

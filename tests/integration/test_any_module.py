@@ -227,7 +227,7 @@ def test_jobs_come_and_go_whatever_others_have_on_the_same_modules(checkpointing
                     noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
                     parameter.add_(0.1 * noise)
             if adapter.name in gone:
-                detach_one(model, adapter)
+                detach_one(model, adapter.number)
         device = SingleDevice(Base(model, Any, torch.device("cpu"), "random", [], fused_loss=True), attached)
         generator = np.random.default_rng(1)
         rows = {name: Sample(generator.integers(0, 320, 20), np.arange(20) > 5) for name in names}

@@ -442,7 +442,7 @@ def test_an_adapter_that_comes_later_is_the_one_that_was_there_at_first_and_leav
         with attached.active(owners[1]), others.active(owners[1]):
             want, got = (one(input_ids=ids[None], sample_lengths=(T,)).logits for one in (model, later))
         assert torch.equal(got, want) and not torch.allclose(got, before)
-        detach_one(later, joined)
+        detach_one(later, joined.number)
         with others.active(owners[0]):
             assert torch.equal(later(input_ids=ids[None], sample_lengths=(T,)).logits, before)
     experts, moving = later.model.layers[0].mlp.experts, mock.Mock(moves=True)  # as in a CUDA graph

@@ -347,11 +347,13 @@ def test_a_clone_whose_weights_find_no_room_is_refused_and_costs_the_run_nothing
     assert not answer["accepted"] and "No space left on device" in answer["text"]
 
 
-def test_where_a_job_that_joins_finds_no_memory_the_others_are_saved_and_the_run_goes_on_when_there_is_some(
+def test_where_the_next_candidate_finds_no_memory_the_others_are_saved_and_the_sweep_goes_on_when_there_is_some(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree, clone = tree_of(base, tmp_path, "a", save_every=0), {"kind": "clone", "job": "a", "name": "b"}
-    out, ask = tmp_path / "out", at_window(2, lambda: request(tmp_path / "out", clone))
+    rates = {"train.learning_rate": [1e-2, 2e-2, 3e-2]}
+    tree = tree_of(base, tmp_path, "a", save_every=0, sweep={"job": "a", "parameters": rates, "concurrent": 2})
+    tree["jobs"].append(job("d", tmp_path, rows=20))
+    out = tmp_path / "out"
     whole = packlora.train(tree | {"output_dir": str(tmp_path / "whole")})
 
     def full(*_: Any) -> None:
@@ -359,12 +361,12 @@ def test_where_a_job_that_joins_finds_no_memory_the_others_are_saved_and_the_run
 
     with monkeypatch.context() as own:
         own.setattr("packlora.runtime.members.attach_one", full)
-        with pytest.raises(MemoryError, match=r"as job 'b' joined, .*\. Kept: a: step ([1-9]\d*) of \1\. .*--resume"):
-            packlora.train(tree, subscribers=[ask])
+        with pytest.raises(MemoryError, match=r"as job 'a-002' joined; .* Kept: .*d: step ([1-9]\d*) of \1.*--resume"):
+            packlora.train(tree)
     assert json.loads((out / "run.json").read_text())["result"]["status"] == "interrupted"
     assert packlora.train(tree, resume=True).status == whole.status == "done"
-    assert (out / "b" / "adapter_model.safetensors").exists()
-    assert distance(adapter(out, "a"), adapter(tmp_path / "whole", "a")) < 1e-10
+    for name in ("d", "a-001", "a-002"):
+        assert distance(adapter(out, name), adapter(tmp_path / "whole", name)) < 1e-10
 
 
 def test_a_run_on_several_processes_refuses_what_is_asked(tmp_path: Path) -> None:
