@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 LOCK = ".lock"
 TEMPORARY = ".tmp-"
 """Prefix of what is being written; leftovers of a crash are removed when a run is resumed."""
+REPLACED, REMOVED = f"{TEMPORARY}old-", f"{TEMPORARY}removed-"
+"""Of a folder that another one takes the place of, and of one that goes. The former is the only one until that is there."""
 
 
 def write_file(path: Path, write: Callable[[Path], None]) -> None:
@@ -46,7 +48,10 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """As write_file for a whole folder. An existing folder of that name is replaced. What fails leaves nothing behind."""
+    """As write_file for a whole folder. An existing folder of that name is replaced; where a crash comes between, it has its
+    name again by `put_back`. What fails leaves nothing behind."""
+    old = path.with_name(REPLACED + path.name)
+    _put_back(old)
     temporary = path.with_name(TEMPORARY + path.name)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -62,7 +67,6 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         sync(file)
     sync(temporary)
     if path.exists():  # a folder cannot be renamed onto a filled one
-        old = path.with_name(TEMPORARY + "old-" + path.name)
         shutil.rmtree(old, ignore_errors=True)
         os.replace(path, old)
         os.replace(temporary, path)
@@ -87,11 +91,24 @@ def make_folders(paths: Iterable[Path]) -> None:
 
 def remove_folder(path: Path) -> None:
     """Delete a folder; a crash in the middle leaves it whole or under a temporary name."""
-    old = path.with_name(TEMPORARY + "old-" + path.name)
+    old = path.with_name(REMOVED + path.name)
     shutil.rmtree(old, ignore_errors=True)
     os.replace(path, old)
     sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Give folders directly in `folder` their names again whose replacement a crash or an error has broken off."""
+    for old in folder.glob(f"{REPLACED}*"):
+        _put_back(old)
+
+
+def _put_back(old: Path) -> None:
+    path = old.with_name(old.name.removeprefix(REPLACED))
+    if os.path.lexists(old) and not os.path.lexists(path):
+        os.replace(old, path)
+        sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -177,13 +194,19 @@ def _same(handle: int, at_path: Callable[[], os.stat_result]) -> bool:
         return False
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete what a crash left half-written directly in `folder`."""
-    for path in folder.glob(f"{TEMPORARY}*"):
+def remove_leftovers(folder: Path, of: str = "") -> None:
+    """Delete what a crash left half-written directly in `folder`, where its name holds `of`."""
+    put_back(folder)
+    for path in leftovers(folder, of):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def leftovers(folder: Path, of: str = "") -> list[Path]:
+    """What a crash or an error left directly in `folder`, where its name holds `of`."""
+    return [path for path in folder.glob(f"{TEMPORARY}*") if of in path.name]
 
 
 def sync(path: Path) -> None:

@@ -14,6 +14,7 @@ Files hold whole tensors, however many processes have slices of the job: it goes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import stat
@@ -29,7 +30,16 @@ from safetensors.torch import load_file
 
 from packlora.adapters.files import CONFIG, WEIGHTS, keyed, load_adapter, save_adapter, write_card
 from packlora.errors import InputError
-from packlora.files import digest, make_folder, remove_folder, write_folder, write_json, write_tensors
+from packlora.files import (
+    digest,
+    leftovers,
+    make_folder,
+    remove_folder,
+    remove_leftovers,
+    write_folder,
+    write_json,
+    write_tensors,
+)
 from packlora.parallel.adapter import cut
 from packlora.runtime.job import Job, trainer_state
 from packlora.runtime.memory import launched
@@ -40,7 +50,8 @@ BEST = "best.safetensors"
 MANIFEST = "manifest.json"
 RESULT = {CONFIG, WEIGHTS, STATE}
 """Files of a finished job that its manifest names; the card beside them is the user's to edit."""
-NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,15})", re.ASCII)
+PREFIX = "checkpoint-"
+NAME = re.compile(PREFIX + r"(0|[1-9]\d{0,15})", re.ASCII)
 DISCARDED = "discarded-"
 """Prefix of checkpoints that lie beyond the step that a job was sent back to."""
 
@@ -104,7 +115,7 @@ def save_checkpoint(folder: Path, job: Job, snapshot: Snapshot, run: str, keep: 
         run: id of the run.
         keep: then remove all but so many of the newest checkpoints, this one among them; None keeps all.
     """
-    path = folder / f"checkpoint-{snapshot.step}"
+    path = folder / f"{PREFIX}{snapshot.step}"
     make_folder(folder)
     snapshot.wait()
 
@@ -125,12 +136,38 @@ def save_checkpoint(folder: Path, job: Job, snapshot: Snapshot, run: str, keep: 
 
 
 def _rotate(folder: Path, job: str, run: str, newest: Path, keep: int) -> None:
-    """Remove old checkpoints: only folders that this job of this run has written, never the newest."""
-    own = [
-        path for step in steps(folder) if (path := folder / f"checkpoint-{step}") != newest and _is_own(path, job, run)
-    ]
-    for path in own[: max(0, len(own) - (keep - 1))]:
-        remove_folder(path)
+    """Remove old checkpoints: only folders that this job of this run has written, never the newest. What cannot be removed is
+    tried again the next time."""
+    old = [path for path in _own(folder, job, run) if path != newest]
+    with contextlib.suppress(OSError):
+        remove_leftovers(folder, PREFIX)
+    for path in old[: max(0, len(old) - (keep - 1))]:
+        with contextlib.suppress(OSError):
+            remove_folder(path)
+
+
+def tidy(folder: Path, job: str, run: str, keep: int) -> str | None:
+    """Remove what a crash, or a removal that failed, has left of checkpoints, and those that are too many then; the latter not
+    where the newest one is not whole.
+
+    Returns:
+        What the user should know.
+    """
+    own = _own(folder, job, run)
+    if len(own) > keep and _is_whole(own[-1], job, run):
+        _rotate(folder, job, run, own[-1], keep)
+        own = own[:-keep]
+    else:
+        with contextlib.suppress(OSError):
+            remove_leftovers(folder, PREFIX)
+        own = []
+    left = leftovers(folder, PREFIX) + [path for path in own if path.exists()]
+    return f"job {job!r}: {left[0]} cannot be removed; the run does not need it any more" if left else None
+
+
+def _own(folder: Path, job: str, run: str) -> list[Path]:
+    """Checkpoints that this job of this run has written, the oldest first."""
+    return [path for step in steps(folder) if _is_own(path := folder / f"{PREFIX}{step}", job, run)]
 
 
 def _is_own(path: Path, job: str, run: str) -> bool:
@@ -167,7 +204,7 @@ def _write_manifest(folder: Path, job: str, step: int, run: str, names: set[str]
 
 def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a job's folder, rising."""
-    return sorted(int(match[1]) for path in folder.glob("checkpoint-*") if (match := NAME.fullmatch(path.name)))
+    return sorted(int(match[1]) for path in folder.glob(f"{PREFIX}*") if (match := NAME.fullmatch(path.name)))
 
 
 def check(folder: Path, job: str, run: str, step: int | None = None) -> Manifest:
@@ -260,19 +297,23 @@ def restore(folder: Path, job: Job, run: str, reached: int, start: int | None = 
                 + (f" ({note})" if note else "")
             )
         return None
-    path = folder / f"checkpoint-{step}"
+    path = folder / f"{PREFIX}{step}"
     try:
         manifest = check(path, job.name, run, step)
     except Damaged as error:
-        whole = next(
-            (older for older in reversed(found) if older < step and _is_whole(folder, job.name, run, older)), 0
-        )
+        older = [own for own in reversed(found) if own < step]
+        whole = next((own for own in older if _is_whole(folder / f"{PREFIX}{own}", job.name, run)), 0)
         says = f"checkpoint-{whole} is whole: go on from it with {remedy}{whole}"
         if not whole:
             says = f"no older checkpoint is whole; begin this job again with {remedy}0"
         raise InputError(f"job {job.name!r}: {error}; {says}") from None
     _read_checkpoint(path, job, manifest, sent_back=start is not None)
     if note is None:
+        if start is None and step < reached:
+            return (
+                f"job {job.name!r}: its newest checkpoint, {folder / PREFIX}{reached}, is gone; it goes on from {path.name}, "
+                "and takes the steps since then again"
+            )
         return None
     how = "is written again" if step >= job.data.num_steps else "is no longer used, and training goes on"
     return f"job {job.name!r}: {note}; the finished adapter {how} from checkpoint-{step}"
@@ -290,9 +331,10 @@ def standing(folder: Path, job: str, run: str, num_steps: int) -> tuple[str, int
     return "stopped" if goes_on else status, step, state["failure"]
 
 
-def _is_whole(folder: Path, job: str, run: str, step: int) -> bool:
+def _is_whole(path: Path, job: str, run: str) -> bool:
+    """Whether a checkpoint is."""
     try:
-        check(folder / f"checkpoint-{step}", job, run, step)
+        check(path, job, run, int(path.name.removeprefix(PREFIX)))
     except Damaged:
         return False
     return True
@@ -348,7 +390,7 @@ def go_back(folder: Path, step: int) -> list[str]:
     put = []
     for later in steps(folder):
         if later > step:
-            path = folder / f"checkpoint-{later}"
+            path = folder / f"{PREFIX}{later}"
             aside = folder / f"{DISCARDED}{path.name}"
             if aside.exists():
                 remove_folder(aside)

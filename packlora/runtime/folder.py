@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from safetensors import SafetensorError
 
 from packlora.errors import InputError, WriteError, unwritten
-from packlora.files import TEMPORARY, KeptFolder, remove_leftovers
+from packlora.files import TEMPORARY, KeptFolder, leftovers, remove_leftovers
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import CheckpointBegins, CheckpointSaved, Note
 from packlora.report.metrics import (
@@ -106,6 +106,8 @@ class OutputFolder:
         self._writing: dict[str, concurrent.futures.Future[tuple[int, Path]]] = {}
         """By job, a checkpoint that was not told of, its step and folder; the oldest first."""
         self._alone = threading.Lock()
+        self._untidy: set[str] = set()
+        """Jobs with files that could not be removed, as was told."""
 
     def close(self) -> None:
         """End the threads that write, when what they have begun is written."""
@@ -135,6 +137,15 @@ class OutputFolder:
             finally:  # a folder that is gone is the better reason
                 self._kept.check()
             self.events.emit(CheckpointSaved(job, *written))
+            if self.keep is not None and leftovers(self.path / job, checkpoint.PREFIX):
+                self._tidy(job)
+
+    def _tidy(self, job: str) -> None:
+        """Try again to remove what is not needed any more. Tell once that it cannot be."""
+        note = checkpoint.tidy(self.path / job, job, self.run, self.keep) if self.keep is not None else None
+        if note is not None and job not in self._untidy:
+            self._untidy.add(job)
+            self.events.emit(Note(note))
 
     def of(self, job: Job) -> Path:
         return self.path / job.name
@@ -191,7 +202,7 @@ class OutputFolder:
         self._finish_what_can()
         out = []
         for job in jobs:
-            saved = max((step for step in range(1, job.step + 1) if self._checkpoint(job, step).exists()), default=0)
+            saved = max((step for step in checkpoint.steps(self.of(job)) if step <= job.step), default=0)
             ended = job.status != "running" and (self.of(job) / checkpoint.STATE).exists()
             out.append(f"{job.name}: {'its adapter' if ended else f'step {saved} of {job.step}'}")
         return ", ".join(out)
@@ -218,6 +229,7 @@ class OutputFolder:
             self.finish(job)
             wait()
             self._write(job, job.step, lambda folder: checkpoint.save_result(folder, job, whole, self.run))
+            self._tidy(job.name)
         except WriteError:
             if job.status == "done":
                 job.status = "running"

@@ -16,7 +16,7 @@ from packlora.base.fingerprint import Fingerprint
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
-from packlora.files import LOCK, TEMPORARY, digest, remove_leftovers
+from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
 from packlora.runtime import checkpoint
 from packlora.runtime.changes import START, Change, joined_rounds, leaves, trained, whole_run
 from packlora.runtime.job import Job
@@ -101,6 +101,8 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
         )
     if missing := sorted({job.name for job in trained(run)} - saved.jobs.keys() - set(new)):
         raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
+    for job in trained(run):
+        put_back(folder / job.name)  # before anybody asks what checkpoints there are
     return saved
 
 
@@ -231,8 +233,18 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
     return notes
 
 
-def put_aside(output_dir: Path, jobs: list[str], starts: dict[str, int]) -> list[str]:
-    """What lies beyond the steps that jobs were sent back to, and what a crash has left. Returns what the user should know."""
+def put_aside(
+    output_dir: Path, jobs: list[str], starts: dict[str, int], run: str, keep: int | None = None
+) -> list[str]:
+    """What lies beyond the steps that jobs were sent back to; and remove what a crash has left, in the last rotation too.
+
+    Args:
+        run: the run's id.
+        keep: so many of the newest checkpoints of each job; None keeps all.
+
+    Returns:
+        What the user should know.
+    """
     notes = []
     for job in jobs:
         folder = output_dir / job
@@ -241,6 +253,8 @@ def put_aside(output_dir: Path, jobs: list[str], starts: dict[str, int]) -> list
             became = f"; what lay beyond is now {', '.join(aside)}" if aside else ""
             notes.append(f"job {job!r} goes on from step {starts[job]}, as --from says{became}")
         remove_leftovers(folder)
+        note = checkpoint.tidy(folder, job, run, keep) if keep is not None else None
+        notes += [note] if note else []
     return notes
 
 

@@ -326,7 +326,7 @@ class Session:
         Returns:
             What to tell before training starts.
         """
-        saved, starts, mesh = self.saved, self.starts, self.mesh
+        saved, starts, mesh, keep = self.saved, self.starts, self.mesh, self.run.save_total_limit
         if saved is not None:
             for name in prepared.left_out:
                 record["jobs"][name]["steps"] = left_out_steps(self.run, name, saved, self.max_steps)
@@ -349,7 +349,7 @@ class Session:
             write_json(self.output_dir / "run.json", record)
         names = [job.config.name for job in prepared.jobs]
         if saved is not None:
-            record["warnings"] += put_aside(self.output_dir, names, starts)
+            record["warnings"] += put_aside(self.output_dir, names, starts, record["id"], keep)
         notes: list[str] = record["warnings"]
         record["warnings"] = earlier_warnings(saved, notes) + notes
         remove_leftovers(self.output_dir)

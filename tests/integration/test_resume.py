@@ -21,6 +21,7 @@ import packlora
 from packlora.cli import app
 from packlora.config import Run
 from packlora.files import remove_leftovers
+from packlora.report.events import Note
 from packlora.runtime import checkpoint
 from packlora.runtime.resume import check_output
 
@@ -745,3 +746,78 @@ def test_the_demo_goes_on_to_the_sentence_about_a_run_json_that_is_broken(text: 
     run, resume = _place(CHECKOUT / EXAMPLE, tmp_path / "demo")
     assert resume
     assert "run.json cannot be read" in str(sentence(run))
+
+
+# --- checkpoints that are too many, gone, or without a name ---------------------------------------------------------------
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def test_what_a_kill_in_the_last_rotation_left_is_removed_when_the_run_is_resumed(
+    whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also of a job that has ended. Where the newest is not whole, nothing is."""
+    out = tmp_path / "out"
+    shutil.copytree(out_of(whole), out)
+    (out / "b" / ".tmp-removed-checkpoint-1").mkdir()
+    (out / "b" / "checkpoint-6" / "optimizer.safetensors").write_bytes(b"")
+    assert train({**whole, "output_dir": str(out), "save_total_limit": 2}, resume=True).tokens == 0
+    assert checkpoints(out / "a") == ["checkpoint-4", "checkpoint-6"]
+    assert checkpoints(out / "b") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_an_older_checkpoint_is_not_taken_without_a_word_where_the_newest_is_gone(
+    whole: dict[str, Any], begun: Copy, tmp_path: Path
+) -> None:
+    tree = begun(tmp_path)
+    out = out_of(tree)
+    shutil.rmtree(out / "a" / "checkpoint-4")
+    assert train(tree, resume=True).status == "done"
+    same_bits(out_of(whole), out)
+    assert numbers(out) == numbers(out_of(whole))
+    said = (
+        f"job 'a': its newest checkpoint, {out / 'a' / 'checkpoint-4'}, is gone; it goes on from checkpoint-2, and takes the "
+        "steps since then again"
+    )
+    assert json.loads((out / "run.json").read_text())["warnings"].count(said) == 1
+
+
+def test_a_checkpoint_whose_replacement_was_broken_off_has_its_name_again(
+    whole: dict[str, Any], begun: Copy, tmp_path: Path
+) -> None:
+    tree = begun(tmp_path)
+    newest = out_of(tree) / "a" / "checkpoint-4"
+    shutil.rmtree(newest.with_name("checkpoint-2"))
+    shutil.copytree(newest, newest.with_name(".tmp-checkpoint-4"))
+    newest.rename(newest.with_name(".tmp-old-checkpoint-4"))
+    assert train(tree, resume=True).status == "done"
+    same_bits(out_of(whole), out_of(tree))
+    assert numbers(out_of(tree)) == numbers(out_of(whole))
+    assert not list(out_of(tree).glob("**/.tmp-*"))
+
+
+@pytest.mark.parametrize("times", [1, 10**9], ids=["once", "for good"])
+def test_a_checkpoint_that_cannot_be_removed_ends_no_run_and_is_tried_again_and_told_once(
+    times: int, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, original, failed = tmp_path / "out", shutil.rmtree, 0
+
+    def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal failed
+        if str(path).endswith("checkpoint-1") and failed < times and Path(path).exists():
+            failed += 1
+            return
+        original(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    told: list[str] = []
+    tree = {**whole, "output_dir": str(out), "save_every": 1, "save_total_limit": 1, "jobs": whole["jobs"][:1]}
+    result = train(tree, subscribers=[lambda event: told.append(event.text) if isinstance(event, Note) else None])
+    assert result.status == "done" and failed == min(times, failed)
+    left = [".tmp-removed-checkpoint-1"] * (times > 1)
+    assert checkpoints(out / "a") == [*left, "checkpoint-6"]
+    assert [text for text in told if "removed" in text] == [
+        f"job 'a': {out / 'a' / name} cannot be removed; the run does not need it any more" for name in left
+    ]

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from packlora.errors import InputError, unwritten
-from packlora.files import KeptFolder, lock_folder, remove_leftovers, write_file, write_folder, write_json
+from packlora.files import (
+    KeptFolder,
+    lock_folder,
+    remove_folder,
+    remove_leftovers,
+    write_file,
+    write_folder,
+    write_json,
+)
 
 
 def private(file: Path) -> None:
@@ -111,3 +121,92 @@ def test_a_lock_that_cannot_be_made_is_not_called_somebody_else_s(
     with pytest.raises(OSError, match=r"\.lock") as caught, lock_folder(tmp_path):
         pass
     assert (unwritten(caught.value) or "").startswith(f"{os.strerror(number)}: {tmp_path}")
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Operations:
+    """Lets file operations go wrong. at: by number, an error to raise; each goes wrong once, a Crash for good."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at: dict[int, BaseException] = {}
+        self.count = 0
+        monkeypatch.setattr(os, "fsync", lambda handle: None)
+        for name in ("replace", "fsync", "open", "unlink", "rmdir", "mkdir"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if error := self.at.get(self.count):
+                raise error
+            return original(*args, **kwargs)
+
+        return call
+
+    def run(self, call: Callable[[], object], at: dict[int, BaseException]) -> bool:
+        """Whether it ended without an error."""
+        self.at, self.count = at, 0
+        try:
+            call()
+            return True
+        except (Crash, OSError):
+            return False
+        finally:
+            self.at = {}
+
+
+def holds(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "file").write_text(text)
+
+    return write
+
+
+def test_a_folder_that_is_replaced_keeps_its_name_and_a_whole_content_after_any_fault_and_a_crash_in_the_second_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, operations = tmp_path / "job" / "folder", Operations(monkeypatch)
+    path.parent.mkdir()
+    write_folder(path, holds("old"))
+
+    def again() -> None:
+        remove_leftovers(path.parent)
+        write_folder(path, holds("newest"))
+
+    first, tried = 0, 0
+    while True:
+        first += 1
+        second, ended = 0, False
+        while not ended:
+            second += 1
+            holds("old")(path)
+            went_well = operations.run(lambda: write_folder(path, holds("new")), {first: OSError(errno.EIO, "luck")})
+            ended = operations.run(again, {second: Crash()}) and operations.count < second
+            tried += 1
+            remove_leftovers(path.parent)
+            assert [one.name for one in path.parent.iterdir()] == ["folder"]
+            assert (path / "file").read_text() in (("newest",) if ended else ("old", "new", "newest"))
+        if went_well and operations.run(lambda: write_folder(path, holds("new")), {first: Crash()}):
+            break
+    assert first > 10 and tried > 100
+
+
+def test_a_folder_whose_removal_fails_or_is_broken_off_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, operations, number, removed = tmp_path / "job" / "folder", Operations(monkeypatch), 0, False
+    path.parent.mkdir()
+    while not removed:
+        number += 1
+        for error in (OSError(errno.EIO, "luck"), Crash()):
+            write_folder(path, holds("old"))
+            operations.run(lambda: remove_folder(path), {number: error})
+            removed = operations.count < number
+            was_there = path.exists()
+            remove_leftovers(path.parent)
+            assert [one.name for one in path.parent.iterdir()] == ["folder"] * was_there
+            assert not was_there or (path / "file").read_text() == "old"
+    assert number > 5
