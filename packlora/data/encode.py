@@ -9,7 +9,6 @@ Tokens after the last label cannot change any loss and are left out.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,10 @@ import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.images import Images, Shown
+from packlora.data.places import check_tools
 from packlora.data.rows import Row, with_system
-from packlora.data.template import PLACEHOLDER, EndlessTemplateError, Template
+from packlora.data.spans import learn
+from packlora.data.template import EndlessTemplateError, Spans, Template
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
 
@@ -115,6 +116,10 @@ def samples_hash(samples: Sequence[Sample]) -> str:
     return digest.hexdigest()
 
 
+Notes = dict[str, tuple[int, str]]
+"""What the writer of some samples may not expect: by what it is, of how many rows, and the first place."""
+
+
 @dataclass(slots=True)
 class Encoded:
     """The samples of one data path, in file order, and what was altered on the way."""
@@ -124,16 +129,28 @@ class Encoded:
     dropped: int = 0
     skipped: list[str] = field(default_factory=list)
     """Rows that are no samples, each with its place and what is wrong with it, where on_bad_row is skip."""
+    notes: Notes = field(default_factory=dict)
+
+
+def noted(into: Notes, notes: Notes) -> None:
+    """Add what is so of some rows to what is so of others."""
+    for what, (rows, where) in notes.items():
+        before, first = into.get(what, (0, where))
+        into[what] = before + rows, first
 
 
 @dataclass(frozen=True, slots=True)
-class _Marked:
-    """Text with the character spans that are labels. template: the text came out of a chat template."""
+class Text:
+    """What a row becomes before it is tokenized: text with the character spans that are learnt.
+
+    template: the text came out of a chat template. notes: what should be known of it, with the message of which it is so.
+    """
 
     text: str
-    spans: list[tuple[int, int]]
+    spans: Spans
     template: bool
     images: Images | None = None
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 def encode_rows(
@@ -192,7 +209,7 @@ def encode_some(
     """As encode_rows, where no sample may be left. vocabulary: rows with tokens beyond it are none; None: not looked at."""
     limit, limit_name = _limit(data, budget, context)
     out = Encoded([])
-    for row, sample in encoded_rows(rows, tokenizer, data, job, out.skipped, told, shown):
+    for row, sample in encoded_rows(rows, tokenizer, data, job, out, told, shown):
         if vocabulary is not None and int(sample.ids.max()) >= vocabulary:
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
             continue
@@ -224,57 +241,62 @@ def encoded_rows(
     tokenizer: Any,
     data: DataConfig,
     job: str,
-    skipped: list[str],
+    out: Encoded,
     told: Told,
     shown: Shown | None,
 ) -> Iterator[tuple[Row, Sample]]:
     """Each row with its sample, in order, however long.
 
     Args:
-        skipped: takes rows that are no samples where on_bad_row is skip; else they are raised.
+        out: takes notes, and rows that are no samples where on_bad_row is skip; else they are raised.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
             f"job {job!r}: the tokenizer {type(tokenizer).__name__} gives no offsets; a fast one is needed"
         )
-    special = _special_tokens(tokenizer)
 
     def skip(error: InputError) -> None:
         if data.on_bad_row == "error" or isinstance(error, EndlessTemplateError):
             raise error
-        skipped.append(str(error).removeprefix(f"job {job!r}: "))
+        out.skipped.append(str(error).removeprefix(f"job {job!r}: "))
 
     for start in range(0, len(rows), ENCODE_BATCH):
-        marked: list[tuple[Row, _Marked | None]] = []
+        texts: list[tuple[Row, Text | None]] = []
         for number, row in enumerate(rows[start : start + ENCODE_BATCH]):
             told(f"job {job}: encoding samples", start + number, len(rows))
             try:
-                marked.append((row, _with_images(_mark(row, tokenizer, special, data.system, job), row, shown, job)))
+                texts.append((row, text_of(row, tokenizer, data, job, shown)))
             except InputError as error:
                 skip(error)
-        tokenized = iter(_tokenize([item for _, item in marked if item is not None], tokenizer))
-        for row, item in marked:
-            sample = next(tokenized) if item is not None else _given(row)
+        tokenized = iter(_tokenize([text for _, text in texts if text is not None], tokenizer))
+        for row, text in texts:
+            sample = next(tokenized) if text is not None else _given(row)
             if shown is not None and (problem := shown.problem_of(sample.ids, sample.images)):
                 skip(InputError(f"job {job!r}: {row.where}: {problem}"))
             elif sample.num_labels:
+                noted(out.notes, {what: (1, f"{row.where}, {of}") for what, of in (text.notes if text else {}).items()})
                 yield row, _up_to_last_label(sample)
             else:
                 skip(InputError(f"job {job!r}: {row.where}: the sample has no label tokens, {_why_no_labels(row)}"))
 
 
-def _with_images(item: _Marked | None, row: Row, shown: Shown | None, job: str) -> _Marked | None:
-    """A row's text with its images in it."""
+def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, shown: Shown | None = None) -> Text | None:
+    """What a row becomes, and what is learnt of it, with its images; None for a row of token ids.
+
+    Raises:
+        InputError: the row does not go with the job or the model.
+    """
+    where = f"job {job!r}: {row.where}"
+    text = _without_images(row, tokenizer, data.system, where)
     if not row.images:
-        return item
+        return text
     if shown is None:
         raise InputError(
-            f"job {job!r}: {row.where}: the row has images, which are not read under data.streaming, nor of a job that joins a "
-            "run without any"
+            f"{where}: the row has images, which are not read under data.streaming, nor of a job that joins a run without any"
         )
-    assert item is not None
-    text, spans, images = shown.put_in(item.text, item.spans, row.images, f"job {job!r}: {row.where}")
-    return _Marked(text, spans, item.template, images)
+    assert text is not None
+    whole, spans, images = shown.put_in(text.text, text.spans, row.images, where)
+    return Text(whole, spans, text.template, images, text.notes)
 
 
 def _given(row: Row) -> Sample:
@@ -293,21 +315,21 @@ def _why_no_labels(row: Row) -> str:
     return "so nothing to learn from"
 
 
-def _tokenize(marked: list[_Marked], tokenizer: Any) -> list[Sample]:
-    out: list[Sample | None] = [None] * len(marked)
+def _tokenize(texts: list[Text], tokenizer: Any) -> list[Sample]:
+    out: list[Sample | None] = [None] * len(texts)
     for template in (True, False):  # a template writes the special tokens itself
-        chosen = [index for index, item in enumerate(marked) if item.template is template]
+        chosen = [index for index, item in enumerate(texts) if item.template is template]
         if not chosen:
             continue
         encoded = tokenizer(
-            [marked[index].text for index in chosen],
+            [texts[index].text for index in chosen],
             add_special_tokens=not template,
             return_offsets_mapping=True,
             return_attention_mask=False,
             verbose=False,
         )
         for index, ids, offsets in zip(chosen, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            own = marked[index]
+            own = texts[index]
             out[index] = _sample(np.asarray(ids, np.int32), np.asarray(offsets).reshape(-1, 2), own.spans, own.images)
     return [sample for sample in out if sample is not None]
 
@@ -336,16 +358,8 @@ def _up_to_last_label(sample: Sample) -> Sample:
     return sample.first(int(np.flatnonzero(sample.is_label)[-1]) + 1)
 
 
-def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Matches any special token, also those that have no role: the <end_of_turn> of Gemma 3 is not in all_special_tokens."""
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    tokens = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
-
-
-def _mark(row: Row, tokenizer: Any, special: re.Pattern[str], system: str | None, job: str) -> _Marked | None:
-    """Text of a row with what is learnt of it; None for a row of token ids. system: see DataConfig.system."""
-    where = f"job {job!r}: {row.where}"
+def _without_images(row: Row, tokenizer: Any, system: str | None, where: str) -> Text | None:
+    """As text_of, with marks in the place of images. system: see DataConfig.system."""
     if row.pair is not None:
         raise InputError(
             f"{where}: 'chosen' and 'rejected' are compared by train.trainer: dpo or orpo; here a loss is of one completion"
@@ -357,98 +371,37 @@ def _mark(row: Row, tokenizer: Any, special: re.Pattern[str], system: str | None
     eos = tokenizer.eos_token or ""
     if row.text is not None:
         text = row.text if row.text.endswith(eos) else row.text + eos
-        return _Marked(text, [(0, len(text))] if row.text else [], False)
-    system = row.system or system
-    if not tokenizer.chat_template and (row.messages is not None or system is not None):
+        return Text(text, [(0, len(text))] if row.text else [], False)
+    if not tokenizer.chat_template and (row.messages is not None or row.system is not None or system is not None):
         what = "a messages row" if row.messages is not None else "a message of the system"
         raise InputError(f"{where}: {what} needs a chat template and the tokenizer has none")
     if row.messages is None:
         assert row.prompt is not None
         if not row.completion:
-            return _Marked(row.prompt, [], False)
+            return Text(row.prompt, [], False)
         if not tokenizer.chat_template:
             text = row.prompt + (row.completion if row.completion.endswith(eos) else row.completion + eos)
-            return _Marked(text, [(len(row.prompt), len(text))], False)
+            return Text(text, [(len(row.prompt), len(text))], False)
         messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.completion}]
     else:
         messages = row.messages
-    return _mark_conversation(with_system(messages, system), row.tools, tokenizer, special, where)
+    return _conversation(with_system(messages, row.system), row.tools, tokenizer, system, where)
 
 
-def _mark_conversation(
-    given: list[dict[str, Any]], tools: list[Any] | None, tokenizer: Any, special: re.Pattern[str], where: str
-) -> _Marked:
-    """Render a conversation and find its assistant turns, but for those of weight 0.
-
-    A turn begins where the conversation before it, rendered with a generation prompt, ends: what follows is what the
-    model will have to write. Its content is found by rendering a placeholder in its place, so it does not matter what
-    the content looks like. It ends with the first special token after that (<|im_end|>, <|eot_id|>, </s>, ...); where the
-    turn calls tools, and the calls may hold special tokens, with the first that is the one after a turn without calls.
-    """
-    messages = [{key: value for key, value in message.items() if key != "weight"} for message in given]
-
-    def render(part: list[dict[str, Any]], generation: bool, shown_tools: list[Any] | None = tools) -> str:
-        try:
-            return Template(tokenizer, shown_tools).render(part, generation)
-        except InputError as error:
-            raise type(error)(f"{where}: {error}") from None
-
-    def lost(index: int) -> InputError:
-        return InputError(
-            f"{where}: message {index + 1} ({messages[index]['role']}) cannot be found in what the chat template "
-            "renders; the loss could fall on the wrong tokens"
-        )
-
-    def around(index: int) -> tuple[str, int]:
-        """What is rendered before a message's content, and where in the text the content ends."""
-        replaced = [*messages[:index], {**messages[index], "content": PLACEHOLDER}, *messages[index + 1 :]]
-        head, found, tail = render(replaced, False).partition(PLACEHOLDER)
-        if not found or not text.endswith(tail):
-            raise lost(index)
-        return head, len(text) - len(tail)
-
-    def ends_turn(index: int) -> re.Pattern[str]:
-        """Matches what may end a turn."""
-        if not messages[index].get("tool_calls"):
-            return special
-        plain = {"role": "assistant", "content": PLACEHOLDER}
-        token = special.search(render([*messages[:index], plain], False).partition(PLACEHOLDER)[2])
-        return re.compile(re.escape(token[0])) if token is not None else special
-
-    text = render(messages, False)
-    if tools and text == render(messages, False, None):
-        raise InputError(
-            f"{where}: the chat template does not show the tools, so the model would not see them; leave 'tools' out, or use a "
-            "model whose template knows tools"
-        )
-    spans = []
-    turns = [
-        n for n, message in enumerate(given)
-        if message["role"] == "assistant" and _says_something(message) and _is_learnt(message)
-    ]  # fmt: skip
-    for index in turns:
-        head, end = around(index)
-        before = render(messages[:index], True) if index else head
-        if not text.startswith(before):  # a prompt to think, such as <think>, is not repeated in finished turns
-            before = _common_prefix(before, head)
-            if not text.startswith(before) or len(before) < len(render(messages[:index], False)):
-                raise lost(index)
-        content, shown = messages[index]["content"].strip(), text[len(before) : end].strip()
-        if content not in shown and (index == turns[-1] or not shown or shown not in content):
-            raise lost(index)  # of earlier turns, templates may leave out the thinking
-        limit = around(index + 1)[1] if index + 1 < len(messages) else len(text)
-        token = ends_turn(index).search(text, end)
-        spans.append((len(before), token.end() if token is not None and token.end() <= limit else end))
-    return _Marked(text, spans, True)
-
-
-def _common_prefix(a: str, b: str) -> str:
-    return next((a[:n] for n, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(a, b, key=len))
+def _conversation(
+    messages: list[dict[str, Any]], tools: list[Any] | None, tokenizer: Any, system: str | None, where: str
+) -> Text:
+    names = [f"message {number} ({message['role']})" for number, message in enumerate(messages, 1)]
+    whole = with_system(messages, system)
+    template = Template(tokenizer, tools or None)
+    try:
+        if tools:
+            check_tools(template, whole)
+        found = learn(template, whole, [*["data.system"] * (len(whole) - len(messages)), *names])
+    except InputError as error:
+        raise type(error)(f"{where}: {error}") from None
+    return Text(found.text, found.spans, True, None, found.notes)
 
 
 def _is_learnt(message: dict[str, Any]) -> bool:
     return message.get("weight") != 0
-
-
-def _says_something(message: dict[str, Any]) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls"))

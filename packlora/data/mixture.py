@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from packlora.config import DataConfig
-from packlora.data.encode import Encoded, Sample
+from packlora.data.encode import Encoded, Notes, Sample, noted
 from packlora.errors import InputError
 from packlora.seeding import stable_hash
 
@@ -45,9 +45,12 @@ def mixed(parts: Sequence[Encoded], data: DataConfig, seed: int, job: str, notes
 
 def joined(parts: Sequence[Encoded]) -> Encoded:
     """The samples of several sources, one after the other."""
+    notes: Notes = {}
+    for part in parts:
+        noted(notes, part.notes)
     return Encoded(
         [sample for part in parts for sample in part.samples], sum(part.truncated for part in parts),
-        sum(part.dropped for part in parts), [row for part in parts for row in part.skipped],
+        sum(part.dropped for part in parts), [row for part in parts for row in part.skipped], notes,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def encode_for(
     taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
     for part in (0, 1):  # a row that is skipped for its first part is not skipped again
         left = [row.pair or (row,) for row in taken if part == 0 or (row.pair and id(row.pair[0]) in found)]
-        encoded = encoded_rows([halves[part] for halves in left], tokenizer, data, job, out.skipped, told, shown)
+        encoded = encoded_rows([halves[part] for halves in left], tokenizer, data, job, out, told, shown)
         found |= {id(row): sample for row, sample in encoded}
     limit, over_budget = min(data.max_length, context), False
     name = f"max_length {limit}" if limit == data.max_length else f"the model's context of {limit}"

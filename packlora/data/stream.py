@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from packlora.data.dataset import JobData
-from packlora.data.encode import Encoded, Sample, samples_hash
+from packlora.data.encode import Encoded, Notes, Sample, noted, samples_hash
 from packlora.data.order import SampleOrder
 from packlora.data.readers import files_of, rows_of
 from packlora.data.rows import Row
@@ -54,19 +54,24 @@ def shuffled(rows: Iterator[Row], size: int, key: int) -> Iterator[Row]:
 
 @dataclass(slots=True)
 class Counts:
-    """What a stream has cut and left out so far, in all passes. first: of the rows that are no samples."""
+    """What a stream has cut and left out so far, in all passes, and what else should be known of its rows.
+
+    first: of the rows that are no samples.
+    """
 
     truncated: int = 0
     dropped: int = 0
     skipped: int = 0
     first: str | None = None
+    notes: Notes = field(default_factory=dict)
 
-    def add(self, truncated: int, dropped: int, skipped: Sequence[str]) -> None:
+    def add(self, truncated: int, dropped: int, skipped: Sequence[str], notes: Notes | None = None) -> None:
         self.truncated += truncated
         self.dropped += dropped
         self.skipped += len(skipped)
         if self.first is None and skipped:
             self.first = skipped[0]
+        noted(self.notes, notes or {})
 
 
 class Stream(Sequence[Sample]):
@@ -122,7 +127,7 @@ class Stream(Sequence[Sample]):
         while True:
             before = self._next
             for part in self._pass(number):
-                self.counts.add(part.truncated, part.dropped, part.skipped)
+                self.counts.add(part.truncated, part.dropped, part.skipped, part.notes)
                 yield from part.samples
             if self._next == before:
                 said = f", the first row: {self.counts.first}" if self.counts.first else ""
@@ -218,4 +223,7 @@ class StreamData(JobData):
                 f"{stream.counts.skipped} rows of the stream are no samples and were left out, the first: "
                 f"{stream.counts.first}"
             )
+        told += [
+            f"{rows} rows of the stream {so}, the first: {where}" for so, (rows, where) in stream.counts.notes.items()
+        ]
         return [f"job {self.name!r}: {text}" for text in told]

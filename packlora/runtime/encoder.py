@@ -93,7 +93,7 @@ class Encoder:
             max(streams.PROBE, size),
         )
         held_out = joined([self._encoded(one, job, budget, told) for one in eval_rows])
-        encoded = Encoded(list(stream))
+        encoded = Encoded(list(stream), notes=dict(stream.counts.notes))
         _check_vocabulary(job.name, encoded, held_out, vocabulary)
         data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
         _check_scheduler(job, data)
@@ -162,7 +162,7 @@ class Reader:
 
 
 def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]:
-    """What was cut or left out of a job's data."""
+    """What was cut or left out of a job's data, and what else should be known of its rows."""
     out = []
     for what, part in (("training", encoded), ("held-out", eval_encoded)):
         if part.truncated:
@@ -173,6 +173,7 @@ def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]
             out.append(
                 f"job {job!r}: {len(part.skipped)} {what} rows are no samples and were left out, the first: {part.skipped[0]}"
             )
+        out += [f"job {job!r}: {rows} {what} rows {so}, the first: {where}" for so, (rows, where) in part.notes.items()]
     return out
 
 

@@ -198,14 +198,15 @@ def test_a_turn_that_only_calls_a_tool_is_learnt(make: Any) -> None:
 
 def test_thinking_that_the_template_would_drop_from_the_last_turn_is_refused_not_lost(make: Any) -> None:
     message = refusal(make(R1), pair("a", "<think>the fox</think>the dog"))
-    assert "line 1: message 2 (assistant) cannot be found in what the chat template renders" in message
+    assert "line 1: message 2 (assistant): the chat template does not show its thought in content, so" in message
 
 
 def test_a_message_that_the_template_does_not_render_is_refused(make: Any) -> None:
     template = (
         "{% for m in messages %}{{ m['role'] }}: {{ '' if m['role'] == 'assistant' else m['content'] }}\n{% endfor %}"
     )
-    assert "message 2 (assistant) cannot be found" in refusal(make(template), pair("the dog", "the dog"))
+    said = refusal(make(template), pair("the dog", "the dog"))
+    assert "message 2 (assistant): the chat template does not show its content, so the model would not learn it" in said
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -1,0 +1,188 @@
+"""Where every part of a conversation is in what a chat template writes, and that all of them are there.
+
+What a template does not show would be lost without a word: the model would not see it, or not learn it. So it is refused by the
+message and its key. Only thoughts may be missing, as templates leave them out of earlier turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from packlora.data.marks import Mark, Marker, Message, Part, as_mapping, tags_of, without_marks, written
+from packlora.data.template import Template
+from packlora.data.windows import Windows, attempt
+from packlora.errors import InputError
+
+Place = tuple[int, int, Part]
+"""First and last character of a part, the last one not included."""
+
+
+class NotShownError(InputError):
+    """A chat template does not show a part of a message."""
+
+
+@dataclass(slots=True)
+class Placed:
+    """A conversation as a template writes it.
+
+    Attributes:
+        messages: in the form that the template takes.
+        names: of the messages, for what is said of them.
+        text: what the template writes.
+        marked: the messages with marks.
+        parts: of all messages.
+        places: of every mark in the text.
+    """
+
+    template: Template
+    messages: list[Message]
+    names: Sequence[str]
+    text: str
+    marked: list[Message]
+    parts: list[Part]
+    places: dict[Mark, list[int]] = field(default_factory=dict)
+    _windows: Windows | None = None
+
+    @property
+    def windows(self) -> Windows:
+        if self._windows is None:
+            self._windows = Windows(self.template, self.messages)
+        return self._windows
+
+    def of(self, part: Part) -> list[tuple[int, int]]:
+        """Every place of a part."""
+        return list(zip(self.places.get(part.first, ()), self.places.get(part.last, ()), strict=False))
+
+    def in_order(self) -> list[list[Place]]:
+        """The places of parts in the order of the text, those of one message that follow one another together.
+
+        An assistant's part counts where it is first: the name of a call may come again above its result.
+        """
+        laid = []
+        for part in self.parts:
+            found = self.of(part)
+            is_first = self.messages[part.message]["role"] == "assistant"
+            laid += [(start, stop, part) for start, stop in (found[:1] if is_first else found)]
+        laid.sort(key=lambda place: place[:2])
+        return [list(group) for _, group in itertools.groupby(laid, key=lambda place: place[2].message)]
+
+
+def placed(template: Template, messages: list[Message], names: Sequence[str], generation: bool = False) -> Placed:
+    """Find every part of a conversation in what a template writes.
+
+    Args:
+        generation: with what an assistant's turn begins with.
+
+    Raises:
+        InputError: the template refuses the conversation, or writes it in another way when its words change.
+    """
+    tags, parts, marked = tags_of(template.source), [], []
+    for number, message in enumerate(messages):
+        marker = Marker(number, tags)
+        marked.append(marker.message(message))
+        parts += marker.parts
+    out = Placed(template, messages, names, template.render(messages, generation), marked, parts)
+    if parts:
+        _find(out, range(len(messages)), generation)
+    return out
+
+
+def _find(out: Placed, numbers: Sequence[int], generation: bool) -> None:
+    """Find the parts of some messages: of all at once, and where the template looks at words, of each half by itself."""
+    first, stop = numbers[0], numbers[-1] + 1
+    mixed = [*out.messages[:first], *out.marked[first:stop], *out.messages[stop:]]
+    clean, places = without_marks(attempt(out.template, mixed, generation) or "")
+    if clean == out.text:
+        out.places |= places
+    elif len(numbers) > 1:
+        _find(out, numbers[: len(numbers) // 2], generation)
+        _find(out, numbers[len(numbers) // 2 :], generation)
+    else:
+        raise InputError(
+            f"{out.names[first]}: its place cannot be told, as the chat template writes the conversation in another way when "
+            "the words of this message change"
+        )
+
+
+def check_shown(out: Placed, learnt: Iterable[int]) -> set[int]:
+    """Check that every part is shown, and one that is learnt in one place only.
+
+    Args:
+        learnt: the numbers of messages that are learnt.
+
+    Returns:
+        The numbers of the messages with earlier thoughts that the template leaves out.
+
+    Raises:
+        NotShownError: a part is not shown.
+        InputError: a part is shown twice, or as Python writes it.
+    """
+    learnt, forgotten = set(learnt), set[int]()
+    for part in out.parts:
+        found, name = out.of(part), out.names[part.message]
+        is_call = part.key.startswith("tool_calls")
+        if not found and part.is_thought and _is_history(out.windows, part):
+            forgotten.add(part.message)
+        elif not found:
+            raise NotShownError(f"{name}: the chat template does not show its {_said(out, part)}{_remedy(out, part)}")
+        elif len(found) > 1 and part.message in learnt and not is_call:
+            raise InputError(f"{name}: the chat template shows its {part.key} in several places")
+    return forgotten
+
+
+def _is_history(windows: Windows, part: Part) -> bool:
+    """Whether a thought that is missing is shown while its turn is the last one."""
+    stop = part.message + 1
+    if stop == len(windows.roles):
+        return False
+    for numbers in (windows.near(stop, part.message), range(stop)):
+        text = windows.rendered(numbers, False)
+        if text is not None and written((numbers.index(part.message), part.first[1])) in text:
+            return True
+    return False
+
+
+def _said(out: Placed, part: Part) -> str:
+    return f"thought in {part.key}" if part.is_thought and part.key == "content" else part.key
+
+
+def _remedy(out: Placed, part: Part) -> str:
+    role = out.messages[part.message]["role"]
+    if role == "developer":
+        return ", so the model would not see it; name the role system"
+    if role == "assistant":
+        return ", so the model would not learn it; leave it out, or use a model whose template shows it"
+    return ", so the model would not see it; leave it out, or use a model whose template shows it"
+
+
+def check_calls(out: Placed) -> None:
+    """Check that arguments are written as JSON: neither as Python writes a mapping, nor as a text in a text.
+
+    Raises:
+        InputError: they are not.
+    """
+    for name, message in zip(out.names, out.messages, strict=True):
+        for number, call in enumerate(message.get("tool_calls", ())):
+            value = call.get("function", call).get("arguments")
+            if isinstance(value, dict) and value and str(value) in out.text:
+                raise InputError(
+                    f"{name}: the chat template writes tool_calls[{number}].arguments as Python does, not as JSON"
+                )
+            if isinstance(value, str) and as_mapping(value) is not value and value.strip() not in out.text:
+                raise InputError(f"{name}: the chat template writes tool_calls[{number}].arguments as a text in a text")
+
+
+def check_tools(template: Template, messages: list[Message]) -> None:
+    """Check that a template shows tools.
+
+    Raises:
+        NotShownError: it writes the same without them.
+    """
+    alone = Template(template.tokenizer, None, template.variables)
+    if attempt(template, messages) == attempt(alone, messages) is not None:
+        raise NotShownError(
+            "the chat template does not show the tools, so the model would not see them; leave 'tools' out, or use a model "
+            "whose template knows tools"
+        )

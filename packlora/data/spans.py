@@ -1,0 +1,269 @@
+"""What a model is to learn of a conversation: the characters that it would write itself, whatever the chat template is.
+
+Every part of every message is found by marks (places.py). Parts of one message that follow one another are a span, which
+another role's part cuts: a tool's result inside the model's turn is not learnt. A span begins behind what the template writes
+where the model is to go on, and ends behind what the template writes after the turn whatever comes next. Both are found by
+comparing what stands behind a part in the text and in renderings of the conversation up to there (windows.py). Where nothing
+ends a turn, the model stops with the first token of the next header, so that token is learnt as the end.
+
+A template with `{% generation %}` says itself what is learnt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from packlora.data.marks import Marker, Message, Part, forms, tags_of
+from packlora.data.places import NotShownError, Placed, check_calls, check_shown, placed
+from packlora.data.template import EndlessTemplateError, Spans, Template
+from packlora.data.windows import A_USER, Windows, attempt, tail
+from packlora.errors import InputError
+
+UNIT = re.compile(r"<[^<>\s]{1,40}>|\w+|.", re.DOTALL)
+"""What texts are compared by: tags, words, letters."""
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+CHECKS = 4
+"""Windows of a conversation that are compared with all that is before, where one does not agree with the text to its end."""
+FORGOTTEN = "have earlier thoughts that the chat template leaves out, so they are not learnt"
+EMPTY = "have empty answers, which are not learnt"
+UNENDED = "have answers that the chat template does not end, so that their end is not learnt"
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """A conversation's text, the spans of its characters that are learnt, in order, and what should be known of it.
+
+    notes: what is so, and the name of the first message of which it is.
+    """
+
+    text: str
+    spans: Spans
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def learn(template: Template, messages: Sequence[Message], names: Sequence[str] = ()) -> Learnt:
+    """What is learnt of a conversation: the assistant's turns, but for those of weight 0.
+
+    Args:
+        names: of the messages, for what is said of them.
+
+    Raises:
+        InputError: the template refuses the conversation, does not show all of it, or it cannot be told what is learnt.
+    """
+    names = names or [f"message {number} ({message['role']})" for number, message in enumerate(messages, 1)]
+    turns = {n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight") != 0}
+    first: InputError | None = None
+    for form in forms(list(messages), list(names)):
+        try:
+            return _learn(placed(template, form, names), turns)
+        except EndlessTemplateError:
+            raise
+        except InputError as error:  # what is not shown says more than what the template cannot do
+            first = error if first is None or isinstance(error, NotShownError) else first
+    assert first is not None
+    raise first
+
+
+def _learn(found: Placed, turns: set[int]) -> Learnt:
+    forgotten = check_shown(found, turns)
+    check_calls(found)
+    notes = {FORGOTTEN: found.names[min(forgotten)]} if forgotten else {}
+    if empty := turns - {part.message for part in found.parts}:
+        notes[EMPTY] = found.names[min(empty)]
+    if GENERATION.search(found.template.source):
+        masked = _masked(found, turns)
+        if masked is not None:
+            return Learnt(found.text, masked, notes)
+    own = _Turns(found, turns)
+    spans = own.spans()
+    if own.unended:
+        notes[UNENDED] = found.names[own.unended[0]]
+    return Learnt(own.text, spans, notes)
+
+
+def _masked(found: Placed, turns: set[int]) -> Spans | None:
+    """What the template marks itself, but for turns that are not learnt; None where it marks another role's words."""
+    text, spans = found.template.masked(found.messages)
+    groups = [(group[0][0], group[-1][1], group[0][2].message) for group in found.in_order()]
+    out = []
+    for start, stop in spans:
+        own = {message for first, last, message in groups if first < stop and start < last}
+        if any(found.messages[message]["role"] != "assistant" for message in own):
+            return None
+        if not own or own & turns:
+            out.append((start, stop))
+    return out if text == found.text else None
+
+
+def common(a: str, b: str) -> str:
+    """What two texts both begin with, in units."""
+    if a.startswith(b):
+        return b
+    size = 0
+    for left, right in zip(UNIT.finditer(a), UNIT.finditer(b), strict=False):
+        if left[0] != right[0]:
+            break
+        size = left.end()
+    return a[:size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What a template writes around any answer. header: what opens it. is_ended: whether something ends it."""
+
+    header: str
+    is_ended: bool
+
+    @staticmethod
+    def of(windows: Windows) -> _Around:
+        asked, opened = (windows.behind_a_user(generation) or "" for generation in (False, True))
+        return _Around(opened[len(common(opened, asked)) :], bool((windows.behind_an_answer() or "").strip()))
+
+
+class _Turns:
+    """The turns of one conversation.
+
+    Attributes:
+        text: with the token that ends the last turn, if the template writes none.
+        unended: the numbers of the messages that nothing ends.
+    """
+
+    def __init__(self, found: Placed, turns: set[int]) -> None:
+        self.found, self.turns, self.text = found, turns, found.text
+        self.groups = found.in_order()
+        self.owners = [group[0][2].message for group in self.groups]
+        self.unended: list[int] = []
+        self.windows = found.windows
+        self.around = _Around.of(self.windows)
+        self._checks, self._is_local = 0, True
+
+    def spans(self) -> Spans:
+        seen, out = set[int](), []
+        for number, owner in enumerate(self.owners):
+            if owner in self.turns:
+                start = self.groups[number][0][0] if owner in seen else self._begin(number)
+                out.append((start, self._end(number)))
+            seen.add(owner)
+        return out
+
+    # --- where a turn begins ---
+
+    def _begin(self, number: int) -> int:
+        """Where the model begins to write: behind what the template writes before it."""
+        owner, first = self.owners[number], self.groups[number][0][0]
+        floor = self.groups[number - 1][-1][1] if number else 0
+        gap, header = self.text[floor:first], self.around.header
+        prompt = self._prompt(number, gap)
+        lead = common(gap, prompt) if prompt is not None else ""
+        is_strange = prompt is None or bool(prompt and not lead)
+        cut = header if is_strange or (header.strip() and header in gap[len(lead) :]) else ""
+        while cut and cut not in gap:  # the model does not write the header, or what its turn shares with it
+            cut = cut[: [unit.start() for unit in UNIT.finditer(cut)][-1]]
+        if cut:
+            lead = gap[: gap.rfind(cut) + len(cut)]
+        elif gap.strip() and is_strange and not (number and self.owners[number - 1] in self.turns):
+            raise self._lost(owner, "begins")
+        return floor + len(lead)
+
+    def _prompt(self, number: int, gap: str) -> str | None:
+        """What the template writes before a turn, behind the part before it, where the model is to go on."""
+        owner = self.owners[number]
+        if not number:
+            return self.windows.rendered(range(owner), True, exact=True) if owner else None
+        before = self.groups[number - 1][-1][2]
+        near = self.windows.near(owner, before.message)
+        return self._agreed(owner, near, before, gap, generation=True)
+
+    def _agreed(
+        self, stop: int, near: Sequence[int], part: Part, gap: str, generation: bool, up_to_next: bool = False
+    ) -> str | None:
+        """What is written behind a part, seen in a window.
+
+        A window that the text does not go on with to its end is compared with all that is before, a few times. If they
+        differ, the template remembers what is far, and windows are no longer taken.
+        """
+        text = self.windows.behind(near, part, generation, up_to_next)
+        if text is not None and gap.startswith(text.rstrip()) and (text.strip() or not gap.strip()):
+            return text
+        if self._is_local and self._checks >= CHECKS and text is not None:
+            return text
+        whole = self.windows.behind(range(stop), part, generation, up_to_next, exact=True)
+        self._checks += 1
+        self._is_local &= whole == text
+        return whole
+
+    # --- where a turn ends ---
+
+    def _end(self, number: int) -> int:
+        """Where the model stops: behind what the template writes after a turn, whatever comes next."""
+        owner, last = self.owners[number], self.groups[number][-1][1]
+        is_last_part, is_last = number + 1 == len(self.groups), owner + 1 == len(self.found.messages)
+        following = None if is_last_part else self.owners[number + 1]
+        gap = self.text[last : len(self.text) if is_last_part else self.groups[number + 1][0][0]]
+        end = gap if is_last and is_last_part else self._ended(number, gap, following)
+        end = end.rstrip()
+        is_ended = self.around.is_ended and end
+        if not is_ended and following != owner and (gap or is_last):
+            end += self._stop(number, gap, end, is_last)
+        return last + len(end)
+
+    def _ended(self, number: int, gap: str, following: int | None) -> str:
+        """What is written behind a turn both here and where nothing comes next, or another turn of the model."""
+        owner, part, header = self.owners[number], self.groups[number][-1][2], self.around.header
+        here, more = (self._behind(owner, part, gap, generation) for generation in (False, True))
+        if here is None and more is None:
+            raise self._lost(owner, "ends")
+        ends = ["", common(gap, here or "")]
+        if more and header and more.endswith(header):
+            ends.append(common(gap, more[: -len(header)]))
+        goes_on = following == owner + 1 and self.found.messages[following]["role"] == "assistant"
+        if header and goes_on and header in gap:
+            ends.append(gap[: gap.rfind(header)])
+        return max(ends, key=len)
+
+    def _behind(self, owner: int, part: Part, gap: str, generation: bool) -> str | None:
+        """What is written behind a turn that is the last one; with a user before it where the template wants one."""
+        near = self.windows.near(owner + 1, owner)
+        text = self._agreed(owner + 1, near, part, gap, generation, up_to_next=True)
+        for numbers in ([*range(owner), A_USER, owner], [A_USER, owner]) if text is None else ():
+            text = self.windows.behind(numbers, part, generation, up_to_next=True)
+            if text is not None:
+                break
+        return text
+
+    def _stop(self, number: int, gap: str, end: str, is_last: bool) -> str:
+        """The token with which the next header begins, where nothing else ends a turn."""
+        owner, last = self.owners[number], self.groups[number][-1][1]
+        token = _token_of(self.found.template)
+        if is_last and last + len(end) >= len(self.text.rstrip()):
+            stop = token.match(self._next_header(number) or "", len(end))
+            self.text = self.text[: last + len(end)] + (stop[0] if stop else "")
+        else:
+            stop, header = token.match(gap, len(end)), self.around.header.strip()
+            if header and gap[len(end) :].lstrip().startswith(header):
+                stop = None  # the model goes on
+        if stop is None:
+            self.unended.append(owner)
+            return ""
+        return stop[0]
+
+    def _next_header(self, number: int) -> str | None:
+        """What would be written behind the last turn if another message followed."""
+        messages, part = self.found.messages, self.groups[number][-1][2]
+        role = "tool" if messages[-1].get("tool_calls") else "user"
+        marker = Marker(len(messages), tags_of(self.found.template.source))
+        following = marker.message({"role": role, "content": "m", "name": "m"})
+        return tail(attempt(self.found.template, [*self.found.marked, following]), part.last, True)
+
+    def _lost(self, owner: int, what: str) -> InputError:
+        return InputError(
+            f"{self.found.names[owner]}: where it {what} cannot be told from what the chat template writes"
+        )
+
+
+def _token_of(template: Template) -> re.Pattern[str]:
+    """Matches a token of the tokenizer's own, with white space before it."""
+    tokens = {*template.tokenizer.get_added_vocab(), *template.tokenizer.all_special_tokens}
+    return re.compile(r"\s*(?:" + ("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)") + ")")

@@ -1,0 +1,132 @@
+"""What a chat template writes around a message, seen in renderings of the few messages before it.
+
+Renderings are of bones (marks.py), so conversations of one shape share them. A turn of a long conversation needs no longer ones
+than a turn of a short one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from packlora.data.marks import MARK, Mark, Message, Part, bones_of, message_of, tags_of, written
+from packlora.data.template import EndlessTemplateError, Template, clock_of
+from packlora.errors import InputError
+
+NEAR = 4
+"""Messages before a place that a window has at least."""
+KNOWN, LONG = 1024, 2**15
+"""Renderings that are kept, and the characters from which on one is not."""
+A_USER, AN_ANSWER = -1, -2
+"""Stand for messages that are not the conversation's, in the place of a message's number."""
+ADDED: dict[int, Message] = {A_USER: {"role": "user", "content": "u"}, AN_ANSWER: {"role": "assistant", "content": "a"}}
+ANY_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "any", "description": "any", "parameters": {"type": "object", "properties": {}}},
+}
+"""In a window, stands for all tools: what is written around messages does not depend on which they are."""
+
+_KNOWN: dict[tuple[Any, ...], str | None] = {}
+
+
+def attempt(template: Template, messages: list[Message], generation: bool = False) -> str | None:
+    """What a template writes; None where it refuses the messages."""
+    try:
+        return template.render(messages, generation) if messages else None
+    except EndlessTemplateError:
+        raise
+    except InputError:
+        return None
+
+
+def tail(whole: str | None, mark: Mark, is_first: bool, up_to_next: bool = False) -> str | None:
+    """What stands behind a mark in a rendering, without marks; None where the mark is not in it.
+
+    Args:
+        is_first: behind the first place of the mark, not the last one.
+        up_to_next: up to the next mark, not to the end.
+    """
+    if whole is None:
+        return None
+    text = written(mark)
+    _, found, rest = whole.partition(text) if is_first else whole.rpartition(text)
+    if up_to_next and (following := MARK.search(rest)):
+        rest = rest[: following.start()]
+    return MARK.sub("", rest) if found else None
+
+
+class Windows:
+    """Renderings of some of a conversation's messages.
+
+    Args:
+        template: of the conversation.
+        messages: in the form that the template takes.
+    """
+
+    def __init__(self, template: Template, messages: Sequence[Message]) -> None:
+        tags = tags_of(template.source)
+        self.roles = [str(message["role"]) for message in messages]
+        self.bones = [bones_of(message, tags) for message in messages]
+        self._added = {number: bones_of(message, tags) for number, message in ADDED.items()}
+        self._exact = template
+        self._alike = Template(template.tokenizer, [ANY_TOOL], template.variables) if template.tools else template
+        given = json.dumps(
+            [dict(template.variables), template.tokenizer.special_tokens_map], sort_keys=True, default=str
+        )
+        self._key = template.source, given, clock_of(template.tokenizer)
+
+    def near(self, stop: int, needed: int) -> list[int]:
+        """The numbers of the messages before `stop` that tell how a template goes on there.
+
+        They are the system's at the beginning, and those from a user's message on, with `needed` among them. Where the last
+        user's message is far, it is followed by an assistant's turn that is near.
+        """
+        start = max(min(needed, stop - NEAR), 0)
+        while start > 0 and self.roles[start] not in ("user", "assistant"):
+            start -= 1
+        head = 0
+        while head < min(start, 2) and self.roles[head] in ("system", "developer"):
+            head += 1
+        user = start
+        while user > head and self.roles[user] != "user":
+            user -= 1
+        between = [user] if head <= user < start and self.roles[user] == "user" else []
+        return [*range(head), *between, *range(start, stop)]
+
+    def rendered(self, numbers: Sequence[int], generation: bool, exact: bool = False) -> str | None:
+        """What the template writes for the bones of these messages; None where it refuses them.
+
+        Args:
+            exact: with the conversation's own tools, not with one that stands for them.
+        """
+        template = self._exact if exact else self._alike
+        shapes = tuple(self._added[number] if number < 0 else self.bones[number] for number in numbers)
+        tools = json.dumps(template.tools, default=str) if template.tools else ""
+        key = (*self._key, tools, shapes, generation)
+        if key in _KNOWN:
+            return _KNOWN[key]
+        text = attempt(template, [message_of(shape, place) for place, shape in enumerate(shapes)], generation)
+        if len(text or "") + len(tools) + sum(map(len, shapes)) < LONG:
+            if len(_KNOWN) >= KNOWN:
+                _KNOWN.clear()
+            _KNOWN[key] = text
+        return text
+
+    def behind(
+        self, numbers: Sequence[int], part: Part, generation: bool, up_to_next: bool = False, exact: bool = False
+    ) -> str | None:
+        """What is written behind a part of one of these messages; see `tail`."""
+        if part.message not in numbers:
+            return None
+        mark = numbers.index(part.message), part.last[1]
+        is_first = self.roles[part.message] == "assistant"
+        return tail(self.rendered(numbers, generation, exact), mark, is_first, up_to_next)
+
+    def behind_a_user(self, generation: bool) -> str | None:
+        """What is written behind a user's message that is the only one."""
+        return tail(self.rendered([A_USER], generation), (0, 1), False)
+
+    def behind_an_answer(self) -> str | None:
+        """What is written behind an answer to it."""
+        return tail(self.rendered([A_USER, AN_ANSWER], False), (1, 1), True)

@@ -1,0 +1,387 @@
+"""What is learnt of a conversation, letter by letter, through chat templates of every shape that models have."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from packlora.data.spans import EMPTY, FORGOTTEN, UNENDED, Learnt, learn
+from packlora.data.template import Template
+from packlora.errors import InputError
+
+Message = dict[str, Any]
+
+
+def user(text: Any) -> Message:
+    return {"role": "user", "content": text}
+
+
+def says(text: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": text, **more}
+
+
+def calls(*names: str, text: str = "", **arguments: Any) -> Message:
+    functions = [{"name": name, "arguments": arguments} for name in names]
+    return says(text, tool_calls=[{"type": "function", "function": function} for function in functions])
+
+
+def result(text: str) -> Message:
+    return {"role": "tool", "content": text}
+
+
+# Chat templates, each with the shape of a family of models.
+CHATML = (  # shows contents alone: neither calls nor thoughts, and no developer
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IN_TURN = (  # Gemma 4: a call, its result and the answer are one turn of the model
+    "{% set ns = namespace(open=false) %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|result>{{ m.content }}<result|>"
+    "{% else %}{% if not (ns.open and m.role == 'assistant') %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{% endif %}{% set ns.open = false %}{{ m.content | trim }}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}<|call>{{ c.function.name ~ '{' }}"
+    "{% for k, v in c.function.arguments | dictsort %}{{ k }}:{{ v }}{% if not loop.last %},{% endif %}"
+    "{% endfor %}{{ '}' }}<call|>"
+    "{% endfor %}{% set ns.open = true %}{% else %}<turn|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and not ns.open %}<|turn>model\n{% endif %}"
+)
+ENDLESS = (  # GLM: nothing ends a turn but the next header, and thoughts of earlier turns are left out
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}[gMASK]{% for m in messages %}"
+    "{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% elif m.role == 'system' %}<|system|>\n{{ m.content }}"
+    "{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}"
+    "{% else %}<|assistant|>{% set c = m.content %}{% set thought = m.reasoning_content or '' %}"
+    "{% if '</think>' in c %}{% set thought = c.split('</think>')[0].split('<think>')[-1] %}"
+    "{% set c = c.split('</think>')[-1] %}"
+    "{% endif %}{{ '\n' }}<think>{{ thought.strip() if loop.index0 > ns.last else '' }}</think>"
+    "{{ '\n' + c.strip() if c.strip() else '' }}"
+    "{% for t in m.tool_calls or [] %}{{ '\n' }}<tool_call>{{ t.function.name }}"
+    "{% for k, v in t.function.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>{{ v if v is string else v | tojson }}"
+    "</arg_value>{% endfor %}</tool_call>{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TWO_ENDS = (  # Llama 3.1: a call ends a turn of its own, with another token; and the role goes by another name
+    "{{ bos_token }}{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}<|header|>assistant<|/header|>\n\n"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}<|eom|>'
+    "{% else %}<|header|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/header|>\n\n{{ m.content | trim }}<|eot|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
+)
+TWO_MARKERS = (  # Command R7B: two tokens end a turn, the second of any role
+    "{% for m in messages %}<|turn|><|{{ m.role }}|>{% if m.role == 'assistant' %}<|start_response|>{% endif %}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<|end_response|>{% endif %}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|><|assistant|><|start_response|>{% endif %}"
+)
+UNFLAGGED = (  # markers that the tokenizer does not know
+    "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n### end\n\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
+LAYS_OUT = (  # Qwen 3.5: thoughts of any spelling are laid out anew, the prompt opens one, and there must be a user
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% if ns.last < 0 %}{{ raise_exception('No user query found') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('Unexpected role') }}{% endif %}"
+    "<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set c = m.content | trim %}{% set thought = m.reasoning_content or '' %}"
+    "{% if '</think>' in c %}{% set thought = c.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ thought | trim }}\n</think>\n\n{% endif %}{{ c }}"
+    "{% for t in m.tool_calls or [] %}{{ '\n' }}<tool_call>{{ t.function.name }} "
+    "{{ t.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{% elif m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}{{ m.content }}"
+    "{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+REMEMBERS = (  # DeepSeek V3: arguments are texts, flags are never reset, and results are closed by the answer
+    "{% set ns = namespace(called=false, tool=false) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.tool = false %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}"
+    "{% set ns.tool = true %}"
+    "<|out|>{{ m.content }}<|/out|>{% elif m.tool_calls %}{% set ns.tool = false %}{% for t in m.tool_calls %}"
+    "{% if not ns.called %}<|Assistant|>{{ m.content }}<|calls|>{% set ns.called = true %}{% endif %}"
+    "<|call|>{{ t.function.name + '\n' + t.function.arguments }}<|/call|>{% endfor %}<|/calls|></s>"
+    "{% elif ns.tool %}<|/outs|>{{ m.content }}</s>{% set ns.tool = false %}{% else %}<|Assistant|>"
+    "{{ m.content }}</s>{% endif %}"
+    "{% endfor %}{% if ns.tool %}<|/outs|>{% endif %}"
+    "{% if add_generation_prompt and not ns.tool %}<|Assistant|><think>\n{% endif %}"
+)
+MASKED = (  # says itself what is learnt
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHAPES = {
+    "chatml": CHATML, "in turn": IN_TURN, "endless": ENDLESS, "two ends": TWO_ENDS, "two markers": TWO_MARKERS,
+    "unflagged": UNFLAGGED, "lays out": LAYS_OUT, "remembers": REMEMBERS, "masked": MASKED,
+}  # fmt: skip
+TOKENS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+
+
+@pytest.fixture(scope="module")
+def make(tokenizer: Any) -> Any:
+    def make(template: str, **more: Any) -> Template:
+        made = copy.deepcopy(tokenizer)
+        made.add_tokens(TOKENS)
+        made.chat_template = template
+        return Template(made, **more)
+
+    return make
+
+
+def spans(found: Learnt) -> list[str]:
+    return [found.text[start:stop] for start, stop in found.spans]
+
+
+def refusal(template: Template, *messages: Message) -> str:
+    with pytest.raises(InputError) as caught:
+        learn(template, messages)
+    return str(caught.value)
+
+
+# --- calls and their results -------------------------------------------------------------------------------------------
+
+CALLED = [user("a dog?"), calls("look", city="Paris", at="noon"), result("sunny"), says("It barks.")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ("in turn", ["<|call>look{at:noon,city:Paris}<call|>", "It barks.<turn|>"]),
+        (
+            "endless",
+            [
+                "\n<think></think>\n<tool_call>look<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>at</arg_key>"
+                "<arg_value>noon</arg_value></tool_call><|observation|>",
+                "\n<think></think>\nIt barks.<|user|>",
+            ],
+        ),
+        ("two ends", ['{"name": "look", "parameters": {"city": "Paris", "at": "noon"}}<|eom|>', "It barks.<|eot|>"]),
+        (
+            "lays out",
+            [
+                '\n</think>\n\n\n<tool_call>look {"city": "Paris", "at": "noon"}</tool_call><|im_end|>',
+                "\n</think>\n\nIt barks.<|im_end|>",
+            ],
+        ),
+        (
+            "remembers",
+            ['<|calls|><|call|>look\n{"city": "Paris", "at": "noon"}<|/call|><|/calls|></s>', "It barks.</s>"],
+        ),
+    ],
+)
+def test_calls_are_learnt_wherever_they_are_with_what_ends_them_and_results_are_not(
+    make: Any, shape: str, wanted: list[str]
+) -> None:
+    found = learn(make(SHAPES[shape]), CALLED)
+    assert spans(found) == wanted
+    assert "sunny" in found.text and not found.notes
+
+
+def test_arguments_as_json_texts_are_read_as_the_mappings_that_they_are(make: Any) -> None:
+    as_text = copy.deepcopy(CALLED)
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Paris", "at": "noon"}'
+    for shape in ("in turn", "endless", "two ends", "lays out", "remembers"):
+        template = make(SHAPES[shape])
+        assert learn(template, as_text) == learn(template, CALLED)
+
+
+@pytest.mark.parametrize("template", ["{{ t.function.arguments }}", "{{ t.function.arguments ~ '' }}"])
+def test_arguments_are_never_learnt_as_python_writes_them(make: Any, template: str) -> None:
+    shape = CHATML.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.name }}" + template + "{% endfor %}",
+    )
+    assert spans(learn(make(shape), CALLED))[0] == 'look{"city": "Paris", "at": "noon"}<|im_end|>'
+
+
+def test_several_calls_in_a_turn_and_turns_of_calls_in_a_row_are_each_learnt(make: Any) -> None:
+    turns = [
+        user("a"),
+        calls("look", "seek", n="1"),
+        result("x"),
+        result("y"),
+        calls("find", n="2"),
+        result("z"),
+        says("end"),
+    ]
+    assert spans(learn(make(IN_TURN), turns)) == [
+        "<|call>look{n:1}<call|><|call>seek{n:1}<call|>", "<|call>find{n:2}<call|>", "end<turn|>",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ["chatml", "two markers", "unflagged", "masked"])
+def test_calls_that_a_template_does_not_show_are_refused_by_message_and_key(make: Any, shape: str) -> None:
+    said = refusal(make(SHAPES[shape]), *CALLED)
+    assert said.startswith(
+        "message 2 (assistant): the chat template does not show its tool_calls[0].name, so the model would"
+    )
+
+
+def test_a_call_without_a_name_is_refused(make: Any) -> None:
+    said = refusal(make(LAYS_OUT), user("a"), says("", tool_calls=[{"function": {"arguments": "{}"}}]))
+    assert said.startswith("message 2 (assistant): tool_calls[0] is {'function'") and "a mapping with a name" in said
+
+
+# --- what a template does not show -------------------------------------------------------------------------------------
+
+
+def test_a_developer_who_is_not_shown_is_refused_with_the_name_that_is(make: Any) -> None:
+    said = refusal(make(CHATML), {"role": "developer", "content": "be brief"}, user("a"), says("b"))
+    assert said == (
+        "message 1 (developer): the chat template does not show its content, so the model would not see it; name the role "
+        "system"
+    )
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("shape", ["chatml", "in turn", "two markers", "remembers", "masked"])
+def test_reasoning_that_is_not_shown_is_refused(make: Any, shape: str, key: str) -> None:
+    said = refusal(make(SHAPES[shape]), user("a"), says("b", **{key: "let me see"}))
+    assert said.startswith(
+        f"message 2 (assistant): the chat template does not show its {key}, so the model would not learn"
+    )
+
+
+def test_a_system_message_in_the_middle_that_is_not_shown_is_refused(make: Any) -> None:
+    first = CHATML.replace("{% if m.role in", "{% if (loop.first or m.role != 'system') and m.role in")
+    turns = [{"role": "system", "content": "be brief"}, user("a"), says("b")]
+    assert spans(learn(make(first), turns)) == ["b<|im_end|>"]
+    assert refusal(make(first), *turns, turns[0], user("c"), says("d")).startswith(
+        "message 4 (system): the chat template does"
+    )
+
+
+# --- thoughts ----------------------------------------------------------------------------------------------------------
+
+THOUGHT = ["<think>\nlet me see\n</think>\n\nyes", "<think>let me see</think>yes", "<think>\n\nlet me see\n</think>yes"]
+
+
+@pytest.mark.parametrize("text", THOUGHT)
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [("lays out", "let me see\n</think>\n\nyes<|im_end|>"), ("endless", "\n<think>let me see</think>\nyes<|user|>")],
+)
+def test_a_thought_in_the_content_is_learnt_as_the_template_lays_it_out(
+    make: Any, shape: str, wanted: str, text: str
+) -> None:
+    assert spans(learn(make(SHAPES[shape]), [user("a"), says(text)])) == [wanted]
+    assert spans(learn(make(SHAPES[shape]), [user("a"), says("yes", reasoning_content="let me see")])) == [wanted]
+
+
+def test_earlier_thoughts_that_are_left_out_are_not_learnt_and_noted(make: Any) -> None:
+    turns = [user("a"), says(THOUGHT[0]), user("b"), says("no", reasoning_content="hm")]
+    found = learn(make(LAYS_OUT), turns)
+    assert spans(found) == ["yes<|im_end|>", "hm\n</think>\n\nno<|im_end|>"]
+    assert found.notes == {FORGOTTEN: "message 2 (assistant)"}
+
+
+def test_a_thought_that_the_template_would_never_show_is_refused(make: Any) -> None:
+    cuts = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    said = refusal(make(cuts), user("a"), says(THOUGHT[0]), user("b"), says("no"))
+    assert said.startswith("message 2 (assistant): the chat template does not show its thought in content")
+
+
+# --- where turns begin and end -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "end"),
+    [
+        ("chatml", "<|im_end|>"), ("two markers", "<|end_response|><|eot|>"), ("unflagged", "\n### end"),
+        ("in turn", "<turn|>"), ("two ends", "<|eot|>"), ("remembers", "</s>"), ("masked", "<|im_end|>"),
+        ("lays out", "<|im_end|>"),
+    ],
+)  # fmt: skip
+def test_of_every_turn_the_content_and_all_of_its_end_are_learnt(make: Any, shape: str, end: str) -> None:
+    found = learn(make(SHAPES[shape]), [user("a"), says("one"), user("b"), says("two"), user("c")])
+    assert [text.removeprefix("\n</think>\n\n") for text in spans(found)] == ["one" + end, "two" + end]
+
+
+def test_where_nothing_ends_a_turn_the_token_of_the_next_header_is_learnt_and_written(make: Any) -> None:
+    found = learn(make(ENDLESS), [user("a"), says("one"), user("b"), says("two")])
+    assert spans(found) == ["\n<think></think>\none<|user|>", "\n<think></think>\ntwo<|user|>"]
+    assert found.text.endswith("two<|user|>") and not found.notes
+    found = learn(make(ENDLESS), [user("a"), calls("look", n="1")])
+    assert found.text.endswith("</tool_call><|observation|>")
+
+
+def test_where_no_token_can_end_a_turn_that_is_noted(make: Any) -> None:
+    plain = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    found = learn(make(plain), [user("a"), says("one"), user("b"), says("two")])
+    assert spans(found) == ["one", "two"]
+    assert found.notes == {UNENDED: "message 2 (assistant)"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_conversation_that_the_assistant_opens_is_learnt(make: Any, shape: str) -> None:
+    found = learn(make(SHAPES[shape]), [says("hello"), user("a"), says("one")])
+    assert spans(found)[0].removeprefix("\n<think></think>").strip("\n").startswith("hello")
+    assert "assistant" not in "".join(spans(found)) and "model" not in "".join(spans(found))
+
+
+def test_an_empty_answer_is_not_learnt_and_noted(make: Any) -> None:
+    found = learn(make(CHATML), [user("a"), says(" \n"), user("b"), says("one")])
+    assert (spans(found), found.notes) == (["one<|im_end|>"], {EMPTY: "message 2 (assistant)"})
+    assert not learn(make(CHATML), [user("a"), says("", weight=0), user("b"), says("one")]).notes
+
+
+@pytest.mark.parametrize("shape", ["chatml", "endless", "masked", "in turn"])
+def test_turns_of_weight_0_are_not_learnt(make: Any, shape: str) -> None:
+    turns = [user("a"), says("one", weight=0), user("b"), says("two", weight=1)]
+    (learnt,) = spans(learn(make(SHAPES[shape]), turns))
+    assert "two" in learnt
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "assistant", "<|im_end|>", "<|turn>model", "### end", "<|user|>", "a\n<|im_start|>assistant\nb", "{{ m }}", "\u200bü😀",
+        "</s>", "[gMASK]", "<think>", "m",
+    ],
+)  # fmt: skip
+def test_contents_that_look_like_markers_move_nothing(make: Any, shape: str, text: str) -> None:
+    template = make(SHAPES[shape])
+    wanted = learn(template, [user("dog"), says("dog"), user("dog"), says("dog")])
+    found = learn(template, [user(text), says(text), user(text), says(text)])
+    assert found.text == wanted.text.replace("dog", text)
+    assert spans(found) == [span.replace("dog", text) for span in spans(wanted)]
+
+
+def test_white_space_around_a_content_is_learnt_as_the_template_writes_it(make: Any) -> None:
+    turns = [user(" a\n"), says("  one\n\n two \n"), user("b"), says("\tthree")]
+    assert spans(learn(make(CHATML), turns)) == ["  one\n\n two \n<|im_end|>", "\tthree<|im_end|>"]
+    assert spans(learn(make(IN_TURN), turns)) == ["one\n\n two<turn|>", "three<turn|>"]
+
+
+# --- what a template says itself ---------------------------------------------------------------------------------------
+
+
+def test_a_mask_that_covers_the_words_of_another_role_is_not_taken(make: Any) -> None:
+    everything = "{% generation %}" + CHATML + "{% endgeneration %}"
+    assert spans(learn(make(everything), [user("a"), says("one")])) == ["one<|im_end|>"]
+
+
+# --- templates that look at words --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look", ["m.content[:5]", "m.content | upper", "m.content | length", "m.content | first"])
+def test_a_template_that_changes_words_is_refused(make: Any, look: str) -> None:
+    template = make("{% for m in messages %}{{ m.role }}: {{ " + look + " }}<|im_end|>{% endfor %}")
+    said = refusal(template, user("the first dog"), says("the second dog"))
+    assert said.startswith("message 1 (user): ")
+
+
+def test_a_template_that_compares_messages_is_followed(make: Any) -> None:
+    once = (
+        "{% for m in messages %}{% if not (m.role == 'system' and not loop.first and m.content == messages[0].content) %}"
+        "<{{ m.role }}>{{ m.content }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    system = {"role": "system", "content": "be brief"}
+    assert spans(learn(make(once), [system, user("a"), says("b")])) == ["b<end>"]
+    assert refusal(make(once), system, system, user("a"), says("b")).startswith("message 1 (system): its place cannot")
