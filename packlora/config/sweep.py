@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from packlora.config.shared import MOST_STEPS, Strict
+
+MOST_CANDIDATES = 100_000
 
 
 class RangeConfig(Strict):
@@ -71,7 +74,7 @@ class SweepConfig(Strict):
     """By dotted key of the job, e.g. train.learning_rate, its values, or their range."""
     method: Literal["grid", "random", "optuna"] = "grid"
     """grid: all combinations. random: drawn. optuna: by its TPE sampler, which learns from candidates that have ended."""
-    num_trials: int | None = Field(None, ge=1, le=100_000)
+    num_trials: int | None = Field(None, ge=1, le=MOST_CANDIDATES)
     """Candidates, with random and optuna."""
     concurrent: int = Field(8, ge=1, le=10_000)
     """Candidates that train at the same time; when one ends, the next one takes its place."""
@@ -101,6 +104,11 @@ class SweepConfig(Strict):
                 raise ValueError(f"{key} has no values")
             if isinstance(values, RangeConfig) and self.method == "grid":
                 raise ValueError(f"{key} is a range, and a grid takes lists; list its values, or use random or optuna")
+        if self.method == "grid" and self.combinations > MOST_CANDIDATES:
+            raise ValueError(
+                f"the grid has {self.combinations:,} combinations, and at most {MOST_CANDIDATES:,} are taken; leave values "
+                "out, or use method: random with num_trials"
+            )
         if self.metric == "eval_loss" and self.stopping.target is not None and self.stopping.target <= 0:
             raise ValueError(f"stopping.target is {self.stopping.target:g}; a held-out loss is above 0")
         if self.method != "grid" and self.num_trials is None:
@@ -111,3 +119,8 @@ class SweepConfig(Strict):
                 "random or optuna"
             )
         return self
+
+    @property
+    def combinations(self) -> int:
+        """Of all values that are listed."""
+        return math.prod(len(values) for values in self.parameters.values() if isinstance(values, list))

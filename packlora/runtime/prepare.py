@@ -32,7 +32,7 @@ from packlora.runtime.library_optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.starts import check_start_of_weights
-from packlora.runtime.sweep import Sweep, check_compared
+from packlora.runtime.sweep import Sweep, check_compared, doubts
 from packlora.runtime.wholeness import check_parallel, check_parameters, whole_alone
 from packlora.terminal import Told, silent
 
@@ -103,7 +103,8 @@ def prepare(
     check_compared(run, jobs)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
-    _try_candidates(prepared, resumed)
+    if run.sweep is not None and not resumed:
+        prepared.warnings += _try_candidates(prepared, Sweep(run))
     return prepared
 
 
@@ -113,10 +114,14 @@ def _check_spec(run: Run, job: str, spec: AdapterSpec, skeleton: PreTrainedModel
     check_start_of_weights(run, job, spec, skeleton)
 
 
-def _try_candidates(prepared: PreparedRun, resumed: bool) -> None:
-    """What cannot be wrong with the first candidates of a sweep may be with later ones. Raises InputError."""
-    if prepared.run.sweep is not None and not resumed:
-        prepare_more(prepared, Sweep(prepared.run).unlike(), prepared.budget)
+def _try_candidates(prepared: PreparedRun, sweep: Sweep) -> list[str]:
+    """What cannot be wrong with the first candidates of a sweep may be with later ones. Raises InputError.
+
+    Returns:
+        What should be known of the sweep.
+    """
+    later, _ = prepare_more(prepared, sweep.unlike(), prepared.budget)
+    return doubts(sweep, later)
 
 
 def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Vision | None:

@@ -7,7 +7,6 @@ or a reward with the other sign.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import shutil
@@ -21,7 +20,7 @@ import numpy as np
 
 from packlora.adapters.files import CONFIG, WEIGHTS
 from packlora.config import JobConfig, RangeConfig, Run
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.files import write_folder, write_json
 from packlora.report.sweep import FILE, name_of
 from packlora.run_file import with_values
@@ -105,25 +104,27 @@ class Sweep:
         self.every, self.window = max(run.eval_every, 1), len(window_of(run, 0))
         self.seed = run.seed if self.config.seed is None else self.config.seed
         self.sign, self.named = sign_of(self.config.metric), name_of(self.config.metric)
-        self._grid = list(itertools.product(*self._lists())) if self.config.method == "grid" else []
-        self.total = len(self._grid) or int(self.config.num_trials or 0)
+        self.total = self.config.combinations if self.config.method == "grid" else int(self.config.num_trials or 0)
         if self.config.method == "optuna":
             _optuna()
         self._check()
 
-    def _lists(self) -> list[list[Any]]:
-        return [values for values in self.config.parameters.values() if isinstance(values, list)]
-
     def _check(self) -> None:
-        """Every value that can be taken must make a job."""
-        if self.total > 100_000:
-            raise InputError(f"sweep: the grid has {self.total} combinations; at most 100000 are taken")
-        numbers = range(self.total) if self.config.method != "optuna" else range(0)
+        """Every value that can be taken must make a job, each another one."""
         for key, values in self.config.parameters.items():  # first, as a key's own bounds are what can be drawn from
+            made = dict[str, Any]()
             for value in values if isinstance(values, list) else [values.min, values.max]:
-                self.job(0, {key: value})
-        for number in numbers[:1000]:
-            self.job(0, self._drawn(number))
+                job = self.job(0, {key: value}).model_dump_json()
+                if job in made and isinstance(values, list):
+                    same = f"{quoted(value)} is the same as {quoted(made[job])}"
+                    raise InputError(f"sweep.parameters.{key}: {same}; leave one of them out")
+                made[job] = value
+        if (again := _drawn_again(self)) and self.config.method == "grid":
+            first, number = again[0]
+            raise InputError(
+                f"sweep: candidates {first} and {number} are the same job: {quoted(self.drawn(first), 300)} and "
+                f"{quoted(self.drawn(number), 300)}; leave a value out"
+            )
 
     def refuse_names(self, names: Iterable[str]) -> None:
         """Raises InputError where a job has the name of a candidate that may come, ignoring case."""
@@ -156,7 +157,7 @@ class Sweep:
             listed = {key: v if isinstance(v, list) else [v.min, v.max] for key, v in self.config.parameters.items()}
             drawn = [{key: value} for key, values in listed.items() for value in values]
         else:
-            drawn = [self._drawn(number) for number in range(min(self.total, 10 * MOST_TRIED))]
+            drawn = [self.drawn(number) for number in range(min(self.total, 10 * MOST_TRIED))]
         found = dict[str, tuple[int, dict[str, Any]]]()
         for number, own in enumerate(drawn):
             found.setdefault(repr({key: v for key, v in own.items() if not isinstance(v, float)}), (number, own))
@@ -193,12 +194,13 @@ class Sweep:
 
     def _next(self, count: int) -> list[tuple[JobConfig, dict[str, Any]]]:
         numbers = range(len(self.trials), min(len(self.trials) + count, self.total))
-        drawn = [(number, self._drawn(number)) for number in numbers]
+        drawn = [(number, self.drawn(number)) for number in numbers]
         return [(self.job(number, own), own) for number, own in drawn]
 
-    def _drawn(self, number: int) -> dict[str, Any]:
+    def drawn(self, number: int) -> dict[str, Any]:
+        """The values of a candidate."""
         if self.config.method == "grid":
-            return dict(zip(self.config.parameters, self._grid[number], strict=True))
+            return _combination(self.config.parameters, number)
         if self.config.method == "optuna":
             return self._asked(number)
         generator = np.random.Generator(np.random.Philox(stable_hash("sweep", self.seed, number)))
@@ -352,6 +354,62 @@ def check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
                 f"sweep.metric: {run.sweep.metric} compares desirable with undesirable completions; those of "
                 f"{', '.join(job.config.data.eval_paths)} are all {kind}"
             )
+
+
+def _drawn_again(sweep: Sweep) -> list[tuple[int, int]]:
+    """Pairs of the first 1000 candidates that are the same job."""
+    made, out = dict[str, int](), []
+    for number in range(min(sweep.total, 1000) if sweep.config.method != "optuna" else 0):
+        first = made.setdefault(sweep.job(0, sweep.drawn(number)).model_dump_json(), number)
+        out += [(first, number)] if first != number else []
+    return out
+
+
+def _combination(parameters: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Of a grid, the values of the last key changing first."""
+    found = dict[str, Any]()
+    for key in reversed(parameters):
+        number, at = divmod(number, len(parameters[key]))
+        found[key] = parameters[key][at]
+    return {key: found[key] for key in parameters}
+
+
+def doubts(sweep: Sweep, candidates: Sequence[PreparedJob]) -> list[str]:
+    """What a sweep can do, but is hardly meant to.
+
+    Args:
+        candidates: that stand for all of them.
+    """
+    steps = max((job.data.num_steps for job in candidates), default=0)
+    why, again = _never_ends(sweep, steps), len(_drawn_again(sweep)) if sweep.config.method == "random" else 0
+    out = [f"sweep.stopping: {why}, so none ends early"] if why else []
+    if again:
+        total = min(sweep.total, 1000)
+        out.append(
+            f"sweep: {again} of {total} random candidates have the values of an earlier one, so they are the same job again"
+        )
+    return out
+
+
+def _never_ends(sweep: Sweep, steps: int) -> str:
+    """Why a stopping rule ends no candidate of so many steps at most; empty where it may end some."""
+    rule, every, window = sweep.config.stopping, sweep.every, sweep.window
+    most = f"candidates take at most {steps} optimizer steps"
+    last = (steps - 1) // window * window
+    """The step after which the last decision is made before the end."""
+    if rule.method == "successive_halving":
+        first = -(-rule.min_resource // window) * window
+        return f"successive_halving looks at step {first} first, and {most}" if first > last else ""
+    if rule.method == "median" and rule.n_startup_trials > sweep.total:
+        return f"median waits for {rule.n_startup_trials} candidates, and there are {sweep.total}"
+    if rule.method == "median" and rule.n_warmup_steps >= last:
+        return f"median looks after step {rule.n_warmup_steps}, and {most}"
+    if rule.method == "patience" and last // every <= rule.patience:
+        return (
+            f"patience {rule.patience} takes {rule.patience + 1} evaluations before the last step, and there are "
+            f"{last // every}"
+        )
+    return ""
 
 
 def check_open(run: Run, is_open: bool, devices_per_job: int, processes: int) -> None:

@@ -26,7 +26,8 @@ from packlora.config import Run
 from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone, Note, Stepped, Stop
 from packlora.report.sweep import ranked_table
 from packlora.runtime.changes import Change
-from packlora.runtime.sweep import Sweep
+from packlora.runtime.prepare import prepare
+from packlora.runtime.sweep import Sweep, begun
 
 assert callable(base)  # a fixture
 Tree = Callable[..., dict[str, Any]]
@@ -379,6 +380,78 @@ def test_what_would_take_a_later_candidates_place_is_refused_and_one_that_cannot
     assert "job 'a-003' has the name of a candidate of 'a'" in asking.answers["clone"]
     assert any("the sweep has no more candidates: job 'a-002': target_modules ['nope']" in note for note in notes)
     assert [line["status"] for line in ranking(out)["candidates"]] == ["done", "done"] and (out / "best").is_dir()
+
+
+def test_a_grid_is_counted_before_anything_is_made_of_it_and_has_no_list(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*_: Any) -> None:
+        raise AssertionError("the grid is made")
+
+    monkeypatch.setattr("itertools.product", made)
+    rates = [1e-6 * number for number in range(1, 1001)]
+    for keys, told in ((3, "1,000,000,000"), (7, "1,000,000,000,000,000,000,000"), (2, "1,000,000")):
+        names = (
+            "train.learning_rate",
+            "train.weight_decay",
+            "adapter.lora_alpha",
+            "data.max_length",
+            "seed",
+            "adapter.r",
+        )
+        parameters = dict.fromkeys([*names, "train.warmup_steps"][:keys], rates)
+        with pytest.raises(packlora.InputError, match=f"has {told} combinations, and at most 100,000 are taken; leave"):
+            packlora.train(tree(parameters=parameters))
+    run = tree(parameters={"seed": list(range(50)), "adapter.r": list(range(1, 41)), "adapter.lora_alpha": [1, 2, 3]})
+    sweep = Sweep(Run.model_validate(run))
+    assert sweep.total == 6000
+    drawn = [tuple(sweep.drawn(number).values()) for number in (0, 1, 2, 3, 119, 120, 5999)]
+    assert drawn == [(0, 1, 1), (0, 1, 2), (0, 1, 3), (0, 2, 1), (0, 40, 3), (1, 1, 1), (49, 40, 3)]
+
+
+def test_two_candidates_that_would_be_the_same_job_are_refused(tree: Tree) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"adapter.r": [8, 16, 8]}, r"parameters\.adapter\.r: 8 is the same as 8; leave one of them out"),
+        ({"train.learning_rate": [1e-4, 0.0001]}, r"train\.learning_rate: 0\.0001 is the same as 0\.0001"),
+        ({"train.learning_rate": [1, 1.0]}, r"train\.learning_rate: 1\.0 is the same as 1;"),
+        ({"adapter.target_modules": [["q_proj"], ["q_proj"]]}, r"target_modules: \['q_proj'\] is the same as"),
+        (
+            {"train": [{"learning_rate": 1e-4}, {"learning_rate": 1e-3}], "train.learning_rate": [1e-4, 1e-3]},
+            r"sweep: candidates 0 and 2 are the same job: .*'train\.learning_rate': 0\.0001\}",
+        ),
+    ]
+    for parameters, message in cases:
+        with pytest.raises(packlora.InputError, match=message):
+            packlora.train(tree(parameters=parameters))
+
+
+def test_a_rule_that_can_end_no_candidate_is_told(tree: Tree, tmp_path: Path) -> None:
+    told: list[tuple[dict[str, Any], str | None]] = [  # 8 steps, an evaluation every 2, 8 candidates
+        ({"method": "successive_halving"}, "looks at step 16 first, and candidates take at most 8 optimizer steps"),
+        ({"method": "successive_halving", "min_resource": 7}, "looks at step 8 first"),
+        ({"method": "successive_halving", "min_resource": 6}, None),
+        ({"method": "median", "n_startup_trials": 9}, "median waits for 9 candidates, and there are 8"),
+        ({"method": "median", "n_startup_trials": 8}, None),
+        ({"method": "median", "n_warmup_steps": 6}, "median looks after step 6, and candidates take at most 8"),
+        ({"method": "patience", "patience": 3}, "patience 3 takes 4 evaluations before the last step, and there are 3"),
+        ({"method": "patience", "patience": 2}, None),
+        ({"method": "target", "target": 1.0}, None),
+    ]
+    for stopping, text in told:
+        prepared = prepare(begun(Run.model_validate(tree(stopping=stopping)))[0])
+        found = [note for note in prepared.warnings if note.startswith("sweep.stopping: ")]
+        assert len(found) == (text is not None), (stopping, found)
+        assert text is None or (text in found[0] and found[0].endswith("so none ends early")), found
+    longer = tree(parameters={"train.max_steps": [4, 40]}, concurrent=1, stopping={"method": "successive_halving"})
+    prepared = prepare(begun(Run.model_validate(longer))[0])  # the second one does not begin with the first
+    assert not [note for note in prepared.warnings if "sweep" in note]
+
+
+def test_random_candidates_that_are_drawn_twice_are_told(tree: Tree) -> None:
+    run = tree(parameters={"adapter.r": [2, 4]}, method="random", num_trials=5, stopping={"method": "none"})
+    prepared = prepare(begun(Run.model_validate(run))[0])
+    (note,) = [note for note in prepared.warnings if "sweep" in note]
+    assert note == "sweep: 3 of 5 random candidates have the values of an earlier one, so they are the same job again"
 
 
 def test_random_draws_are_in_their_ranges_and_the_same_every_time(tree: Tree) -> None:
