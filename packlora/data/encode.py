@@ -17,7 +17,7 @@ import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.images import Images, Shown
-from packlora.data.places import check_tools
+from packlora.data.places import check_tools, check_variables
 from packlora.data.rows import Row, with_system
 from packlora.data.spans import learn
 from packlora.data.template import EndlessTemplateError, Spans, Template
@@ -385,17 +385,16 @@ def _without_images(row: Row, tokenizer: Any, system: str | None, where: str) ->
         messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.completion}]
     else:
         messages = row.messages
-    return _conversation(with_system(messages, row.system), row.tools, tokenizer, system, where)
+    template = Template(tokenizer, row.tools or None, row.variables)
+    return _conversation(with_system(messages, row.system), template, system, where)
 
 
-def _conversation(
-    messages: list[dict[str, Any]], tools: list[Any] | None, tokenizer: Any, system: str | None, where: str
-) -> Text:
+def _conversation(messages: list[dict[str, Any]], template: Template, system: str | None, where: str) -> Text:
     names = [f"message {number} ({message['role']})" for number, message in enumerate(messages, 1)]
     whole = with_system(messages, system)
-    template = Template(tokenizer, tools or None)
     try:
-        if tools:
+        check_variables(template)
+        if template.tools:
             check_tools(template, whole)
         found = learn(template, whole, [*["data.system"] * (len(whole) - len(messages)), *names])
     except InputError as error:

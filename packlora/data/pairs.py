@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from packlora.data.flags import LAST, SHOWN, SINGLE, VARIABLES
+
 Bad = Callable[[str], Exception]
-SHARED = ("system", "tools", "images", "image")
+SHARED = (*SHOWN, VARIABLES, LAST, SINGLE)
 
 
 def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, Any]]:

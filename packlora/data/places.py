@@ -7,13 +7,14 @@ message and its key. Only thoughts may be missing, as templates leave them out o
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from packlora.data.marks import Mark, Marker, Message, Part, as_mapping, tags_of, without_marks, written
 from packlora.data.template import Template
 from packlora.data.windows import Windows, attempt
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 
 Place = tuple[int, int, Part]
 """First and last character of a part, the last one not included."""
@@ -178,11 +179,31 @@ def check_tools(template: Template, messages: list[Message]) -> None:
     """Check that a template shows tools.
 
     Raises:
-        NotShownError: it writes the same without them.
+        NotShownError: it writes the same without them, or one of them is missing.
     """
-    alone = Template(template.tokenizer, None, template.variables)
-    if attempt(template, messages) == attempt(alone, messages) is not None:
+    alone, text = Template(template.tokenizer, None, template.variables), attempt(template, messages)
+    if text == attempt(alone, messages) is not None:
         raise NotShownError(
             "the chat template does not show the tools, so the model would not see them; leave 'tools' out, or use a model "
             "whose template knows tools"
         )
+    for tool in template.tools or ():
+        name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), dict) else None
+        if isinstance(name, str) and text is not None and name not in text:
+            raise NotShownError(
+                f"the chat template does not show the tool {quoted(name)}; tools are {{type: function, function: {{name, "
+                "description, parameters}}"
+            )
+
+
+def check_variables(template: Template) -> None:
+    """Check that a template knows the variables that it is given.
+
+    Raises:
+        NotShownError: its source does not hold the name of one.
+    """
+    for name in template.variables:
+        if not re.search(rf"\b{re.escape(name)}\b", template.source):
+            raise NotShownError(
+                f"chat_template_kwargs has {quoted(name)}, which the chat template does not use; leave it out"
+            )

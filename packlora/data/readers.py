@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packlora.data.rows import KEYS, Row, check_row, parse_json
+from packlora.data.rows import KEYS, Row, check_row
 from packlora.data.tables import read_hub, read_parquet, read_saved
+from packlora.data.values import parse_json
 from packlora.errors import InputError
 from packlora.terminal import Told, silent
 

@@ -15,26 +15,23 @@ completions those of the prompt; a conversation with `tools`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from packlora.data import flags
 from packlora.data.images import with_images
+from packlora.data.messages import FLAGS, ROLES, WEIGHT, check_messages, check_single_calls, check_tools, last_alone
 from packlora.data.pairs import halves
+from packlora.data.values import Bad, check_text, holds_something, integers
 from packlora.errors import InputError, quoted, shown
 
 FORMATS = (
     "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations}, {instruction, output} or "
     "{prompt, chosen, rejected}"
 )
-ROLES = {
-    "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "human": "user", "gpt": "assistant",
-    "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-}  # fmt: skip
-"""What chat templates call the roles that go by these names. Under another name most would take a turn for one of nobody."""
 KINDS: tuple[tuple[str, ...], ...] = (
     ("prompt", "completion"), ("messages",), ("text",), ("input_ids",), ("conversations",), ("instruction", "output"),
     ("chosen", "rejected"),
@@ -43,9 +40,13 @@ KINDS: tuple[tuple[str, ...], ...] = (
 FIELDS = (
     "prompt", "completion", "messages", "text", "input_ids", "conversations", "instruction", "output", "chosen", "rejected",
 )  # fmt: skip
+MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
+"""Beside token ids: 1 for a token that is learnt, 0 for others, by the names that TRL and others give it."""
+PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "token_type_ids", "pixel_values")
+"""Beside token ids: what else a model would be given."""
 KEYS = frozenset({
     *FIELDS, "input", "history", "system", "tools", "functions", "images", "image", "label", "labels", "attention_mask",
-    "conversation",
+    "conversation", *MASKS, *PACKED, *flags.KEYS,
 })  # fmt: skip
 """All that is looked at in a row. Others are notes of whoever made the data."""
 UNLEARNT = -100
@@ -54,8 +55,6 @@ SHAREGPT = "ShareGPT's conversations (from, value), read as messages"
 ALPACA = (
     "Alpaca's instructions, read as prompts (instruction, and input as a second paragraph) and completions (output)"
 )
-
-Bad = Callable[[str], InputError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,43 +80,22 @@ class Row:
     """That of another tool, in words, that the row was written in."""
     pair: tuple[Row, Row] | None = None
     """The prompt with the chosen and with the rejected completion."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template, beside the messages."""
     label: Any = None
     """What the row says of its completion under `label`, unchecked."""
     images: tuple[str, ...] = ()
     """Paths of the blocks {"type": "image"} in `messages`, in their order; a message that has some is a list of blocks."""
 
 
-class _TwiceError(Exception):
-    """A key that a JSON object has twice; which of the values counts, nobody knows."""
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
-    return out
-
-
-def parse_json(text: str, bad: Callable[[str, int | None], InputError]) -> Any:
-    """JSON in which every key stands once. bad: makes the error of a problem and its line, where that is known."""
-    try:
-        return json.loads(text, object_pairs_hook=_pairs)
-    except json.JSONDecodeError as error:
-        raise bad(f"not valid JSON: {error.msg} (column {error.colno})", error.lineno) from None
-    except _TwiceError as error:
-        raise bad(f"the key {quoted(error.args[0])} stands twice in one mapping", None) from None
-    except RecursionError:
-        raise bad("lists or mappings are nested too deep in one another to be read", None) from None
-    except ValueError as error:  # e.g. a number of thousands of digits
-        raise bad(f"not valid JSON: {error}", None) from None
-
-
 def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Row:
     """The row that a value of a data file is. folder: where its images are. Raises InputError where it is none."""
 
+    def odd(problem: str) -> InputError:
+        return InputError(f"job {job!r}: {where}: {problem}")
+
     def bad(problem: str) -> InputError:
-        return InputError(f"job {job!r}: {where}: {problem}; {FORMATS}")
+        return odd(f"{problem}; {FORMATS}")
 
     if not isinstance(value, dict):
         raise bad(f"a row must be a mapping, found {type(value).__name__}")
@@ -126,45 +104,61 @@ def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Ro
     if len(kinds) != 1:
         raise bad(_no_kind(value, several=bool(kinds)))
     (kind,) = kinds
+    flags.check_flags(value, odd)
     if kind == ("input_ids",):
+        flags.check_no_conversation(value, "token ids", odd)
         return _tokens(value, where, bad)
+    for key in MASKS:
+        if holds_something(value.get(key)):
+            raise odd(
+                f"{key!r} goes with 'input_ids', a number for each token; of messages say by weight what is learnt"
+            )
+    if kind == ("text",):
+        return _text(value, where, bad, odd)
     if kind == ("chosen", "rejected"):
-        chosen, rejected = halves(value, bad)
-        pair = (
-            check_row(chosen, f"{where}, chosen", job, folder),
-            check_row(rejected, f"{where}, rejected", job, folder),
-        )
-        return Row(where, pair=pair)
-    label = value.get("label")
+        halved = zip(halves(value, bad), ("chosen", "rejected"), strict=True)
+        chosen, rejected = (check_row(half, f"{where}, {name}", job, folder) for half, name in halved)
+        return Row(where, pair=(chosen, rejected))
+    return _conversation(value, kind, where, bad, folder)
+
+
+def _text(value: dict[str, Any], where: str, bad: Bad, odd: Bad) -> Row:
+    flags.check_no_conversation(value, "a text", odd)
+    check_text(value["text"], "'text'", bad)
+    return Row(where, text=value["text"])
+
+
+def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad: Bad, folder: str | None) -> Row:
+    """A row of messages, or of a prompt and a completion."""
+    form = None
     if kind == ("instruction", "output"):
         value, form = _of_alpaca(value, bad), ALPACA
     elif kind == ("conversations",):
         value, form = value | {"messages": _of_sharegpt(value["conversations"], bad)}, SHAREGPT
-    else:
-        form = None
     if isinstance(value.get("prompt"), list) and isinstance(value.get("completion"), list):
         value = value | {"messages": _conversational(value["prompt"], value["completion"], bad)}
     value, images = with_images(value, folder, bad)
-    tools = _check_tools(value, bad) if value.get("tools") else None
-    system = value.get("system") or None
+    tools, variables, system = check_tools(value, bad), flags.variables(value, bad), value.get("system") or None
     if system is not None:
-        _check_text(system, "'system'", bad)
-    if "messages" in value and value["messages"] is not None:
-        if "functions" in value:
-            raise bad("'functions' is an older form of 'tools'; write it as tools")
-        messages = _check_messages(value["messages"], bad)
-        return Row(where, messages=with_system(messages, system), tools=tools, form=form, label=label, images=images)
-    if tools:
-        raise bad("'tools' go with messages, as they are shown to the model by the chat template")
-    if kind == ("text",):
-        if system is not None:
-            raise bad("'system' goes with a prompt or messages, as it is shown to the model by the chat template")
-        _check_text(value["text"], "'text'", bad)
-        return Row(where, text=value["text"])
-    for key in ("prompt", "completion"):
-        _check_text(value[key], repr(key), bad)
-    prompt, completion = value["prompt"], value["completion"]
-    return Row(where, prompt=prompt, completion=completion, system=system, form=form, label=label)
+        check_text(system, "'system'", bad)
+    label = value.get("label")
+    if value.get("messages") is None:
+        if tools:
+            raise bad("'tools' go with messages, as they are shown to the model by the chat template")
+        for key in ("prompt", "completion"):
+            check_text(value[key], repr(key), bad)
+        prompt, completion = value["prompt"], value["completion"]
+        return Row(where, prompt, completion, system=system, form=form, variables=variables, label=label)
+    messages = check_messages(value["messages"], bad)
+    if system is not None and messages[0]["role"] == "system" and messages[0]["content"] != system:
+        raise bad("the row has a 'system' and a message of the system that says something else; leave one of them")
+    if value.get(flags.LAST):
+        messages = last_alone(messages)
+    if value.get(flags.SINGLE) is False:
+        check_single_calls(messages, bad)
+    return Row(
+        where, messages=with_system(messages, system), tools=tools, form=form, variables=variables, label=label, images=images
+    )  # fmt: skip
 
 
 def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
@@ -175,11 +169,14 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
 
 
 def _tokens(value: dict[str, Any], where: str, bad: Bad) -> Row:
-    """A row of token ids; without labels all of them are learnt, as of a text."""
-    ids = _integers(value["input_ids"], "'input_ids'", 0, bad)
+    """A row of token ids; without labels or masks all of them are learnt, as of a text."""
+    for key in PACKED:
+        if holds_something(value.get(key)):
+            raise bad(f"{key!r} is not read; a row is one sample of texts, whose tokens are numbered from 0")
+    ids = integers(value["input_ids"], "'input_ids'", 0, bad)
     is_label = np.ones(len(ids), bool)
     if value.get("labels") is not None:
-        labels = _integers(value["labels"], "'labels'", UNLEARNT, bad)
+        labels = integers(value["labels"], "'labels'", UNLEARNT, bad)
         if len(labels) != len(ids):
             raise bad(f"'labels' has {len(labels)} numbers, 'input_ids' {len(ids)}; there is one for each token")
         is_label = labels != UNLEARNT
@@ -189,33 +186,31 @@ def _tokens(value: dict[str, Any], where: str, bad: Bad) -> Row:
                 f"'labels' has {labels[at]} where 'input_ids' has {ids[at]}, at number {at + 1}; a label is its own token, "
                 f"which is not shifted here, or {UNLEARNT}"
             )
+    for key in MASKS:
+        if value.get(key) is not None:
+            mask = integers(value[key], repr(key), 0, bad)
+            if len(mask) != len(ids) or mask.max() > 1:
+                raise bad(
+                    f"{key!r} must have {len(ids)} numbers, 1 for each of the 'input_ids' that is learnt, 0 for others"
+                )
+            is_label &= mask == 1
     if (
         value.get("attention_mask") is not None
-        and (_integers(value["attention_mask"], "'attention_mask'", 0, bad) != 1).any()
+        and (integers(value["attention_mask"], "'attention_mask'", 0, bad) != 1).any()
     ):
         raise bad("'attention_mask' has other numbers than 1; leave the padding out")
     return Row(where, ids=ids.astype(np.int32), is_label=is_label)
 
 
-def _integers(value: Any, what: str, least: int, bad: Bad) -> np.ndarray:
-    """[T] int64"""
-    if not isinstance(value, list) or not value:
-        raise bad(f"{what} must be a list of at least one number")
-    for number, one in enumerate(value, 1):
-        if isinstance(one, bool) or not isinstance(one, int) or not least <= one < 2**31:
-            raise bad(f"{what} has {quoted(one)} at number {number}; only whole numbers from {least} are accepted")
-    return np.array(value, np.int64)
-
-
 def _of_alpaca(value: dict[str, Any], bad: Bad) -> dict[str, Any]:
     for key in ("instruction", "input", "output"):
         if value.get(key) is not None:
-            _check_text(value[key], repr(key), bad)
+            check_text(value[key], repr(key), bad)
     if value.get("history"):
         raise bad("'history', earlier turns, is not read; write such a row as messages")
     parts = [value["instruction"], value.get("input") or ""]
     prompt = "\n\n".join(part for part in parts if part)
-    return {"prompt": prompt, "completion": value["output"], "system": value.get("system"), "tools": value.get("tools")}
+    return value | {"prompt": prompt, "completion": value["output"]}
 
 
 def _of_sharegpt(turns: Any, bad: Bad) -> list[dict[str, Any]]:
@@ -228,7 +223,8 @@ def _of_sharegpt(turns: Any, bad: Bad) -> list[dict[str, Any]]:
         role = ROLES.get(turn["from"].strip().lower())
         if role is None:
             raise bad(f"turn {number} is from {quoted(turn['from'])}; known are {', '.join(ROLES)}")
-        out.append({"role": role, "content": turn["value"]} | ({"weight": turn["weight"]} if "weight" in turn else {}))
+        rest = {key: part for key, part in turn.items() if key not in ("from", "value")}
+        out.append(rest | {"role": role, "content": turn["value"]})
     return out
 
 
@@ -237,10 +233,11 @@ def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[
     if not completion:
         raise bad("'completion' must be a list of at least one {role, content}")
     for number, message in enumerate(prompt, 1):
-        if isinstance(message, dict) and message.get("weight") not in (None, 0):
-            raise bad(
-                f"message {number} of 'prompt' has the weight {quoted(message['weight'])}, but a prompt is not learnt"
-            )
+        for key in (WEIGHT, *FLAGS) if isinstance(message, dict) else ():
+            if message.get(key) not in (None, 0):
+                raise bad(
+                    f"message {number} of 'prompt' has the {key} {quoted(message[key])}, but a prompt is not learnt"
+                )
     return [message | {"weight": 0} if isinstance(message, dict) else message for message in prompt] + completion
 
 
@@ -257,61 +254,3 @@ def _no_kind(value: dict[Any, Any], several: bool) -> str:
         first, second = map(shown, value)
         return f"found {found}; where {first} is asked and {second} is to be learnt, name them prompt and completion"
     return f"found {found}"
-
-
-def _check_tools(row: dict[str, Any], bad: Bad) -> list[Any]:
-    """The tools of a row: a list of mappings, or JSON of one, as tables hold it."""
-    tools = row["tools"]
-    if isinstance(tools, str):
-        tools = parse_json(tools, lambda text, _: bad(f"the text in 'tools': {text}"))
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise bad("'tools' must be a list of mappings, each the JSON schema of a function")
-    return tools
-
-
-def _check_messages(messages: Any, bad: Bad) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise bad("'messages' must be a list of at least one {role, content}")
-    out = []
-    for number, message in enumerate(messages, 1):
-        if isinstance(message, dict) and {"from", "value"} <= message.keys():
-            raise bad(
-                f"message {number} has from and value, which is ShareGPT's form; write role (user for human, assistant for "
-                "gpt) and content"
-            )
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise bad(f"message {number} must be a mapping with a role and a content")
-        role = message["role"]
-        if role != (usual := ROLES.get(role.strip().lower(), role)):
-            raise bad(f"message {number} has the role {quoted(role)}; chat templates call it {usual}")
-        if message.get("content") is None and message.get("tool_calls"):  # as OpenAI writes a turn that only calls
-            message = message | {"content": ""}
-        content, what = message.get("content"), f"the content of message {number} ({shown(role)})"
-        for text in [block.get("text", "") for block in content] if isinstance(content, list) else [content]:
-            _check_text(text, what, bad)
-        _check_weight(message, number, bad)
-        out.append(message)
-    return out
-
-
-def _check_weight(message: dict[str, Any], number: int, bad: Bad) -> None:
-    weight, role = message.get("weight"), message["role"]
-    if weight is None:
-        return
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise bad(
-            f"message {number} ({shown(role)}) has the weight {quoted(weight)}; only 0 (not learnt) and 1 are accepted"
-        )
-    if weight == 1 and role != "assistant":
-        raise bad(
-            f"message {number} ({shown(role)}) has the weight 1, but only turns of the assistant are learnt; give 0 or none"
-        )
-
-
-def _check_text(value: Any, what: str, bad: Bad) -> None:
-    if not isinstance(value, str):
-        raise bad(f"{what} must be a text, found {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell such a thing, e.g. "\\ud800"
-        raise bad(f"{what} holds half of a surrogate pair at character {error.start + 1}") from None

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from packlora.data.rows import KEYS, parse_json
+from packlora.data.rows import KEYS
 from packlora.data.unpacking import Bound, claimed_by_message, claimed_by_parquet, rows_at_once
+from packlora.data.values import parse_json
 from packlora.errors import InputError
 
 AT_ONCE = 1024

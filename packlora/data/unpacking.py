@@ -57,7 +57,7 @@ def _sizes(array: Any) -> np.ndarray:
         lengths = compute.fill_null(compute.binary_length(array).cast(pyarrow.int64()), 0)
         return np.asarray(lengths.to_numpy(zero_copy_only=False))
     if types.is_struct(kind):
-        return sum(map(_sizes, array.flatten()), np.zeros(len(array), np.int64))
+        return np.asarray(sum(map(_sizes, array.flatten()), np.zeros(len(array), np.int64)))
     if types.is_list(kind) or types.is_large_list(kind):
         counts = compute.fill_null(compute.list_value_length(array).cast(pyarrow.int64()), 0)
         ends = np.cumsum(counts.to_numpy(zero_copy_only=False))
@@ -97,7 +97,7 @@ def _page_size(header: bytes) -> int:
 
     They are the second number of the header (PageHeader of parquet.thrift, in Thrift's compact protocol).
     """
-    numbers, at = [], 0
+    numbers, at = list[int](), 0
     while at < len(header) and len(numbers) < 2 and header[at] == 0x15:  # the next field, a number of 32 bits
         value, shift, at = 0, 0, at + 1
         while at < len(header):

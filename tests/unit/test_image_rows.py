@@ -180,7 +180,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no paths": ({"messages": user({"type": "image"}, TEXT)}, "each image has its path in one of both"),
     "a video": ({"messages": user({"type": "video", "path": "a.mp4"})}, "known are {type: text, text}"),
     "an address in a block": ({"messages": user({"type": "image_url", "image_url": {}})}, "known are {type: text, text}"),
-    "of a text": ({"text": "the dog", "images": ["a.png"]}, "'images' go with messages"),
+    "of a text": ({"text": "the dog", "images": ["a.png"]}, "'images' goes with a prompt or messages"),
     "a mark in a text": (
         {"messages": user({"type": "image", "path": "a.png"}, {"type": "text", "text": MARK})}, "and 1 are given; it is not"
     ),

@@ -158,8 +158,7 @@ def test_tools_that_the_template_would_not_show_are_refused(tmp_path: Path, toke
         ({"tools": {"name": "dog"}}, "'tools' must be a list of mappings"), ({"tools": ["dog"]}, "'tools' must be a list"),
         ({"tools": "dog"}, "the text in 'tools': not valid JSON"), ({"tools": "{}"}, "'tools' must be a list of mappings"),
         ({"tools": "[" * 10000}, "the text in 'tools': lists or mappings are nested too deep"),
-        ({"functions": [TOOL]}, "'functions' is an older form of 'tools'"),
-        ({"messages": None, "text": "a", "tools": [TOOL]}, "'tools' go with messages"),
+        ({"messages": None, "text": "a", "tools": [TOOL]}, "'tools' goes with a prompt or messages"),
         ({"messages": None, "prompt": "a", "completion": "b", "tools": [TOOL]}, "'tools' go with messages"),
     ],
 )  # fmt: skip

@@ -1,0 +1,74 @@
+"""What a row of another tool says beside its texts: what is learnt, what the chat template is given, what else it holds.
+
+Each such key is honoured or refused by its name. Keys that no tool gives a meaning are notes of whoever made the data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packlora.data.values import Bad, check_text, holds_something, unpacked
+from packlora.errors import quoted
+
+VARIABLES, LAST, SINGLE = "chat_template_kwargs", "mask_history", "parallel_tool_calls"
+"""Keys that are honoured, of rows of prompts and messages: values of the chat template's variables (TRL), that the last answer
+alone is learnt (LLaMA-Factory), whether a turn may have several calls (OpenAI)."""
+SHOWN = ("system", "tools", "functions", "images", "image")
+"""Keys of what a chat template shows beside the messages."""
+OF_ROWS = ("weight", "sample_weight", "loss_weight", "loss_scale")
+"""Keys by which a whole row counts more or less. Here all count alike."""
+_PROMPTS = "prompts are not learnt here; of a row with a text all is"
+_MEDIA = "of texts and images alone a model is trained here"
+_PAIR = "write preferences as prompt, chosen and rejected"
+_VARIABLE = f"write it into {VARIABLES}"
+UNREAD = {
+    "videos": _MEDIA, "video": _MEDIA, "audios": _MEDIA, "audio": _MEDIA, "objects": "boxes are not read",
+    "train_on_inputs": _PROMPTS, "train_on_input": _PROMPTS, "train_on_prompt": _PROMPTS, "roles_to_train": _PROMPTS,
+    "kto_tag": "write it as label", "rejected_response": _PAIR, "rejected_messages": _PAIR,
+    "chat_template": "the chat template is that of the base model's tokenizer",
+    "enable_thinking": _VARIABLE, "reasoning_effort": _VARIABLE, "documents": _VARIABLE,
+}  # fmt: skip
+"""Keys that are refused where they hold something, with what to do."""
+KEYS = frozenset({VARIABLES, LAST, SINGLE, *OF_ROWS, *UNREAD})
+GIVEN = {
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "conversation", "conversations",
+    "tokenize", "return_assistant_tokens_mask", "return_dict", "return_tensors", "padding", "truncation", "max_length",
+    "tokenizer_kwargs",
+}  # fmt: skip
+"""What is no variable of a template, but an argument of what renders it."""
+
+
+def check_flags(row: dict[str, Any], bad: Bad) -> None:
+    """Raises an error where a row says what is not honoured."""
+    for key in OF_ROWS:
+        value = row.get(key)
+        if value is not None and (isinstance(value, bool) or value != 1):
+            raise bad(f"the row has the {key} {quoted(value)}, but all rows count alike; leave out the key, or the row")
+    for key, remedy in UNREAD.items():
+        if holds_something(row.get(key)):
+            raise bad(f"the row has {key!r}, which is not read; {remedy}")
+    for key in (LAST, SINGLE):
+        if row.get(key) not in (None, True, False):
+            raise bad(f"{key!r} is true or false, found {quoted(row[key])}")
+
+
+def check_no_conversation(row: dict[str, Any], what: str, bad: Bad) -> None:
+    """Raises an error where a row of texts or tokens says what the chat template is to show, or which turns are learnt."""
+    for key in (VARIABLES, LAST, *SHOWN):
+        value = row.get(key)
+        if holds_something(unpacked(value, repr(key), bad) if key in (VARIABLES, "tools", "functions") else value):
+            raise bad(f"{key!r} goes with a prompt or messages, and the row is one of {what}")
+
+
+def variables(row: dict[str, Any], bad: Bad) -> dict[str, Any]:
+    """Values of the chat template's own variables."""
+    given = unpacked(row.get(VARIABLES), repr(VARIABLES), bad)
+    if not holds_something(given):
+        return {}
+    if not isinstance(given, dict):
+        raise bad(f"{VARIABLES!r} must be a mapping, found {type(given).__name__}")
+    for key in given:
+        check_text(key, f"a key of {VARIABLES!r}", bad)
+        if key in GIVEN:
+            raise bad(f"{VARIABLES!r} has {key!r}, which is no variable of a chat template; leave it out")
+    return given
