@@ -52,7 +52,9 @@ def _sizes(array: Any) -> np.ndarray:
     kind = array.type
     if types.is_dictionary(kind):
         known = np.append(_sizes(array.dictionary), 0)
-        return known[compute.fill_null(array.indices.cast(pyarrow.int64()), -1).to_numpy(zero_copy_only=False)]
+        return np.asarray(
+            known[compute.fill_null(array.indices.cast(pyarrow.int64()), -1).to_numpy(zero_copy_only=False)]
+        )
     if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
         lengths = compute.fill_null(compute.binary_length(array).cast(pyarrow.int64()), 0)
         return np.asarray(lengths.to_numpy(zero_copy_only=False))

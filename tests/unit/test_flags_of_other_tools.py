@@ -329,3 +329,11 @@ def test_alpaca_s_rows_keep_what_stands_beside_them(tmp_path: Path) -> None:
     )
     read = read_data(str(path), "first", on_bad_row="skip")
     assert len(read.rows) == 1 and "has the weight 0, but all rows count alike" in read.skipped[0]
+
+
+def test_a_tool_in_a_form_that_the_template_does_not_know_is_refused_by_name(calls: Any) -> None:
+    made = copy.deepcopy(calls)
+    made.chat_template = CALLS.replace("{{ t | tojson }}", "{{ (t.function or {}).name }}")
+    assert encode({"messages": TURNS, "tools": [TOOL]}, made).num_labels
+    with pytest.raises(InputError, match="the chat template does not show the tool 'dog'"):
+        encode({"messages": TURNS, "tools": [TOOL["function"]]}, made)
