@@ -26,7 +26,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from packlora.bench.results import check_writable, device_slug, write_results
+from benchmarks.results import check_writable, device_slug, write_results
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONTENDERS = ("train", "trainer_peft", "accelerate")
@@ -126,13 +126,14 @@ PROTOCOL = (
 Row = dict[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    """Measure the cases asked for; rows of other cases stay in the file as they are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, on any device")
     parser.add_argument("--only", default=",".join(ANCHORS), help="cases, separated by commas")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="separated by commas")
-
-
-def run(args: argparse.Namespace) -> None:
-    """Measure the cases asked for; rows of other cases stay in the file as they are."""
+    args = parser.parse_args()
     check_writable(args.out)
     names, contenders = args.only.split(","), args.contenders.split(",")
     if unknown := sorted({*names} - {*ANCHORS}) + sorted({*contenders} - {*CONTENDERS}):

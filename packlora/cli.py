@@ -214,63 +214,6 @@ def tune(
 
 
 @app.command()
-def bench(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, megatron, peers, workloads, "
-            "schedule; under torchrun experts, megatron, replicas, tensor-parallel, pipeline.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
-    quick: Annotated[bool, typer.Option("--quick", help="A subset in seconds.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<number>.")] = "auto",
-    only: Annotated[str | None, typer.Option(help="Contenders, packlora:PLAN, words of cases; commas between.")] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="model, dora, quantised, experts, sweep, vlm, workloads, under torchrun all: models of so many layers.",
-        ),
-    ] = None,
-    parts: Annotated[
-        str | None,
-        typer.Option(
-            help="model: lora, dora, layers. dora: norm, compose, layer, multi, model, paper-model, inference, quality. "
-            "replicas: jobs, fsdp2. small: models, layers, train. peers: lora, dropout, dora. "
-            "workloads: xsum, cnn_dailymail, wikisum, mix, het. Only these are measured; rows of other parts stay in FILE."
-        ),
-    ] = None,
-    shape: Annotated[str | None, typer.Option(help="replicas: 0.6B, 1.7B or 8B. pipeline: 70B or 32B.")] = None,
-    units: Annotated[int | None, typer.Option(min=1, help="pipeline: count so many units.")] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="pipeline: of samples: short, or a set of schedule: xsum, cnn_dailymail, wikisum, mix, het, real."
-        ),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run that was ended left off.")] = False,
-    seconds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Begin no case after so many seconds; what is measured is written, --resume goes on."),
-    ] = None,
-    plots: Annotated[bool, typer.Option("--plots", help="Also write pictures beside FILE.")] = False,
-    ncu: Annotated[bool, typer.Option("--ncu", help="layer: print the command lines that count DRAM traffic.")] = False,
-) -> None:
-    """Measure packlora against the frozen model and PEFT."""
-
-    def action() -> None:
-        from packlora.bench.run import run_bench
-
-        raise typer.Exit(
-            run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume, shape, units, lengths, seconds)
-        )
-
-    guarded(action, "stopped; --resume goes on where it was")
-
-
-@app.command()
 def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="A PEFT adapter folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the merged model to; must not exist.")],

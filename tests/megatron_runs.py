@@ -1045,8 +1045,8 @@ def documented(rank: int, folder: str, page: str) -> dict[str, Any]:
 
 def sent(rank: int) -> dict[str, tuple[list[str], float, list[str], float]]:
     """Collectives and bytes of a forward and backward of a frozen model, and of one with LoRA, DoRA and dropout."""
-    from packlora.bench.megatron import by_name
-    from packlora.bench.messages import counted
+    from benchmarks.megatron import by_name
+    from benchmarks.messages import counted
 
     found = {}
     for layout in DENSE:
@@ -1082,7 +1082,7 @@ def divided(rank: int) -> tuple[int, float, int, float]:
 
 
 def benched(rank: int, out: Path) -> int:
-    from packlora.bench.run import run_bench
+    from benchmarks.run import run_bench
 
     with megatron():
         from megatron.core import parallel_state

@@ -20,7 +20,7 @@ MOST_IDLE = 0.05
 """Share of the devices' time that may be idle where no more of them share a job."""
 FULL = 0.9
 """Of the room of all processes, what microbatches are planned to take: fuller ones cannot be cut evenly, and what is left over
-takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average (bench/studies/waves.py, benchmarks/LOG.md)."""
+takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average (benchmarks/LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True)

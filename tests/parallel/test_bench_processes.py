@@ -1,4 +1,4 @@
-"""`packlora bench` on several processes: its files, what it counts, and figures computed right from known times."""
+"""`python -m benchmarks` on several processes: its files, what it counts, and figures computed right from known times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import pytest
 import torch
 from ranks import Ranks
 
+from benchmarks import pipeline, replicas, tensor_parallel
+from benchmarks.options import USUAL_SHAPES, Options
+from benchmarks.plots import ways_by_case
+from benchmarks.results import rows_of_other_parts
+from benchmarks.run import run_bench
+from benchmarks.schedule_cases import SETS, draw_lengths
+from benchmarks.studies import short_jobs
 from packlora.adapters.flat import ROW
-from packlora.bench import pipeline, replicas, tensor_parallel
-from packlora.bench.options import USUAL_SHAPES, Options
-from packlora.bench.plots import ways_by_case
-from packlora.bench.results import rows_of_other_parts
-from packlora.bench.run import run_bench
-from packlora.bench.schedule_cases import SETS, draw_lengths
-from packlora.bench.studies import short_jobs
 from packlora.errors import InputError
 
 Pool = Callable[[int], Ranks]
@@ -201,7 +201,7 @@ def test_what_needs_processes_is_refused_on_one_and_the_other_way_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.json"
-    with pytest.raises(InputError, match="torchrun --nproc-per-node 2 -m packlora bench replicas"):
+    with pytest.raises(InputError, match="torchrun --nproc-per-node 2 -m benchmarks replicas"):
         run_bench("replicas", out, quick=True, device="cpu")
     with pytest.raises(InputError, match="--shape is for replicas"):
         run_bench("tensor-parallel", out, quick=True, device="cpu", shape="8B")

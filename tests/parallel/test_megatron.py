@@ -46,7 +46,7 @@ from megatron_runs import (
     worst,
 )  # fmt: skip
 
-from packlora.bench.run import run_bench
+from benchmarks.run import run_bench
 from packlora.config import AdapterConfig
 from packlora.errors import InputError
 from packlora.megatron.targets import config_of

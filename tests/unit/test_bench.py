@@ -1,4 +1,4 @@
-"""`packlora bench`: figures computed right, every contender accounted for, and every benchmark run once at toy sizes."""
+"""`python -m benchmarks`: figures computed right, every contender accounted for, and every benchmark run once at toy sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from packlora.bench import graphs, layer, model, multi, progress, traffic
-from packlora.bench.options import Options, choose, plan_from_name
-from packlora.bench.peers.peft import peft_model
-from packlora.bench.progress import Progress
-from packlora.bench.results import rows_of_other_parts, write_results
-from packlora.bench.run import run_bench
-from packlora.bench.studies import model_profile, readme, result_files, sections
+from benchmarks import graphs, layer, model, multi, progress, traffic
+from benchmarks.options import Options, choose, plan_from_name
+from benchmarks.peers.peft import peft_model
+from benchmarks.progress import Progress
+from benchmarks.results import rows_of_other_parts, write_results
+from benchmarks.run import run_bench
+from benchmarks.studies import model_profile
+from benchmarks.tables import result_files, sections
+from benchmarks.tables import write as readme
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, Plan
 from packlora.plans import timing

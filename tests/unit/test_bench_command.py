@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from packlora.bench.studies.command import RANKS, RUNS, row_of, timed, write_inputs
+from benchmarks.studies.command import RANKS, RUNS, row_of, timed, write_inputs
 
 
 def test_where_the_time_went_adds_up() -> None:

@@ -1,4 +1,4 @@
-"""`packlora bench dora` and its two scripts: peers compute what they should, figures are the rows', parts keep each other's."""
+"""`benchmarks dora` and its two scripts: peers compute what they should, figures are the rows', parts keep each other's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import dora, dora_compose, dora_layer, dora_model, dora_norm, model
+from benchmarks.options import PARTS, Options
+from benchmarks.peers import dora as dora_peers
+from benchmarks.peers.peft import peft_model
+from benchmarks.run import run_bench
+from benchmarks.studies import dora_convergence, dora_fidelity, small_updates
+from benchmarks.tables import result_files, sections
 from packlora.adapters import norms
-from packlora.bench import dora, dora_compose, dora_layer, dora_model, dora_norm, model
-from packlora.bench.options import PARTS, Options
-from packlora.bench.peers import dora as dora_peers
-from packlora.bench.peers.peft import peft_model
-from packlora.bench.run import run_bench
-from packlora.bench.studies import dora_convergence, dora_fidelity, result_files, sections, small_updates
 from packlora.errors import InputError
 from packlora.plans.timing import Timing, Timings, paired
 
@@ -314,14 +315,14 @@ def test_parts_are_measured_alone_and_the_others_stay(quick: None, tmp_path: Pat
 
 
 def run_kept(out: Path) -> tuple[dict[str, Any], ...]:
-    from packlora.bench.results import rows_of_other_parts
+    from benchmarks.results import rows_of_other_parts
 
     file = json.loads(out.read_text())
     return rows_of_other_parts(out, file["name"], file["device"], ("norm",), dora.part_of)
 
 
 def test_rows_of_other_parts_are_kept_only_from_a_file_of_the_same_kind(tmp_path: Path) -> None:
-    from packlora.bench.results import rows_of_other_parts
+    from benchmarks.results import rows_of_other_parts
 
     out = tmp_path / "x.json"
     assert rows_of_other_parts(out, "dora-h200", "H200", ("norm",), dora.part_of) == ()
@@ -360,7 +361,7 @@ def test_rows_of_the_model_benchmark_know_their_part() -> None:
 def test_a_missing_or_broken_quality_file_is_said(tmp_path: Path, capsys: Any) -> None:
     options = Options(CPU, out=tmp_path / "dora-cpu.json")
     assert dora.quality(options) == []
-    assert "python -m packlora.bench.studies.dora_convergence writes it" in capsys.readouterr().out
+    assert "python -m benchmarks dora-convergence writes it" in capsys.readouterr().out
     (tmp_path / "dora-fidelity-cpu.json").write_text(json.dumps({"summary": {}}))
     with pytest.raises(InputError, match="is not a result file with logit_cosine_min"):
         dora.quality(options)

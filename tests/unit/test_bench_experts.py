@@ -1,4 +1,4 @@
-"""`packlora bench experts`: what it writes, and that its contenders compute alike."""
+"""`python -m benchmarks experts`: what it writes, and that its contenders compute alike."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from packlora.bench import experts
-from packlora.bench.options import Options
-from packlora.bench.run import run_bench
+from benchmarks import experts
+from benchmarks.options import Options
+from benchmarks.run import run_bench
 
 REQUIRED = ["lora_over_frozen", "lora_gib", "dora_over_frozen", "dora_gib", "four_jobs_over_frozen"]
 

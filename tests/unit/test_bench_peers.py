@@ -1,4 +1,4 @@
-"""`packlora bench peers` and `bench workloads` at toy sizes, and fetching other projects' kernels."""
+"""`python -m benchmarks peers` and `bench workloads` at toy sizes, and fetching other projects' kernels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from conftest import tiny_model
 from peft import LoraConfig
 
+from benchmarks import peer_block, workloads
+from benchmarks.options import Options
+from benchmarks.peers import eager, sources
+from benchmarks.peers.sources import Source, fetched, folder_of
+from benchmarks.run import run_bench
 from packlora.adapters.attach import attach
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
-from packlora.bench import peer_block, workloads
-from packlora.bench.options import Options
-from packlora.bench.peers import eager, sources
-from packlora.bench.peers.sources import Source, fetched, folder_of
-from packlora.bench.run import run_bench
 from packlora.errors import InputError
 from packlora.plans.timing import paired
 

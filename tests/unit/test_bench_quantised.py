@@ -1,4 +1,4 @@
-"""`packlora bench quantised`: what it writes, and that its contenders train alike."""
+"""`python -m benchmarks quantised`: what it writes, and that its contenders train alike."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from packlora.bench import quantised
-from packlora.bench.options import Options
-from packlora.bench.run import run_bench
+from benchmarks import quantised
+from benchmarks.options import Options
+from benchmarks.run import run_bench
 
 pytest.importorskip("bitsandbytes")
 REQUIRED = ["one_job_vs_peft_bnb", "four_jobs_vs_sequential", "loss_mean_abs_vs_peft", "peak_gib_minus_peft"]

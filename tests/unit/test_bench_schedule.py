@@ -1,4 +1,4 @@
-"""`packlora bench schedule` at toy sizes, its figures, and the lengths it draws."""
+"""`python -m benchmarks schedule` at toy sizes, its figures, and the lengths it draws."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packlora.bench import schedule
-from packlora.bench.run import run_bench
-from packlora.bench.schedule_cases import LENGTHS, SETS, are_estimates, draw_lengths, efficiency, make_cost, make_jobs
-from packlora.bench.schedule_cases import random_order as no_scheduler
-from packlora.bench.studies import waves
+from benchmarks import schedule
+from benchmarks.run import run_bench
+from benchmarks.schedule_cases import LENGTHS, SETS, are_estimates, draw_lengths, efficiency, make_cost, make_jobs
+from benchmarks.schedule_cases import random_order as no_scheduler
 from packlora.errors import InputError
-from packlora.parallel.layout import FULL
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import NOOP, Microbatch, Placed
 
@@ -108,11 +106,3 @@ def test_efficiency_is_one_for_full_microbatches_without_a_bubble() -> None:
     slower = sum(sum(cost.both(mb, 0)) for mb in halves)
     assert efficiency(halves, cost, 100, slower) == pytest.approx(seconds / slower)
     assert make_cost("70b", 4).stages == 4
-
-
-def test_full_microbatches_of_long_samples_leave_shared_devices_idle() -> None:
-    found = waves.measure(("wikisum",), 8192, 128, 8, (1.0, FULL))
-    assert found.idle[0] > 0.3 > 0.1 > found.idle[1]
-    assert found.times[1] < 0.8 * found.times[0] and found.waves[1] < found.waves[0]
-    assert found.auto[1] == found.times[1], "auto takes what is done first"
-    assert waves.table([found], (1.0, FULL))[1].split() == ["time", "1.000", f"{found.times[1] / found.times[0]:.3f}"]

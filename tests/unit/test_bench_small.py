@@ -1,4 +1,4 @@
-"""`packlora bench small`: every case is there in every mode, each side counts in its best one, no failure flatters."""
+"""`python -m benchmarks small`: every case is there in every mode, each side counts in its best one, no failure flatters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from packlora.bench import small, small_models, small_train
-from packlora.bench.modes import MODES
-from packlora.bench.options import Options
-from packlora.bench.run import run_bench
-from packlora.bench.small_train import OneShape, Way
-from packlora.bench.studies import every_mode, readme, result_files
+from benchmarks import small, small_models, small_train
+from benchmarks.modes import MODES
+from benchmarks.options import Options
+from benchmarks.run import run_bench
+from benchmarks.small_train import OneShape, Way
+from benchmarks.tables import every_mode, result_files
+from benchmarks.tables import write as readme
 from packlora.data.encode import Sample
 from packlora.plans.timing import Timing, Timings
 

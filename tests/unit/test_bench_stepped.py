@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks import dora_layer, model
+from benchmarks.options import Options
 from packlora.adapters import norms
-from packlora.bench import dora_layer, model
-from packlora.bench.options import Options
 from packlora.plans.timing import Contender, Work, paired, stepped
 
 CPU = torch.device("cpu")

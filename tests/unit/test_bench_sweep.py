@@ -1,4 +1,4 @@
-"""`packlora bench sweep`: what it writes, on what samples, and that a way that fails flatters nobody."""
+"""`python -m benchmarks sweep`: what it writes, on what samples, and that a way that fails flatters nobody."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from packlora.bench import sweep
-from packlora.bench.options import Options
-from packlora.bench.run import run_bench
-from packlora.bench.small_train import Way, row_of
-from packlora.bench.studies import candidates, readme, result_files
+from benchmarks import sweep
+from benchmarks.options import Options
+from benchmarks.run import run_bench
+from benchmarks.small_train import Way, row_of
+from benchmarks.tables import candidates, result_files
+from benchmarks.tables import write as readme
 
 KEYS = {
     "sweep_tokens_per_s", "sweep_peft_tokens_per_s", "sweep_vs_peft", "sweep_with_start_vs_peft", "sweep_gib",

@@ -15,7 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import packlora
-from packlora.bench.studies import sections, trl_losses
+from benchmarks.studies import trl_losses
+from benchmarks.tables import sections
 from packlora.errors import InputError
 
 

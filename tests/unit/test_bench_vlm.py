@@ -1,4 +1,4 @@
-"""`packlora bench vlm`: what it writes and what it quotes."""
+"""`python -m benchmarks vlm`: what it writes and what it quotes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from packlora.bench import vlm
-from packlora.bench.options import Options
-from packlora.bench.run import run_bench
+from benchmarks import vlm
+from benchmarks.options import Options
+from benchmarks.run import run_bench
 
 REQUIRED = ["forward_vs_peft", "step_vs_peft", "peak_gib_minus_peft_max"]
 

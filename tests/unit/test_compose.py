@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from packlora.bench.peers import compose_kernel
-from packlora.bench.peers.compose import compose, compose_naive, near_unity_errors
+from benchmarks.peers import compose_kernel
+from benchmarks.peers.compose import compose, compose_naive, near_unity_errors
 
 SHAPES = [(1, 1), (3, 5), (37, 200), (130, 64), (9, 1100)]
 """Less than a program, odd in both, several strips, several column blocks with a ragged last one."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tables import write as readme
 from docs import drawings, site_hooks
-from packlora.bench.studies import readme
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -43,13 +43,13 @@ def anchors(page: Path) -> set[str]:
 
 def test_figures_of_the_page_of_benchmarks_are_those_of_the_result_files() -> None:
     text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert readme.filled(text) == text, "run python -m packlora.bench.studies.readme"
+    assert readme.filled(text) == text, "run python -m benchmarks tables"
     assert text.count("x)") >= 4
 
 
 def test_the_table_in_the_readme_is_that_of_the_result_files() -> None:
     text = (ROOT / "README.md").read_text()
-    assert readme.with_overview(text) == text, "run python -m packlora.bench.studies.readme"
+    assert readme.with_overview(text) == text, "run python -m benchmarks tables"
 
 
 def test_every_row_of_the_readme_s_table_leads_to_its_figures_with_commit_and_day() -> None:

@@ -16,9 +16,9 @@ import pytest
 import torch
 from conftest import tiny_model
 
+from benchmarks.studies.short_jobs import JOBS, Lengths, make_samples, prepared_on, trainer_of
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
-from packlora.bench.studies.short_jobs import JOBS, Lengths, make_samples, prepared_on, trainer_of
 from packlora.config import Run
 from packlora.runtime import profiler
 from packlora.runtime.microbatch import run_microbatch

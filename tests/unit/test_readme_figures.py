@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from packlora.bench.studies import readme, result_files, sections
+from benchmarks.tables import result_files, sections
+from benchmarks.tables import write as readme
 
 ROOT = Path(__file__).parents[2]
 Changed = Callable[[str, Callable[[dict[str, Any]], None]], None]

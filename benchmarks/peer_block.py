@@ -1,0 +1,355 @@
+"""`python -m benchmarks peers`: the linear layers of a decoder layer by packlora, PEFT, Unsloth, Axolotl and LoRAFusion.
+
+    python -m benchmarks peers --out peers-h200.json                                      # or --parts lora, dropout, dora
+    python -m benchmarks peers --out peers.json --only T8192,p0,axolotl,peft_compiled     # words of cases, contenders
+
+Other projects' kernels are fetched when they are first measured (peers/sources.py), peers/kernels.py puts them on PEFT's model.
+Every way's results are compared with PEFT's in float32 before it is timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from benchmarks.layer import show
+from benchmarks.model import LLAMA_8B, TARGETS
+from benchmarks.modes import forget
+from benchmarks.options import PARTS, Options, Outcome, choose
+from benchmarks.peers.kernels import BLOCK_PEERS, use_peer
+from benchmarks.peers.sources import SOURCES, fetched
+from benchmarks.results import text_table
+from packlora.live.accelerate import accelerate
+from packlora.plans.timing import Contender, Work, paired
+
+RANK, ALPHA = 16, 32
+CONTENDERS = ["frozen", "packlora", "packlora_recompute", "peft_bf16", "peft_compiled", *BLOCK_PEERS]
+WITHOUT_DORA, WITHOUT_DROPOUT = ("unsloth", "lorafusion", "lorafusion_tma"), ("unsloth",)
+"""Projects that leave such layers to PEFT's forward, so that their kernels would not be measured."""
+TIMES_PEFT, LEAST = 3.0, 1e-5
+"""A result is wrong, not rounded, where it is so many times as far from PEFT in float32 as PEFT in the same dtype is, and more
+than LEAST."""
+PROTOCOL = (
+    "q, k, v, o, gate, up and down of a decoder layer of Llama-3.1-8B's shape, random weights, {dtype}: q, k, v on one "
+    "input, o on another, gate, up and down with SwiGLU ({swiglu} for all but Unsloth and Axolotl, which have their own, "
+    "and PEFT compiled) on a third; T tokens each, forward and backward from random upstream gradients. frozen: no adapter,"
+    " forward and gradients of inputs. LoRA or DoRA r {rank}, alpha {alpha}, adapters in the weights' dtype, B not zero; p:"
+    " dropout. packlora: packlora.accelerate on the PEFT model (_recompute: with recompute=True); peft_compiled: "
+    "torch.compile; {peers}. Kernels of other projects are their own files at these commits; lorafusion is without TMA, "
+    "lorafusion_tma with its TMA forward through Triton's present descriptors. Contenders run in turn inside one loop, "
+    "random order each round, L2 flushed, inputs restored before each run; medians, ratios within a round. ahead_: the GPU "
+    "alone, wall_: each run waited for. error: largest relative Frobenius distance of outputs and gradients to PEFT in "
+    "float32, without dropout."
+)
+
+
+# --- the block ---------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+class Out(nn.Module):
+    o_proj: nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(x)  # type: ignore[no-any-return]
+
+
+class Mlp(nn.Module):
+    """product: of gate and up."""
+
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.product(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+def plain_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return nn.functional.silu(gate) * up
+
+
+def liger_swiglu(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Where it is installed and has a GPU."""
+    if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+        return None
+    apply: Any = importlib.import_module("liger_kernel.ops").LigerSiLUMulFunction.apply
+    return lambda gate, up: apply(gate, up)
+
+
+class Block(nn.Module):
+    """Three parts side by side, with an input each; outputs in one tuple."""
+
+    def __init__(self, weights: dict[str, nn.Parameter], product: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.attention, self.out, self.mlp = Attention(), Out(), Mlp()
+        self.mlp.product = product
+        owners: tuple[nn.Module, ...] = (self.attention,) * 3 + (self.out,) + (self.mlp,) * 3
+        for owner, name in zip(owners, TARGETS, strict=True):
+            N, K = weights[name].shape
+            linear = nn.Linear(K, N, bias=False, device="meta")
+            linear.weight = weights[name]
+            owner.add_module(name, linear)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (*self.attention(a), self.out(b), self.mlp(c))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    T: int
+    dropout: float
+    dora: bool
+
+    @property
+    def part(self) -> str:
+        return "dora" if self.dora else "dropout" if self.dropout else "lora"
+
+    @property
+    def label(self) -> str:
+        return f"block T{self.T} p{self.dropout:g} {'dora' if self.dora else 'lora'}"
+
+
+def cases(options: Options) -> list[Case]:
+    """The most telling ones first; toys on a CPU."""
+    own = [Case(T, dropout, False) for dropout in (0.0, 0.1) for T in (8192, 2048)] + [Case(8192, 0.0, True)]
+    if options.tiny:
+        own = [Case(32, 0.0, False), Case(32, 0.1, False), Case(32, 0.0, True)]
+    elif options.quick:
+        own = own[:1]
+    return [case for case in own if options.wants(case.part)]
+
+
+def part_of(row: dict[str, Any]) -> str:
+    part: str = row["part"]
+    return part
+
+
+class Data:
+    """Weights and adapters of the block; inputs and upstream gradients of a case."""
+
+    def __init__(self, device: torch.device) -> None:
+        gpu = device.type == "cuda"
+        self.device, self.dtype = device, torch.bfloat16 if gpu else torch.float32
+        hidden = LLAMA_8B["hidden_size"] if gpu else 256
+        narrow, inner = (hidden // 4, LLAMA_8B["intermediate_size"]) if gpu else (256, 512)
+        widths = dict(zip(TARGETS, (hidden, narrow, narrow, hidden, inner, inner, hidden), strict=True))
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.weights, self.A, self.B = {}, {}, {}
+        for name, N in widths.items():
+            K = inner if name == "down_proj" else hidden
+            self.weights[name] = nn.Parameter(self._draw((N, K), K**-0.5), requires_grad=False)
+            self.A[name], self.B[name] = self._draw((RANK, K), K**-0.5), self._draw((N, RANK), 0.02)
+        self.hidden, self.outputs = hidden, (*(widths[name] for name in TARGETS[:4]), hidden)
+
+    def _draw(self, shape: tuple[int, ...], scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device=self.device, generator=self.generator) * scale).to(self.dtype)
+
+    def tokens(self, T: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Inputs and upstream gradients, four samples each."""
+        inputs = [self._draw((4, T // 4, self.hidden)) for _ in range(3)]
+        return inputs, [self._draw((4, T // 4, width)) for width in self.outputs]
+
+
+def peft_block(
+    data: Data, case: Case, dropout: float, dtype: torch.dtype, product: Any
+) -> tuple[Any, list[nn.Parameter]]:
+    """A PEFT model around a block with the data's adapters, and what it trains."""
+    weights = {name: nn.Parameter(weight.to(dtype), requires_grad=False) for name, weight in data.weights.items()}
+    block = Block(data.weights if dtype == data.dtype else weights, product)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=dropout, target_modules=TARGETS, use_dora=case.dora)
+    with data.device:
+        model: Any = get_peft_model(block, config, autocast_adapter_dtype=False).train()
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            name = path.rpartition(".")[2]
+            if name in data.A and hasattr(module, "lora_A"):
+                module.lora_A["default"].weight.data = data.A[name].to(dtype, copy=True)
+                module.lora_B["default"].weight.data = data.B[name].to(dtype, copy=True)
+                if case.dora:
+                    W = data.weights[name].float() + ALPHA / RANK * data.B[name].float() @ data.A[name].float()
+                    magnitude = (W.norm(dim=1) * torch.linspace(0.95, 1.05, len(W), device=W.device)).to(data.dtype)
+                    module.lora_magnitude_vector["default"].weight.data = magnitude.to(dtype)
+    return model, [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def built(name: str, data: Data, case: Case, dropout: float) -> tuple[Any, list[nn.Parameter], str]:
+    """What to call, what it trains, and a note.
+
+    Raises:
+        AssertionError: packlora left a module to PEFT.
+    """
+    product = liger_swiglu(data.device) or plain_swiglu
+    if name == "frozen":
+        return Block(data.weights, product).train(), [], ""
+    compiled = name == "peft_compiled"
+    model, parameters = peft_block(data, case, dropout, data.dtype, plain_swiglu if compiled else product)
+    inner, note = model.base_model.model, ""
+    if name.startswith("packlora"):
+        example = dict(zip("abc", (x[:1, :2] for x in data.tokens(8)[0]), strict=True))
+        report = accelerate(model, example=example, recompute=name == "packlora_recompute")
+        assert report.accelerated == len(report.modules), f"modules were left to PEFT: {report}"
+        note = f"{sorted({str(module.plan) for module in report.modules})}, {len(report.groups)} sibling groups"
+    elif compiled:
+        inner = torch.compile(inner, backend="inductor" if data.device.type == "cuda" else "eager", dynamic=False)
+    elif name != "peft_bf16":
+        use_peer(name, inner)
+    return inner, parameters, note
+
+
+# --- right and timed ---------------------------------------------------------------------------------------------------
+
+
+def results(
+    call: Any, parameters: Sequence[nn.Parameter], inputs: list[torch.Tensor], grads: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Outputs, gradients of inputs and of parameters, float32."""
+    own = [x.clone().requires_grad_() for x in inputs]
+    outputs = call(*own)
+    found = [y.detach().float().clone() for y in outputs]
+    torch.autograd.backward(outputs, [d.clone() for d in grads])
+    for tensor in (*own, *parameters):
+        assert tensor.grad is not None, "a gradient is missing"
+        found.append(tensor.grad.float().clone())
+        tensor.grad = None
+    return found
+
+
+def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest relative Frobenius distance."""
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
+
+class Right:
+    """Compares ways with PEFT in float32, on few tokens and without dropout."""
+
+    def __init__(self, data: Data, case: Case) -> None:
+        self.data, self.case = data, case
+        self.inputs, self.grads = data.tokens(256 if data.device.type == "cuda" else 16)
+        model, parameters = peft_block(data, case, 0.0, torch.float32, plain_swiglu)
+        wide = [[tensor.float() for tensor in own] for own in (self.inputs, self.grads)]
+        self.expected = results(model.base_model.model, parameters, *wide)
+        self.bound = max(LEAST, TIMES_PEFT * self.error("peft_bf16"))
+
+    def error(self, name: str) -> float:
+        call, parameters, _ = built(name, self.data, self.case, 0.0)
+        return distance(results(call, parameters, self.inputs, self.grads), self.expected)
+
+    def check(self, name: str) -> float:
+        """Raises AssertionError for a way whose results are wrong."""
+        error = self.error(name)
+        assert error <= self.bound, f"{error:.2g} from PEFT in float32, {self.bound:.2g} is rounding"
+        return error
+
+
+def work(
+    name: str, data: Data, case: Case, tokens: tuple[list[torch.Tensor], list[torch.Tensor]], right: Right,
+    errors: dict[str, float],
+) -> Work:  # fmt: skip
+    """A contender that is checked, but for PEFT compiled, which would be compiled twice. errors: its own is put there."""
+    if name not in ("frozen", "peft_compiled"):
+        errors[name] = right.check(name)
+    call, parameters, note = built(name, data, case, case.dropout)
+    originals, grads = tokens
+    inputs = [x.clone().requires_grad_() for x in originals]
+
+    def step() -> None:
+        torch.autograd.backward(call(*inputs), grads)
+
+    def clear() -> None:
+        for x, original in zip(inputs, originals, strict=True):
+            x.grad = None
+            x.data.copy_(original)  # some write their gradient into it
+        for parameter in parameters:
+            parameter.grad = None
+
+    return Work(step, clear, note)
+
+
+def taking_part(case: Case, names: Sequence[str]) -> list[str]:
+    """Without those that would leave the case to PEFT's forward."""
+    without = {*(WITHOUT_DORA if case.dora else ()), *(WITHOUT_DROPOUT if case.dropout else ())}
+    return [name for name in names if name not in without]
+
+
+def run(options: Options) -> Outcome:
+    """Measure; prints a line per case.
+
+    Raises:
+        InputError: the sources of a project are not here and cannot be fetched.
+    """
+    names, chosen = choose(options.only, CONTENDERS, [], cases(options))
+    if options.tiny:
+        names = [name for name in names if not name.startswith(("lorafusion", "unsloth"))]  # their kernels need a GPU
+    for name in SOURCES:
+        if any(contender.startswith(name) for contender in names):
+            fetched(name)
+    data, rows = Data(options.device), list(options.kept)
+    for case in options.each(chosen, rows):
+        right, errors, tokens = Right(data, case), dict[str, float](), data.tokens(case.T)
+        contenders = [
+            Contender(name, partial(work, name, data, case, tokens, right, errors)) for name in taking_part(case, names)
+        ]
+        timings = paired(contenders, options.device, seconds=2.0, rounds=(9, 60), ahead=True, wall=True)
+        row = {
+            "part": case.part,
+            "case": case.label,
+            "T": case.T,
+            "dropout": case.dropout,
+            "dora": case.dora,
+            "r": RANK,
+        }
+        rows.append({**row, **timings.row(), "error": errors})
+        show(rows[-1], options.device)
+        del contenders, timings
+        forget(options.device)
+    rows.sort(key=lambda row: PARTS["peers"].index(part_of(row)))
+    protocol = PROTOCOL.format(
+        dtype=str(data.dtype).removeprefix("torch."), rank=RANK, alpha=ALPHA,
+        swiglu="torch's" if liger_swiglu(options.device) is None else "liger's",
+        peers=", ".join(f"{name} {source.commit[:7]}" for name, source in SOURCES.items()),
+    )  # fmt: skip
+    return Outcome(protocol, rows, options.keys(summary(rows), by_case=True), table(rows))
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By case: every contender's time over frozen, of the GPU alone where that was measured, and on the wall."""
+    out: dict[str, Any] = {}
+    for row in rows:
+        key = row["case"].replace("block ", "").replace(" ", "_")
+        for kind, name in (("ahead_over_frozen", "gpu"), ("wall_over_frozen", "wall")):
+            for contender in CONTENDERS[1:]:
+                if contender in row.get(kind, {}):
+                    out[f"{contender}_{key}_over_frozen_{name}"] = row[kind][contender]
+    return out
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Case, contender, ms, over frozen, of the GPU alone, on the wall, MiB beside what is resident, error."""
+    cells = []
+    for row in rows:
+        for name, ms in row["ms"].items():
+            ratios = [row.get(kind, {}).get(name) for kind in ("over_frozen", "ahead_over_frozen", "wall_over_frozen")]
+            peak, error = row["peak_mib"].get(name), row["error"].get(name)
+            cells.append([
+                row["case"], name, f"{ms:.3f}", *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
+                "" if peak is None else f"{peak:.0f}", "" if error is None else f"{error:.1e}",
+            ])  # fmt: skip
+    return text_table(["case", "contender", "ms", "/frozen", "GPU", "wall", "MiB", "error"], cells)
