@@ -31,6 +31,7 @@ from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.commands.asked_images import AskedImages
 from packlora.config import QuantizationConfig
 from packlora.data.prompts import answer_ends, prompt_ids
+from packlora.data.template import Template
 from packlora.errors import InputError, printable, quoted
 from packlora.terminal import say, standard_output
 
@@ -188,6 +189,8 @@ def generate(
         raise InputError("--image: an image goes by the chat template, and --raw goes on from plain text")
     speakers = load_speakers([folder], base_model, dtype, device, images)
     talk = Talk(system, raw or not speakers.tokenizer.chat_template)
+    if not talk.raw:
+        Template(speakers.tokenizer).check_new(prompt, "go on from it by --raw")
     return speakers.answer(next(iter(speakers.adapters)), talk.asked(prompt, images), sampling, images)
 
 

@@ -21,6 +21,7 @@ from packlora.data.places import check_tools, check_variables
 from packlora.data.rows import Row, with_system
 from packlora.data.spans import learn
 from packlora.data.template import EndlessTemplateError, Spans, Template
+from packlora.data.tokens import ended, tokens_and_offsets
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
 
@@ -321,16 +322,9 @@ def _tokenize(texts: list[Text], tokenizer: Any) -> list[Sample]:
         chosen = [index for index, item in enumerate(texts) if item.template is template]
         if not chosen:
             continue
-        encoded = tokenizer(
-            [texts[index].text for index in chosen],
-            add_special_tokens=not template,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        for index, ids, offsets in zip(chosen, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            own = texts[index]
-            out[index] = _sample(np.asarray(ids, np.int32), np.asarray(offsets).reshape(-1, 2), own.spans, own.images)
+        tokens = tokens_and_offsets([texts[index].text for index in chosen], tokenizer, template)
+        for index, (ids, offsets) in zip(chosen, tokens, strict=True):
+            out[index] = _sample(ids, offsets, texts[index].spans, texts[index].images)
     return [sample for sample in out if sample is not None]
 
 
@@ -370,7 +364,7 @@ def _without_images(row: Row, tokenizer: Any, system: str | None, where: str) ->
         return None
     eos = tokenizer.eos_token or ""
     if row.text is not None:
-        text = row.text if row.text.endswith(eos) else row.text + eos
+        text = ended(row.text, eos)
         return Text(text, [(0, len(text))] if row.text else [], False)
     if not tokenizer.chat_template and (row.messages is not None or row.system is not None or system is not None):
         what = "a messages row" if row.messages is not None else "a message of the system"
@@ -380,20 +374,24 @@ def _without_images(row: Row, tokenizer: Any, system: str | None, where: str) ->
         if not row.completion:
             return Text(row.prompt, [], False)
         if not tokenizer.chat_template:
-            text = row.prompt + (row.completion if row.completion.endswith(eos) else row.completion + eos)
+            text = row.prompt + ended(row.completion, eos)
             return Text(text, [(len(row.prompt), len(text))], False)
         messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.completion}]
     else:
         messages = row.messages
     template = Template(tokenizer, row.tools or None, row.variables)
-    return _conversation(with_system(messages, row.system), template, system, where)
+    return _conversation(with_system(messages, row.system), template, system, where, row.prompt)
 
 
-def _conversation(messages: list[dict[str, Any]], template: Template, system: str | None, where: str) -> Text:
+def _conversation(
+    messages: list[dict[str, Any]], template: Template, system: str | None, where: str, prompt: str | None
+) -> Text:
     names = [f"message {number} ({message['role']})" for number, message in enumerate(messages, 1)]
     whole = with_system(messages, system)
     try:
         check_variables(template)
+        if prompt is not None:
+            template.check_new(prompt, "give what a user says alone, or a row of token ids and labels")
         if template.tools:
             check_tools(template, whole)
         found = learn(template, whole, [*["data.system"] * (len(whole) - len(messages)), *names])

@@ -14,6 +14,7 @@ from packlora.data.encode import encode_rows
 from packlora.data.images import Images, Shown
 from packlora.data.rows import Row, with_system
 from packlora.data.template import Template
+from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
 
 
@@ -35,11 +36,8 @@ def prompt_ids(said: str | list[dict[str, Any]], tokenizer: Any) -> list[int]:
     Raises:
         InputError: the template refuses the messages, or there are no tokens.
     """
-    if isinstance(said, str):
-        text = said
-    else:
-        text = Template(tokenizer).render(said, generation=True)
-    ids = list(tokenizer(text, add_special_tokens=isinstance(said, str))["input_ids"])
+    text = said if isinstance(said, str) else Template(tokenizer).render(said, generation=True)
+    ids = prompt_tokens(text, tokenizer, is_rendered=not isinstance(said, str))
     if not ids:
         raise InputError("the prompt has no tokens; there is nothing to answer")
     return ids
@@ -59,7 +57,7 @@ def image_prompt_ids(
         InputError: the template refuses the messages, or a file is no image for this model.
     """
     text, _, images = shown.put_in(Template(tokenizer).render(messages, generation=True), [], paths, where)
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = prompt_tokens(text, tokenizer, is_rendered=True)
     if problem := shown.problem_of(np.asarray(ids), images):
         raise InputError(f"{where}: {problem}")
     return ids, images
@@ -82,6 +80,8 @@ def encode_prompts(
         where = f"job {job!r}: sample_prompts.{number}"
         messages = with_system([{"role": "user", "content": text}], data.system)
         try:
+            if tokenizer.chat_template:
+                Template(tokenizer).check_new(text, "give what a user says alone")
             ids = prompt_ids(messages if tokenizer.chat_template else text, tokenizer)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None

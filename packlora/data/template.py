@@ -15,7 +15,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from packlora.data.bounded import EndlessError, compiled, limits
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 
 PLACEHOLDER = "packlora-looks-for-this-text"
 """Stands for a content where it is tried how a template takes contents."""
@@ -73,6 +73,19 @@ class Template:
             InputError: with what the template complains of.
         """
         return self._written(messages, generation)[0]
+
+    def check_new(self, prompt: str, remedy: str) -> None:
+        """Raises InputError where a prompt has been rendered before: it begins as the template's texts do, or any text."""
+        tokens = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
+        begun = [token for token in tokens if prompt.lstrip().startswith(token)]
+        if not begun:
+            return
+        text = self.render([{"role": "user", "content": PLACEHOLDER}])
+        if known := [token for token in begun if text.startswith(token) or token == self.tokenizer.bos_token]:
+            raise InputError(
+                f"the prompt begins with {quoted(max(known, key=len))}, as a text that was rendered before, and the chat "
+                f"template would render it again; {remedy}"
+            )
 
     def masked(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
         """A conversation, and the characters in it that the template's own `{% generation %}` marks."""

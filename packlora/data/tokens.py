@@ -1,0 +1,50 @@
+"""Tokens of texts: what a tokenizer puts before a text stands there once, and nothing behind it.
+
+A text that was rendered before begins with the first token already, and a tokenizer would put a second one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def leading(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer puts before any text, most often the one that begins a text, or none."""
+    plain, whole = (list(tokenizer("a", add_special_tokens=more)["input_ids"]) for more in (False, True))
+    starts = range(len(whole) - len(plain) + 1)
+    return whole[: next((start for start in starts if whole[start : start + len(plain)] == plain), 0)]
+
+
+def missing(before: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
+    """What of the leading tokens a text does not begin with itself."""
+    repeated = next(
+        size for size in range(len(before), -1, -1) if list(ids[:size]) == list(before[len(before) - size :])
+    )
+    return before[: len(before) - repeated]
+
+
+def prompt_tokens(text: str, tokenizer: Any, is_rendered: bool) -> list[int]:
+    """Tokens of a text that is gone on from. is_rendered: a chat template wrote it, which writes the first tokens itself."""
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return ids if is_rendered else [*missing(leading(tokenizer), ids), *ids]
+
+
+def tokens_and_offsets(texts: Sequence[str], tokenizer: Any, is_rendered: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each text its tokens [T] int32, and the characters of each [T, 2]; of what is put before it these are (0, 0)."""
+    encoded = tokenizer(
+        list(texts), add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+    )
+    before, out = [] if is_rendered else leading(tokenizer), []
+    for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        first = missing(before, ids)
+        places = np.concatenate([np.zeros((len(first), 2), np.int64), np.asarray(offsets, np.int64).reshape(-1, 2)])
+        out.append((np.array([*first, *ids], np.int32), places))
+    return out
+
+
+def ended(text: str, end: str) -> str:
+    """A text with the token that ends it, which it has once, also where white space follows."""
+    return text if text.rstrip().endswith(end) else text + end
