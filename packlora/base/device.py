@@ -26,6 +26,8 @@ def choose_device(name: str) -> torch.device:
         raise InputError(f"device: {name!r} is not a device; use auto, cpu, cuda or cuda:<number>") from None
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device: {name!r} is not supported; use auto, cpu, cuda or cuda:<number>")
+    if device.type == "cpu" and device.index:
+        raise InputError(f"device: {name!r} is not there; this machine's processors are one device, cpu")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise InputError(f"device: {name!r} is not there; this machine has {torch.cuda.device_count()} usable GPUs")
     if device.type == "cuda" and device.index is not None:

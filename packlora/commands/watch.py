@@ -14,6 +14,7 @@ import threading
 import webbrowser
 from collections.abc import Callable
 from http import HTTPStatus
+from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ def report_again(run: Path) -> Path:
     return write_report(folder)
 
 
+def own_names(port: int) -> set[str]:
+    """What a browser calls a server on this machine, which leaves the usual port out."""
+    return {f"{name}{end}" for name in (HOST, "localhost") for end in [f":{port}", *([""] if port == HTTP_PORT else [])]}
+
+
 class Server(ThreadingHTTPServer):
     """Serves the page of a run.
 
@@ -79,7 +85,7 @@ class Server(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise InputError(f"--port {port}: {error.strerror}; leave it out for a free one") from None
-        self.own = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+        self.own = own_names(self.server_port)
 
     @property
     def url(self) -> str:

@@ -14,7 +14,8 @@ import transformers
 from conftest import TINY
 from safetensors.torch import load_file, save_file
 
-from packlora.base.load import load_tokenizer
+from packlora.base.demo_model import DEMO_MODEL
+from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
@@ -47,6 +48,13 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     change(tensors)
     save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("prepares", [True, False], ids=["a folder", "the packaged model"])
+def test_a_revision_beside_a_folder_is_refused(prepares: bool, copied: Path) -> None:
+    base = str(copied) if prepares else DEMO_MODEL
+    with pytest.raises(InputError, match=f"revision: 'v2' is of a model on a hub, and base_model '{base}' is .*; leave it out"):
+        load_skeleton(run_of(base, revision="v2"))
 
 
 def random_model(name: str, **extra: Any) -> Any:

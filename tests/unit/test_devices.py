@@ -51,6 +51,12 @@ def test_a_numbered_gpu_becomes_the_current_one(name: str, there: int, two_gpus:
     assert two_gpus["number"] == there
 
 
+@pytest.mark.parametrize("name", ["cpu:1", "cpu:3", "cpu:127"])
+def test_a_numbered_cpu_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"device: '{name}' is not there; this machine's processors are one device, cpu"):
+        choose_device(name)
+
+
 def test_a_gpu_that_is_not_there_leaves_the_current_one(two_gpus: dict[str, int]) -> None:
     with pytest.raises(InputError, match="'cuda:2' is not there; this machine has 2 usable GPUs"):
         choose_device("cuda:2")

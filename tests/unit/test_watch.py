@@ -18,7 +18,7 @@ import pytest
 from test_report import write_run
 
 from packlora.cli import app
-from packlora.commands.watch import HOST, Server, output_folder
+from packlora.commands.watch import HOST, Server, output_folder, own_names
 from packlora.errors import InputError
 from packlora.files import lock_folder
 from packlora.report.page import LivePage
@@ -116,6 +116,16 @@ def test_own_names_are_answered_and_other_origins_refused(ask: Ask, served: Serv
         assert ask("/data?look=-1&epoch=-1", Origin=origin)[0] == 403
     assert ask("/data?look=-1&epoch=-1", Sec_Fetch_Site="cross-site")[0] == 403
     assert ask("/", Sec_Fetch_Site="cross-site")[0] == 200  # a link to it
+
+
+def test_on_the_port_that_browsers_leave_out_the_page_is_named_without_it(ask: Ask, served: Server) -> None:
+    served.own = own_names(80)
+    for host in ("127.0.0.1", "localhost", "LOCALHOST", "127.0.0.1:80", "localhost:80"):
+        assert ask("/", Host=host)[0] == 200
+        assert ask("/data?look=-1&epoch=-1", Host=host, Origin=f"http://{host.lower()}")[0] == 200
+    for host in ("evil.example", "127.0.0.1:81", "127.0.0.1.", ""):
+        assert ask("/", Host=host)[0] == 403
+    assert "127.0.0.1" not in own_names(8080)
 
 
 def test_only_this_machine_is_listened_to_and_the_browser_is_held_to_the_page(ask: Ask, served: Server) -> None:
