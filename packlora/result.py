@@ -29,6 +29,8 @@ class JobResult:
     metrics: dict[str, float | None] = field(default_factory=dict)
     """What is told of preferences, by TRL's names: eval_rewards/accuracies and others at the evaluation of eval_after; without
     one rewards/accuracies and others of the last step. None for what was not finite."""
+    idle_since: int | None = None
+    """The step from which on its gradient was exactly 0, to its last one: it learnt nothing any more."""
 
 
 @dataclass(slots=True)

@@ -57,12 +57,13 @@ def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = Fa
 
 
 def load_skeleton(run: Run) -> PreTrainedModel:
-    """The model without weights (meta device): enough to find layers and count parameters. Raises InputError, also for a revision
-    of a model that has none."""
+    """The model without weights (meta device): enough to find layers and count parameters. Raises InputError, also where a
+    revision is given of a folder, which has none."""
     kind = "packaged" if run.base_model == DEMO_MODEL else "a folder" if os.path.isdir(run.base_model) else None
     if run.revision is not None and kind is not None:
         raise InputError(
-            f"revision: {quoted(run.revision)} is of a model on a hub, and base_model {run.base_model!r} is {kind}; leave it out"
+            f"revision: {quoted(run.revision)} is of a model on a hub, and base_model {run.base_model!r} is {kind}; "
+            "leave it out"
         )
     return read_skeleton(base_path(run.base_model), run.revision, run.trust_remote_code)
 

@@ -64,7 +64,9 @@ def report_again(run: Path) -> Path:
 
 def own_names(port: int) -> set[str]:
     """What a browser calls a server on this machine, which leaves the usual port out."""
-    return {f"{name}{end}" for name in (HOST, "localhost") for end in [f":{port}", *([""] if port == HTTP_PORT else [])]}
+    return {
+        f"{name}{end}" for name in (HOST, "localhost") for end in [f":{port}", *([""] if port == HTTP_PORT else [])]
+    }
 
 
 class Server(ThreadingHTTPServer):

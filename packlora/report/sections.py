@@ -221,6 +221,7 @@ def _job_row(run: RunFiles, job: JobFiles) -> str:
     total = int(info.get("steps") or 0)
     bar = f"<span class='bar'><span style='width:{100 * min(1, job.step / total):.0f}%'></span></span>" if total else ""
     rate, batch = train.get("learning_rate"), train.get("global_batch_size")
+    idle = job.result.get("idle_since")
     numbers = (adapter.get(key) for key in ("r", "lora_alpha", "lora_dropout"))
     cells = [
         job.kind,
@@ -232,7 +233,7 @@ def _job_row(run: RunFiles, job: JobFiles) -> str:
         f"{job.tokens:,}" + _sub(_plural(info["samples"], "sample") if "samples" in info else ""),
         (_short(info["trainable_parameters"]) if "trainable_parameters" in info else UNKNOWN)
         + _sub(_plural(info["adapted_modules"], "module") if "adapted_modules" in info else ""),
-        _badge(run.status_of(job)),
+        _badge(run.status_of(job)) + _sub(f"gradient 0 from step {idle} on" if idle else ""),
     ]
     targets = adapter.get("target_modules", "")
     targets = targets if isinstance(targets, str) else ", ".join(targets)

@@ -38,7 +38,7 @@ def _table(jobs: Mapping[str, JobResult]) -> Table:
         loss = "" if job.eval_after is None else f"{job.eval_after:.4f}"
         if job.eval_before is not None and loss:
             loss = f"{job.eval_before:.4f} -> {loss}"
-        status = "stopped" if job.status == "running" else job.status
+        status = ("stopped" if job.status == "running" else job.status) + ", idle" * (job.idle_since is not None)
         more = [shown(job, key) for key in told]
         table.add_row(Text(name), status, str(job.step), loss, *more, f"{job.tokens_per_second:.0f}")
     return table
@@ -79,6 +79,15 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
         if job.failure:
             how = "failed:" if job.status == "failed" else "was left out:"
             console.print(Text(f"job {name!r} {how} {job.failure}"), soft_wrap=True)
+    for name, job in result.jobs.items():
+        if job.idle_since is not None:
+            nothing = (
+                f"it learnt nothing after step {job.idle_since - 1}" if job.idle_since > 1 else "it learnt nothing"
+            )
+            console.print(
+                Text(f"job {name!r}: its gradient was exactly 0 from step {job.idle_since} on, so {nothing}"),
+                soft_wrap=True,
+            )
     rate = result.tokens / result.seconds if result.seconds else 0.0
     trained = f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s)"
     if not result.tokens and all(job.status == "done" for job in result.jobs.values()):

@@ -6,6 +6,7 @@ complete.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -187,7 +188,7 @@ class IdleSteps:
         self.learning_rate, self.count = learning_rate, 0
 
     def notice(self, result: StepResult, largest: float, changed: bool, is_last: bool) -> str | None:
-        """That the job goes on without learning, said once; not of one that has nothing left to learn (loss 0).
+        """That the job goes on without learning, said once.
 
         Args:
             largest: parameter of the adapter.
@@ -196,18 +197,30 @@ class IdleSteps:
         """
         no_gradient = result.grad_norm == 0
         usual = result.lr > USUAL_RATE * self.learning_rate
-        if result.loss == 0 or not (no_gradient or (usual and not changed)):
+        if not (no_gradient or (usual and not changed)):
             self.count = 0
             return None
         self.count += 1
         if self.count != IDLE_STEPS and not (self.count < IDLE_STEPS and is_last):
             return None
-        what = "its gradient was exactly 0" if no_gradient else "its adapter did not change by one bit"
         steps = "1 step" if self.count == 1 else f"{self.count} steps"
+        if result.loss == 0 and no_gradient:
+            return (
+                f"its loss and its gradient were exactly 0 in {steps} up to step {result.step}: there is nothing left to "
+                f"learn, or the learning rate, {result.lr:g}, is too high"
+            )
+        what = "its gradient was exactly 0" if no_gradient else "its adapter did not change by one bit"
         return (
             f"{what} in {steps} up to step {result.step}: it learns nothing any more (loss {result.loss:.4g}, learning rate "
             f"{result.lr:g}, largest parameter {largest:.3g}); a learning rate that is too high or too low does this"
         )
+
+
+def idle_since(log_history: Sequence[Mapping[str, Any]]) -> int | None:
+    """The first of a job's last steps whose gradients were all exactly 0, so that they taught it nothing."""
+    steps = [line for line in log_history if "loss" in line]
+    idle = list(itertools.takewhile(lambda line: line["grad_norm"] == 0, reversed(steps)))
+    return idle[-1]["step"] if idle else None
 
 
 @dataclass

@@ -34,7 +34,7 @@ from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
 from packlora.runtime import checkpoint
 from packlora.runtime.changes import Change, trained
-from packlora.runtime.job import Job
+from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
@@ -185,6 +185,7 @@ def result_record(event: RunEnded) -> dict[str, Any]:
             name: {
                 "status": job.status, "step": job.step, "failure": job.failure,
                 "eval_before": job.eval_before, "eval_after": job.eval_after, "metrics": job.metrics,
+                "idle_since": job.idle_since,
             }
             for name, job in event.result.jobs.items()
         },
@@ -239,6 +240,7 @@ def _told(history: Sequence[Mapping[str, Any]], step: int, best: int | None) -> 
         "eval_before": known.get(0),
         "eval_after": known[after] if after else None,
         "metrics": _metrics(history, after),
+        "idle_since": idle_since([line for line in history if line["step"] <= step]),
     }
 
 

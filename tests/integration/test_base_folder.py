@@ -53,7 +53,9 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
 @pytest.mark.parametrize("prepares", [True, False], ids=["a folder", "the packaged model"])
 def test_a_revision_beside_a_folder_is_refused(prepares: bool, copied: Path) -> None:
     base = str(copied) if prepares else DEMO_MODEL
-    with pytest.raises(InputError, match=f"revision: 'v2' is of a model on a hub, and base_model '{base}' is .*; leave it out"):
+    with pytest.raises(
+        InputError, match=f"revision: 'v2' is of a model on a hub, and base_model '{base}' is .*; leave it out"
+    ):
         load_skeleton(run_of(base, revision="v2"))
 
 

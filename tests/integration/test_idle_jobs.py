@@ -1,14 +1,16 @@
-"""A job that goes on without learning anything is reported, and one that has nothing to learn is not."""
+"""A job that goes on without learning anything is reported: while it trains, in the last words, in run.json and on the page."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_training import Base, Rows, config, steps, train
 
+from packlora.report.summary import print_summary
 from packlora.runtime.job import IdleSteps, StepResult
 
 
@@ -30,8 +32,8 @@ def about(name: str, warnings: list[str]) -> list[str]:
 def test_dora_at_an_absurd_learning_rate_is_reported_for_its_gradient_of_0(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    _, warnings = run(tiny_base, write_rows, out, job("wild", 1e30), job("calm", 1e-3))
+    out, jobs_of_the_run = tmp_path / "out", [job("wild", 1e30), job("calm", 1e-3)]
+    result, warnings = run(tiny_base, write_rows, out, *jobs_of_the_run)
     norms = [line["grad_norm"] for line in steps(out) if line["job"] == "wild"]
     assert norms[0] > 0
     assert norms[1:] == [0.0] * 3
@@ -40,6 +42,16 @@ def test_dora_at_an_absurd_learning_rate_is_reported_for_its_gradient_of_0(
     assert "learning rate 1e+30, largest parameter" in text
     assert text in capsys.readouterr().out.replace("\n", " ")
     assert about("calm", warnings) == []
+    print_summary(result, "again")
+    said = capsys.readouterr().out
+    assert re.search(r"wild +done, idle +4 ", said) and re.search(r"calm +done +4 ", said)
+    assert "job 'wild': its gradient was exactly 0 from step 2 on, so it learnt nothing after step 1\n" in said
+    assert said.count("learnt nothing") == 1
+    jobs = json.loads((out / "run.json").read_text())["result"]["jobs"]
+    assert (jobs["wild"]["idle_since"], jobs["calm"]["idle_since"], result.jobs["wild"].idle_since) == (2, None, 2)
+    page = (out / "report.html").read_text()
+    assert page.count("<small>gradient 0 from step 2 on</small>") == 1
+    assert train(config(tiny_base("llama"), out, write_rows, jobs_of_the_run), resume=True).jobs["wild"].idle_since == 2
 
 
 def test_a_job_that_ends_before_that_is_reported_at_its_end(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
@@ -64,11 +76,23 @@ def notices(own: IdleSteps, *results: StepResult, changed: bool = True) -> list[
     return [own.notice(one, 1.0, changed, is_last=False) is not None for one in results]
 
 
-def test_it_is_said_once_and_again_after_learning_went_on_and_not_at_loss_0() -> None:
+def test_a_job_that_has_nothing_left_to_learn_is_told_in_other_words(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """A learning rate that is far too high can bring the loss to exactly 0 as well."""
+    own = IdleSteps(1e-3)
+    none = [own.notice(result(0.0, 0.0), 1.0, True, is_last=False) for _ in range(5)]
+    assert [text is not None for text in none] == [False, False, True, False, False]
+    assert "loss and its gradient were exactly 0 in 3 steps up to step 1: there is nothing left to learn" in str(
+        none[2]
+    )
+
+
+def test_it_is_said_once_and_again_after_learning_went_on() -> None:
     own = IdleSteps(1e-3)
     zero, fine = result(2.0, 0.0), result(2.0, 0.5)
     assert notices(own, zero, zero, zero, zero, zero) == [False, False, True, False, False]
     assert notices(own, fine, zero, zero, fine, zero, zero, zero) == [False] * 6 + [True]
-    assert notices(own, fine, *[result(0.0, 0.0)] * 5) == [False] * 6
+    assert notices(own, fine, *[result(0.0, 0.5)] * 5, changed=True) == [False] * 6
     assert notices(own, *[result(2.0, 0.5, lr=1e-6)] * 3, changed=False) == [False] * 3, "in warmup or decay"
     assert notices(own, fine, fine, fine, changed=False) == [False, False, True]

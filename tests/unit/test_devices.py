@@ -53,7 +53,9 @@ def test_a_numbered_gpu_becomes_the_current_one(name: str, there: int, two_gpus:
 
 @pytest.mark.parametrize("name", ["cpu:1", "cpu:3", "cpu:127"])
 def test_a_numbered_cpu_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=f"device: '{name}' is not there; this machine's processors are one device, cpu"):
+    with pytest.raises(
+        InputError, match=f"device: '{name}' is not there; this machine's processors are one device, cpu"
+    ):
         choose_device(name)
 
 
