@@ -1,4 +1,4 @@
-"""Names of files, folders, modules and functions, in the words of the package and of the pages about it, lead somewhere."""
+"""Files and modules that the package and the pages name in words are there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("packlora", "tests", "benchmarks", "examples")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = [*sorted((ROOT / "packlora").rglob("*.py")), *PAGES]
 
 
 @cache
@@ -36,53 +35,20 @@ def found(name: str, text: Path) -> bool:
     return len(near) == 1 or len(room) == 1 or len(named) == 1
 
 
-@pytest.mark.parametrize(
-    "text", [*sorted((ROOT / "packlora").rglob("*.py")), *PAGES], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_a_file_that_a_text_names_is_there(text: Path) -> None:
-    words = text.read_text()
-    stale = {name for name in re.findall(r"(?<![\w/.{}*<>-])[a-z_]\w*(?:/\w+)*\.py\b", words) if not found(name, text)}
-    assert not stale, f"no such file, or several: {', '.join(sorted(stale))}"
+def module_is_there(name: str) -> bool:
+    """Whether `packlora.a.b` is a module, or a name in one (which the type checker and the other tests look at)."""
+    path = name.replace(".", "/")
+    return any((ROOT / f"{part}.py").exists() or (ROOT / part).is_dir() for part in (path, path.rpartition("/")[0]))
 
 
-@pytest.mark.parametrize(
-    "text", [*sorted((ROOT / "packlora").rglob("*.py")), *PAGES], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_a_module_that_a_text_names_is_there(text: Path) -> None:
-    """`packlora.a.b`: a module, or a name in one (which the type checker and the other tests look at)."""
-    stale = set()
-    for name in re.findall(r"\bpacklora(?:\.[a-z_]\w*){2,}", text.read_text()):
-        path = name.replace(".", "/")
-        if not any(
-            (ROOT / f"{part}.py").exists() or (ROOT / part).is_dir() for part in (path, path.rpartition("/")[0])
-        ):
-            stale.add(name)
-    assert not stale, f"no such module: {', '.join(sorted(stale))}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_folders_and_what_is_in_a_file_that_a_page_names_are_there(page: Path) -> None:
-    """`packlora/room/`; `file.py`, `function`, `Class.method`; `function` in `file.py`; `function` (`file.py`)."""
-    words = page.read_text()
-    named = re.findall(rf"`((?:{'|'.join(FOLDERS)}|docs)/[\w./-]*)`", words)
-    stale = {name for name in named if not name.endswith(".py") and not (ROOT / name).exists()}
-    inside = [
-        (file, name)
-        for file, names in re.findall(r"`([\w/]+\.py)`((?:,\s+`[A-Za-z_][\w.]*`)+)", words)
-        for name in re.findall(r"`([\w.]+)`", names)
-    ]
-    inside += [(file, name) for name, file in re.findall(r"`([A-Za-z_][\w.]*)`\s(?:in\s|\()`([\w/]+\.py)`", words)]
-    stale |= {f"{file}: {name}" for file, name in inside if not name.endswith(".py") and not defines(file, name)}
-    assert not stale, f"not there: {', '.join(sorted(stale))}"
-
-
-def defines(file: str, name: str) -> bool:
-    """Whether a file of that name has a function, class or constant with each part of the name."""
-    texts = [path.read_text() for path in files().get(file, [])]
-    return any(
-        all(
-            re.search(rf"^ *(?:(?:async )?def |class ){part}\b|^ *{part}(?:: [^=\n]*)? = ", text, re.MULTILINE)
-            for part in name.split(".")
-        )
-        for text in texts
-    )
+def test_files_and_modules_that_a_text_names_are_there() -> None:
+    stale = []
+    for text in TEXTS:
+        words = text.read_text()
+        named = set(re.findall(r"(?<![\w/.{}*<>-])[a-z_]\w*(?:/\w+)*\.py\b", words))
+        modules = set(re.findall(r"\bpacklora(?:\.[a-z_]\w*){2,}", words))
+        wrong = [name for name in named if not found(name, text)] + [
+            name for name in modules if not module_is_there(name)
+        ]
+        stale += [f"{text.relative_to(ROOT)} names {name}" for name in sorted(wrong)]
+    assert not stale, "not there, or several:\n" + "\n".join(stale)
