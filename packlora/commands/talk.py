@@ -251,8 +251,10 @@ def chat(
     """
     speakers = load_speakers(folders, base_model, dtype, device, images)
     raw = not speakers.tokenizer.chat_template
+    if system is not None or raw:  # what cannot be shown is said before anybody types
+        asked = Talk(system, raw).asked("a", images if raw else ())
+        prompt_ids(asked, speakers.tokenizer)
     if raw:
-        Talk(system, raw).asked("", images)
         say("the tokenizer has no chat template: each line is continued as plain text, by itself")
     names, out, seen = [BASE] * with_base + list(speakers.adapters), standard_output(), list(images)
     talks = {name: Talk(system, raw) for name in names}

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template, nodes, pass_context
@@ -23,7 +24,7 @@ from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
 MOST_STEPS = 10_000_000
-"""Turns of loops and calls of macros in one rendering. A loop over all pairs of 3,000 messages takes 9 million."""
+"""Turns of loops and calls of macros in one rendering; one more for every pair of messages, as some templates look at each."""
 MOST_SECONDS = 60.0
 """Time of the processor that one rendering takes. Few steps take long where each sorts or joins a long list."""
 MOST_CHARACTERS = 2**28
@@ -40,10 +41,11 @@ class EndlessError(Exception):
 
 @dataclass(slots=True)
 class _Rendering:
-    """One rendering that is under way. moment: what its clock says."""
+    """One rendering that is under way. moment: what its clock says. most: its steps."""
 
     moment: datetime
     started: float
+    most: int
     steps: int = 0
 
 
@@ -51,9 +53,9 @@ _NOW: ContextVar[_Rendering] = ContextVar("rendering")
 
 
 @contextmanager
-def limits(moment: datetime) -> Iterator[None]:
-    """A rendering with a count of its own, whose clock stands at a moment."""
-    token = _NOW.set(_Rendering(moment, time.thread_time()))
+def limits(moment: datetime, messages: int) -> Iterator[None]:
+    """A rendering of so many messages with a count of its own, whose clock stands at a moment."""
+    token = _NOW.set(_Rendering(moment, time.thread_time(), MOST_STEPS + messages**2))
     try:
         yield
     finally:
@@ -66,14 +68,18 @@ def compiled(source: str) -> str:
     transformers compiles and keeps a comment with the template's digest, in an environment of its own, which then gets the
     program. The template itself is never compiled without limits: that computes its constants, as 10 ** 10 ** 10.
     """
-    key = (
-        f"{{% generation %}}{{# {hashlib.blake2b(source.encode(), digest_size=16).hexdigest()} #}}{{% endgeneration %}}"
-    )
+    key = _key(source)
     program = chat_template_utils._compile_jinja_template(key)
     if not hasattr(program, READY):
         _count(program, source)
         setattr(program, READY, True)
     return key
+
+
+@lru_cache
+def _key(source: str) -> str:
+    digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
+    return f"{{% generation %}}{{# {digest} #}}{{% endgeneration %}}"
 
 
 def _count(program: Template, source: str) -> None:
@@ -125,8 +131,8 @@ def _statement(line: int) -> nodes.Node:
 def _step(context: Context, nothing: None) -> bool:
     now = _NOW.get()
     now.steps += 1
-    if now.steps > MOST_STEPS:
-        raise EndlessError(f"it takes more than {MOST_STEPS} turns of its loops")
+    if now.steps > now.most:
+        raise EndlessError(f"it takes more than {now.most} turns of its loops")
     if now.steps % 64 == 0 and time.thread_time() - now.started > MOST_SECONDS:
         raise EndlessError(f"it takes more than {MOST_SECONDS:g} seconds")
     return True

@@ -17,7 +17,7 @@ import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.images import Images, Shown
-from packlora.data.places import check_tools, check_variables
+from packlora.data.places import check_tools, check_variables, names_of
 from packlora.data.rows import Row, with_system
 from packlora.data.spans import learn
 from packlora.data.template import EndlessTemplateError, Spans, Template
@@ -379,22 +379,21 @@ def _without_images(row: Row, tokenizer: Any, system: str | None, where: str) ->
         messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.completion}]
     else:
         messages = row.messages
-    template = Template(tokenizer, row.tools or None, row.variables)
-    return _conversation(with_system(messages, row.system), template, system, where, row.prompt)
+    whole = with_system(messages, row.system or system)
+    names = ["'system'" if row.system else "data.system"] * (len(whole) - len(messages)) + names_of(messages)
+    return _conversation(whole, names, Template(tokenizer, row.tools or None, row.variables), where, row.prompt)
 
 
 def _conversation(
-    messages: list[dict[str, Any]], template: Template, system: str | None, where: str, prompt: str | None
+    messages: list[dict[str, Any]], names: list[str], template: Template, where: str, prompt: str | None
 ) -> Text:
-    names = [f"message {number} ({message['role']})" for number, message in enumerate(messages, 1)]
-    whole = with_system(messages, system)
     try:
         check_variables(template)
         if prompt is not None:
             template.check_new(prompt, "give what a user says alone, or a row of token ids and labels")
         if template.tools:
-            check_tools(template, whole)
-        found = learn(template, whole, [*["data.system"] * (len(whole) - len(messages)), *names])
+            check_tools(template, messages)
+        found = learn(template, messages, names)
     except InputError as error:
         raise type(error)(f"{where}: {error}") from None
     return Text(found.text, found.spans, True, None, found.notes)

@@ -15,6 +15,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from packlora.errors import InputError, quoted
@@ -153,6 +154,7 @@ def _goes_on(name: str, other: Any) -> bool:
     return other != name and str(other).lower().startswith(name.lower())
 
 
+@lru_cache
 def tags_of(source: str) -> frozenset[str]:
     """The tags that a chat template knows."""
     return frozenset(TAG.findall(source))

@@ -6,13 +6,14 @@ message and its key. Only thoughts may be missing, as templates leave them out o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from packlora.data.marks import Mark, Marker, Message, Part, as_mapping, tags_of, without_marks, written
-from packlora.data.template import Template
+from packlora.data.marks import Mark, Marker, Message, Part, as_mapping, forms, tags_of, without_marks, written
+from packlora.data.template import EndlessTemplateError, Template
 from packlora.data.windows import Windows, attempt
 from packlora.errors import InputError, quoted
 
@@ -22,6 +23,10 @@ Place = tuple[int, int, Part]
 
 class NotShownError(InputError):
     """A chat template does not show a part of a message."""
+
+
+class UntoldError(InputError):
+    """Where a message is cannot be told, as a chat template looks at its words."""
 
 
 @dataclass(slots=True)
@@ -101,7 +106,7 @@ def _find(out: Placed, numbers: Sequence[int], generation: bool) -> None:
         _find(out, numbers[: len(numbers) // 2], generation)
         _find(out, numbers[len(numbers) // 2 :], generation)
     else:
-        raise InputError(
+        raise UntoldError(
             f"{out.names[first]}: its place cannot be told, as the chat template writes the conversation in another way when "
             "the words of this message change"
         )
@@ -127,10 +132,44 @@ def check_shown(out: Placed, learnt: Iterable[int]) -> set[int]:
         if not found and part.is_thought and _is_history(out.windows, part):
             forgotten.add(part.message)
         elif not found:
-            raise NotShownError(f"{name}: the chat template does not show its {_said(out, part)}{_remedy(out, part)}")
+            raise _not_shown(out, part)
         elif len(found) > 1 and part.message in learnt and not is_call:
             raise InputError(f"{name}: the chat template shows its {part.key} in several places")
     return forgotten
+
+
+def prompt_text(template: Template, messages: list[Message], names: Sequence[str] = ()) -> str:
+    """A conversation that the model is to go on with, as a template writes it.
+
+    Args:
+        names: of the messages, for what is said of them.
+
+    Raises:
+        InputError: the template refuses the conversation, or does not show all of it but earlier thoughts.
+    """
+    names = names or names_of(messages)
+    first: InputError | None = None
+    for form in forms(messages, list(names)):
+        try:
+            text = template.render(form, generation=True)
+            with contextlib.suppress(UntoldError):  # a template that looks at words: it cannot be told what is shown
+                found = placed(template, form, names, generation=True)
+                check_calls(found)
+                for part in found.parts:
+                    if not part.is_thought and not found.of(part):
+                        raise _not_shown(found, part)
+            return text
+        except EndlessTemplateError:
+            raise
+        except InputError as error:
+            first = error if first is None or isinstance(error, NotShownError) else first
+    assert first is not None
+    raise first
+
+
+def names_of(messages: Sequence[Message]) -> list[str]:
+    """What messages are called, counted from 1."""
+    return [f"message {number} ({message['role']})" for number, message in enumerate(messages, 1)]
 
 
 def _is_history(windows: Windows, part: Part) -> bool:
@@ -145,17 +184,14 @@ def _is_history(windows: Windows, part: Part) -> bool:
     return False
 
 
-def _said(out: Placed, part: Part) -> str:
-    return f"thought in {part.key}" if part.is_thought and part.key == "content" else part.key
-
-
-def _remedy(out: Placed, part: Part) -> str:
-    role = out.messages[part.message]["role"]
-    if role == "developer":
-        return ", so the model would not see it; name the role system"
-    if role == "assistant":
-        return ", so the model would not learn it; leave it out, or use a model whose template shows it"
-    return ", so the model would not see it; leave it out, or use a model whose template shows it"
+def _not_shown(out: Placed, part: Part) -> NotShownError:
+    role, key = out.messages[part.message]["role"], part.key
+    what = f"thought in {key}" if part.is_thought and key == "content" else key
+    remedy = "name the role system" if role == "developer" else "leave it out, or use a model whose template shows it"
+    return NotShownError(
+        f"{out.names[part.message]}: the chat template does not show its {what}, so the model would not "
+        f"{'learn' if role == 'assistant' else 'see'} it; {remedy}"
+    )
 
 
 def check_calls(out: Placed) -> None:
@@ -181,8 +217,13 @@ def check_tools(template: Template, messages: list[Message]) -> None:
     Raises:
         NotShownError: it writes the same without them, or one of them is missing.
     """
-    alone, text = Template(template.tokenizer, None, template.variables), attempt(template, messages)
-    if text == attempt(alone, messages) is not None:
+    alone = Template(template.tokenizer, None, template.variables)
+    first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    for part in (messages[:first], messages):
+        text = attempt(template, part)
+        if text != attempt(alone, part):
+            break
+    else:
         raise NotShownError(
             "the chat template does not show the tools, so the model would not see them; leave 'tools' out, or use a model "
             "whose template knows tools"

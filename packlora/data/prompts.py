@@ -12,6 +12,7 @@ import numpy as np
 from packlora.config import DataConfig
 from packlora.data.encode import encode_rows
 from packlora.data.images import Images, Shown
+from packlora.data.places import prompt_text
 from packlora.data.rows import Row, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
@@ -27,16 +28,17 @@ class Prompt:
     most: int
 
 
-def prompt_ids(said: str | list[dict[str, Any]], tokenizer: Any) -> list[int]:
+def prompt_ids(said: str | list[dict[str, Any]], tokenizer: Any, names: Sequence[str] = ()) -> list[int]:
     """Tokens of what an answer follows.
 
     Args:
         said: plain text, which is continued, or the messages of a conversation, by the tokenizer's chat template.
+        names: of the messages, for what is said of them.
 
     Raises:
-        InputError: the template refuses the messages, or there are no tokens.
+        InputError: the template refuses the messages, or does not show all of them; or there are no tokens.
     """
-    text = said if isinstance(said, str) else Template(tokenizer).render(said, generation=True)
+    text = said if isinstance(said, str) else prompt_text(Template(tokenizer), said, names)
     ids = prompt_tokens(text, tokenizer, is_rendered=not isinstance(said, str))
     if not ids:
         raise InputError("the prompt has no tokens; there is nothing to answer")
@@ -54,9 +56,9 @@ def image_prompt_ids(
         where: for messages.
 
     Raises:
-        InputError: the template refuses the messages, or a file is no image for this model.
+        InputError: the template refuses the messages, or does not show all of them; or a file is no image for this model.
     """
-    text, _, images = shown.put_in(Template(tokenizer).render(messages, generation=True), [], paths, where)
+    text, _, images = shown.put_in(prompt_text(Template(tokenizer), messages), [], paths, where)
     ids = prompt_tokens(text, tokenizer, is_rendered=True)
     if problem := shown.problem_of(np.asarray(ids), images):
         raise InputError(f"{where}: {problem}")
@@ -79,10 +81,13 @@ def encode_prompts(
     for number, text in enumerate(texts):
         where = f"job {job!r}: sample_prompts.{number}"
         messages = with_system([{"role": "user", "content": text}], data.system)
+        names = ["data.system"] * (len(messages) - 1) + ["the prompt"]
         try:
             if tokenizer.chat_template:
                 Template(tokenizer).check_new(text, "give what a user says alone")
-            ids = prompt_ids(messages if tokenizer.chat_template else text, tokenizer)
+            elif data.system is not None:
+                raise InputError("data.system goes by a chat template, and the tokenizer has none")
+            ids = prompt_ids(messages if tokenizer.chat_template else text, tokenizer, names)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
         if len(ids) + new_tokens > context:
@@ -97,10 +102,15 @@ def encode_prompts(
 def answer_ends(tokenizer: Any, said: int | list[int] | None) -> list[int]:
     """Tokens that end an answer: what the model's generation settings say, and what training puts behind a turn."""
     ends = {*(said if isinstance(said, list) else [said]), tokenizer.eos_token_id} - {None}
-    row = Row("a turn", prompt="a", completion="b")
-    with contextlib.suppress(InputError):  # a template that takes no such conversation
-        (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 2**31, "chat").samples
-        last = int(sample.ids[-1])
-        if last in {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}:
-            ends.add(last)
+    call = {"type": "function", "function": {"name": "c", "arguments": {}}}
+    turns = [Row("a turn", prompt="a", completion="b")]
+    if tokenizer.chat_template:
+        asked = {"role": "user", "content": "a"}
+        turns.append(Row("a call", messages=[asked, {"role": "assistant", "content": "", "tool_calls": [call]}]))
+    for row in turns:
+        with contextlib.suppress(InputError):  # a template that takes no such conversation
+            (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 2**31, "chat").samples
+            last = int(sample.ids[-1])
+            if last in tokenizer.added_tokens_decoder:
+                ends.add(last)
     return sorted(ends)

@@ -71,7 +71,7 @@ class Row:
     tools: list[Any] | None = None
     """What the assistant of `messages` may call, for the chat template."""
     system: str | None = None
-    """A message of the system before a prompt."""
+    """A message of the system before a prompt or a conversation that has none."""
     ids: np.ndarray | None = None
     """Token ids [T], int32."""
     is_label: np.ndarray | None = None
@@ -157,7 +157,7 @@ def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad:
     if value.get(flags.SINGLE) is False:
         check_single_calls(messages, bad)
     return Row(
-        where, messages=with_system(messages, system), tools=tools, form=form, variables=variables, label=label, images=images
+        where, messages=messages, tools=tools, system=system, form=form, variables=variables, label=label, images=images
     )  # fmt: skip
 
 

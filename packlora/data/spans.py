@@ -14,9 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from packlora.data.marks import Marker, Message, Part, forms, tags_of
-from packlora.data.places import NotShownError, Placed, check_calls, check_shown, placed
+from packlora.data.places import NotShownError, Placed, check_calls, check_shown, names_of, placed
 from packlora.data.template import EndlessTemplateError, Spans, Template
 from packlora.data.windows import A_USER, Windows, attempt, tail
 from packlora.errors import InputError
@@ -52,7 +53,7 @@ def learn(template: Template, messages: Sequence[Message], names: Sequence[str] 
     Raises:
         InputError: the template refuses the conversation, does not show all of it, or it cannot be told what is learnt.
     """
-    names = names or [f"message {number} ({message['role']})" for number, message in enumerate(messages, 1)]
+    names = names or names_of(messages)
     turns = {n for n, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight") != 0}
     first: InputError | None = None
     for form in forms(list(messages), list(names)):
@@ -72,7 +73,7 @@ def _learn(found: Placed, turns: set[int]) -> Learnt:
     notes = {FORGOTTEN: found.names[min(forgotten)]} if forgotten else {}
     if empty := turns - {part.message for part in found.parts}:
         notes[EMPTY] = found.names[min(empty)]
-    if GENERATION.search(found.template.source):
+    if _has_mask(found.template.source):
         masked = _masked(found, turns)
         if masked is not None:
             return Learnt(found.text, masked, notes)
@@ -81,6 +82,11 @@ def _learn(found: Placed, turns: set[int]) -> Learnt:
     if own.unended:
         notes[UNENDED] = found.names[own.unended[0]]
     return Learnt(own.text, spans, notes)
+
+
+@lru_cache
+def _has_mask(source: str) -> bool:
+    return GENERATION.search(source) is not None
 
 
 def _masked(found: Placed, turns: set[int]) -> Spans | None:

@@ -108,7 +108,7 @@ class Template:
         if not messages:
             raise InputError("there are none")
         said = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        with limits(clock_of(self.tokenizer)):
+        with limits(clock_of(self.tokenizer), len(messages)):
             (text,), spans = render_jinja_template(
                 conversations=[said], tools=self.tools, chat_template=compiled(self.source),
                 add_generation_prompt=generation, return_assistant_tokens_mask=mask,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from packlora.data.marks import MARK, Mark, Message, Part, bones_of, message_of, tags_of, written
@@ -56,6 +57,11 @@ def tail(whole: str | None, mark: Mark, is_first: bool, up_to_next: bool = False
     return MARK.sub("", rest) if found else None
 
 
+@lru_cache
+def _added(tags: frozenset[str]) -> dict[int, str]:
+    return {number: bones_of(message, tags) for number, message in ADDED.items()}
+
+
 class Windows:
     """Renderings of some of a conversation's messages.
 
@@ -68,7 +74,7 @@ class Windows:
         tags = tags_of(template.source)
         self.roles = [str(message["role"]) for message in messages]
         self.bones = [bones_of(message, tags) for message in messages]
-        self._added = {number: bones_of(message, tags) for number, message in ADDED.items()}
+        self._added = _added(tags)
         self._exact = template
         self._alike = Template(template.tokenizer, [ANY_TOOL], template.variables) if template.tools else template
         given = json.dumps(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from packlora.data import windows
 from packlora.data.spans import EMPTY, FORGOTTEN, UNENDED, Learnt, learn
 from packlora.data.template import Template
 from packlora.errors import InputError
@@ -385,3 +386,65 @@ def test_a_template_that_compares_messages_is_followed(make: Any) -> None:
     system = {"role": "system", "content": "be brief"}
     assert spans(learn(make(once), [system, user("a"), says("b")])) == ["b<end>"]
     assert refusal(make(once), system, system, user("a"), says("b")).startswith("message 1 (system): its place cannot")
+
+
+# --- long conversations ------------------------------------------------------------------------------------------------
+
+
+def rendered(make: Any, shape: str, rounds: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, Learnt]:
+    """Characters that are rendered for a conversation of a shape that is new, for each of its text's."""
+    turns: list[Message] = [{"role": "system", "content": "be brief"}]
+    for number in range(rounds):
+        turns += [
+            user(f"question {number}"),
+            says(f"answer {number} of some length {number}", reasoning_content=f"hm {number}"),
+        ]
+        turns += [
+            user(" " * number + "look"),
+            calls("look", n=number),
+            result(f"result {number}"),
+            says(f"seen {number}"),
+        ]
+    if shape in ("chatml", "two markers", "unflagged"):
+        turns = [{"role": turn["role"], "content": turn["content"] or "called"} for turn in turns]
+    elif shape in ("in turn", "two ends", "remembers"):
+        turns = [{key: value for key, value in turn.items() if key != "reasoning_content"} for turn in turns]
+    monkeypatch.setattr(windows, "_KNOWN", {})
+    sizes, plain = [], Template.render
+
+    def counted(self: Template, *arguments: Any, **more: Any) -> str:
+        text = plain(self, *arguments, **more)
+        sizes.append(len(text))
+        return text
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Template, "render", counted)
+        found = learn(make(SHAPES[shape]), turns)
+    return sum(sizes) / len(found.text), found
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape not in ("masked", "remembers")])
+def test_what_is_rendered_grows_with_the_turns_of_a_new_shape_and_not_faster(
+    make: Any, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, _ = rendered(make, shape, 10, monkeypatch)
+    long, found = rendered(make, shape, 60, monkeypatch)
+    assert long < 1.3 * short
+    assert len(found.spans) == 180
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "masked"])
+def test_windows_find_what_whole_conversations_find(make: Any, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shape == "remembers":  # shows no second round of calls behind a user
+        turns = [user("a"), calls("look", n=0)] + [
+            turn for n in range(9) for turn in (result(f"r{n}"), calls("look", n=n))
+        ]
+        turns += [result("end"), says("done"), user("b"), says("two"), user("c"), says("three")]
+        near = learn(make(REMEMBERS), turns)
+        assert len(near.spans) == 13
+    else:
+        turns = []
+        _, near = rendered(make, shape, 8, monkeypatch)
+    monkeypatch.setattr(windows, "NEAR", 10**9)
+    far = learn(make(REMEMBERS), turns) if turns else rendered(make, shape, 8, monkeypatch)[1]
+    assert near == far
