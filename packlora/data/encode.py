@@ -17,7 +17,7 @@ import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.images import Images, Shown
-from packlora.data.places import check_tools, check_variables, names_of
+from packlora.data.places import check_variables, names_of
 from packlora.data.rows import Row, with_system
 from packlora.data.spans import learn
 from packlora.data.template import EndlessTemplateError, Spans, Template
@@ -391,8 +391,6 @@ def _conversation(
         check_variables(template)
         if prompt is not None:
             template.check_new(prompt, "give what a user says alone, or a row of token ids and labels")
-        if template.tools:
-            check_tools(template, messages)
         found = learn(template, messages, names)
     except InputError as error:
         raise type(error)(f"{where}: {error}") from None

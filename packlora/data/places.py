@@ -151,6 +151,7 @@ def prompt_text(template: Template, messages: list[Message], names: Sequence[str
     first: InputError | None = None
     for form in forms(messages, list(names)):
         try:
+            check_tools(template, form)
             text = template.render(form, generation=True)
             with contextlib.suppress(UntoldError):  # a template that looks at words: it cannot be told what is shown
                 found = placed(template, form, names, generation=True)
@@ -212,25 +213,27 @@ def check_calls(out: Placed) -> None:
 
 
 def check_tools(template: Template, messages: list[Message]) -> None:
-    """Check that a template shows tools.
+    """Check that a template shows its tools, if it has some.
 
     Raises:
+        InputError: the template refuses the conversation.
         NotShownError: it writes the same without them, or one of them is missing.
     """
+    if not template.tools:
+        return
     alone = Template(template.tokenizer, None, template.variables)
     first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    for part in (messages[:first], messages):
-        text = attempt(template, part)
-        if text != attempt(alone, part):
-            break
-    else:
-        raise NotShownError(
-            "the chat template does not show the tools, so the model would not see them; leave 'tools' out, or use a model "
-            "whose template knows tools"
-        )
-    for tool in template.tools or ():
+    text = attempt(template, messages[:first])
+    if text is None or text == attempt(alone, messages[:first]):
+        text = template.render(messages)
+        if text == attempt(alone, messages):
+            raise NotShownError(
+                "the chat template does not show the tools, so the model would not see them; leave 'tools' out, or use a model "
+                "whose template knows tools"
+            )
+    for tool in template.tools:
         name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), dict) else None
-        if isinstance(name, str) and text is not None and name not in text:
+        if isinstance(name, str) and name not in text:
             raise NotShownError(
                 f"the chat template does not show the tool {quoted(name)}; tools are {{type: function, function: {{name, "
                 "description, parameters}}"

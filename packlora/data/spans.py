@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from packlora.data.marks import Marker, Message, Part, forms, tags_of
-from packlora.data.places import NotShownError, Placed, check_calls, check_shown, names_of, placed
+from packlora.data.places import NotShownError, Placed, check_calls, check_shown, check_tools, names_of, placed
 from packlora.data.template import EndlessTemplateError, Spans, Template
 from packlora.data.windows import A_USER, Windows, attempt, tail
 from packlora.errors import InputError
@@ -58,6 +58,7 @@ def learn(template: Template, messages: Sequence[Message], names: Sequence[str] 
     first: InputError | None = None
     for form in forms(list(messages), list(names)):
         try:
+            check_tools(template, form)
             return _learn(placed(template, form, names), turns)
         except EndlessTemplateError:
             raise

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from packlora.data import windows
+from packlora.data.places import prompt_text
 from packlora.data.spans import EMPTY, FORGOTTEN, UNENDED, Learnt, learn
 from packlora.data.template import Template
 from packlora.errors import InputError
@@ -252,6 +253,20 @@ def test_a_system_message_in_the_middle_that_is_not_shown_is_refused(make: Any) 
     assert refusal(make(first), *turns, turns[0], user("c"), says("d")).startswith(
         "message 4 (system): the chat template does"
     )
+
+
+def test_tools_that_a_template_does_not_show_are_refused_and_others_may_be_shown_late(make: Any) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    assert refusal(make(CHATML, tools=[tool]), user("a"), says("b")).startswith(
+        "the chat template does not show the tools"
+    )
+    late = "{% if tools and messages | length > 2 %}{{ tools | tojson }}{% endif %}" + CHATML
+    assert spans(learn(make(late, tools=[tool]), [user("a"), says("b"), user("c"), says("d")])) == [
+        "b<|im_end|>",
+        "d<|im_end|>",
+    ]
+    with pytest.raises(InputError, match="does not show the tools"):
+        prompt_text(make(CHATML, tools=[tool]), [user("a")])
 
 
 # --- thoughts ----------------------------------------------------------------------------------------------------------
