@@ -205,7 +205,7 @@ def tune(
         if run is None and overrides:
             raise InputError("--set changes keys of a run file, and none was given")
         config = load_run(run, overrides) if run else None
-        from packlora.commands.tune import tune as measure_plans
+        from packlora.tune.plans import tune as measure_plans
 
         tuned = measure_plans(config, minutes=minutes, lossy=lossy)
         raise typer.Exit(0 if all(item.plan for item in tuned) else 1)

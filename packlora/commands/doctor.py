@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.base.demo_model import DEMO_MODEL, PACKAGE, cache_folder
-from packlora.commands.kernels import described_sizes
 from packlora.ops.gpu import HAS_TRITON
 from packlora.runtime.record import processor_name, versions
+from packlora.tune.kernels import described_sizes
 
 OPTIONAL = {
     "bitsandbytes": (

@@ -4,7 +4,7 @@
      "kernels": {"down": {"fields": {"down_m": 64, ...}, "ratios": {"usual": [1.0, 1.0], ...}, "failed": {}, "date": "..."}}}
 
 `use_tuned` reads it, once for a device and process. A file that is broken, or of another device, driver or other versions, is
-ignored with one warning. plans/kernel_tuning.py measures.
+ignored with one warning. tune/kernel_sizes.py measures.
 """
 
 from __future__ import annotations

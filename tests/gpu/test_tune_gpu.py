@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import packlora
-from packlora.commands.tune import tune
 from packlora.config import Run
 from packlora.plans import kernel_sizes
 from packlora.plans.identity import cache_path
 from packlora.runtime.head_cost import known_head
 from packlora.runtime.prepare import prepare
+from packlora.tune.plans import tune
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -68,7 +68,7 @@ def test_what_is_said_takes_the_place_of_the_line_that_moves(monkeypatch: pytest
     ("command", "where", "said"),
     [
         (["train", "run.yaml"], "packlora.run_file.load_run", "--resume continues"),
-        (["tune"], "packlora.commands.tune.tune", "the same command goes on"),
+        (["tune"], "packlora.tune.plans.tune", "the same command goes on"),
         (["demo"], "packlora.commands.demo.run_demo", "the same command continues"),
         (["doctor"], "packlora.commands.doctor.print_doctor", "stopped\n"),
     ],

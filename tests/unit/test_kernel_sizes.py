@@ -17,18 +17,19 @@ from group_cases import KINDS, GroupCase, cast, group_is_as_exact, make_case, ru
 from rich.console import Console
 from seeds import SEED, SOAK
 
-from packlora.commands import kernels
 from packlora.ops import gpu
 from packlora.ops.lora_linear.kernels import config, sizes
 from packlora.ops.lora_linear.kernels.candidates import KERNELS, Limits, combined, described
 from packlora.ops.lora_linear.kernels.config import BITS_16, FLOAT_32, LARGE_16, Sizes, sizes_for, use, usual
 from packlora.ops.lora_linear.plan import ROUTED, Plan
 from packlora.ops.lora_linear.prepared import GroupState
-from packlora.plans import kernel_sizes, kernel_tuning
+from packlora.plans import kernel_sizes
 from packlora.plans.cache import PlanCache
 from packlora.plans.kernel_sizes import KernelCache, Record
-from packlora.plans.kernel_tuning import SHAPES, Shape, Step, step_maker, tune_kernels
 from packlora.plans.timing import Timing, Timings
+from packlora.tune import kernel_sizes as kernel_tuning
+from packlora.tune import kernels
+from packlora.tune.kernel_sizes import SHAPES, Shape, Step, step_maker, tune_kernels
 
 CPU = torch.device("cpu")
 H200 = Limits(227 << 10, 228 << 10, 65536, 132, True)

@@ -21,7 +21,6 @@ from seeds import SEED
 from test_products import flops_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from packlora.commands.tune import cases_of_run, standard_cases, tune
 from packlora.config import Run
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, RUNLORA, Plan, named_plan, why_not
 from packlora.plans import measure as measuring
@@ -31,6 +30,7 @@ from packlora.plans.cost import HIDDEN, Machine, flops, machine, seconds, steps
 from packlora.plans.measure import FAR, Measured, candidates, group_maker, measure, summarised
 from packlora.plans.select import PlanChooser
 from packlora.plans.space import carried_out, legal_plans
+from packlora.tune.plans import cases_of_run, standard_cases, tune
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -772,7 +772,7 @@ def test_tune_keeps_going_where_plans_fail_and_says_so(
         return real(self, plan)
 
     monkeypatch.setattr(measuring._Operands, "work", work)
-    monkeypatch.setattr("packlora.commands.tune.standard_cases", lambda device: [case])
+    monkeypatch.setattr("packlora.tune.plans.standard_cases", lambda device: [case])
     (item,) = tune(None, CPU, progress=False, budget_s=0.02, cache=PlanCache(CPU, tmp_path / "plans.json"))
     assert item.plan == CHAIN and item.speedup == 1
     assert len(item.measured.failed) == len(candidates(case, CPU)) - 1

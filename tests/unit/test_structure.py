@@ -27,6 +27,7 @@ MAY_USE: dict[str, set[str]] = {
     "megatron": {"ops", "plans", "adapters"},
     "runtime": {"ops", "plans", "adapters", "base", "data", "schedule", "report", "parallel"},
 }
+MAY_USE["tune"] = {*MAY_USE}
 MAY_USE["commands"] = {*MAY_USE, "commands"}
 OPTIONAL = {"triton", "matplotlib", "liger_kernel", "datasets", "megatron"}
 """Packages without which packlora works: a file that needs one may be imported where it is used."""

@@ -15,13 +15,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from packlora.cli import app
-from packlora.commands.tune import MINUTES, cases_of_run, standard_cases, tune
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.cache import PlanCache, Record
 from packlora.plans.case import Case
 from packlora.plans.measure import Measured
+from packlora.tune.plans import MINUTES, cases_of_run, standard_cases, tune
 
 CPU = torch.device("cpu")
 
@@ -40,10 +40,10 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
         self.now, self.step_s = 0.0, step_s
         self.measured: list[tuple[Case, int]] = []
-        monkeypatch.setattr("packlora.commands.tune.time", SimpleNamespace(perf_counter=lambda: self.now))
-        monkeypatch.setattr("packlora.commands.tune.measure", self.measure)
-        monkeypatch.setattr("packlora.commands.tune.group_maker", lambda device: lambda case, plan: self.step)
-        monkeypatch.setattr("packlora.commands.tune.seconds", lambda plan, case, roofline: 1e-6)
+        monkeypatch.setattr("packlora.tune.plans.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr("packlora.tune.plans.measure", self.measure)
+        monkeypatch.setattr("packlora.tune.plans.group_maker", lambda device: lambda case, plan: self.step)
+        monkeypatch.setattr("packlora.tune.plans.seconds", lambda plan, case, roofline: 1e-6)
 
     def step(self) -> None:
         self.now += self.step_s
@@ -113,7 +113,7 @@ def test_a_slow_case_is_measured_with_fewer_plans_and_the_first_one_in_any_case(
 
 def test_the_bar_shows_cases_and_the_time_left(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
-    monkeypatch.setattr("packlora.commands.tune.Console", lambda: Console(file=shown, force_terminal=True, width=80))
+    monkeypatch.setattr("packlora.tune.plans.Console", lambda: Console(file=shown, force_terminal=True, width=80))
     World(monkeypatch, 0.2)
     monkeypatch.setattr("rich.progress.Progress.update", refreshing)
     tune(run, CPU, minutes=2, cache=PlanCache(CPU, tmp_path / "plans.json"))
@@ -156,7 +156,7 @@ def test_minutes_that_are_none_are_refused(minutes: float) -> None:
 
 def test_the_command_gives_minutes_and_lossy_on(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr("packlora.commands.tune.tune", lambda run, **options: given.update(options) or [])
+    monkeypatch.setattr("packlora.tune.plans.tune", lambda run, **options: given.update(options) or [])
     assert CliRunner().invoke(app, ["tune", "--minutes", "1.5"]).exit_code == 0
     assert given == {"minutes": 1.5, "lossy": False}
     assert CliRunner().invoke(app, ["tune"]).exit_code == 0
@@ -174,7 +174,7 @@ def test_a_run_that_allows_lossy_plans_has_them_measured(
         asked.append(lossy)
         return [CHAIN]
 
-    monkeypatch.setattr("packlora.commands.tune.legal_plans", legal)
+    monkeypatch.setattr("packlora.tune.plans.legal_plans", legal)
     for value in (False, True):
         run.plans.lossy = value
         tune(run, CPU, progress=False, minutes=0, cache=PlanCache(CPU, tmp_path / "plans.json"))

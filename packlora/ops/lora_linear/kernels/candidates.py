@@ -5,7 +5,7 @@
     grad      dS and dB                 several_grad: where no segment has all tokens; joint: DoRA's, with e and the sums
     inputs    dx and dA                 narrow: with no more than 16 ranks
 
-Nothing here is measured (plans/kernel_tuning.py). Estimates of memory are of operands in 16 bits and of the widest block of
+Nothing here is measured (tune/kernel_sizes.py). Estimates of memory are of operands in 16 bits and of the widest block of
 ranks; a candidate that does not fit after all fails when it is tried, and is left out.
 """
 

@@ -14,7 +14,7 @@ from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear.kernels.candidates import KERNELS, Limits, described
 from packlora.plans import kernel_sizes
 from packlora.plans.kernel_sizes import USUAL, KernelCache
-from packlora.plans.kernel_tuning import Tuned, tune_kernels
+from packlora.tune.kernel_sizes import Tuned, tune_kernels
 
 PART = 0.4
 """Of the time that tuning has, at most."""

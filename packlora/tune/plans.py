@@ -22,7 +22,6 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device, settle_dtype
 from packlora.base.load import load_skeleton
 from packlora.base.packing import ATTENTION
-from packlora.commands.kernels import tune_sizes
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
@@ -36,6 +35,7 @@ from packlora.runtime.head_cost import measure_head, remember
 from packlora.runtime.memory import synchronize
 from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import AUTO_BUDGET, ModelShape
+from packlora.tune.kernels import tune_sizes
 
 SMALLEST = 8
 """Microbatches are measured from this part of the largest one upwards; of a full schedule few are smaller."""
