@@ -49,11 +49,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def load_quantised(folder: str, kind: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """A model as users of PEFT load it for training on quantised weights."""
+def load_quantised(
+    folder: str, kind: str, dtype: torch.dtype = torch.float32, device: str = "cpu", storage: str = "uint8"
+) -> Any:
+    """A model as users of PEFT load it for training on quantised weights. storage: type of the tensors with codes of 4 bits."""
     settings = dict(CONFIGS[kind])
     if "load_in_4bit" in settings:
-        settings["bnb_4bit_compute_dtype"] = dtype
+        settings |= {"bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": storage}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, device_map={"": device},
         quantization_config=transformers.BitsAndBytesConfig(**settings), attn_implementation="eager",

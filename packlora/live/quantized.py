@@ -86,6 +86,9 @@ def _why_no_codes(base: Any) -> str | None:
         return "its base layer is not quantised yet"
     if getattr(state, "packing_format_for_cpu", False):
         return "bitsandbytes has packed its base layer for inference on a CPU, which cannot be trained"
+    if weight.dtype != (made := getattr(weight, "quant_storage", weight.dtype)):
+        now, before = (str(dtype).removeprefix("torch.") for dtype in (weight.dtype, made))
+        return f"the codes of its base layer were cast from {before} to {now} and are lost; load the model again"
     shape = base.out_features, base.in_features
     if tuple(state.shape) != shape or weight.numel() * weight.itemsize != (shape[0] * shape[1] + 1) // 2:
         return NotWhole("the weight of its base layer is not whole here")

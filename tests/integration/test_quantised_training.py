@@ -131,6 +131,32 @@ def test_a_model_that_was_saved_quantised_gives_the_same_bits(
             prepare(Run.model_validate({**again, "parallel": {"shard_base": True}}))
 
 
+@pytest.mark.parametrize(("storage", "dtype"), [("float16", "bfloat16")])
+def test_codes_of_four_bits_in_tensors_of_floats_stay_what_they_are(
+    storage: str, dtype: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """bnb_4bit_quant_storage, as for FSDP: trained, answered and merged as the same codes in bytes, to the bit."""
+    base, dense = tiny_base(), load_file(Path(tiny_base()) / "model.safetensors")
+    found = {}
+    for kind in ("uint8", storage):
+        saved, out = tmp_path / kind, tmp_path / f"out {kind}"
+        load_quantised(base, "nf4 double", storage=kind).save_pretrained(saved)
+        for file in (*Path(base).glob("*token*"), *Path(base).glob("*.jinja")):
+            shutil.copy(file, saved)
+        tree = config(str(saved), out, write_rows, JOBS[:1], dtype=dtype, sample_prompts=["the quick brown"])
+        tree["jobs"][0]["train"]["max_steps"] = 2
+        train(tree)
+        merge_adapter(out / "lora", tmp_path / f"merged {kind}")
+        merged = load_file(tmp_path / f"merged {kind}" / "model.safetensors")
+        answers = [json.loads(line)["samples"] for line in (out / "samples.jsonl").open()]
+        found[kind] = adapter(out, "lora"), merged, answers
+    for got, want in zip(found[storage][:2], found["uint8"][:2], strict=True):
+        assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+    assert found[storage][2] == found["uint8"][2]
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert (found[storage][1][name] - dense[name]).norm() < 0.2 * dense[name].norm()
+
+
 @pytest.mark.parametrize("quantization", [DOUBLE, "int8"], ids=str)
 def test_what_a_plan_predicts_is_what_codes_take_and_no_dense_copy_is_kept(
     quantization: Any, write_rows: Rows, tmp_path: Path, tiny_base: Base

@@ -13,13 +13,13 @@ import pytest
 import torch
 from group_cases import KINDS, GroupCase, cast, compare, make_case, outcome, run_reference
 from quantised import KINDS as STORED
-from quantised import codes, dequantised
+from quantised import bnb, codes, dequantised
 from seeds import SEED
 
 from packlora.adapters.norms import RowNorms
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.ops.lora_linear.quantized import Quantized, QuantizedLinear
+from packlora.ops.lora_linear.quantized import FourBit, Quantized, QuantizedLinear
 from packlora.ops.lora_linear.temporary import _MADE
 from packlora.ops.lora_linear.types import situation
 
@@ -78,6 +78,19 @@ def test_codes_stand_for_what_bitsandbytes_makes_of_them(kind: str, dtype: torch
         assert own.shape == shape and own.settings["method"] == kind.split()[0]
         wide = torch.promote_types(dtype, torch.float32)  # 16 bits are rounded from there
         assert torch.equal(own.values(dtype), dequantised(own).to(wide).to(dtype))
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_no_cast_of_a_module_reaches_codes_that_are_saved_as_floats(storage: torch.dtype) -> None:
+    """bnb_4bit_quant_storage: bytes in tensors of floats, as FSDP wants them."""
+    own, state = bnb.functional.quantize_4bit(torch.randn(24, 64), quant_type="nf4", quant_storage=storage)
+    assert own.dtype == storage
+    want = FourBit(own, state).values(torch.float32)
+    layer = torch.nn.Sequential(QuantizedLinear(FourBit(own, state), torch.zeros(24), torch.float32))
+    for cast_by in ("half", "bfloat16", "double", "float"):
+        assert torch.equal(getattr(layer, cast_by)()[0].frozen.codes.values(torch.float32), want)
+    for dtype in (torch.float16, torch.float64):
+        assert torch.equal(layer.to(dtype)[0].frozen.codes.values(torch.float32), want)
 
 
 @pytest.mark.parametrize("plan", [CHAIN, Plan(up="before", dx="before")], ids=lambda plan: plan.name)

@@ -27,7 +27,8 @@ LARGEST_CODE = 127
 class Codes(Protocol):
     """The numbers of a quantised weight [N, K].
 
-    stored: the tensor that most of its memory is, of integers. settings: how they were made, as a run file says it.
+    stored: the tensor that most of its memory is; where another module owns it, it may be bytes that are called floats.
+    settings: how they were made, as a run file says it.
     """
 
     stored: torch.Tensor
@@ -157,12 +158,14 @@ class Quantized:
 class QuantizedLinear(torch.nn.Linear):
     """A frozen linear layer with a quantised weight, of the compute dtype.
 
-    weight: the codes as they are stored. frozen: the weight as the operator takes it, always the same object on a device.
+    weight: the codes as they are stored, of integers: floats would be cast with the model (bnb_4bit_quant_storage has bytes in
+    tensors of floats). frozen: the weight as the operator takes it, always the same object on a device.
     """
 
     def __init__(self, codes: Codes, bias_N: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(codes.shape[1], codes.shape[0], bias_N is not None, "meta")
         stored = codes.stored.detach().as_subclass(torch.Tensor)
+        stored = stored.view(torch.uint8) if stored.is_floating_point() else stored
         self.weight = torch.nn.Parameter(stored, requires_grad=False)
         if bias_N is not None:
             self.bias = torch.nn.Parameter(bias_N.detach().to(dtype), requires_grad=False)
