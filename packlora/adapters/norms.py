@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.eval_frame import skip_code
@@ -44,12 +44,18 @@ from packlora.ops.row_norm.row_norm import plainly, row_norms, squared_row_norm,
 from packlora.ops.row_norm.types import NormProblem, dense_of
 from packlora.ops.stamp import PLAIN, version
 
+T = TypeVar("T")
 _NUMBERS = itertools.count()
-_LIVE: weakref.WeakSet[RowNorms] = weakref.WeakSet()
+_LIVE: weakref.WeakValueDictionary[int, RowNorms] = weakref.WeakValueDictionary()
+
+
+def _alive(known: weakref.WeakValueDictionary[int, T]) -> list[T]:
+    """The values, while other threads may add some: values() would fail then."""
+    return [value for reference in known.valuerefs() if (value := reference()) is not None]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for norms in tuple(_LIVE):
+    for norms in _alive(_LIVE):
         norms._stepped(optimizer)
 
 
@@ -200,7 +206,7 @@ class RowNorms:
         """Checks whose addresses a graph has, by id."""
         self._in_window: dict[int, torch.Tensor] = {}
         """By handle, what this window's check gave while a graph was being captured."""
-        _LIVE.add(self)
+        _LIVE[next(_NUMBERS)] = self
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -228,12 +234,12 @@ class RowNorms:
 
     def invalidate(self) -> None:
         """The next get() of every handle computes."""
-        for handle in list(self._handles.values()):
+        for handle in _alive(self._handles):
             handle.invalidate()
 
     def changed(self) -> None:
         """A's and B's may be others, which the host need not have seen: the next get() of every handle computes."""
-        for handle in list(self._handles.values()):
+        for handle in _alive(self._handles):
             handle._steps += 1
 
     # --- windows ---------------------------------------------------------------------------------------------------------
@@ -285,14 +291,14 @@ class RowNorms:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for handle in list(self._handles.values()):
+        for handle in _alive(self._handles):
             if not handle.version_counted or id(handle.A) in held or id(handle.B) in held:
                 handle._steps += 1
 
     def _check_window(self, since: int) -> None:
         """Check the data of handles that are in use: get() was called since the window with this number."""
         handles = [
-            handle for handle in self._handles.values() if not handle.version_counted and handle._asked >= since
+            handle for handle in _alive(self._handles) if not handle.version_counted and handle._asked >= since
         ]  # fmt: skip
         capturing, known = _capturing(), self._together
         if known is None or not known.fits(handles):
@@ -325,7 +331,7 @@ class RowNorms:
             return
         is_new = handle._kept is None
         others = [
-            other for other in self._handles.values()
+            other for other in _alive(self._handles)
             if (other._kept is None or not is_new) and other is not handle and other.A.device == handle.A.device
             and other.version_counted == handle.version_counted
             and (other._kept is None or not other._kept.seen.stands(other))

@@ -185,10 +185,9 @@ class DoraForward(OwnForward):
         key = (call.scaling, *((t.data_ptr(), t.dtype, t.device, t.shape) for t in operands))
         kept = self._kept.get(call.name)
         if kept is None or kept[0] != key:  # new tensors, not new values in them: those are seen by the handles
-            gone = self._kept.keys() - self.layer.lora_magnitude_vector.keys()
-            self._kept = {name: value for name, value in self._kept.items() if name not in gone}
-            handles = [self.norms.add(*problem, call.scaling) for problem in self.problems(call)]
-            kept = self._kept[call.name] = (key, handles)
+            there = self.layer.lora_magnitude_vector.keys()
+            kept = key, [self.norms.add(*problem, call.scaling) for problem in self.problems(call)]
+            self._kept = {name: own for name, own in self._kept.items() if name in there} | {call.name: kept}
         return convolution.whole([handle.get() for handle in kept[1]])
 
 

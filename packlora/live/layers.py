@@ -504,9 +504,10 @@ class LayerForward(OwnForward):
         if torch.compiler.is_compiling():
             return own.detach().T
         key = (id(own), own.data_ptr(), own.dtype, own.shape)
-        if self._turned is None or self._turned[0] != key:
-            self._turned = key, own.detach().T
-        return self._turned[1]
+        turned = self._turned
+        if turned is None or turned[0] != key:
+            turned = self._turned = key, own.detach().T
+        return turned[1]
 
     def ready(self) -> LayerCall | str:
         return look(self)

@@ -91,7 +91,7 @@ class Report:
         """What PEFT has computed of modules that are called accelerated."""
         by_reason: dict[str, list[int]] = {}
         for calls in self.calls:
-            for reason, number in calls.left.items():
+            for reason, number in list(calls.left.items()):  # another thread may count
                 if calls.promised and reason not in ASKED_FOR:
                     by_reason.setdefault(reason, []).append(number)
         return [

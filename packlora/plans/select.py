@@ -78,8 +78,9 @@ class PlanChooser:
         plan = self._plans.get(case)
         if plan is None:
             choice = self._choose(case)
-            plan = self._plans[case] = ordered(choice.plan, case.torch_dtype.itemsize)
+            plan = ordered(choice.plan, case.torch_dtype.itemsize)
             self.choices[case] = replace(choice, plan=plan)
+            self._plans[case] = plan  # last: another thread that finds it may look for the choice
         return plan
 
     def plan_of(
@@ -157,5 +158,5 @@ class PlanChooser:
         return [
             {"case": case.key, "plan": choice.plan.name, "origin": choice.origin, "ms": choice.ms, "chain_ms": choice.chain_ms}
             | ({"why_not": choice.why_not} if choice.why_not is not None else {})
-            for case, choice in self.choices.items()
+            for case, choice in list(self.choices.items())  # other threads add some
         ]  # fmt: skip
