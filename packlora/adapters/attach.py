@@ -7,7 +7,8 @@ stand around an AdaptedLinear; everything else of the model is left alone and fr
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -122,7 +123,8 @@ def attach(
         chooser = dict.fromkeys(adapted, chooser or PlanChooser(model.device))
     attached = Attached([*chooser.values()], storage)
     layers: Layers = {}
-    attached.groups = shared_inputs(model, example)
+    with given_half(model) as attached.of_rows:
+        attached.groups = shared_inputs(model, example)
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
     here = {job: _here(model, spec, attached) for job, spec in specs.items()}
     adapters = []
@@ -317,12 +319,42 @@ def shared_inputs(model: PreTrainedModel, example: Mapping[str, Any] | None = No
     """For every linear layer that has siblings, the paths of its group in the order of their calls.
 
     All linear layers of the base model are looked at, adapted or not: the group, whose first path names its dropout mask,
-    does not depend on which jobs there are. example: see attach.
+    does not depend on which jobs there are. Half of the tokens are kept for the output layer, as rows of labels are.
+    example: see attach.
     """
     paths = [path for path, module in model.named_modules() if type(module) in LINEAR]
     ids = torch.arange(MIN_ROWS, device=model.device)[None]
     plain = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
-    return {path: group for group in sibling_groups(model, paths, example or plain) for path in group}
+    told = dict(example or plain)
+    told["logits_to_keep"] = torch.arange(told["input_ids"].shape[1] // 2, device=model.device)
+    return {path: group for group in sibling_groups(model, paths, told) for path in group}
+
+
+@contextmanager
+def given_half(model: PreTrainedModel) -> Iterator[set[str]]:
+    """Paths of the modules that are given half as many tokens as the model's embedding inside, which stand behind the decoder:
+    the output layer and, in some models, what treats the hidden states before it. What is in a list of modules, as layers and
+    experts are, is none of it."""
+    found, tokens, hooks = set[str](), [0], []
+
+    def note(path: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(x, torch.Tensor) and x.ndim > 2 and 2 * x.shape[-2] == tokens[0]:
+            found.add(path)
+
+    def begin(module: torch.nn.Module, args: Any, y: torch.Tensor) -> None:
+        tokens[0] = y.shape[-2]
+
+    of_images = beside_decoder(model)
+    for path, module in model.named_modules():
+        if path and path not in of_images and not any(part.isdecimal() for part in path.split(".")):
+            hooks.append(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
+    hooks.append(model.get_input_embeddings().register_forward_hook(begin))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _replace(
@@ -341,7 +373,7 @@ def _replace(
         if isinstance(there, torch.nn.Parameter):
             layers[path, True] = adapted_router(model, path, attached, chooser[path])
             continue
-        of_rows = there is model.get_output_embeddings()
+        of_rows = path in attached.of_rows or there is model.get_output_embeddings()
         if not linear:
             rows_of_images = spec.modules[path].kind == "convolution"
             routed = (

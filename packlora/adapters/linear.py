@@ -58,6 +58,9 @@ class Attached:
         """Of plans: each layer has one of them."""
         self.groups: dict[str, tuple[str, ...]] = {}
         """Of siblings, by the path of each, adapted or not."""
+        self.of_rows: set[str] = set()
+        """Paths of the modules that are given rows of labels and not all tokens: the output layer and what stands right before
+        it."""
         self.norms = RowNorms()
         """DoRA's, of all adapters."""
         self._active: TokenOwners | int | None = None
@@ -102,7 +105,7 @@ class Attached:
         """Owners of a forward, or the one adapter; None runs the base model alone.
 
         Args:
-            of_rows: of the output layer, which is given the rows of labels.
+            of_rows: of a layer behind the decoder, which is given the rows of labels.
 
         Raises:
             RuntimeError: a backward recomputes activations of nobody knows which microbatch.
@@ -173,7 +176,7 @@ class AdaptedLinear(torch.nn.Module):
         salt: of the tensor that the layer reads, so the same for siblings: see ops.dropout.layer_salt.
         attached: what the layers of the model share.
         chooser: of plans; the same for siblings.
-        of_rows: it is the output layer, which is given the rows of labels and not all tokens.
+        of_rows: it stands behind the decoder, and so is given the rows of labels and not all tokens.
         of_images: it is part of a vision tower, which is given rows of images.
     """
 

@@ -221,7 +221,7 @@ class Routed(torch.nn.Module):
     Args:
         inner: the frozen module, or what stands in its place for adapters of other kinds.
         attached: what the layers of the model share.
-        of_rows: it is the output layer, which is given the rows of labels and not all tokens.
+        of_rows: it stands behind the decoder, and so is given the rows of labels and not all tokens.
     """
 
     def __init__(self, inner: torch.nn.Module, attached: Attached, of_rows: bool) -> None:
