@@ -15,6 +15,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from packlora.base.diagnosis import Unpackable
 from packlora.ops.attention.attention import packed_attention
 
 OWN_MASKS = "packlora-own-masks"
@@ -39,7 +40,7 @@ def describe(**kwargs: Any) -> torch.Tensor:
     causal attention without a window."""
     length, device = int(kwargs["kv_length"]), kwargs["device"]
     if kwargs["q_length"] != length:
-        raise RuntimeError("the model attends to keys that are not its tokens")
+        raise Unpackable("the model attends to keys that are not its tokens")
     keys = torch.arange(length, device=device)
     window, other = None, None
     for start in reversed(range(0, length, ROWS)):  # the last row shows the window
@@ -79,9 +80,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     T = query.shape[2]
     if own_masks is None:
-        raise RuntimeError(f"{type(module).__name__} does not pass on to its attention what the model is given for it")
+        raise Unpackable(f"{type(module).__name__} does not pass on to its attention what the model is given for it")
     if attention_mask is None or attention_mask.numel() != 1:
-        raise RuntimeError(f"{type(module).__name__} builds a mask of its own")
+        raise Unpackable(f"{type(module).__name__} builds a mask of its own")
     own, told = int(attention_mask), min(sliding_window or T, T)
     if own != told:
         own_masks.limits[own_masks.names[id(module)]] = min(abs(own), told)

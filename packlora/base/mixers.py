@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from packlora.base.diagnosis import Unpackable
+
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
@@ -55,7 +57,7 @@ def _by_sample(own: Callable[..., Any], mixing: Mixing) -> Callable[..., Any]:
         if sample_lengths is None:
             return own(*args, **kwargs)
         if not isinstance(sample_lengths, Sequence):
-            raise RuntimeError(f"{own.__name__}: where samples begin is on the device alone")
+            raise Unpackable(f"{own.__name__}: where samples begin is on the device alone")
         lengths, dim = list(sample_lengths), mixing.dim
         rows = zip(*(one.split(lengths, dim) for one in args[: mixing.first]), strict=True)
         parts = {name: kwargs[name].split(lengths, dim) for name in mixing.named}

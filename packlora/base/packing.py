@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from packlora.base.diagnosis import Unpackable
 from packlora.base.mixers import mix_by_sample
 from packlora.base.rotary import rotate_by_sample
 from packlora.base.shape import scaled_by_place
@@ -50,11 +51,11 @@ def _attention(
     The base model is frozen, so its own attention dropout is not applied.
     """
     if sample_lengths is None:
-        raise RuntimeError(
+        raise Unpackable(
             f"{type(module).__name__} did not pass sample_lengths on to its attention, so packed samples would see each other"
         )
     if attention_mask is not None or query.shape[0] != 1 or not getattr(module, "is_causal", True):
-        raise RuntimeError(f"{type(module).__name__}: packed attention takes one causal row without a mask")
+        raise Unpackable(f"{type(module).__name__}: packed attention takes one causal row without a mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # squeezed, not indexed: the gradient of an index is a tensor of zeros with a copy in it, laid out as nobody wants it
     q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
@@ -146,7 +147,7 @@ def _more(images: Mapping[str, torch.Tensor] | None, routed: list[torch.Tensor] 
 def _take_routed(output: Any, routed: list[torch.Tensor] | None) -> None:
     if routed is not None:
         if not output.router_logits:
-            raise RuntimeError("the model does not give what its routers compute")
+            raise Unpackable("the model does not give what its routers compute")
         routed += output.router_logits
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from packlora.base.diagnosis import of_places, reason_of, where_samples_meet
 from packlora.base.layer_kinds import first_layers, layers_of_each_kind
 from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import hidden_states, packed_logits
@@ -73,9 +74,10 @@ def own_logits(
     }
     found, long = MaskLimits({id(module): name for name, module in model.named_modules()}, limits), None
     layers = layers_of_each_kind(model) if is_whole and tokens > len(first) else None
-    with cannot_be_packed(model, path):
+    with cannot_be_packed(model, path, "is not run by transformers itself"):
         alone = _logits(model, second)
         _check_finite(model, alone, path, everywhere)
+    with cannot_be_packed(model, path):
         if tokens > len(first):
             rows = torch.arange(tokens - len(first), tokens, device=model.device)
             with first_layers(model, layers):
@@ -83,7 +85,8 @@ def own_logits(
                 model.set_attn_implementation(attention_of_text(model, OWN_MASKS))
                 long = _logits(model, _probe(model, 4, tokens), own_masks=found, logits_to_keep=rows), short
             model.set_attn_implementation(attention_of_text(model, "eager"))
-        positions = start + torch.arange(len(first), device=model.device)
+    positions = start + torch.arange(len(first), device=model.device)
+    with cannot_be_packed(model, path, f"is not run by transformers at positions up to {start + len(first) - 1}"):
         late = _logits(model, first, position_ids=positions[None])
     return OwnLogits(alone, late, long, layers, found.limits)
 
@@ -129,7 +132,9 @@ def check_packing(
     if not torch.equal(given, again):
         raise InputError(what + "it gives other numbers every time it is run, so it draws random numbers of its own")
     if not apart or given[n:].shape != own.second.shape:
-        raise InputError(what + "samples that are packed together see each other")
+        runs = partial(pack.logits, model), partial(other.logits, model)
+        where = "" if crosses is not None else where_samples_meet(model, runs, n)
+        raise InputError(f"{what}samples that are packed together see each other{where}")
     if not same_bits:
         notes.append("the rounding of the model's experts depends on all samples of a microbatch, and so on other jobs")
     _check_limits(model, own.limits, path, longest)
@@ -139,10 +144,39 @@ def check_packing(
         with cannot_be_packed(model, path), first_layers(model, own.layers):
             behind = long.logits(model)
         pairs += zip((behind[:n], behind[n:]), own.long, strict=True)
-    error = max(difference(got, want.to(got.device), model.dtype) for got, want in pairs)
-    if not error < PROBE_ERROR[model.dtype]:
-        raise InputError(what + f"its attention is of another kind (its own logits differ by {error:.1%})")
+    errors = [difference(got, want.to(got.device), model.dtype) for got, want in pairs]
+    if not max(errors) < PROBE_ERROR[model.dtype]:
+        raise InputError(what + (_places(model, second, own) or _what_differs(errors, longest, n, model.dtype)))
     return by_head
+
+
+def _places(model: PreTrainedModel, ids_T: torch.Tensor, own: OwnLogits) -> str | None:
+    """See diagnosis.of_places."""
+    n = len(ids_T)
+
+    def packed(places_T: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(n, device=ids_T.device)
+        return packed_logits(model, ids_T, places_T.to(ids_T.device), (n,), rows).double()
+
+    def is_own(logits: torch.Tensor) -> bool:
+        return difference(logits, own.second.to(logits.device), model.dtype) < PROBE_ERROR[model.dtype]
+
+    try:
+        return of_places(packed, n, is_own)
+    except (RuntimeError, ValueError, LookupError):  # places beyond a table of embeddings
+        return None
+
+
+def _what_differs(errors: Sequence[float], longest: Mapping[str, int], n: int, dtype: torch.dtype) -> str:
+    """In words. errors: of logits at late positions, of two short samples, and of a long one and what is behind it."""
+    late, second, beside, *long = errors
+    most, bound = max(longest.values(), default=n), PROBE_ERROR[dtype]
+    by = f"(its own logits differ by {max(errors):.1%})"
+    if max(second, beside) < bound and not late < bound:
+        return f"at positions up to {most} it computes something else on a packed row {by}"
+    if max(second, beside, late) < bound and long:
+        return f"its attention in samples of {most} tokens is of another kind {by}"
+    return f"its attention is of another kind {by}"
 
 
 def _gives_by_head(model: PreTrainedModel, pack: Pack, logits: torch.Tensor, in_step: bool) -> bool:
@@ -197,18 +231,15 @@ def _late_start(longest: Mapping[str, int], length: int) -> int:
 
 
 @contextlib.contextmanager
-def cannot_be_packed(model: PreTrainedModel, path: str) -> Iterator[None]:
-    """Says of an error that it is one of packing."""
+def cannot_be_packed(model: PreTrainedModel, path: str, by_itself: str = "") -> Iterator[None]:
+    """Says of an error why a model is not trained. by_itself: what is to be said where it runs as transformers runs it."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError | InputError):
             raise
-        first_line = str(error).strip().split("\n")[0]
-        first_line = first_line if " " in first_line else repr(error)  # a key alone says nothing
-        raise InputError(
-            f"base_model {path!r}: a {model.config.model_type} model cannot be packed: {first_line}"
-        ) from None
+        reason = reason_of(model, error, by_itself)
+        raise InputError(f"base_model {path!r}: a {model.config.model_type} model {reason}") from None
 
 
 def _check_finite(

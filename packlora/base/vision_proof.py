@@ -56,7 +56,7 @@ def own_images(model: PreTrainedModel, path: str, vision: Vision) -> OwnImages:
     model.eval()
     vision.bind(model)
     samples, logits, rows = _probes(model, vision), [], []
-    with cannot_be_packed(model, path):
+    with cannot_be_packed(model, path, "is not run by transformers on images"):
         for sample in samples:
             ids_T = torch.from_numpy(sample.ids).to(model.device)
             more = {} if sample.images is None else on_device(sample.images.tensors, model.device, model.dtype)

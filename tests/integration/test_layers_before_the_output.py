@@ -22,7 +22,10 @@ Rows = Callable[..., str]
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "bert": ("BertConfig", {"is_decoder": True, **NO_DROPOUT}, "cls.predictions.transform", ".dense", ".LayerNorm"),
-    "electra": ("ElectraConfig", {"is_decoder": True, "embedding_size": 48, **NO_DROPOUT}, "generator_predictions", ".dense", ".LayerNorm"),
+    "electra": (
+        "ElectraConfig", {"is_decoder": True, "embedding_size": 48, **NO_DROPOUT},
+        "generator_predictions", ".dense", ".LayerNorm",
+    ),
     "modernbert decoder": (
         "ModernBertDecoderConfig",
         {"layer_types": ["sliding_attention", "full_attention"], "local_attention": 16, "cls_token_id": 1, "sep_token_id": 2},

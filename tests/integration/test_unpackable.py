@@ -25,8 +25,31 @@ from packlora.ops.attention.blocks import SampleBlocks
 
 SMALL = {key: TINY[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "BloomConfig": ({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}, "see each other"),
-    "MambaConfig": ({"state_size": 4}, "see each other|cannot be packed"),
+    "BloomConfig": (
+        {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0},
+        r"see each other in transformer\.h\.0\.self_attention \(BloomAttention\)$",
+    ),
+    "MambaConfig": ({"state_size": 4}, r"see each other in backbone\.layers\.0\.mixer \(MambaMixer\)$"),
+    "BartConfig": (
+        {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "d_model": 64, "is_decoder": True},
+        "it takes no notice of position_ids, and counts a sample's places from the begin of the packed row",
+    ),
+    "RobertaConfig": (
+        {"is_decoder": True, "pad_token_id": 1, "intermediate_size": 96},
+        "it counts the places of a sample from 2 on, where packed samples begin at 0",
+    ),
+    "HYV4Config": (
+        {"num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1,
+         "topk_group": 1, "num_experts_per_tok": 2, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "head_dim": 8,
+         "kv_lora_rank": 16, "q_lora_rank": 24, "v_head_dim": 16, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 64,
+         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        r"model\.layers\.0\.self_attn \(HYV4\w*\) does not run on a packed row, which has no attention mask \(TypeError: 'None",
+    ),
+    "DeepseekV3Config": (
+        {"num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1,
+         "topk_group": 1, "num_experts_per_tok": 2, "qk_rope_head_dim": 8, "head_dim": 16, "kv_lora_rank": 16},
+        r"is not run by transformers itself: RuntimeError: The size of .*, in model\.layers\.0\.self_attn \(Deep.*config.json",
+    ),
     "DeepseekV4Config": (
         {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 24, "head_dim": 16,

@@ -1,0 +1,107 @@
+"""Why a base model cannot be packed: in which of its modules, and by what. For a model that the proof has refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+FIRST_PLACES = range(1, 4)
+"""Where families count a sample's places from that do not begin at 0: behind the number of a padding token."""
+Logits = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Unpackable(RuntimeError):
+    """What packing itself finds in a module: the text says all there is to say."""
+
+
+def reason_of(model: PreTrainedModel, error: Exception, by_itself: str = "") -> str:
+    """Why a forward failed, in words. by_itself: what failed where nothing was packed."""
+    if isinstance(error, Unpackable):
+        return f"cannot be packed: {error}"
+    first_line = (str(error).strip() or "no reason given").split("\n")[0]
+    found = f"{type(error).__name__}: {first_line}"
+    where = _innermost(model, error)
+    if by_itself:
+        return f"{by_itself}: {found}{where and f', in {where}'}; look into its config.json"
+    return f"cannot be packed: {where or 'it'} does not run on a packed row, which has no attention mask ({found})"
+
+
+def _innermost(model: PreTrainedModel, error: Exception) -> str:
+    """The innermost module whose forward an error left, by path and class; "" where there is none but the model."""
+    paths = {id(module): path for path, module in model.named_modules() if path}
+    frame, found = error.__traceback__, ""
+    while frame is not None:
+        module = frame.tb_frame.f_locals.get("self")
+        if path := paths.get(id(module), ""):
+            found = f"{path} ({type(module).__name__})"
+        frame = frame.tb_next
+    return found
+
+
+@torch.no_grad()
+def where_samples_meet(model: PreTrainedModel, runs: tuple[Callable[[], Any], Callable[[], Any]], n: int) -> str:
+    """The first module whose outputs for the last n tokens are others in the second run, with the same inputs for them, by path
+    and class; "" where none can be named. runs: of packs that agree in the last n tokens."""
+    seen: list[list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]] = []
+    for run in runs:
+        own: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
+        hooks = [
+            module.register_forward_hook(partial(_keep, own, path, n), with_kwargs=True)
+            for path, module in model.named_modules() if path
+        ]  # fmt: skip
+        try:
+            run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        seen.append(own)
+    for (path, inputs, outputs), (other_path, other_inputs, other_outputs) in zip(*seen, strict=False):
+        if path != other_path:
+            return ""
+        if inputs and _equal(inputs, other_inputs) and not _equal(outputs, other_outputs):
+            return f" in {path} ({type(model.get_submodule(path)).__name__})"
+    return ""
+
+
+def _keep(
+    found: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]], path: str, n: int, module: torch.nn.Module, args: Any,
+    kwargs: dict[str, Any], output: Any,
+) -> None:  # fmt: skip
+    """A hook: keeps the last n rows of what a module takes and gives, where that is [1, T, width]."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    rows = [
+        [one[0, -n:].clone() for one in some if isinstance(one, torch.Tensor) and one.ndim == 3 and one.shape[1] > n]
+        for some in ([*args, *kwargs.values()], outputs)
+    ]
+    found.append((path, *rows))  # type: ignore[arg-type]
+
+
+def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.allclose(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+@torch.no_grad()
+def of_places(packed: Logits, n: int, is_own: Callable[[torch.Tensor], bool]) -> str | None:
+    """What the model does with the places that it is given for the tokens of a sample; None where it is right as far as one can
+    tell.
+
+    Args:
+        packed: logits of one sample of n tokens, whose places are given.
+        is_own: whether these are the logits that transformers gives for the sample.
+    """
+    places = torch.arange(n)
+    first = packed(places)
+    if is_own(first):
+        if torch.equal(first, packed(2 * places)):
+            return "it takes no notice of position_ids, and counts a sample's places from the begin of the packed row"
+        return None
+    for start in FIRST_PLACES:
+        if is_own(packed(start + places)):
+            return f"it counts the places of a sample from {start} on, where packed samples begin at 0"
+    return None
