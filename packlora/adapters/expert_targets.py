@@ -42,10 +42,10 @@ class ParameterTarget:
 def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> LoraConfig:
     """The configuration with parameters in the place of names that mean experts or routers of this model to PEFT.
 
-    It is the same object where there are none.
+    It is the same object where there are none. Of all-linear, which names none of them, what cannot be adapted is left out.
 
     Raises:
-        InputError: the names mean one half of what is one parameter.
+        InputError: the names mean one half of what is one parameter, or one that cannot be adapted.
     """
     asked = peft.target_modules
     config = copy.deepcopy(peft)
@@ -55,25 +55,48 @@ def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> Lora
         raise InputError(f"job {job!r}: target_modules {quoted(_shown(asked), 300)}: {error}") from None
     if not config.target_parameters or set(config.target_parameters) == set(peft.target_parameters or ()):
         return peft
-    present = {name for name, _ in model.named_parameters()}
-    config.target_parameters = {
-        name for name in config.target_parameters if name in set(peft.target_parameters or ()) or _some(name, present)
-    }
+    written, meant = set(peft.target_parameters or ()), set(config.target_parameters)
+    config.target_parameters = written.union(*(_fitting(name, model, asked, job) for name in meant - written))
+    paths = [path for path, _ in model.named_parameters() if _some_end(path, config.target_parameters)]
+    for patterns, own in ((config.rank_pattern, peft.rank_pattern), (config.alpha_pattern, peft.alpha_pattern)):
+        for pattern in patterns.keys() - own.keys():  # of what PEFT fuses, where this model may have nothing
+            if not any(get_pattern_key([pattern], path) == pattern for path in paths):
+                del patterns[pattern]
     return config
 
 
-def all_linear_leaves_out(model: PreTrainedModel, adapted: Iterable[str]) -> list[str]:
+def _fitting(name: str, model: PreTrainedModel, asked: Any, job: str) -> set[str]:
+    """Of the parameters that a name stands for, which PEFT has for names in target_modules, those that can be adapted: the name
+    itself where all can. Raises InputError where one cannot and was named."""
+    found = {path: why_unfit(model, path) for path, _ in model.named_parameters() if _some_end(path, {name})}
+    unfit = {path: reason for path, reason in found.items() if reason is not None}
+    if unfit and not is_all_linear(asked):
+        path, reason = next(iter(unfit.items()))
+        raise InputError(
+            f"job {job!r}: target_modules {quoted(_shown(asked), 300)} is read by PEFT as {path}{reason}; leave it out"
+        )
+    fit = found.keys() - unfit.keys()
+    return set(fit) if unfit else {name} if fit else set()
+
+
+def is_all_linear(target_modules: Any) -> bool:
+    return isinstance(target_modules, str) and target_modules.lower() == "all-linear"
+
+
+def all_linear_leaves_out(model: PreTrainedModel, adapted: Iterable[str]) -> dict[str, str | None]:
     """Matrices of the model that `all-linear` does not take, although one may think so, a * in place of each number: linear
-    layers under the names of experts, experts and routers that PEFT has no names for. adapted: paths of what is taken."""
-    taken, head, found = set(adapted), model.get_output_embeddings(), dict[str, None]()
+    layers under the names of experts, experts and routers that PEFT has no names for, or that cannot be adapted, and then why.
+    adapted: paths of what is taken."""
+    taken, head, found = set(adapted), model.get_output_embeddings(), dict[str, str | None]()
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         apart = module is head or isinstance(module, torch.nn.Embedding | torch.nn.modules.conv._ConvNd)
         matrix = parameter.ndim == 3 or (parameter.ndim == 2 and leaf == "weight")
-        if matrix and not apart and name not in taken and owner not in taken:
-            found[re.sub(r"\.\d+(?=\.)", ".*", name)] = None
-    return list(found)
+        shown = re.sub(r"\.\d+(?=\.)", ".*", name)
+        if matrix and not apart and shown not in found and name not in taken and owner not in taken:
+            found[shown] = why_unfit(model, name)
+    return found
 
 
 def parameter_targets(peft: LoraConfig, model: PreTrainedModel, job: str) -> dict[str, ParameterTarget]:
@@ -87,53 +110,67 @@ def parameter_targets(peft: LoraConfig, model: PreTrainedModel, job: str) -> dic
     matched: set[str] = set()
     for owner, module in model.named_modules() if wanted else ():
         own: list[str] = []
-        for leaf, parameter in module.named_parameters(recurse=False):
+        for leaf, _ in module.named_parameters(recurse=False):
             path = f"{owner}.{leaf}"
-            if names := [name for name in wanted if path == name or path.endswith(f".{name}")]:
+            if names := [name for name in wanted if _some_end(path, {name})]:
                 matched.update(names)
-                _check(owner, module, leaf, parameter, job, model)
+                if (reason := why_unfit(model, path)) is not None:
+                    raise InputError(f"job {job!r}: target_parameters matches {path}{reason}; leave it out")
                 own.append(leaf)
         for at, leaf in enumerate(own):  # PEFT wraps a module once for each, the last one outermost
             kind = kind_of_parameter(module, leaf)
             found[f"{owner}.{leaf}"] = ParameterTarget(kind, owner + ".base_layer" * (len(own) - 1 - at))
     for name in wanted:
         if name not in matched:
-            known = sorted({re.sub(r"^.*\.\d+\.", "", path) for path, p in model.named_parameters() if p.ndim == 3})
             raise InputError(
                 f"job {job!r}: target_parameters names {quoted(name, 300)}, which matches nothing in the model; "
-                + (f"parameters of its experts are {', '.join(known)}" if known else "it has no experts")
+                + _what_experts(model)
             )
     return found
 
 
-def _check(
-    owner: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor, job: str, model: PreTrainedModel
-) -> None:
-    """Raises InputError where a parameter cannot be adapted."""
-    what, kind = f"job {job!r}: target_parameters matches {owner}.{leaf}", type(module).__name__
+def _what_experts(model: PreTrainedModel) -> str:
+    """Under which names a model has experts, for a message."""
+    joined = sorted({re.sub(r"^.*\.\d+\.", "", path) for path, p in model.named_parameters() if p.ndim == 3})
+    if joined:
+        return f"parameters of its experts are {', '.join(joined)}"
+    apart = sorted(
+        {
+            found.group(1)
+            for path, _ in model.named_modules()
+            if (found := re.search(r"experts?\.\d+\.(?:.*\.)?(\w+)$", path))
+        }
+    )
+    if apart:
+        return f"its experts are layers of their own, {', '.join(apart)}, which target_modules takes"
+    routed = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    return "its experts have no weights of that name" if routed else "it has no experts"
+
+
+def why_unfit(model: PreTrainedModel, path: str) -> str | None:
+    """Why a parameter cannot be adapted, to be read after its path; None where it can."""
+    owner, _, leaf = path.rpartition(".")
+    module, parameter = model.get_submodule(owner), model.get_parameter(path)
+    kind = type(module).__name__
     if isinstance(module, torch.nn.Embedding) or module is model.get_output_embeddings():
-        raise InputError(f"{what}, of the output layer or the embeddings; leave it out")
+        return ", of the output layer or the embeddings"
     if kind_of_parameter(module, leaf) == "linear":
-        return
+        return None
     if not parameter.is_floating_point():
-        raise InputError(f"{what}, which holds codes of type {parameter.dtype}; adapters are put on weights")
+        return f", which holds codes of type {parameter.dtype}, and adapters are put on weights"
     if is_experts(module):
         weights = weight_names(module)
-        if leaf not in weights or parameter.ndim != 3:
-            raise InputError(f"{what} of {kind}; of experts the weights can be adapted: {', '.join(weights)}")
-        return
+        known = leaf in weights and parameter.ndim == 3
+        return None if known else f" of {kind}; of experts the weights can be adapted: {', '.join(weights)}"
     if parameter.ndim == 2 and leaf == "weight":
         try:
             router_product(module, parameter)
         except ValueError as error:
-            raise InputError(f"{what} of {kind}, which cannot be adapted: {error}") from None
-        return
-    why = (
-        "whose experts transformers does not call through its registry of experts' functions"
-        if parameter.ndim == 3
-        else f"a parameter of {parameter.ndim} dimensions"
-    )
-    raise InputError(f"{what} of {kind}, {why}; leave it out")
+            return f" of {kind}, which cannot be adapted: {error}"
+        return None
+    if parameter.ndim == 3:
+        return f" of {kind}, whose experts transformers does not call through its registry of experts' functions"
+    return f" of {kind}, a parameter of {parameter.ndim} dimensions"
 
 
 def router_product(router: torch.nn.Module, weight: torch.Tensor) -> torch.dtype:
@@ -199,8 +236,9 @@ class RouterProduct(Watched):
         return y if (bias := operands.get("bias")) is None else y + bias
 
 
-def _some(name: str, paths: Iterable[str]) -> bool:
-    return any(path == name or path.endswith(f".{name}") for path in paths)
+def _some_end(path: str, names: Iterable[str]) -> bool:
+    """Whether a path is one of these names, or ends with one."""
+    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _shown(targets: Any) -> str:

@@ -28,6 +28,7 @@ from packlora.adapters import convolution
 from packlora.adapters.expert_targets import (
     all_linear_leaves_out,
     as_peft_takes_it,
+    is_all_linear,
     parameter_targets,
 )
 from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, kind_of, why_no_rows
@@ -202,16 +203,16 @@ def _low_rank(peft: LoraConfig, name: str, kind: Kind, base_dropped: bool, job: 
 
 def _left_out(asked: LoraConfig, model: PreTrainedModel, spec: AdapterSpec, job: str) -> list[str]:
     """What to say of matrices that all-linear may be thought to take. asked: before parameters were looked for."""
-    if not isinstance(asked.target_modules, str) or asked.target_modules.lower() != "all-linear":
+    if not is_all_linear(asked.target_modules):
         return []
     excluded = [name for name, _ in model.named_modules() if name and _is_excluded(asked, name)]
     left_out = all_linear_leaves_out(model, [*spec.modules, *excluded])
-    if not left_out:
-        return []
-    return [
-        f"job {job!r}: target_modules all-linear leaves out {', '.join(left_out)}, which PEFT does not take or "
-        "cannot run; target_parameters takes experts and routers by name"
-    ]
+    say = f"job {job!r}: target_modules all-linear leaves out"
+    notes = [f"{say} {path}{reason}" for path, reason in left_out.items() if reason is not None]
+    if others := [path for path, reason in left_out.items() if reason is None]:
+        names = ", ".join(others)
+        notes.append(f"{say} {names}, which PEFT does not take; target_parameters takes experts and routers by name")
+    return notes
 
 
 def _check_narrowed(peft: LoraConfig, parameters: Iterable[str], job: str) -> None:
@@ -244,7 +245,7 @@ def _targets(
     peft: LoraConfig, model: PreTrainedModel, linears: Iterable[str], head_names: set[str], job: str
 ) -> set[str]:
     targets = peft.target_modules
-    if isinstance(targets, str) and targets.lower() == "all-linear":
+    if is_all_linear(targets):
         every = copy.copy(peft)
         every.target_modules = set(linears) - head_names
         chosen = {name for name in every.target_modules if _matches(every, name)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,45 @@ def test_names_that_mean_experts_to_peft_mean_experts_also_where_a_dense_layer_b
 def test_one_half_of_what_is_one_parameter_is_refused() -> None:
     with pytest.raises(InputError, match=r"'x': target_modules 'gate_proj': Cannot convert .* up_proj"):
         targets(["gate_proj"], model_of("qwen3_moe"))
+
+
+UNFIT: dict[str, tuple[str, dict[str, Any], set[str], str]] = {
+    "MiniMax-M2": (
+        "MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {"k_proj", "o_proj", "q_proj", "v_proj", "gate_up_proj", "down_proj"},
+        r"leaves out model\.layers\.\*\.mlp\.gate\.weight of MiniMaxM2TopKRouter, which cannot be adapted: .* missing 1 req",
+    ),
+    "LongCat-Flash": (
+        "LongcatFlashConfig",
+        {"num_layers": 1, "ffn_hidden_size": 96, "moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2, "q_lora_rank": 24,
+         "expert_ffn_hidden_size": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+         "num_key_value_heads": 4},
+        {"classifier", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"},
+        r"mlp\.experts\.gate_up_proj of LongcatFlashExperts, whose experts transformers does not call",
+    ),
+    "Beam": ("BeamConfig", {"head_dim": 16}, {"k_proj", "o_proj", "q_proj", "v_proj"}, r"\.mlp\.gate_proj\.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_all_linear_leaves_out_what_cannot_be_adapted_and_says_why(name: str) -> None:
+    """PEFT reads all-linear as names of experts and routers; no key of these was written, so none is refused."""
+    kind, extra, leaves, said = UNFIT[name]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**TINY | extra))
+    spec = targets("all-linear", model)
+    assert {path.rpartition(".")[2] for path in spec.modules} == leaves
+    assert re.search(said, spec.notes[0])
+    named = {*spec.peft.target_modules, *(spec.peft.target_parameters or ())}
+    assert named == leaves and {key.rpartition(".")[2] for key in spec.peft.rank_pattern} <= leaves
+    if name == "MiniMax-M2":
+        with pytest.raises(
+            InputError, match=r"target_modules 'gate, q_proj' is read by PEFT as model.layers.0.mlp.gate.weight of Mini"
+        ):
+            targets(["q_proj", "gate"], model)
+        assert divided_ranks(LoraConfig(r=8, target_modules="all-linear"), model, "x").rank_pattern
+        with pytest.raises(InputError, match=r"target_parameters matches model.layers.0.mlp.gate.weight of MiniMaxM2"):
+            targets([], model, target_parameters=["gate.weight"])
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "phimoe"])
