@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +61,8 @@ MAY_BE_EMPTY = (
     "trainable_token_indices",
 )  # fmt: skip
 """Keys that may be there with nothing in them, which means the same as without them."""
+WHOLE = re.compile(r"(embed\w*|wte|word_embeddings|lm_head|embed_out)\.weight$")
+"""Keys of whole weights that PEFT saves where a vocabulary was grown."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
 OURS_ALONE = {"init_from", "dora_dropout", "expert_rank"}
@@ -319,6 +322,12 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
     tensors = {key.removesuffix(".weight") if key.endswith(suffix) else key: value for key, value in tensors.items()}
     _drop_base(tensors, shapes, f"job {job!r}: {file}")
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
+    if not missing and (grown := next((key for key in extra if WHOLE.search(key)), None)):
+        found, rows = tensors[grown], len(tensors[grown])
+        raise InputError(
+            f"job {job!r}: {file} has {grown} {list(found.shape)}, whole embeddings or an output layer beside the adapter: its "
+            f"base's vocabulary was grown. Do so with this base (resize_token_embeddings({rows})), save it, and give its folder"
+        )
     if missing or extra:
         problem = f"lacks {missing[0]} (and {len(missing) - 1} more)" if missing else ""
         problem += " and " if missing and extra else ""

@@ -211,7 +211,7 @@ def _left_out(asked: LoraConfig, model: PreTrainedModel, spec: AdapterSpec, job:
     notes = [f"{say} {path}{reason}" for path, reason in left_out.items() if reason is not None]
     if others := [path for path, reason in left_out.items() if reason is None]:
         names = ", ".join(others)
-        notes.append(f"{say} {names}, which PEFT does not take; target_parameters takes experts and routers by name")
+        notes.append(f"{say} {names}, which PEFT does not take; target_parameters takes them by name")
     return notes
 
 

@@ -144,7 +144,7 @@ def read_model(
                 **how,
             ),
         )
-    check_weights(path, found)
+    check_weights(path, found, vocabulary_of(config))
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -178,13 +178,30 @@ def check_files(path: str) -> None:
     raise InputError(f"base_model {path!r}: the folder holds no weights (model.safetensors)")
 
 
-def check_weights(path: str, found: Mapping[str, Any]) -> None:
+def vocabulary_of(config: Any) -> int | None:
+    """How many tokens a configuration says that its model has."""
+    found = getattr(config.get_text_config(), "vocab_size", None)
+    return found if isinstance(found, int) else None
+
+
+def check_weights(path: str, found: Mapping[str, Any], vocabulary: int | None = None) -> None:
     """Refuse weights that are not those that the configuration asks for: what is missing would be random.
 
     Args:
         found: transformers' report on loading; its mismatched_keys are (name, shape in the files, shape in the model).
+        vocabulary: see vocabulary_of.
     """
-    odd = {f"{name} is {list(saved)}, not {list(wanted)}" for name, saved, wanted in found.get("mismatched_keys", ())}
+    mismatched = list(found.get("mismatched_keys", ()))
+    rows = {
+        saved[0] if [*saved[1:]] == [*wanted[1:]] and wanted[0] == vocabulary else None
+        for _, saved, wanted in mismatched
+    }
+    if len(rows) == 1 and (own := rows.pop()) is not None and own != vocabulary:
+        raise InputError(
+            f"base_model {path!r}: the weight files hold embeddings for {own} tokens, and config.json says vocab_size "
+            f"{vocabulary}: the vocabulary was {'grown' if own > (vocabulary or 0) else 'cut'}; set it to {own}"
+        )
+    odd = {f"{name} is {list(saved)}, not {list(wanted)}" for name, saved, wanted in mismatched}
     faults = [
         (found.get("missing_keys", ()), "lack {} weights of the model that config.json describes"),
         (

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import cached_file
 
-from packlora.base.load import check_files, check_weights, load_part
+from packlora.base.load import check_files, check_weights, load_part, vocabulary_of
 from packlora.base.mxfp4 import BLOCKS, SCALES, floats_of, packed_names
 from packlora.errors import InputError
 
@@ -189,6 +189,7 @@ def keys_there(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
                 for name, key in found.items() if files.shapes[key] != tuple(wanted[name].shape)
             ],
         },
+        vocabulary_of(model.config),
     )  # fmt: skip
     return found
 

@@ -59,7 +59,7 @@ class Encoder:
         parts, held_out = ([self._encoded(one, job, budget, told) for one in some] for some in (rows, eval_rows))
         encoded, eval_encoded = mixed(parts, job.data, self.run.seed_of(job), job.name, notes), joined(held_out)
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
-        _check_vocabulary(job.name, encoded, eval_encoded, vocabulary)
+        _check_vocabulary(job.name, encoded, eval_encoded, vocabulary, self.tokenizer)
         _check_divergence(job, "training", encoded)
         _check_divergence(job, "held-out", eval_encoded)
         data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
@@ -94,7 +94,7 @@ class Encoder:
         )
         held_out = joined([self._encoded(one, job, budget, told) for one in eval_rows])
         encoded = Encoded(list(stream), notes=dict(stream.counts.notes))
-        _check_vocabulary(job.name, encoded, held_out, vocabulary)
+        _check_vocabulary(job.name, encoded, held_out, vocabulary, self.tokenizer)
         data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
         _check_scheduler(job, data)
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data)
@@ -177,10 +177,18 @@ def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]
     return out
 
 
-def _check_vocabulary(job: str, encoded: Encoded, eval_encoded: Encoded, vocabulary: int) -> None:
+def _check_vocabulary(job: str, encoded: Encoded, eval_encoded: Encoded, vocabulary: int, tokenizer: Any) -> None:
     largest = max(int(sample.ids.max()) for sample in encoded.samples + eval_encoded.samples)
     if largest >= vocabulary:
-        raise InputError(f"job {job!r}: its data has token {largest}, the model has embeddings for {vocabulary}")
+        known = len(tokenizer)
+        grown = (
+            f" and the tokenizer {known} tokens: its vocabulary was grown; grow the model's (resize_token_embeddings({known})) "
+            "and save it"
+        )
+        raise InputError(
+            f"job {job!r}: its data has token {largest}, the model has embeddings for {vocabulary}"
+            + grown * (known > vocabulary)
+        )
 
 
 def _check_scheduler(job: JobConfig, data: JobData) -> None:

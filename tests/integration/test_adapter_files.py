@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ from packlora.adapters.attach import attach
 from packlora.adapters.files import base_note, read_config, save_adapter
 from packlora.adapters.spec import resolve
 from packlora.cli import app
+from packlora.commands.merge import merge_adapter
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.runtime.prepare import prepare
 
 Base = Callable[..., str]
 KEY = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
@@ -483,3 +488,23 @@ def test_every_call_that_loads_from_a_folder_or_a_hub_says_whether_code_is_trust
     assert len(calls) >= 6
     for name, call in calls:
         assert "trust_remote_code=" in call, (name, call)
+
+
+def test_an_adapter_of_a_grown_vocabulary_is_called_so(
+    tiny_base: Base, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    """PEFT saves the embeddings whole beside it."""
+    base = tiny_base()
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(333)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(
+            tmp_path / "grown", save_embedding_layers=True
+        )
+    job = {"name": "a", "data": {"path": write_rows("rows")}, "adapter": {"init_from": str(tmp_path / "grown")}}
+    said = r"lm_head\.weight \[333, 64\].*vocabulary was grown.*resize_token_embeddings\(333\)"
+    with pytest.raises(InputError, match=said):
+        prepare(Run.model_validate({"base_model": base, "output_dir": str(tmp_path / "out"), "jobs": [job]}))
+    with pytest.raises(InputError, match=said):
+        merge_adapter(tmp_path / "grown", tmp_path / "merged", base)

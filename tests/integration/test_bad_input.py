@@ -195,7 +195,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Any, refus
     (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
     message = refusal(tree | {"base_model": str(tmp_path / "small")})
     assert "job 'good': its data has token " in message
-    assert "the model has embeddings for 50" in message
+    assert "the model has embeddings for 50 and the tokenizer 309 tokens: its vocabulary was grown" in message
 
 
 @pytest.mark.parametrize(

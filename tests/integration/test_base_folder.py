@@ -89,6 +89,15 @@ def test_weights_of_another_shape_are_an_error_that_names_both_shapes(copied: Pa
         load(copied)
 
 
+def test_a_vocabulary_that_was_grown_is_called_so(copied: Path) -> None:
+    change_config(copied, vocab_size=310)
+    with pytest.raises(
+        InputError,
+        match=r"embeddings for 320 tokens, and config\.json says vocab_size 310: the vocabulary was grown; set it to 320",
+    ):
+        load(copied)
+
+
 def test_every_weight_is_in_place_where_output_and_embedding_are_one(tmp_path: Path) -> None:
     random_model("LlamaConfig", tie_word_embeddings=True).save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
