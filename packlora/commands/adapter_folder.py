@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 from packlora.report import sweep
 from packlora.runtime.checkpoint import NAME
+from packlora.runtime.resume import moment_of
 from packlora.runtime.sweep import BEST
 
 
@@ -91,10 +93,11 @@ def of_the_base() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What the run.json of a folder's run says of how its adapter was trained."""
+    """What the run.json of a folder's run says of how its adapter was trained. began: what chat templates saw as now."""
 
     run: Run
     job: JobConfig
+    began: datetime
 
 
 def trained_by(path: Path) -> Trained | None:
@@ -107,12 +110,14 @@ def trained_by(path: Path) -> Trained | None:
         run = Run.model_validate_json(json.dumps(record["config"]))
         joins = [change["join"] for change in record.get("changes", ()) if change.get("join")]
         joined = [JobConfig.model_validate_json(json.dumps(join)) for join in joins]
+        clock = record.get("clock")
+        moment = moment_of(None if clock is None else datetime.fromisoformat(clock), record["created"])
         name = job.name
         if name == BEST and run.sweep is not None:
             name = json.loads((job.parent / sweep.FILE).read_text(encoding="utf-8"))["best"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
-    return next((Trained(run, one) for one in [*run.jobs, *joined] if one.name == name), None)
+    return next((Trained(run, one, moment) for one in [*run.jobs, *joined] if one.name == name), None)
 
 
 def same_base(folders: Sequence[Path], base_model: str | None) -> tuple[str, str | None]:

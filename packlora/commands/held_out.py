@@ -79,7 +79,7 @@ def evaluate_adapter(
         tree["quantization"] = trained.run.quantization.model_dump()
     run = parse_run(tree, "packlora eval")
     with Activity() as told:
-        prepared = prepare(run, told=told)
+        prepared = prepare(run, told=told, moment=trained.began if trained else None)
         told(f"loading {path}")
         base = load_base(run, prepared.tokenizer, prepared.longest_by_job, prepared.vision)
     (item,) = prepared.jobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from packlora.base.vision import Vision
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.images import Shown
 from packlora.data.readers import is_there
+from packlora.data.template import set_clock
 from packlora.errors import InputError
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
@@ -39,7 +41,7 @@ from packlora.terminal import Told, silent
 
 def prepare(
     run: Run, max_steps: int | None = None, resumed: bool = False, told: Told = silent,
-    gone: Mapping[str, str] | None = None, budgets: Mapping[str, int] | None = None,
+    gone: Mapping[str, str] | None = None, budgets: Mapping[str, int] | None = None, moment: datetime | None = None,
 ) -> PreparedRun:  # fmt: skip
     """Read, encode and match everything. Raises InputError at the first thing that cannot work.
 
@@ -50,6 +52,7 @@ def prepare(
         told: hears what is being done.
         gone: jobs of a resumed run that take no part any more, and why.
         budgets: of jobs that joined a run whose budget is its own choice, the most tokens of a sample.
+        moment: what a chat template sees as now.
     """
     device = choose_device(run.device)
     settle_dtype(run)
@@ -82,6 +85,7 @@ def prepare(
         ]
     )
     tokenizer = load_tokenizer(run)
+    set_clock(tokenizer, moment or datetime.now())
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
     encoder = Encoder.of(run, skeleton, tokenizer, max_steps)

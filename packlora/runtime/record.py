@@ -18,6 +18,7 @@ import torch
 import packlora
 from packlora.base.model import Base
 from packlora.config import Run
+from packlora.data.template import clock_of
 from packlora.files import write_json
 from packlora.parallel.layout import Layout
 from packlora.plans.kernel_sizes import tuned
@@ -92,6 +93,7 @@ def run_record(
     return {
         "packlora": versions()["packlora"],
         "id": saved.id if saved else secrets.token_hex(8),
+        "clock": clock_of(prepared.tokenizer).isoformat(timespec="seconds"),
         "created": saved.created if saved else datetime.now(UTC).isoformat(timespec="seconds"),
         "config": prepared.run.model_dump(mode="json"),
         "versions": versions(),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,13 @@ class _SavedModel(BaseModel):
 
 
 class SavedRun(BaseModel):
-    """What a run.json must say for its run to be continued. saved: step of each job's newest checkpoint."""
+    """What a run.json must say for its run to be continued. clock: see moment_of. saved: steps of newest checkpoints, by job."""
 
     model_config = ConfigDict(strict=True)
 
     id: str
     created: str
+    clock: datetime | None = None
     config: Run
     versions: dict[str, str]
     warnings: list[str]
@@ -64,6 +66,30 @@ class SavedRun(BaseModel):
     model: _SavedModel
     saved: dict[str, int]
     changes: list[Change] = Field(default_factory=list)
+
+    @property
+    def began(self) -> datetime:
+        return moment_of(self.clock, self.created)
+
+
+def began(saved: SavedRun | None) -> datetime:
+    """What chat templates see as now: when the run began, so that a template writes the same date in every session."""
+    return saved.began if saved is not None else datetime.now().replace(microsecond=0)
+
+
+def moment_of(clock: datetime | None, created: str) -> datetime:
+    """When a run began, by its run.json, in the time of the place where it began.
+
+    Args:
+        clock: earlier versions do not say it.
+        created: the same in UTC.
+    """
+    if clock is not None:
+        return clock
+    try:
+        return datetime.fromisoformat(created).astimezone().replace(tzinfo=None)
+    except ValueError:  # somebody wrote it by hand
+        return datetime.now()
 
 
 def check_output(run: Run, resume: bool) -> SavedRun | None:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ from packlora.runtime.record import RunRecord, earlier_warnings, left_out_result
 from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.resume import (
     SavedRun,
+    began,
     check_output,
     check_sent_back,
     gone_jobs,
@@ -170,6 +172,7 @@ class Session:
         elif self.new and run.sweep is not None:
             Sweep(run).refuse_names(self.new)
         run = self.run
+        self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
         self.starts, prepared = together(mesh, self._prepare)
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
@@ -244,7 +247,7 @@ class Session:
         gone = gone_jobs(self.run, self.saved, starts) if self.saved is not None else {}
         budgets = {change.join.name: change.budget for change in self.changes if change.join and change.budget}
         with self._told() as told:
-            prepared = prepare(self.run, self.max_steps, self.saved is not None, told, gone, budgets)
+            prepared = prepare(self.run, self.max_steps, self.saved is not None, told, gone, budgets, self.moment)
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
 
