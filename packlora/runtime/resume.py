@@ -51,7 +51,7 @@ class _SavedModel(BaseModel):
 
 
 class SavedRun(BaseModel):
-    """What a run.json must say for its run to be continued. clock: see moment_of. saved: steps of newest checkpoints, by job."""
+    """What a run.json must say for its run to be continued. clock: see moment_of. saved: of each job its newest step."""
 
     model_config = ConfigDict(strict=True)
 

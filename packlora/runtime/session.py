@@ -242,8 +242,7 @@ class Session:
         return Activity() if self.mesh.is_first else contextlib.nullcontext(silent)
 
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
-        left = leaves(self.changes)
-        starts = starting_steps(self.run, self.resume_from, left)
+        starts = starting_steps(self.run, self.resume_from, leaves(self.changes))
         gone = gone_jobs(self.run, self.saved, starts) if self.saved is not None else {}
         budgets = {change.join.name: change.budget for change in self.changes if change.join and change.budget}
         with self._told() as told:
