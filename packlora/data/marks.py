@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from packlora.errors import InputError, quoted
 
@@ -26,7 +26,10 @@ TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
 """What a template may cut a content at, if it knows it."""
 SALT = f"{secrets.randbelow(10**10):010d}"
 """Random for every process, so that no data holds a mark. Digits: no template takes some for other letters than others."""
-MARK = re.compile(rf"zq{SALT}m(\d{{5}})n(\d{{5}})z")
+MARK = re.compile(rf"zq{SALT}m(\d{{5,}})n(\d{{5,}})z")
+
+DEEPEST = 100
+"""Lists and mappings in one another in the arguments of a call: templates go through them by calling themselves."""
 
 Message = dict[str, Any]
 Mark = tuple[int, int]
@@ -55,6 +58,15 @@ class Part:
     first: Mark
     last: Mark
     is_thought: bool
+
+
+class Place(NamedTuple):
+    """Where a part is: its first character, the one behind its last, and how many places it has before."""
+
+    start: int
+    stop: int
+    part: Part
+    number: int
 
 
 class Marker:
@@ -192,13 +204,15 @@ def forms(messages: list[Message], names: list[str]) -> Iterator[list[Message]]:
     Args:
         names: of the messages, for what is said of them.
     """
-    said = [_plain(message, name) for message, name in zip(messages, names, strict=True)]
+    said = list(map(_plain, messages))
+    for message, name in zip(said, names, strict=True):
+        _check_calls(message, name)
     yield [_with_calls(message, as_mapping) for message in said]
     if any("tool_calls" in message for message in said):
         yield [_with_calls(message, _as_text) for message in said]
 
 
-def _plain(message: Message, name: str) -> Message:
+def _plain(message: Message) -> Message:
     out = {key: value for key, value in message.items() if key != "weight"}
     for key in ("tool_calls", *THOUGHTS):
         if key in out and not out[key]:
@@ -208,14 +222,33 @@ def _plain(message: Message, name: str) -> Message:
         if out[key] == out[thoughts[0]]:
             del out[key]
     out["content"] = "" if out.get("content") is None else out["content"]
-    calls = out.get("tool_calls", [])
-    inner = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
-    for number, call in enumerate(inner):
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"].strip():
-            raise InputError(
-                f"{name}: tool_calls[{number}] is {quoted(calls[number])}; a call is a mapping with a name"
-            )
     return out
+
+
+def _check_calls(message: Message, name: str) -> None:
+    """Raises InputError where a call has no name, or arguments that cannot be written as JSON."""
+    for number, call in enumerate(message.get("tool_calls", ())):
+        inner = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"].strip():
+            raise InputError(f"{name}: tool_calls[{number}] is {quoted(call)}; a call is a mapping with a name")
+        value = as_mapping(inner.get("arguments"))
+        if _depth(value) > DEEPEST:
+            raise InputError(
+                f"{name}: tool_calls[{number}] has lists or mappings more than {DEEPEST} deep in one another"
+            )
+        try:
+            json.dumps([inner["name"], value], ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{name}: tool_calls[{number}] cannot be written as JSON: {error}") from None
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and mappings are in one another."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, list | dict)]:
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        depth += 1
+    return depth
 
 
 def _with_calls(message: Message, form: Any) -> Message:

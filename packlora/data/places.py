@@ -12,13 +12,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from packlora.data.marks import Mark, Marker, Message, Part, as_mapping, forms, tags_of, without_marks, written
+from packlora.data.marks import Mark, Marker, Message, Part, Place, as_mapping, forms, tags_of, without_marks
 from packlora.data.template import EndlessTemplateError, Template
 from packlora.data.windows import Windows, attempt
 from packlora.errors import InputError, quoted
-
-Place = tuple[int, int, Part]
-"""First and last character of a part, the last one not included."""
 
 
 class NotShownError(InputError):
@@ -64,15 +61,17 @@ class Placed:
     def in_order(self) -> list[list[Place]]:
         """The places of parts in the order of the text, those of one message that follow one another together.
 
-        An assistant's part counts where it is first: the name of a call may come again above its result.
+        Of an assistant's part those places count that it has while its turn is the last one: the name of a call may come again
+        above its result.
         """
-        laid = []
+        laid: list[Place] = []
         for part in self.parts:
             found = self.of(part)
-            is_first = self.messages[part.message]["role"] == "assistant"
-            laid += [(start, stop, part) for start, stop in (found[:1] if is_first else found)]
+            if len(found) > 1 and self.messages[part.message]["role"] == "assistant":
+                found = found[: max(self.windows.shown_last(part), 1)]
+            laid += [Place(start, stop, part, number) for number, (start, stop) in enumerate(found)]
         laid.sort(key=lambda place: place[:2])
-        return [list(group) for _, group in itertools.groupby(laid, key=lambda place: place[2].message)]
+        return [list(group) for _, group in itertools.groupby(laid, key=lambda place: place.part.message)]
 
 
 def placed(template: Template, messages: list[Message], names: Sequence[str], generation: bool = False) -> Placed:
@@ -129,7 +128,7 @@ def check_shown(out: Placed, learnt: Iterable[int]) -> set[int]:
     for part in out.parts:
         found, name = out.of(part), out.names[part.message]
         is_call = part.key.startswith("tool_calls")
-        if not found and part.is_thought and _is_history(out.windows, part):
+        if not found and part.is_thought and part.message + 1 < len(out.messages) and out.windows.shown_last(part):
             forgotten.add(part.message)
         elif not found:
             raise _not_shown(out, part)
@@ -173,18 +172,6 @@ def names_of(messages: Sequence[Message]) -> list[str]:
     return [f"message {number} ({message['role']})" for number, message in enumerate(messages, 1)]
 
 
-def _is_history(windows: Windows, part: Part) -> bool:
-    """Whether a thought that is missing is shown while its turn is the last one."""
-    stop = part.message + 1
-    if stop == len(windows.roles):
-        return False
-    for numbers in (windows.near(stop, part.message), range(stop)):
-        text = windows.rendered(numbers, False)
-        if text is not None and written((numbers.index(part.message), part.first[1])) in text:
-            return True
-    return False
-
-
 def _not_shown(out: Placed, part: Part) -> NotShownError:
     role, key = out.messages[part.message]["role"], part.key
     what = f"thought in {key}" if part.is_thought and key == "content" else key
@@ -201,15 +188,20 @@ def check_calls(out: Placed) -> None:
     Raises:
         InputError: they are not.
     """
-    for name, message in zip(out.names, out.messages, strict=True):
-        for number, call in enumerate(message.get("tool_calls", ())):
-            value = call.get("function", call).get("arguments")
-            if isinstance(value, dict) and value and str(value) in out.text:
-                raise InputError(
-                    f"{name}: the chat template writes tool_calls[{number}].arguments as Python does, not as JSON"
-                )
-            if isinstance(value, str) and as_mapping(value) is not value and value.strip() not in out.text:
-                raise InputError(f"{name}: the chat template writes tool_calls[{number}].arguments as a text in a text")
+    spans: dict[tuple[int, str], tuple[int, int]] = {}
+    for part in out.parts:
+        for start, stop in out.of(part)[:1] if part.key.endswith(".arguments") else ():
+            first, last = spans.get((part.message, part.key), (start, stop))
+            spans[part.message, part.key] = min(first, start), max(last, stop)
+    for (message, key), (start, stop) in spans.items():
+        call = out.messages[message]["tool_calls"][int(key[len("tool_calls[") : key.index("]")])]
+        value = call.get("function", call)["arguments"]
+        size = len(str(value))
+        shown = out.text[max(0, start - size) : stop + size]
+        if isinstance(value, dict) and str(value) in shown:
+            raise InputError(f"{out.names[message]}: the chat template writes its {key} as Python does, not as JSON")
+        if isinstance(value, str) and as_mapping(value) is not value and value.strip() not in shown:
+            raise InputError(f"{out.names[message]}: the chat template writes its {key} as a text in a text")
 
 
 def check_tools(template: Template, messages: list[Message]) -> None:

@@ -11,12 +11,13 @@ A template with `{% generation %}` says itself what is learnt.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from packlora.data.marks import Marker, Message, Part, forms, tags_of
+from packlora.data.marks import Marker, Message, Place, forms, tags_of
 from packlora.data.places import NotShownError, Placed, check_calls, check_shown, check_tools, names_of, placed
 from packlora.data.template import EndlessTemplateError, Spans, Template
 from packlora.data.windows import A_USER, Windows, attempt, tail
@@ -93,7 +94,7 @@ def _has_mask(source: str) -> bool:
 def _masked(found: Placed, turns: set[int]) -> Spans | None:
     """What the template marks itself, but for turns that are not learnt; None where it marks another role's words."""
     text, spans = found.template.masked(found.messages)
-    groups = [(group[0][0], group[-1][1], group[0][2].message) for group in found.in_order()]
+    groups = [(group[0].start, group[-1].stop, group[0].part.message) for group in found.in_order()]
     out = []
     for start, stop in spans:
         own = {message for first, last, message in groups if first < stop and start < last}
@@ -116,17 +117,37 @@ def common(a: str, b: str) -> str:
     return a[:size]
 
 
+def common_end(a: str, b: str) -> str:
+    """What two texts both end with, in units."""
+    size = 0
+    for left, right in zip(reversed(UNIT.findall(a)), reversed(UNIT.findall(b)), strict=False):
+        if left != right:
+            break
+        size += len(left)
+    return a[len(a) - size :]
+
+
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """What a template writes around any answer. header: what opens it. is_ended: whether something ends it."""
+    """What a template writes around any answer.
+
+    header: what opens it. always: what the template writes at the end of any text, for a next answer that nobody asked for.
+    is_ended: whether something ends an answer.
+    """
 
     header: str
+    always: str
     is_ended: bool
 
     @staticmethod
     def of(windows: Windows) -> _Around:
         asked, opened = (windows.behind_a_user(generation) or "" for generation in (False, True))
-        return _Around(opened[len(common(opened, asked)) :], bool((windows.behind_an_answer() or "").strip()))
+        end, always = windows.behind_an_answer(), ""
+        between = windows.behind_an_answer(A_USER)
+        if asked == opened and asked.strip() and not between.startswith(end.rstrip()):
+            own = between.removesuffix(common_end(between, windows.before_a_user()))
+            always = end.removeprefix(own) if own.strip() and end.startswith(own) else common_end(end, asked)
+        return _Around(opened[len(common(opened, asked)) :], always, bool(end.removesuffix(always).strip()))
 
 
 class _Turns:
@@ -138,11 +159,11 @@ class _Turns:
     """
 
     def __init__(self, found: Placed, turns: set[int]) -> None:
-        self.found, self.turns, self.text = found, turns, found.text
-        self.groups = found.in_order()
-        self.owners = [group[0][2].message for group in self.groups]
+        self.found, self.turns, self.text, self.windows = found, turns, found.text, found.windows
+        self._marked = {part.message for part in found.parts}
+        self.groups = [part for group in found.in_order() for part in self._without_results(group)]
+        self.owners = [group[0].part.message for group in self.groups]
         self.unended: list[int] = []
-        self.windows = found.windows
         self.around = _Around.of(self.windows)
         self._checks, self._is_local = 0, True
 
@@ -150,17 +171,31 @@ class _Turns:
         seen, out = set[int](), []
         for number, owner in enumerate(self.owners):
             if owner in self.turns:
-                start = self.groups[number][0][0] if owner in seen else self._begin(number)
+                start = self.groups[number][0].start if owner in seen else self._begin(number)
                 out.append((start, self._end(number)))
             seen.add(owner)
+        return out
+
+    def _without_results(self, group: list[Place]) -> list[list[Place]]:
+        """A group cut where an empty result of a tool stands in it, which has no mark: nothing stands there without it."""
+        owner, roles = group[0].part.message, self.windows.roles
+        results = itertools.takewhile(lambda number: roles[number] == "tool", range(owner + 1, len(roles)))
+        if owner not in self.turns or len(group) < 2 or self._marked.issuperset(results):
+            return [group]
+        out, near = [group[:1]], self.windows.near(owner + 1, owner)
+        for before, place in itertools.pairwise(group):
+            alone = self.windows.behind(near, before, False, up_to_next=True)
+            if alone is not None and self.text[before.stop : place.start] != alone:
+                out.append([])
+            out[-1].append(place)
         return out
 
     # --- where a turn begins ---
 
     def _begin(self, number: int) -> int:
         """Where the model begins to write: behind what the template writes before it."""
-        owner, first = self.owners[number], self.groups[number][0][0]
-        floor = self.groups[number - 1][-1][1] if number else 0
+        owner, first = self.owners[number], self.groups[number][0].start
+        floor = self.groups[number - 1][-1].stop if number else 0
         gap, header = self.text[floor:first], self.around.header
         prompt = self._prompt(number, gap)
         lead = common(gap, prompt) if prompt is not None else ""
@@ -179,24 +214,24 @@ class _Turns:
         owner = self.owners[number]
         if not number:
             return self.windows.rendered(range(owner), True, exact=True) if owner else None
-        before = self.groups[number - 1][-1][2]
-        near = self.windows.near(owner, before.message)
+        before = self.groups[number - 1][-1]
+        near = self.windows.near(owner, before.part.message)
         return self._agreed(owner, near, before, gap, generation=True)
 
     def _agreed(
-        self, stop: int, near: Sequence[int], part: Part, gap: str, generation: bool, up_to_next: bool = False
+        self, stop: int, near: Sequence[int], place: Place, gap: str, generation: bool, up_to_next: bool = False
     ) -> str | None:
         """What is written behind a part, seen in a window.
 
         A window that the text does not go on with to its end is compared with all that is before, a few times. If they
         differ, the template remembers what is far, and windows are no longer taken.
         """
-        text = self.windows.behind(near, part, generation, up_to_next)
+        text = self.windows.behind(near, place, generation, up_to_next)
         if text is not None and gap.startswith(text.rstrip()) and (text.strip() or not gap.strip()):
             return text
         if self._is_local and self._checks >= CHECKS and text is not None:
             return text
-        whole = self.windows.behind(range(stop), part, generation, up_to_next, exact=True)
+        whole = self.windows.behind(range(stop), place, generation, up_to_next, exact=True)
         self._checks += 1
         self._is_local &= whole == text
         return whole
@@ -205,12 +240,12 @@ class _Turns:
 
     def _end(self, number: int) -> int:
         """Where the model stops: behind what the template writes after a turn, whatever comes next."""
-        owner, last = self.owners[number], self.groups[number][-1][1]
+        owner, last = self.owners[number], self.groups[number][-1].stop
         is_last_part, is_last = number + 1 == len(self.groups), owner + 1 == len(self.found.messages)
         following = None if is_last_part else self.owners[number + 1]
-        gap = self.text[last : len(self.text) if is_last_part else self.groups[number + 1][0][0]]
+        gap = self.text[last : len(self.text) if is_last_part else self.groups[number + 1][0].start]
         end = gap if is_last and is_last_part else self._ended(number, gap, following)
-        end = end.rstrip()
+        end = end.removesuffix(self.around.always).rstrip()
         is_ended = self.around.is_ended and end
         if not is_ended and following != owner and (gap or is_last):
             end += self._stop(number, gap, end, is_last)
@@ -218,8 +253,8 @@ class _Turns:
 
     def _ended(self, number: int, gap: str, following: int | None) -> str:
         """What is written behind a turn both here and where nothing comes next, or another turn of the model."""
-        owner, part, header = self.owners[number], self.groups[number][-1][2], self.around.header
-        here, more = (self._behind(owner, part, gap, generation) for generation in (False, True))
+        owner, place, header = self.owners[number], self.groups[number][-1], self.around.header
+        here, more = (self._behind(owner, place, gap, generation) for generation in (False, True))
         if here is None and more is None:
             raise self._lost(owner, "ends")
         ends = ["", common(gap, here or "")]
@@ -230,19 +265,19 @@ class _Turns:
             ends.append(gap[: gap.rfind(header)])
         return max(ends, key=len)
 
-    def _behind(self, owner: int, part: Part, gap: str, generation: bool) -> str | None:
+    def _behind(self, owner: int, place: Place, gap: str, generation: bool) -> str | None:
         """What is written behind a turn that is the last one; with a user before it where the template wants one."""
         near = self.windows.near(owner + 1, owner)
-        text = self._agreed(owner + 1, near, part, gap, generation, up_to_next=True)
+        text = self._agreed(owner + 1, near, place, gap, generation, up_to_next=True)
         for numbers in ([*range(owner), A_USER, owner], [A_USER, owner]) if text is None else ():
-            text = self.windows.behind(numbers, part, generation, up_to_next=True)
+            text = self.windows.behind(numbers, place, generation, up_to_next=True)
             if text is not None:
                 break
-        return text
+        return text.removesuffix(self.around.always) if text is not None else None
 
     def _stop(self, number: int, gap: str, end: str, is_last: bool) -> str:
         """The token with which the next header begins, where nothing else ends a turn."""
-        owner, last = self.owners[number], self.groups[number][-1][1]
+        owner, last = self.owners[number], self.groups[number][-1].stop
         token = _token_of(self.found.template)
         if is_last and last + len(end) >= len(self.text.rstrip()):
             stop = token.match(self._next_header(number) or "", len(end))
@@ -258,11 +293,11 @@ class _Turns:
 
     def _next_header(self, number: int) -> str | None:
         """What would be written behind the last turn if another message followed."""
-        messages, part = self.found.messages, self.groups[number][-1][2]
+        messages, place = self.found.messages, self.groups[number][-1]
         role = "tool" if messages[-1].get("tool_calls") else "user"
         marker = Marker(len(messages), tags_of(self.found.template.source))
         following = marker.message({"role": role, "content": "m", "name": "m"})
-        return tail(attempt(self.found.template, [*self.found.marked, following]), part.last, True)
+        return tail(attempt(self.found.template, [*self.found.marked, following]), place.part.last, place.number)
 
     def _lost(self, owner: int, what: str) -> InputError:
         return InputError(

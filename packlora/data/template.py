@@ -60,7 +60,10 @@ class Template:
     @property
     def source(self) -> str:
         """The program; some tokenizers have one of its own for conversations with tools."""
-        return str(self.tokenizer.get_chat_template(tools=self.tools))
+        try:
+            return str(self.tokenizer.get_chat_template(tools=self.tools))
+        except ValueError as error:  # there is none, or none of several is for this
+            raise InputError(f"the tokenizer has no chat template for this: {error}") from None
 
     def render(self, messages: list[dict[str, Any]], generation: bool = False) -> str:
         """A conversation as the template writes it.
@@ -101,12 +104,14 @@ class Template:
             raise EndlessTemplateError(
                 f"the chat template of {name} does not come to an end: {error}; use another template"
             ) from None
+        except InputError:
+            raise
         except Exception as error:  # templates raise their own complaints, e.g. about the order of roles
             raise InputError(f"the chat template refuses the messages: {error}") from None
 
     def _apply(self, messages: list[dict[str, Any]], generation: bool, mask: bool = False) -> tuple[str, Spans]:
         if not messages:
-            raise InputError("there are none")
+            raise InputError("the conversation has no messages")
         said = [{key: value for key, value in message.items() if value is not None} for message in messages]
         with limits(clock_of(self.tokenizer), len(messages)):
             (text,), spans = render_jinja_template(
@@ -121,7 +126,9 @@ class Template:
         given = any(isinstance(message.get("content"), list) for message in messages)
         if self._tried(given):
             if given:
-                raise InputError("it writes the list of a content's blocks as it is, and is not for images")
+                raise InputError(
+                    "the chat template writes the list of a content's blocks as it is, and is not for images"
+                )
             return True
         return given
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from packlora.data.marks import MARK, Mark, Message, Part, bones_of, message_of, tags_of, written
+from packlora.data.marks import MARK, Mark, Message, Part, Place, bones_of, message_of, tags_of, written
 from packlora.data.template import EndlessTemplateError, Template, clock_of
 from packlora.errors import InputError
 
@@ -41,20 +41,21 @@ def attempt(template: Template, messages: list[Message], generation: bool = Fals
         return None
 
 
-def tail(whole: str | None, mark: Mark, is_first: bool, up_to_next: bool = False) -> str | None:
+def tail(whole: str | None, mark: Mark, number: int, up_to_next: bool = False) -> str | None:
     """What stands behind a mark in a rendering, without marks; None where the mark is not in it.
 
     Args:
-        is_first: behind the first place of the mark, not the last one.
+        number: of the mark's place, if it is in several; the last one if it is in fewer.
         up_to_next: up to the next mark, not to the end.
     """
-    if whole is None:
-        return None
     text = written(mark)
-    _, found, rest = whole.partition(text) if is_first else whole.rpartition(text)
+    _, *rests = whole.split(text, number + 1) if whole is not None else [""]
+    if not rests:
+        return None
+    rest = rests[-1]
     if up_to_next and (following := MARK.search(rest)):
         rest = rest[: following.start()]
-    return MARK.sub("", rest) if found else None
+    return MARK.sub("", rest)
 
 
 @lru_cache
@@ -120,19 +121,31 @@ class Windows:
         return text
 
     def behind(
-        self, numbers: Sequence[int], part: Part, generation: bool, up_to_next: bool = False, exact: bool = False
+        self, numbers: Sequence[int], place: Place, generation: bool, up_to_next: bool = False, exact: bool = False
     ) -> str | None:
-        """What is written behind a part of one of these messages; see `tail`."""
-        if part.message not in numbers:
+        """What is written behind a place of a part of one of these messages; see `tail`."""
+        if place.part.message not in numbers:
             return None
-        mark = numbers.index(part.message), part.last[1]
-        is_first = self.roles[part.message] == "assistant"
-        return tail(self.rendered(numbers, generation, exact), mark, is_first, up_to_next)
+        mark = numbers.index(place.part.message), place.part.last[1]
+        return tail(self.rendered(numbers, generation, exact), mark, place.number, up_to_next)
+
+    def before_a_user(self) -> str:
+        """What is written before a user's message that is the only one."""
+        return MARK.split(self.rendered([A_USER], False) or "")[0]
 
     def behind_a_user(self, generation: bool) -> str | None:
         """What is written behind a user's message that is the only one."""
-        return tail(self.rendered([A_USER], generation), (0, 1), False)
+        return tail(self.rendered([A_USER], generation), (0, 1), 0)
 
-    def behind_an_answer(self) -> str | None:
-        """What is written behind an answer to it."""
-        return tail(self.rendered([A_USER, AN_ANSWER], False), (1, 1), True)
+    def behind_an_answer(self, *following: int) -> str:
+        """What is written behind an answer to it, up to what follows, if something does."""
+        return tail(self.rendered([A_USER, AN_ANSWER, *following], False), (1, 1), 0, up_to_next=True) or ""
+
+    def shown_last(self, part: Part) -> int:
+        """In how many places a part is while its message is the last one."""
+        stop = part.message + 1
+        for numbers in (self.near(stop, part.message), range(stop)):
+            text = self.rendered(numbers, False) or ""
+            if places := text.count(written((numbers.index(part.message), part.first[1]))):
+                return places
+        return 0

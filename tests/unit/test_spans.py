@@ -226,6 +226,67 @@ def test_a_call_without_a_name_is_refused(make: Any) -> None:
     assert said.startswith("message 2 (assistant): tool_calls[0] is {'function'") and "a mapping with a name" in said
 
 
+def test_a_name_that_a_call_shows_twice_is_learnt_twice_and_not_above_its_result(make: Any) -> None:
+    twice = (  # in the header, in the call, and above the result
+        "{% for m in messages %}{% if m.role == 'tool' %}<|start|>{{ m.name }} to=assistant<|message|>{{ m.content }}<|end|>"
+        "{% elif m.tool_calls %}{% set call = m.tool_calls[0].function %}<|start|>assistant to={{ call.name }}<|message|>"
+        "<invoke name={{ call.name }}>{{ call.arguments.city }}</invoke><|end|>"
+        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    for city in ("", "Paris"):
+        template = make(twice.replace("call.arguments.city", f"'{city}'"))
+        turns = [user("a"), calls("look"), {**result("sunny"), "name": "look"}, says("b")]
+        assert spans(learn(template, turns)) == [
+            f" to=look<|message|><invoke name=look>{city}</invoke><|end|>", "<|message|>b<|end|>",
+        ]  # fmt: skip
+
+
+def test_an_empty_result_in_the_turn_is_not_learnt(make: Any) -> None:
+    behind = (  # the results stand between the calls of a message and its content
+        "{% for m in messages %}{% if m.role != 'tool' %}<|turn>{{ m.role }}\n{% if m.tool_calls %}"
+        "{% for c in m.tool_calls %}<|call>{{ c.function.name }}<call|>{% endfor %}{% for r in messages[loop.index:] %}"
+        "{% if r.role == 'tool' and loop.index <= m.tool_calls | length %}<|result>{{ r.content }}<result|>{% endif %}"
+        "{% endfor %}{% endif %}{{ m.content }}<turn|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|turn>assistant\n{% endif %}"
+    )
+    for results in (["sunny"], [""], ["", "rainy"], ["sunny", ""], ["", ""]):
+        turns = [user("a"), calls("look", "seek", text="so"), *map(result, results), says("b")]
+        *start, last = spans(learn(make(behind), turns))
+        assert last == "b<turn|>"
+        assert start == ["<|call>look<call|><|call>seek<call|>", "so<turn|>"]
+
+
+def test_calls_that_cannot_be_written_are_refused_and_not_run_into(make: Any) -> None:
+    deep: Any = "end"
+    for _ in range(5000):
+        deep = [deep]
+    for value, reason in (
+        (deep, "lists or mappings more than 100 deep in one another"), ("half \ud800", "cannot be written as JSON"),
+        ({1, 2}, "cannot be written as JSON"),
+    ):  # fmt: skip
+        for shape in SHAPES:
+            said = refusal(make(SHAPES[shape]), user("a"), calls("look", where=value), says("b"))
+            assert said.startswith("message 2 (assistant): tool_calls[0] ") and reason in said
+
+
+def test_arguments_are_found_whatever_their_names_and_values_are(make: Any) -> None:
+    odd = {
+        "a": "x",
+        "ab": "y",
+        "A": [],
+        "n": [1, 2.5, None, True, ["<|call>"]],
+        "": "z",
+        "e": {},
+        "<|turn>": "model",
+        "t": "\n",
+    }
+    turns = [user("a"), says("", tool_calls=[{"function": {"name": "look", "arguments": odd}}]), result("r"), says("b")]
+    for shape in ("in turn", "endless", "two ends", "lays out", "remembers"):
+        found = learn(make(SHAPES[shape]), turns)
+        assert len(found.spans) == 2 and all(str(value) in spans(found)[0] for value in ("x", "y", "z", "2.5", "model"))
+
+
 # --- what a template does not show -------------------------------------------------------------------------------------
 
 
@@ -323,6 +384,19 @@ def test_where_nothing_ends_a_turn_the_token_of_the_next_header_is_learnt_and_wr
     assert found.text.endswith("</tool_call><|observation|>")
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>\n", "</s>", "<|end_response|><|eot|>"])
+def test_a_header_that_a_template_always_writes_at_the_end_is_not_learnt(make: Any, end: str) -> None:
+    template = make(
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}" + end + "{% endfor %}<|im_start|>assistant:"
+    )
+    system = make("{% if messages[0].role != 'system' %}<|im_start|>system: s" + end + "{% endif %}" + template.source)
+    for more in ([], [user("c")]):
+        turns = [user("a"), says("one"), user("b"), says("two"), *more]
+        assert spans(learn(template, turns)) == [" one" + end.strip(), " two" + end.strip()]
+        if "><" not in end:  # else it cannot be told where the end ends
+            assert spans(learn(system, turns)) == spans(learn(template, turns))
+
+
 def test_where_no_token_can_end_a_turn_that_is_noted(make: Any) -> None:
     plain = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -373,6 +447,26 @@ def test_white_space_around_a_content_is_learnt_as_the_template_writes_it(make: 
     turns = [user(" a\n"), says("  one\n\n two \n"), user("b"), says("\tthree")]
     assert spans(learn(make(CHATML), turns)) == ["  one\n\n two \n<|im_end|>", "\tthree<|im_end|>"]
     assert spans(learn(make(IN_TURN), turns)) == ["one\n\n two<turn|>", "three<turn|>"]
+
+
+def test_images_in_turns_move_nothing(make: Any) -> None:
+    shows = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for b in m.content %}{{ '<image>' if b.type == 'image' else b.text }}{% endfor %}{% endif %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    alone = shows.replace("{% if m.content is string %}{{ m.content }}{% else %}", "").replace(
+        "{% endif %}<|im_end|>", "<|im_end|>"
+    )
+    asked = [{"type": "text", "text": "what"}, {"type": "image"}, {"type": "text", "text": "is it?"}]
+    for template in (shows, alone):  # the second one takes blocks alone
+        found = learn(make(template), [user(asked), says("a dog"), user("sure?"), says(" yes ")])
+        assert spans(found) == ["a dog<|im_end|>", " yes <|im_end|>"]
+        assert "what<image>is it?<|im_end|>" in found.text
+    unseen = shows.replace("else b.text", "else ''")
+    assert refusal(make(unseen), user(asked), says("a dog")).startswith(
+        "message 1 (user): the chat template does not show its"
+    )
 
 
 # --- what a template says itself ---------------------------------------------------------------------------------------

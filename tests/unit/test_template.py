@@ -112,11 +112,11 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_an_end_is_refused_by_name(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "MOST_STEPS", 5_000)
+    monkeypatch.setattr(bounded, "MOST_STEPS", 1_000)
     tokenizer = make(ENDLESS[name])
     tokenizer.name_or_path = "some/model"
     assert re.match(
-        r"the chat template of some/model does not come to an end: it takes more than 500\d turns of its loops; ",
+        r"the chat template of some/model does not come to an end: it takes more than 100\d turns of its loops; ",
         refusal(tokenizer),
     )
 
@@ -162,7 +162,7 @@ def test_blocks_are_not_given_to_a_template_that_would_write_the_list_itself(mak
     assert Template(looks).render([{"role": "user", "content": "the dog"}]) == "the d;"
     image = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
     for template in (looks, make("{% for m in messages %}{{ m.content | tojson }}{% endfor %}")):
-        with pytest.raises(InputError, match="writes the list of a content's blocks as it is, and is not for images"):
+        with pytest.raises(InputError, match="template writes the list of a content's blocks as it is, and is not for images"):
             Template(template).render(image)
 
 
