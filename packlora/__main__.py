@@ -1,5 +1,5 @@
 """`python -m packlora ...` and `torchrun -m packlora ...`: the same as the `packlora` command."""
 
-from packlora.cli import app
+from packlora.cli import command
 
-app()
+command()

@@ -16,7 +16,7 @@ import typer
 import packlora
 from packlora.command_line import again, alone, guarded, loading, loads, speaks, without_resume
 from packlora.errors import InputError
-from packlora.terminal import say
+from packlora.terminal import say, show, tame_streams
 
 app = typer.Typer(
     name="packlora",
@@ -101,7 +101,7 @@ def report(run: Watched) -> None:
     def action() -> None:
         from packlora.commands.watch import report_again
 
-        print(f"report: {report_again(run)}", flush=True)
+        show(f"report: {report_again(run)}")
 
     guarded(action, light=True)
 
@@ -120,7 +120,7 @@ def add(
     def action() -> None:
         from packlora.commands.control import add_jobs
 
-        print(add_jobs(run_dir, jobs, overrides), flush=True)
+        show(add_jobs(run_dir, jobs, overrides))
 
     guarded(action, light=True)
 
@@ -132,7 +132,7 @@ def stop(run_dir: RunDir, job: Annotated[str, typer.Argument(metavar="JOB", help
     def action() -> None:
         from packlora.commands.control import stop_job
 
-        print(stop_job(run_dir, job), flush=True)
+        show(stop_job(run_dir, job))
 
     guarded(action, light=True)
 
@@ -153,7 +153,7 @@ def clone(
     def action() -> None:
         from packlora.commands.control import clone_job
 
-        print(clone_job(run_dir, job, name, overrides, weights), flush=True)
+        show(clone_job(run_dir, job, name, overrides, weights))
 
     guarded(action, light=True)
 
@@ -248,7 +248,7 @@ def merge(
 
         if note := merge_adapter(adapter, out, base_model, dtype, quantization, double_quant, requantize):
             say(f"note: {note}")
-        print(f"merged model: {out}", flush=True)
+        show(f"merged model: {out}")
 
     guarded(action)
 
@@ -273,7 +273,7 @@ def export(
 
         for note in export_adapter(adapter, out, target, base_model, dtype):
             say(f"note: {note}")
-        print(f"adapter for {target}: {out}", flush=True)
+        show(f"adapter for {target}: {out}")
 
     guarded(action)
 
@@ -318,7 +318,7 @@ def generate(
         from packlora.commands.talk import Sampling, generate
 
         said, how = sys.stdin.read() if prompt is None else prompt, Sampling(max_new_tokens, temperature, seed)
-        print(generate(adapter, said, system, raw, how, base_model, dtype, device, image or []))
+        show(generate(adapter, said, system, raw, how, base_model, dtype, device, image or []))
 
     guarded(action)
 
@@ -371,8 +371,8 @@ def evaluate(
         found = evaluate_adapter(adapter, data, max_length, truncate, base_model, dtype, device)
         for note in found.notes:
             say(f"note: {note}")
-        print(f"loss        {found.loss:.6f}\nperplexity  {exp(min(found.loss, 700)):.4f}")
-        print(f"labels      {found.label_tokens:,} of {found.tokens:,} tokens, {found.samples:,} samples", flush=True)
+        show(f"loss        {found.loss:.6f}\nperplexity  {exp(min(found.loss, 700)):.4f}")
+        show(f"labels      {found.label_tokens:,} of {found.tokens:,} tokens, {found.samples:,} samples")
 
     guarded(action)
 
@@ -422,11 +422,9 @@ def init(
     def action() -> None:
         from packlora.commands.init import write_run_file
 
-        print(write_run_file(data, out, base_model))
+        show(write_run_file(data, out, base_model))
         file = shlex.quote(str(out))
-        print(
-            f"{out}: read it, then `packlora train {file}`; `packlora plan {file}` shows what it would do", flush=True
-        )
+        show(f"{out}: read it, then `packlora train {file}`; `packlora plan {file}` shows what it would do")
 
     guarded(action, light=True)
 
@@ -440,14 +438,14 @@ def schema() -> None:
 
         from packlora.commands.schema import run_file_schema
 
-        print(json.dumps(run_file_schema(), indent=2), flush=True)
+        show(json.dumps(run_file_schema(), indent=2))
 
     guarded(action, light=True)
 
 
 def _version(value: bool) -> None:
     if value:
-        print(packlora.__version__)
+        show(packlora.__version__)
         raise typer.Exit
 
 
@@ -458,3 +456,9 @@ def main(
     ] = False,
 ) -> None:
     """packlora: fast LoRA / DoRA fine-tuning of many adapters at once."""
+
+
+def command() -> None:
+    """The `packlora` command, in a process of its own."""
+    tame_streams()
+    app()

@@ -36,6 +36,17 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # controls, directions, halves of characters
+)
+
+
+def spelt_out(text: str) -> str:
+    """The text with what a terminal would obey spelt out: escape sequences, carriage returns, marks of direction. Lines, tabs
+    and everything that people write stay."""
+    return OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+
+
 def shown(text: object, longest: int = SHOWN) -> str:
     """A piece of input as a message quotes it: on one line, printable, not longer than `longest` characters."""
     whole = str(text)

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -25,6 +26,10 @@ TEMPORARY = ".tmp-"
 """Prefix of what is being written; leftovers of a crash are removed when a run is resumed."""
 REPLACED, REMOVED = f"{TEMPORARY}old-", f"{TEMPORARY}removed-"
 """Of a folder that another one takes the place of, and of one that goes. The former is the only one until that is there."""
+
+
+HALVES = re.compile("[\ud800-\udfff]")
+"""Halves of characters, by which Python names what is no text in the name of a file; UTF-8 has none."""
 
 
 def write_file(path: Path, write: Callable[[Path], None]) -> None:
@@ -116,7 +121,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _dump(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    file.write_text(HALVES.sub(lambda half: f"\\\\u{ord(half[0]):x}", text), encoding="utf-8")
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: Mapping[str, str] | None = None) -> None:

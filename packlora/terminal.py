@@ -1,6 +1,9 @@
 """What is said on standard output and standard error, where it may come to nothing: a run outlives the terminal it began on.
 Activity says what is being done, for whoever waits: on a terminal one line that moves, elsewhere a line now and then.
 
+Everything that is printed passes `say`, `show` or Activity, or report/screen.py: so no text of others, as the name of a file or
+a generated answer, moves anything on a terminal, and what goes to a file stays as it is.
+
 Imports nothing that takes time, so that a command can say at once what it is about to do, before torch is loaded.
 """
 
@@ -8,13 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO, cast
 
-from packlora.errors import shown
+from packlora.errors import shown, spelt_out
 
+TAKEN = re.compile(r"\r|\x1b\[(\d{0,4}(;\d{1,4}){0,8}m|\d{0,4}[ABCDGK]|\?25[hl])")
+"""What libraries send to a terminal for colours and bars, and may."""
 UNHEARD = (OSError, ValueError, AttributeError)
 """What speaking raises where nobody listens: the stream is closed, in one of several ways, or there is none."""
 WIPE = "\r\x1b[2K"
@@ -48,7 +54,7 @@ class _Output:
     def write(self, text: str) -> int:
         if not self._lost:
             try:
-                self.stream.write(text)
+                _write(self.stream, text)
             except (OSError, ValueError) as error:
                 self._lose(error)
         return len(text)
@@ -68,11 +74,73 @@ class _Output:
 _output: _Output | None = None
 
 
+def obeys(stream: Any) -> bool:
+    """Whether a stream is a terminal that takes escape sequences."""
+    return _is_terminal(stream) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except UNHEARD:
+        return False
+
+
+def on(stream: Any, text: str) -> str:
+    """A text as a stream is given it: on a terminal with what that would obey spelt out."""
+    return spelt_out(text) if _is_terminal(stream) else text
+
+
+def _write(stream: Any, text: str) -> None:
+    """What the stream's encoding lacks is spelt out."""
+    try:
+        stream.write(text)
+    except UnicodeEncodeError as error:
+        stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+
+
 def say(text: str) -> None:
     """A line on standard error, if anybody listens."""
     with contextlib.suppress(*UNHEARD):
-        wipe = WIPE if sys.stderr.isatty() else ""
-        print(f"{wipe}packlora: {text}\n", end="", file=sys.stderr, flush=True)  # in one write
+        wipe = WIPE if obeys(sys.stderr) else ""
+        _write(sys.stderr, f"{wipe}packlora: {on(sys.stderr, text)}\n")  # in one write
+        sys.stderr.flush()
+
+
+def show(text: str) -> None:
+    """A line, or some, on standard output: what a command was called for. Raises OSError where it cannot be written."""
+    _write(sys.stdout, f"{on(sys.stdout, text)}\n")
+    sys.stdout.flush()
+
+
+class _Tamed:
+    """A terminal's stream for whatever libraries write, warnings, logs, tracebacks: colours and bars go through, the rest of
+    what a terminal would obey is spelt out."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        at, out = 0, ""
+        for taken in TAKEN.finditer(text):
+            out, at = out + spelt_out(text[at : taken.start()]) + taken[0], taken.end()
+        _write(self._stream, out + spelt_out(text[at:]))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def tame_streams() -> None:
+    """For a whole process: what anything in it writes to a terminal moves nothing there but colours and bars."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if _is_terminal(stream) and not isinstance(stream, _Tamed):
+            setattr(sys, name, _Tamed(stream))
 
 
 def settle() -> None:
@@ -106,7 +174,7 @@ class Activity:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr  # None in a process that was given none
-        self._terminal = self.stream is not None and not self.stream.closed and self.stream.isatty()
+        self._terminal = obeys(self.stream)
         self._last, self._text = time.monotonic(), ""
 
     def __call__(self, text: str, done: int = 0, total: int = 0) -> None:

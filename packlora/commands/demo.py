@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from packlora.adapters.attach import attach
@@ -23,7 +22,8 @@ from packlora.base.model import load_base
 from packlora.config import Run
 from packlora.data.readers import read_rows
 from packlora.data.template import Template
-from packlora.errors import InputError, printable
+from packlora.errors import InputError
+from packlora.report.screen import Screen
 from packlora.report.summary import print_summary
 from packlora.result import Result
 from packlora.run_file import load_run
@@ -48,7 +48,7 @@ def run_demo(output_dir: Path, max_steps: int | None = None) -> int:
     print_summary(result, "the same command")
     if result.exit_code == 0:
         show_samples(run, result)
-        Console().print(Text(f"\nThe whole story: {result.report}"), soft_wrap=True)
+        Screen().print(Text(f"\nThe whole story: {result.report}"), soft_wrap=True)
     return result.exit_code
 
 
@@ -72,7 +72,7 @@ def _place(run_file: Path, output_dir: Path) -> tuple[Run, bool]:
 @torch.no_grad()
 def show_samples(run: Run, result: Result) -> None:
     """One held-out prompt per job: what it should be, what the base model and what the adapter answer."""
-    console = Console()
+    console = Screen()
     base = load_base(run, load_tokenizer(run))
     model: Any = base.model
     model.eval()
@@ -89,9 +89,7 @@ def show_samples(run: Run, result: Result) -> None:
         console.print(Text(f"\n{job.name}", style="bold"))
         question = textwrap.shorten(str(row.prompt), 160, placeholder=" ...")
         for label, text in (("prompt", question), ("wanted", row.completion), ("before", before), ("after", after)):
-            console.print(
-                Text(f"  {label}: ", style="dim") + Text(printable(textwrap.shorten(str(text), 200))), soft_wrap=True
-            )
+            console.print(Text(f"  {label}: ", style="dim") + Text(textwrap.shorten(str(text), 200)), soft_wrap=True)
 
 
 def _answer(model: Any, tokenizer: Any, prompt: str) -> str:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from packlora.base.demo_model import DEMO_MODEL, PACKAGE, cache_folder
 from packlora.ops.gpu import HAS_TRITON
+from packlora.report.screen import Screen
 from packlora.runtime.record import processor_name, versions
 from packlora.tune.kernels import described_sizes
 
@@ -73,7 +73,7 @@ def print_doctor() -> bool:
         there = importlib.util.find_spec(module) is not None
         found = "installed" if there else f"not installed, pip install {package}"
         table.add_row(module, Text(f"{found}: {purpose}"))  # brackets would be markup
-    console = Console()
+    console = Screen()
     console.print(table)
     problems = _problems()
     for problem in problems:

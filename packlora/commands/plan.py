@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console, JustifyMethod
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +25,7 @@ from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.report.gantt import draw
 from packlora.report.progress import GAP, NAME, duration
+from packlora.report.screen import Screen
 from packlora.runtime import profiler
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import PreparedJob
@@ -254,9 +255,9 @@ def print_plan(
     """Print a plan, and write it as JSON and as a picture where files are given."""
     with Activity() as told:
         plan = make_plan(run, stages, gpus, told)
-    console = Console()
+    console = Screen()
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Screen(width=160)
     print_all(plan, console)
     if json_file is not None:
         _write(json_file, lambda: write_json(json_file, plan.to_json()))
@@ -310,7 +311,7 @@ def sparkline(lengths: Sequence[int] | np.ndarray, low: int, high: int, cells: i
 # --- printing ----------------------------------------------------------------------------------------------------------
 
 
-def print_all(plan: PlannedRun, console: Console) -> None:
+def print_all(plan: PlannedRun, console: Screen) -> None:
     """Jobs, groups, microbatches, budgets, memory, notes."""
     prepared, run, shape = plan.prepared, plan.prepared.run, plan.prepared.shape
     device = choose_device(run.device)
@@ -381,7 +382,7 @@ def _origin(known: Profile) -> str:
     return "estimated from the model's shape and the speed of one matrix product on this machine"
 
 
-def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_table(console: Screen, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table; where the console is too narrow, several below each other, each with the first column."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     parts = [[0]]
@@ -402,7 +403,7 @@ def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Seque
         console.print(table)
 
 
-def _print_jobs(prepared: PreparedRun, console: Console) -> None:
+def _print_jobs(prepared: PreparedRun, console: Screen) -> None:
     low = min(int(job.data.planned.lengths.min()) for job in prepared.jobs)
     high = max(int(job.data.planned.lengths.max()) for job in prepared.jobs)
     scale = f"{low} lengths {high}"
@@ -423,7 +424,7 @@ def _print_jobs(prepared: PreparedRun, console: Console) -> None:
     _print_table(console, headings, rows)
 
 
-def _print_methods(methods: Sequence[Figures], console: Console) -> None:
+def _print_methods(methods: Sequence[Figures], console: Screen) -> None:
     headings = (
         "method", "microbatches", "full", "underfilled", "no-ops", "bound", "gap", "fill", "ms each", "bubble", "time",
         "tokens/s", "memory GiB",
@@ -440,7 +441,7 @@ def _print_methods(methods: Sequence[Figures], console: Console) -> None:
     _print_table(console, headings, rows)
 
 
-def _print_budgets(budgets: Sequence[Prediction], chosen: int, console: Console) -> None:
+def _print_budgets(budgets: Sequence[Prediction], chosen: int, console: Screen) -> None:
     rows = [
         (
             str(each.budget), str(each.microbatches), f"{each.tokens_per_second:,.0f}", f"{each.bytes / 2**30:.1f}",

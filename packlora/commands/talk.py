@@ -32,8 +32,8 @@ from packlora.commands.asked_images import AskedImages
 from packlora.config import QuantizationConfig
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template
-from packlora.errors import InputError, printable, quoted
-from packlora.terminal import say, standard_output
+from packlora.errors import InputError, quoted
+from packlora.terminal import obeys, on, say, show, standard_output
 
 BASE = "base"
 """Name of the base model without an adapter."""
@@ -221,13 +221,14 @@ class Talk:
 
 def _typed() -> Iterator[str]:
     """Lines of a person at a terminal, where there is readline with its keys for editing and earlier lines."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("readline")
+    if obeys(sys.stdout):  # readline sends escape sequences
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")
     while True:
         try:
             yield input("> ")
         except EOFError:
-            print(flush=True)
+            show("")
             return
 
 
@@ -278,7 +279,6 @@ def chat(
                     say(f"{name}: {error}; {RESET} begins anew")
                     continue
                 talk.goes_on(text, seen, answer)
-                shown = "\n".join(map(printable, answer.split("\n")))
-                out.write((f"{name}: " if len(names) > 1 else "") + shown + "\n")
+                out.write(on(out, (f"{name}: " if len(names) > 1 else "") + answer) + "\n")
                 out.flush()
             seen = []

@@ -23,7 +23,7 @@ from packlora.errors import InputError
 from packlora.report.page import LivePage, policy
 from packlora.report.report import write_report
 from packlora.run_file import load_run
-from packlora.terminal import say
+from packlora.terminal import say, show
 
 HOST = "127.0.0.1"
 ASKED = re.compile(r"look=(-?\d{1,15})&epoch=(-?\d{1,15})", re.ASCII)
@@ -178,7 +178,7 @@ def watch(run: Path, port: int, browser: bool) -> None:
     """
     folder = output_folder(run)
     with Server(folder, port) as server:
-        print(f"the page of {folder} is at {server.url} (Ctrl-C ends; the run goes on)", flush=True)
+        show(f"the page of {folder} is at {server.url} (Ctrl-C ends; the run goes on)")
         if not folder.is_dir():
             say(f"{folder} is not there yet; the page shows the run when it begins")
         if browser:
@@ -186,7 +186,7 @@ def watch(run: Path, port: int, browser: bool) -> None:
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            print("watching has ended", flush=True)
+            show("watching has ended")
 
 
 def _open(url: str) -> None:

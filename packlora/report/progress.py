@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +30,7 @@ from packlora.report.events import (
     TrainingBegan,
 )
 from packlora.report.metrics import LoggedSteps
+from packlora.report.screen import Screen
 from packlora.terminal import standard_output
 
 RATE_WINDOW = 20
@@ -79,8 +80,8 @@ class _Shown:
 class Progress:
     """The display of one run, a subscriber. As a context manager it takes the live table away also where a run breaks off."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(file=standard_output())
+    def __init__(self, console: Screen | None = None) -> None:
+        self.console = console or Screen(file=standard_output())
         self.jobs: dict[str, _Shown] = {}
         self._start = time.perf_counter()
         self._live: Live | None = None
@@ -131,7 +132,7 @@ class Progress:
     def _begin(self, event: RunBegan) -> None:
         self.jobs = {job.name: _Shown(job.name, job.status, job.step, job.num_steps, job.tokens) for job in event.jobs}
         self._start = time.perf_counter()
-        if self.console.is_terminal:
+        if self.console.is_interactive:
             self._live = Live(get_renderable=self._table, console=self.console, refresh_per_second=4)
             self._live.start()
         for text in event.notes:

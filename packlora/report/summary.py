@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from packlora.report.progress import duration
+from packlora.report.screen import Screen
 from packlora.report.sweep import names_of_candidates, ranked_table
 from packlora.result import JobResult, Result
 from packlora.terminal import standard_output
@@ -52,7 +52,7 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
         whole_command: goes on with one that max_steps ended, to the last step of its run file.
     """
     output = standard_output()
-    console = Console(file=output, width=None if output.isatty() else UNBROKEN)
+    console = Screen(file=output, width=None if output.isatty() else UNBROKEN)
     ranked = ranked_table(result.output_dir)
     console.print()
     if ranked is not None:

@@ -368,7 +368,7 @@ def _drawn_again(sweep: Sweep) -> list[tuple[int, int]]:
 def _combination(parameters: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Of a grid, the values of the last key changing first."""
     found = dict[str, Any]()
-    for key in reversed(parameters):
+    for key in reversed(list(parameters)):
         number, at = divmod(number, len(parameters[key]))
         found[key] = parameters[key][at]
     return {key: found[key] for key in parameters}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,13 +13,14 @@ from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear.kernels.candidates import KERNELS, Limits, described
 from packlora.plans import kernel_sizes
 from packlora.plans.kernel_sizes import USUAL, KernelCache
+from packlora.report.screen import Screen
 from packlora.tune.kernel_sizes import Tuned, tune_kernels
 
 PART = 0.4
 """Of the time that tuning has, at most."""
 
 
-def tune_sizes(device: torch.device, minutes: float, console: Console) -> float:
+def tune_sizes(device: torch.device, minutes: float, console: Screen) -> float:
     """Measure what was not measured before, print a table, and use what is best from now on. Gives the minutes it took.
 
     Args:

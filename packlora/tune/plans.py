@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -31,6 +30,7 @@ from packlora.plans.cost import machine, seconds
 from packlora.plans.measure import Measured, candidates, group_maker, measure
 from packlora.plans.space import legal_plans
 from packlora.report.progress import duration
+from packlora.report.screen import Screen
 from packlora.runtime.head_cost import measure_head, remember
 from packlora.runtime.memory import synchronize
 from packlora.runtime.prepare import adapter_config, adapter_spec
@@ -221,9 +221,9 @@ def tune(
         lossy or (run is not None and run.plans.lossy),
     )
     cases, notes = cases_of_run(run, device) if run else (standard_cases(device), [])
-    console = Console()
+    console = Screen()
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Screen(width=160)
     minutes -= min(
         minutes, tune_sizes(device, minutes, console)
     )  # plans are measured with the sizes that they will have
@@ -254,7 +254,7 @@ def tune(
     return out
 
 
-def _tune_head(run: Run, device: torch.device, console: Console) -> None:
+def _tune_head(run: Run, device: torch.device, console: Screen) -> None:
     """Measure what stages are cut by."""
     shape = ModelShape.of(load_skeleton(run))
     try:
@@ -274,7 +274,7 @@ def _tune_head(run: Run, device: torch.device, console: Console) -> None:
 
 
 def _measured(
-    cases: Sequence[Case], device: torch.device, clock: _Clock, cache: PlanCache, console: Console, progress: bool
+    cases: Sequence[Case], device: torch.device, clock: _Clock, cache: PlanCache, console: Screen, progress: bool
 ) -> list[Tuned]:
     """The cases in their order until the time is over; the first one in any case."""
     out: list[Tuned] = []

@@ -21,7 +21,7 @@ from packlora.cli import app
 from packlora.commands.merge import merge_adapter
 from packlora.commands.talk import Sampling, Speakers, load_speakers
 from packlora.data import images
-from packlora.errors import InputError, printable
+from packlora.errors import InputError
 
 NEW = 10
 PATCHES = "model.vision_tower.embeddings.patch_embedding.weight"
@@ -151,8 +151,9 @@ def test_generate_and_chat_take_images_by_the_command_line(
                 speakers.answer(name, [after], Sampling(NEW)),
             ]
         )
-    lines_of = [f"{name}: " + "\n".join(map(printable, answer.split("\n"))) for turn in zip(*want, strict=True)
-                for name, answer in zip(KINDS, turn, strict=True)]  # fmt: skip
+    lines_of = [
+        f"{name}: {answer}" for turn in zip(*want, strict=True) for name, answer in zip(KINDS, turn, strict=True)
+    ]
     assert told.stdout == "".join(f"{line}\n" for line in lines_of)
     assert "/image: the image no.png does not exist" in told.stderr
     assert "/image: give the path of a file behind it" in told.stderr

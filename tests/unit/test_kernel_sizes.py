@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from group_cases import KINDS, GroupCase, cast, group_is_as_exact, make_case, run_group
-from rich.console import Console
 from seeds import SEED, SOAK
 
 from packlora.ops import gpu
@@ -27,6 +26,7 @@ from packlora.plans import kernel_sizes
 from packlora.plans.cache import PlanCache
 from packlora.plans.kernel_sizes import KernelCache, Record
 from packlora.plans.timing import Timing, Timings
+from packlora.report.screen import Screen
 from packlora.tune import kernel_sizes as kernel_tuning
 from packlora.tune import kernels
 from packlora.tune.kernel_sizes import SHAPES, Shape, Step, step_maker, tune_kernels
@@ -391,7 +391,7 @@ def test_a_cpu_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_sizes, "KernelCache", lambda device: pytest.fail("a CPU has no kernels"))
     kernel_sizes.use_tuned(CPU)
     assert kernel_sizes.identity(CPU) is None and sizes_for(torch.bfloat16, CPU) is LARGE_16
-    assert kernels.tune_sizes(CPU, 5.0, Console(file=io.StringIO())) == 0.0
+    assert kernels.tune_sizes(CPU, 5.0, Screen(file=io.StringIO())) == 0.0
 
 
 def test_tune_says_what_was_chosen_and_the_doctor_too(
@@ -410,7 +410,7 @@ def test_tune_says_what_was_chosen_and_the_doctor_too(
         lambda device, limits, own, seconds: tune_kernels(device, limits, own, seconds, world.make),
     )
     assert "the usual ones" in kernels.described_sizes(CPU)
-    kernels.tune_sizes(CPU, 1e4, Console(file=shown, width=200))
+    kernels.tune_sizes(CPU, 1e4, Screen(file=shown, width=200))
     printed = shown.getvalue()
     assert f"up: {best}; {len(candidates_of('up'))} candidates measured now, 0 left" in printed
     assert "0.750" in printed and "left out: grad: " in printed and str(cache.path) in printed

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from test_progress import began, job, stepped
 from test_report import write_run
 
@@ -16,6 +15,7 @@ from packlora.report.events import Evaluated, JobDone, JobFailed
 from packlora.report.page import STYLE
 from packlora.report.progress import Progress
 from packlora.report.report import write_report
+from packlora.report.screen import Screen
 from packlora.report.summary import print_summary
 from packlora.result import JobResult, Result
 
@@ -23,7 +23,7 @@ from packlora.result import JobResult, Result
 def table(width: int, *names: str) -> list[str]:
     """Lines of the live table in the middle of long runs, the first job evaluated, the last one failed."""
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=width, no_color=True)
+    console = Screen(file=out, force_terminal=True, width=width, no_color=True)
     progress = Progress(console)
     progress(began(*(job(name, 9000) for name in names)))
     progress._stop()  # the table is drawn below, once
@@ -68,12 +68,12 @@ def test_on_a_wide_terminal_a_long_name_is_whole() -> None:
 
 def test_more_jobs_than_lines_leave_the_last_line_and_those_that_train_in_sight() -> None:
     names = tuple(f"job-{number}" for number in range(40))
-    progress, out = Progress(Console(file=io.StringIO(), force_terminal=True, width=100, height=20)), io.StringIO()
+    progress, out = Progress(Screen(file=io.StringIO(), force_terminal=True, width=100, height=20)), io.StringIO()
     progress(began(*(job(name, 9000) for name in names)))
     progress._stop()
     for name in names[:30]:
         progress(JobDone(name, 9000, Path(name)) if name != "job-7" else JobFailed(name, 3, "loss nan"))
-    Console(file=out, force_terminal=True, width=100, height=20, no_color=True).print(progress._table())
+    Screen(file=out, force_terminal=True, width=100, height=20, no_color=True).print(progress._table())
     lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
     assert len(lines) <= 18
     shown = [line.split()[0] for line in lines[1:-1]]

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from packlora.report.events import (
     Evaluated,
@@ -21,6 +20,7 @@ from packlora.report.events import (
     TrainingBegan,
 )
 from packlora.report.progress import COMPILES, Progress, duration
+from packlora.report.screen import Screen
 
 
 def job(name: str, samples: int = 8) -> JobAtStart:
@@ -37,7 +37,7 @@ def stepped(name: str, step: int, loss: float = 1.0, norm: float = 1.0, lr: floa
 
 
 def shown(*jobs: JobAtStart, terminal: bool = False, width: int = 80) -> Progress:
-    progress = Progress(Console(file=io.StringIO(), force_terminal=terminal, width=width))
+    progress = Progress(Screen(file=io.StringIO(), force_terminal=terminal, width=width))
     progress(began(*jobs))
     return progress
 
@@ -45,7 +45,7 @@ def shown(*jobs: JobAtStart, terminal: bool = False, width: int = 80) -> Progres
 @pytest.mark.parametrize("terminal", [True, False])
 def test_every_job_is_shown_with_its_loss_rate_and_status(terminal: bool) -> None:
     out = io.StringIO()
-    with Progress(Console(file=out, force_terminal=terminal, width=140)) as progress:
+    with Progress(Screen(file=out, force_terminal=terminal, width=140)) as progress:
         progress(began(job("first[red]"), job("second"), notes=("the second is new",)))
         progress(TrainingBegan())
         progress(Evaluated("first[red]", 0, 3.25))
@@ -84,7 +84,7 @@ def test_before_the_first_microbatch_it_says_what_takes_the_time(compiles: bool,
 
 def test_other_jobs_go_on_only_where_some_run() -> None:
     out = io.StringIO()
-    with Progress(Console(file=out, width=140)) as progress:
+    with Progress(Screen(file=out, width=140)) as progress:
         progress(began(job("first"), job("second")))
         progress(JobFailed("second", 2, "loss nan"))
         progress(JobFailed("first", 3, "loss nan"))

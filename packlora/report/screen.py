@@ -1,0 +1,27 @@
+"""The screen that tables and notes are printed on: rich's console, on which texts of others move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from packlora.errors import spelt_out
+
+
+class Screen(Console):
+    """On a terminal every text and every cell is spelt out (errors.spelt_out); in a file it stays as it is."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        return super().render(_spelt_out(renderable) if self.is_terminal else renderable, options)
+
+
+def _spelt_out(renderable: RenderableType) -> RenderableType:
+    if isinstance(renderable, str):
+        return spelt_out(renderable)
+    if not isinstance(renderable, Text) or (plain := spelt_out(renderable.plain)) == renderable.plain:
+        return renderable
+    own = renderable
+    return Text(plain, own.style, justify=own.justify, overflow=own.overflow, no_wrap=own.no_wrap, end=own.end)
