@@ -49,11 +49,13 @@ $(VENV)/docs: pyproject.toml
 		| xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	touch $@
 
-# torch first and by its exact release: a range could bring another build of it, gigabytes larger
+# torch first and by its exact release: a range could bring another build of it, gigabytes larger; of trl the chat templates
+# are read, which needs nothing of what it depends on
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl
 	touch $@
 
 clean:
