@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 LOCK = ".lock"
 TEMPORARY = ".tmp-"
 """Prefix of what is being written; leftovers of a crash are removed when a run is resumed."""
+LONGEST_LINE = 400
+"""Characters of an object that is written on one line of a JSON file."""
 REPLACED, REMOVED = f"{TEMPORARY}old-", f"{TEMPORARY}removed-"
 """Of a folder that another one takes the place of, and of one that goes. The former is the only one until that is there."""
 
@@ -121,8 +124,38 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _dump(file: Path, value: Any) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    file.write_text(HALVES.sub(lambda half: f"\\\\u{ord(half[0]):x}", text), encoding="utf-8")
+    file.write_text(whole_characters(json_text(value)) + "\n", encoding="utf-8")
+
+
+def whole_characters(text: str) -> str:
+    """JSON as text that UTF-8 can hold: halves of characters are spelt out."""
+    return HALVES.sub(lambda half: f"\\\\u{ord(half[0]):x}", text)
+
+
+def json_text(value: Any, indent: str = "") -> str:
+    """JSON for people, which is quick to make: what holds no other object or list is on one line, unless that is long."""
+    if not isinstance(value, dict | list | tuple):
+        return _encoder().encode(value)
+    deeper, is_object = indent + "  ", isinstance(value, dict)
+    inner: Collection[Any] = value.values() if isinstance(value, dict) else value
+    if any(isinstance(one, dict | list | tuple) for one in inner):
+        items = [json_text(one, deeper) for one in inner]
+        if is_object:
+            names = [key if isinstance(key, str) else _encoder().encode(key) for key in value]
+            items = [f"{_encoder().encode(name)}: {item}" for name, item in zip(names, items, strict=True)]
+        lines = f",\n{deeper}".join(items)
+    else:
+        text = _encoder().encode(value)
+        if len(text) <= LONGEST_LINE or not is_object:
+            return text
+        lines = _encoder(f",\n{deeper}").encode(value)[1:-1]
+    opening, closing = "{}" if is_object else "[]"
+    return f"{opening}\n{deeper}{lines}\n{indent}{closing}"
+
+
+@functools.cache
+def _encoder(separator: str = ", ") -> json.JSONEncoder:
+    return json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(separator, ": "))
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: Mapping[str, str] | None = None) -> None:

@@ -22,6 +22,7 @@ from packlora.base.load import read_skeleton
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 from packlora.report import sweep
+from packlora.report.journal import read_record
 from packlora.runtime.checkpoint import NAME
 from packlora.runtime.resume import moment_of
 from packlora.runtime.sweep import BEST
@@ -106,7 +107,7 @@ def trained_by(path: Path) -> Trained | None:
     path = Path(os.path.abspath(path))
     job = path.parent if NAME.fullmatch(path.name) else path
     try:
-        record = json.loads((job.parent / "run.json").read_text(encoding="utf-8"))
+        record = read_record(job.parent)
         run = Run.model_validate_json(json.dumps(record["config"]))
         joins = [change["join"] for change in record.get("changes", ()) if change.get("join")]
         joined = [JobConfig.model_validate_json(json.dumps(join)) for join in joins]

@@ -14,7 +14,7 @@ from packlora.errors import quoted
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
     ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "samples.jsonl",
-    "pipeline.jsonl", "report.html", "control", "trackers",
+    "pipeline.jsonl", "journal.jsonl", "report.html", "control", "trackers",
 }  # fmt: skip
 """Not for jobs: a job's folder stands beside these files of the run."""
 RESERVED_BY_SWEEPS = {"best", "sweep.json"}

@@ -5,6 +5,7 @@ Any of them may be missing, empty or still growing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, TypeGuard
 from packlora.files import LOCK
 from packlora.report.charts import Point
 from packlora.report.follow import Followed, Line, is_held, read_object
+from packlora.report.journal import EDITION, JOURNAL, RECORD, fold
 from packlora.report.metrics import EVALS, METRICS, MICROBATCHES, SAMPLES, WINDOWS
 
 
@@ -128,9 +130,12 @@ class FollowedRun:
         self.evals = _ByJob(folder / EVALS, "eval_loss")
         self.microbatches = Followed(folder / MICROBATCHES, "capacity", "tokens", is_sound=_is_microbatch)
         self.windows = Followed(folder / WINDOWS, "window", "microbatches", "bound", is_sound=_is_window)
+        self.journal = Followed(folder / JOURNAL, EDITION)
         self.about: Line = {}
         self.alive: bool | None = None
         self._state: Any = None
+        self._folded = 0
+        """Lines of the journal that are in `about`, or in run.json."""
         self._ends: dict[str, tuple[Any, Line]] = {}
 
     @property
@@ -141,15 +146,19 @@ class FollowedRun:
 
     def look(self) -> bool:
         """Whether anything is new."""
-        files = (self.metrics, self.evals, self.samples, self.microbatches, self.windows)
+        files = (self.metrics, self.evals, self.samples, self.microbatches, self.windows, self.journal)
         changed = [file.look() for file in files]  # all of them
         alive = is_held(self.folder / LOCK)
-        state = alive, *(_stamp(self.folder / name) for name in ("run.json", "sweep.json"))
+        state = alive, self.journal.times, *(_stamp(self.folder / name) for name in (RECORD, "sweep.json"))
         if state != self._state:
-            self._state, self.alive = state, alive
-            found = read_object(self.folder / "run.json")
-            self.about = found or {}
-            return True
+            self._state, self.alive, self._folded = state, alive, 0
+            self.about = read_object(self.folder / RECORD) or {}
+            changed.append(True)
+        for line in self.journal.lines[self._folded :]:
+            if line[EDITION] == self.about.get(EDITION):
+                with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                    fold(self.about, line)
+        self._folded = len(self.journal.lines)
         return any(changed)
 
     def files(self) -> RunFiles:

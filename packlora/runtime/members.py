@@ -252,7 +252,7 @@ class Members:
         run = with_jobs(self.run, [*self.run.jobs, *(item.config for item in items)])
         if not changes and not leaving:
             return []
-        self._write([*leaving, *changes], {item.config.name: described_job(item) for item in items}, run)
+        self._write([*leaving, *changes], items)
         self.run = run
         gone = {change.leave for change in leaving}
         place([job for job in there.values() if job.name in gone], self.changes)
@@ -274,7 +274,7 @@ class Members:
         Raises:
             WriteError: it cannot be recorded; nothing was changed.
         """
-        self._write(self.leaving(jobs, given, by, request), {}, self.run)
+        self._write(self.leaving(jobs, given, by, request), ())
         place([job for job, _ in jobs], self.changes)
 
     def leaving(self, jobs: Sequence[tuple[Job, str]], given: int, by: Any, request: str | None = None) -> list[Change]:
@@ -286,11 +286,12 @@ class Members:
             for job, reason in jobs
         ]  # fmt: skip
 
-    def _write(self, changes: Sequence[Change], described: Mapping[str, Any], run: Run) -> None:
+    def _write(self, changes: Sequence[Change], joined: Sequence[PreparedJob]) -> None:
         def amend() -> None:
             try:
                 if self.group.leads:
-                    self.record.amend([*self.changes, *changes], described, run)
+                    described = {item.config.name: described_job(item) for item in joined}
+                    self.record.amend(changes, described, [item.config for item in joined])
             except (OSError, ValueError) as error:  # ValueError: a number or a text that JSON does not have
                 raise InputError(f"run.json cannot be written: {reason_of(error)}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import secrets
 import subprocess
@@ -17,7 +18,7 @@ import torch
 
 import packlora
 from packlora.base.model import Base
-from packlora.config import Run
+from packlora.config import JobConfig, Run
 from packlora.data.template import clock_of
 from packlora.files import write_json
 from packlora.parallel.layout import Layout
@@ -31,6 +32,7 @@ from packlora.report.events import (
     RunEnded,
     SavePointReached,
 )
+from packlora.report.journal import EDITION, JOURNAL, RECORD, Journal, copied, fold, merged
 from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
 from packlora.runtime import checkpoint
@@ -41,6 +43,9 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.resume import SavedRun, start_hash
 
+PAID = 2**15
+"""Bytes of run.json that a change pays for: a small one is written whole at every checkpoint, a large one as seldom as this
+says, and its journal meanwhile."""
 MOST_SKIPPED = 1000
 """Rows that are no samples that run.json lists of a job; it counts all of them."""
 
@@ -92,6 +97,7 @@ def run_record(
         ]
     return {
         "packlora": versions()["packlora"],
+        EDITION: saved.edition if saved else 0,
         "id": saved.id if saved else secrets.token_hex(8),
         "clock": clock_of(prepared.tokenizer).isoformat(timespec="seconds"),
         "created": saved.created if saved else datetime.now(UTC).isoformat(timespec="seconds"),
@@ -127,52 +133,83 @@ def earlier_warnings(saved: SavedRun | None, now: list[str]) -> list[str]:
     return [text for text in saved.warnings if text not in now and LEFT_OUT not in text] if saved else []
 
 
+def write_record(output_dir: Path, record: dict[str, Any]) -> int:
+    """Write run.json whole; what the journal says is in it then. Returns its bytes."""
+    record[EDITION] = record.get(EDITION, 0) + 1
+    write_json(output_dir / RECORD, record)
+    (output_dir / JOURNAL).unlink(missing_ok=True)
+    return (output_dir / RECORD).stat().st_size
+
+
 class RunRecord:
-    """Keeps run.json up to date, a subscriber: warnings, checkpoints, the token budget, plans of layers, the result."""
+    """Keeps run.json and its journal up to date, a subscriber: warnings, checkpoints, the token budget, plans of layers, the
+    result."""
 
     def __init__(
         self, output_dir: Path, record: dict[str, Any], plans: Callable[[], list[dict[str, Any]]], files: BestEffort
     ) -> None:
-        """record: from run_record. plans: how layers are computed by now."""
+        """record: from run_record, as it was written. plans: how layers are computed by now."""
         self.output_dir, self.record, self._plans, self._files = output_dir, record, plans, files
+        self._journal = Journal(output_dir / JOURNAL)
+        self._news: dict[str, Any] = {}
+        """What is in self.record, and is on the disk only when it is written the next time."""
+        self._size, self._paid = 0, math.inf
+        """Bytes of run.json, and those that changes since it was written have paid for."""
 
     def __call__(self, event: Event) -> None:
         match event:
             case Note() | JobFailed():
-                self.record["warnings"].append(event.text)
+                self._add({"warnings": [event.text]})
             case CheckpointSaved(job, step):
-                self.record["saved"][job] = step
+                self._add({"saved": {job: step}})
                 self._write()  # before anybody can miss it: a job whose checkpoints are gone is not begun again
             case MemoryRanOut():
-                self.record["warnings"].append(event.text)
-                self.record["schedule"]["budget"] = event.budget
+                self._add({"warnings": [event.text], "budget": event.budget})
                 self._write()
-            case SavePointReached():
+            case SavePointReached() if self._news:
                 self._write()
             case RunEnded():
                 self.record["result"] = result_record(event)
+                self._paid = math.inf
                 self._write()
 
-    def amend(self, changes: Sequence[Change], described: Mapping[str, Any], run: Run) -> None:
-        """Record changes before they are made. Raises OSError where that cannot be written; nothing is changed then.
-
-        Args:
-            changes: all of them.
-            described: what is said of jobs that join, by name.
-            run: with them.
-        """
-        new = {
-            "config": run.model_dump(mode="json"),
-            "changes": [change.record() for change in changes],
-            "jobs": {**self.record["jobs"], **described},
-            "saved": {**self.record["saved"], **dict.fromkeys(described, 0)},
-        }
-        write_json(self.output_dir / "run.json", {**self.record, **new})
-        self.record.update(new)
+    def _add(self, news: Mapping[str, Any]) -> None:
+        fold(self.record, news)
+        self._news = merged(self._news, news)
 
     def _write(self) -> None:
-        self.record["plans"] = self._plans()
-        self._files.write("run.json", lambda: write_json(self.output_dir / "run.json", self.record))
+        self._files.write(RECORD, lambda: self._put({}))
+
+    def amend(self, changes: Sequence[Change], described: Mapping[str, Any], joined: Sequence[JobConfig]) -> None:
+        """Record changes before they are made. Raises OSError or ValueError where they cannot be written; nothing is changed.
+
+        Args:
+            changes: new ones.
+            described: what is said of jobs that join, by name.
+            joined: these jobs.
+        """
+        news = {
+            "changes": [change.record() for change in changes],
+            "joined": [job.model_dump(mode="json") for job in joined],
+            "jobs": dict(described),
+            "saved": dict.fromkeys(described, 0),
+        }
+        self._put(news)
+        fold(self.record, news)
+
+    def _put(self, more: Mapping[str, Any]) -> None:
+        """Write the news, and more that is not in self.record: whole where changes since the last time pay for it."""
+        paid, self._paid = self._paid + PAID, math.inf  # where this fails, the next one must be whole
+        if paid < self._size:
+            self._journal.append({EDITION: self.record[EDITION], **merged(self._news, more)})
+            self._paid = paid
+        else:
+            self.record["plans"] = self._plans()
+            whole = copied(self.record)
+            self.record[EDITION] += 1
+            fold(whole, more)
+            self._size, self._paid = write_record(self.output_dir, whole), 0
+        self._news = {}
 
 
 def result_record(event: RunEnded) -> dict[str, Any]:

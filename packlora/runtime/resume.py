@@ -4,6 +4,7 @@ checkpoints that jobs go on from.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
 from datetime import datetime
@@ -18,6 +19,8 @@ from packlora.config import JobConfig, Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
+from packlora.report.follow import Line
+from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
 from packlora.runtime import checkpoint
 from packlora.runtime.changes import START, Change, joined_rounds, leaves, trained, whole_run
 from packlora.runtime.job import Job
@@ -51,10 +54,12 @@ class _SavedModel(BaseModel):
 
 
 class SavedRun(BaseModel):
-    """What a run.json must say for its run to be continued. clock: see moment_of. saved: of each job its newest step."""
+    """What a run.json must say for its run to be continued. clock: see moment_of. saved: of each job its newest step. edition:
+    see report/journal.py."""
 
     model_config = ConfigDict(strict=True)
 
+    edition: int = Field(0, ge=0, le=2**53)
     id: str
     created: str
     clock: datetime | None = None
@@ -137,7 +142,16 @@ def _read_saved(file: Path) -> SavedRun:
     try:
         if file.exists() and not file.is_file():  # a pipe would be waited for
             raise InputError(f"output_dir {file.parent}: run.json cannot be read: it is not a plain file; {kept}")
-        return _at_home(SavedRun.model_validate_json(file.read_bytes()), file.parent)
+        text = file.read_bytes()
+        saved = SavedRun.model_validate_json(text)
+        if lines := lines_since(file.parent, saved.edition):
+            saved = SavedRun.model_validate_json(_with(text, lines))
+        return _at_home(saved, file.parent)
+    except DamagedLine as error:
+        raise InputError(
+            f"output_dir {file.parent}: {JOURNAL}, {error}: it tells of jobs that joined and of checkpoints since run.json was "
+            "written. Remove that line to go on without it"
+        ) from None
     except OSError as error:
         raise InputError(f"output_dir {file.parent}: run.json cannot be read: {error.strerror}; {kept}") from None
     except ValidationError as error:
@@ -148,6 +162,17 @@ def _read_saved(file: Path) -> SavedRun:
         raise InputError(
             f"output_dir {file.parent}: run.json cannot be read: {where}{': ' * bool(where)}{found['msg']}; {kept}"
         ) from None
+
+
+def _with(text: bytes, lines: list[Line]) -> str:
+    """A run.json with what its journal says. Raises DamagedLine."""
+    record = json.loads(text)
+    for number, line in enumerate(lines, 1):
+        try:
+            fold(record, line)
+        except (TypeError, ValueError, LookupError, AttributeError):
+            raise DamagedLine(f"line {number} of those that count is damaged") from None
+    return json.dumps(record)
 
 
 def _at_home(saved: SavedRun, folder: Path) -> SavedRun:

@@ -24,7 +24,7 @@ from packlora.base.device import choose_device, usual_dtype
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.files import remove_leftovers, write_json
+from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
 from packlora.parallel.cut import load_cut
 from packlora.parallel.layout import Layout
@@ -56,7 +56,14 @@ from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
-from packlora.runtime.record import RunRecord, earlier_warnings, left_out_results, run_record, versions
+from packlora.runtime.record import (
+    RunRecord,
+    earlier_warnings,
+    left_out_results,
+    run_record,
+    versions,
+    write_record,
+)
 from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.resume import (
     SavedRun,
@@ -348,14 +355,14 @@ class Session:
         record["warnings"] += [note for notes, _, _ in told for note in notes]
         record["saved"] |= starts
         if starts:  # known before anything is put aside: broken off in between, --resume alone goes on all the same
-            write_json(self.output_dir / "run.json", record)
+            write_record(self.output_dir, record)
         names = [job.config.name for job in prepared.jobs]
         if saved is not None:
             record["warnings"] += put_aside(self.output_dir, names, starts, record["id"], keep)
         notes: list[str] = record["warnings"]
         record["warnings"] = earlier_warnings(saved, notes) + notes
         remove_leftovers(self.output_dir)
-        write_json(self.output_dir / "run.json", record)
+        write_record(self.output_dir, record)
         folder = OutputFolder(self.output_dir, record["id"], None, Emitter())
         stand = {one["name"]: Standing(**one) for _, own, _ in told for one in own}
         first = min(begins for _, _, begins in told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from packlora.errors import InputError, unwritten
 from packlora.files import (
     KeptFolder,
+    json_text,
     lock_folder,
     remove_folder,
     remove_leftovers,
@@ -210,3 +212,26 @@ def test_a_folder_whose_removal_fails_or_is_broken_off_does_not_come_back(
             assert [one.name for one in path.parent.iterdir()] == ["folder"] * was_there
             assert not was_there or (path / "file").read_text() == "old"
     assert number > 5
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {}, [], "é\n", None, 1.5, {"a": {}}, {"a": [], "b": [[]]}, [[1, 2], [3]], [{"a": 1}, {"b": [1, {"c": None}]}],
+        {1: {"x": 2}, False: [{}], None: 0, 2.5: []}, {"long": "x" * 1000, "more": 1}, {"deep": [{"line": "x" * 1000, "y": 2}]},
+        {'"': {"\u00e9": "\\"}}, ({"a": (1, 2)},), list(range(1000)),
+    ],
+)  # fmt: skip
+def test_json_for_people_says_what_json_says(value: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "file.json", value)
+    assert json.loads((tmp_path / "file.json").read_text()) == json.loads(json.dumps(value))
+
+
+def test_json_for_people_has_a_line_for_each_entry_of_a_log_and_for_each_key_of_a_long_object() -> None:
+    assert json_text({"a": 1, "log": [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]}).splitlines() == [
+        "{", '  "a": 1,', '  "log": [', '    {"step": 1, "loss": 0.5},', '    {"step": 2, "loss": 0.25}', "  ]", "}",
+    ]  # fmt: skip
+    assert len(json_text({f"key {number}": number for number in range(100)}).splitlines()) == 102
+    for odd in (float("nan"), [float("inf")], {"a": [{"b": float("nan")}]}):
+        with pytest.raises(ValueError, match="JSON compliant"):
+            json_text(odd)
