@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from packlora.files import write_json
 from packlora.report.events import CheckpointSaved, Note, SavePointReached
 from packlora.report.journal import EDITION, JOURNAL, RECORD, DamagedLine, Journal, lines_since, read_record
 from packlora.report.metrics import BestEffort
@@ -35,18 +36,18 @@ class Written:
     def __init__(self, folder: Path, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.bytes, self.notes = folder, 0, list[str]()
         folder.mkdir()
-        append, whole = Journal.append, record.write_json
+        append = Journal.append
 
         def appended(journal: Journal, line: Any) -> None:
             append(journal, line)
             self.bytes += len(json.dumps(line))
 
         def written(path: Path, value: Any) -> None:
-            whole(path, value)
+            write_json(path, value)
             self.bytes += path.stat().st_size
 
         monkeypatch.setattr(Journal, "append", appended)
-        monkeypatch.setattr(record, "write_json", written)
+        monkeypatch.setattr("packlora.runtime.record.write_json", written)
         monkeypatch.setattr(os, "fsync", lambda handle: None)
         own = about(jobs)
         write_record(folder, own)
