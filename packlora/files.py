@@ -179,21 +179,28 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises:
         InputError: another process has it, or its lock is not a file of its own.
     """
-    path = folder / LOCK
+    path, in_use = folder / LOCK, InputError(f"{folder} is in use by another run of packlora")
     try:  # a link is not followed: what it leads to is not ours
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
         raise InputError(f"cannot lock {folder}: {path} is not a plain file ({error.strerror}); remove it") from None
+    itself = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        try:  # the folder too: the file may be removed by somebody who takes it for a leftover
+            fcntl.flock(itself, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise in_use from None
+        except OSError:
+            pass  # a file system that locks files alone, as NFS
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = _same(handle, path.lstat)  # else its last holder has just removed it
         except OSError:
             ours = False
         if not ours:
-            raise InputError(f"{folder} is in use by another run of packlora")
+            raise in_use
         try:
             os.truncate(handle, 0)
             os.write(handle, f"{socket.gethostname()} {os.getpid()}\n".encode())  # for whoever watches from elsewhere
@@ -201,6 +208,24 @@ def lock_folder(folder: Path) -> Iterator[None]:
         finally:
             if _same(handle, path.lstat):  # else the folder was deleted, and another run may be in its place
                 path.unlink(missing_ok=True)
+    finally:
+        os.close(itself)
+        os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock on a file or a folder, as lock_folder has it."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
     finally:
         os.close(handle)
 

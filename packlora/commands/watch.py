@@ -19,7 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from packlora.errors import InputError
+from packlora.errors import InputError, reason_of
+from packlora.report.follow import read_object
 from packlora.report.page import LivePage, policy
 from packlora.report.report import write_report
 from packlora.run_file import load_run
@@ -54,12 +55,23 @@ def report_again(run: Path) -> Path:
     """Write report.html of a run anew, and return its path.
 
     Raises:
-        InputError: there is no run.
+        InputError: there is no run, or its files hold what no run writes.
     """
     folder = output_folder(run)
     if not any((folder / name).is_file() for name in ("run.json", "metrics.jsonl")):
         raise InputError(f"{folder} holds no run: there is neither run.json nor metrics.jsonl")
-    return write_report(folder)
+    record = folder / "run.json"
+    if record.exists() and read_object(record) is None:
+        say(f"note: {record} holds no JSON object, so the page lacks what it says; the logs beside it are shown")
+    try:
+        return write_report(folder)
+    except OSError:
+        raise
+    except Exception as error:  # files of a folder may hold anything
+        raise InputError(
+            f"{folder}: run.json, or a log beside it, holds what no run writes there ({reason_of(error)}); put the run's own "
+            "files back"
+        ) from error
 
 
 def own_names(port: int) -> set[str]:

@@ -95,15 +95,24 @@ def read_object(path: Path) -> Line | None:
 
 def is_held(lock: Path) -> bool | None:
     """Whether a process holds the lock file of a run (`lock_folder`); None where that cannot be told from here, as on another
-    machine that shares the folder. The lock is not tried: a run that starts meanwhile would find it taken."""
+    machine that shares the folder. No lock is tried: a run that starts meanwhile would find it taken."""
     try:
         with opened(lock) as file:
             if file is None:
-                return False if not os.path.lexists(lock) else None
+                if os.path.lexists(lock):
+                    return None
+                return lock.parent.is_dir() and _is_locked(
+                    lock.parent.stat().st_ino
+                )  # somebody may have removed the file
             host, inode = file.read(1000).decode(errors="replace").split(" ")[0], os.fstat(file.fileno()).st_ino
-        locks = Path("/proc/locks").read_text()
+        if host and host != socket.gethostname():
+            return None
+        return _is_locked(inode) or _is_locked(lock.parent.stat().st_ino)
     except OSError:
         return None
-    if host != socket.gethostname():
-        return None
+
+
+def _is_locked(inode: int) -> bool:
+    """Raises OSError where the system does not tell."""
+    locks = Path("/proc/locks").read_text()
     return any("FLOCK" in line and line.split()[-3].endswith(f":{inode}") for line in locks.splitlines())

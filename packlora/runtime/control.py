@@ -10,7 +10,6 @@ A request that is not read, since the run was killed, is taken back by the comma
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from packlora.errors import InputError, shown
-from packlora.files import LOCK, make_folder, write_json
+from packlora.files import LOCK, is_locked, make_folder, write_json
 from packlora.report.events import Event, RunEnded, WindowPlanned
 
 FOLDER = "control"
@@ -198,15 +197,5 @@ def ask(output_dir: Path, request: Add | StopJob | Clone, told: Callable[[str], 
 
 
 def is_held(output_dir: Path) -> bool:
-    """Whether a process trains a run in this folder now."""
-    try:
-        handle = os.open(output_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
+    """Whether a process trains a run in this folder now. Its lock's file may have been removed."""
+    return is_locked(output_dir / LOCK) or is_locked(output_dir)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from packlora.files import (
     write_folder,
     write_json,
 )
+from packlora.report import follow
+from packlora.runtime import control
 
 
 def private(file: Path) -> None:
@@ -110,6 +114,38 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"run\.json") as caught:
         write_file(tmp_path / "run.json", full)
     assert unwritten(caught.value) == f"No space left on device: {tmp_path / 'run.json'}; free some space there"
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty file", "a folder"])
+def test_a_folder_whose_lock_was_removed_is_held_all_the_same(left: str, tmp_path: Path) -> None:
+    with lock_folder(tmp_path):
+        (tmp_path / ".lock").unlink()
+        if left == "an empty file":
+            (tmp_path / ".lock").touch()
+        elif left == "a folder":
+            (tmp_path / ".lock").mkdir()
+        found = r"in use by another run" if left != "a folder" else "is not a plain file"
+        with pytest.raises(InputError, match=found), lock_folder(tmp_path):
+            pass
+        assert control.is_held(tmp_path) and follow.is_held(tmp_path / ".lock") is not False
+    assert not control.is_held(tmp_path)
+
+
+def test_where_a_file_system_locks_no_folders_the_lock_s_file_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = fcntl.flock
+
+    def flock(handle: int, how: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, "as NFS says")
+        original(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with lock_folder(tmp_path):
+        assert control.is_held(tmp_path)
+        with pytest.raises(InputError, match="in use by another run"), lock_folder(tmp_path):
+            pass
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

@@ -18,7 +18,7 @@ import pytest
 from test_report import write_run
 
 from packlora.cli import app
-from packlora.commands.watch import HOST, Server, output_folder, own_names
+from packlora.commands.watch import HOST, Server, output_folder, own_names, report_again
 from packlora.errors import InputError
 from packlora.files import lock_folder
 from packlora.report.page import LivePage
@@ -137,6 +137,38 @@ def test_only_this_machine_is_listened_to_and_the_browser_is_held_to_the_page(as
     assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
 
 
+def test_a_run_json_of_any_content_makes_a_page_or_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, 3, None, NAMES)
+    record = tmp_path / "run.json"
+    sound, odd = json.loads(record.read_text()), (5, "\x1b[2J", [], None, [None], {"x": 5}, True)
+    places = [
+        ("config",), ("config", "jobs"), ("config", "jobs", 0), ("config", "jobs", 0, "adapter"), ("config", "schedule"),
+        ("config", "jobs", 0, "train", "learning_rate"), ("jobs",), ("jobs", "one"), ("jobs", "one", "samples"), ("result",),
+        ("jobs", "one", "length_histogram", "edges", 0), ("model", "parameters"), ("versions",), ("warnings",), ("created",),
+    ]  # fmt: skip
+    refused = list[str]()
+    for *path, last in places:
+        for value in odd:
+            changed = json.loads(json.dumps(sound))
+            node = changed
+            for key in path:
+                node = node[key]
+            node[last] = value
+            record.write_text(json.dumps(changed))
+            try:
+                assert report_again(tmp_path) == tmp_path / "report.html"
+            except InputError as error:
+                refused.append(str(error))
+    assert len(refused) > 30 and all("run.json, or a log beside it, holds what no run" in text for text in refused)
+    assert capsys.readouterr().err == ""
+    for raw in (b"", b"{", b"\xff", b"[]", b"null", b"[" * 100_000):
+        record.write_bytes(raw)
+        report_again(tmp_path)
+        assert f"note: {record} holds no JSON object" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_and_what_is_no_run_are_refused(served: Server, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"--port {served.server_port}: .*; leave it out for a free one"):
         Server(tmp_path, served.server_port)
@@ -220,14 +252,15 @@ def test_a_run_that_has_not_begun_is_waited_for_and_a_killed_one_is_told_from_a_
         write_run(out, 10, None, NAMES)
         page = LivePage(out)
         assert page.news(-1, -1)["status"] == "running"
-        (out / ".lock").rename(tmp_path / "lock")  # what a killed process leaves
-        (out / ".lock").write_text((tmp_path / "lock").read_text())
-        html = page.html()
-        assert "◼ broken off" in html and "◼ stopped" in html and "▶ running" not in html
-        (out / ".lock").write_text("another-machine 7\n")  # which shares the folder
+        lock = (out / ".lock").read_text()
+        (out / ".lock").unlink()  # by somebody who takes it for a leftover
         assert "▶ running" in page.html()
-        (out / ".lock").unlink()
-        (tmp_path / "lock").rename(out / ".lock")
+    (out / ".lock").write_text(lock)  # what a killed process leaves
+    html = page.html()
+    assert "◼ broken off" in html and "◼ stopped" in html and "▶ running" not in html
+    (out / ".lock").write_text("another-machine 7\n")  # which shares the folder
+    assert "▶ running" in page.html()
+    (out / ".lock").unlink()
     write_run(out, 10, "done", NAMES)
     news = page.news(1, 1)
     assert news["status"] == "done" and {job["status"] for job in news["jobs"]} == {"done"}
