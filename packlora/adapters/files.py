@@ -32,7 +32,7 @@ from packlora.adapters.attach import Adapter
 from packlora.adapters.experts import shapes_at
 from packlora.adapters.kinds import PARAMETERS, SUFFIXES
 from packlora.adapters.sharded import shard_of
-from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, peft_config, resolve
+from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, from_everywhere, peft_config, resolve
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted, shown
 from packlora.files import write_file, write_json, write_tensors
@@ -129,6 +129,8 @@ def config_dict(peft: LoraConfig) -> dict[str, Any]:
     start = str(peft.init_lora_weights)
     if OF_WEIGHTS.fullmatch(start) or start == "orthogonal":  # PEFT would begin anew: change the base, or fail on codes
         config["init_lora_weights"] = True
+    if peft.base_model_name_or_path is not None:
+        config["base_model_name_or_path"] = from_everywhere(peft.base_model_name_or_path)
     if peft.target_parameters:  # PEFT trains no dropout there, and so loads no adapter that names one
         config["lora_dropout"] = 0.0
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
@@ -260,7 +262,7 @@ def continued_config(adapter: AdapterConfig, base_model: str, revision: str | No
             raise _disagreement(adapter, key, in_file, job)
     if "lora_dropout" in adapter.model_fields_set:
         found.lora_dropout = adapter.lora_dropout
-    found.base_model_name_or_path, found.revision = base_model, revision
+    found.base_model_name_or_path, found.revision = from_everywhere(base_model), revision
     return found
 
 

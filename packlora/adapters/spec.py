@@ -10,6 +10,7 @@ import difflib
 import functools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -104,11 +105,17 @@ def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -
         modules_to_save=adapter.modules_to_save,
         trainable_token_indices=adapter.trainable_token_indices,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base_model,
+        base_model_name_or_path=from_everywhere(base_model),
         revision=revision,
     )
     config.init_lora_weights = adapter.init_lora_weights  # of loftq PEFT wants settings
     return config
+
+
+def from_everywhere(base_model: str) -> str:
+    """The name of a base model as any program finds it, whatever folder it is started in: of a folder that is here its absolute
+    path."""
+    return os.path.abspath(base_model) if os.path.isdir(base_model) else base_model
 
 
 def is_doubled(start: bool | str) -> bool:

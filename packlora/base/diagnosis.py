@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,42 +43,51 @@ def _innermost(model: PreTrainedModel, error: Exception) -> str:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a module took and gave for some last tokens, where that is [1, T, width]."""
+
+    path: str
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
 @torch.no_grad()
 def where_samples_meet(model: PreTrainedModel, runs: tuple[Callable[[], Any], Callable[[], Any]], n: int) -> str:
     """The first module whose outputs for the last n tokens are others in the second run, with the same inputs for them, by path
     and class; "" where none can be named. runs: of packs that agree in the last n tokens."""
-    seen: list[list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]] = []
-    for run in runs:
-        own: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
-        hooks = [
-            module.register_forward_hook(partial(_keep, own, path, n), with_kwargs=True)
-            for path, module in model.named_modules() if path
-        ]  # fmt: skip
-        try:
-            run()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        seen.append(own)
-    for (path, inputs, outputs), (other_path, other_inputs, other_outputs) in zip(*seen, strict=False):
-        if path != other_path:
+    for first, second in zip(*(_watched(model, run, n) for run in runs), strict=False):
+        if first.path != second.path:
             return ""
-        if inputs and _equal(inputs, other_inputs) and not _equal(outputs, other_outputs):
-            return f" in {path} ({type(model.get_submodule(path)).__name__})"
+        if first.inputs and _equal(first.inputs, second.inputs) and not _equal(first.outputs, second.outputs):
+            return f" in {first.path} ({type(model.get_submodule(first.path)).__name__})"
     return ""
 
 
-def _keep(
-    found: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]], path: str, n: int, module: torch.nn.Module, args: Any,
-    kwargs: dict[str, Any], output: Any,
-) -> None:  # fmt: skip
-    """A hook: keeps the last n rows of what a module takes and gives, where that is [1, T, width]."""
-    outputs = output if isinstance(output, tuple) else (output,)
-    rows = [
-        [one[0, -n:].clone() for one in some if isinstance(one, torch.Tensor) and one.ndim == 3 and one.shape[1] > n]
-        for some in ([*args, *kwargs.values()], outputs)
-    ]
-    found.append((path, *rows))  # type: ignore[arg-type]
+def _watched(model: PreTrainedModel, run: Callable[[], Any], n: int) -> list[_Seen]:
+    """Of all modules but the model, in the order in which they ended."""
+    found: list[_Seen] = []
+    begun: list[list[torch.Tensor]] = []
+
+    def rows(tensors: Iterable[Any]) -> list[torch.Tensor]:
+        kept = [one for one in tensors if isinstance(one, torch.Tensor) and one.ndim == 3 and one.shape[1] > n]
+        return [one[0, -n:].clone() for one in kept]
+
+    def begin(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        begun.append(rows([*args, *kwargs.values()]))  # before the module may write into them
+
+    def end(path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        found.append(_Seen(path, begun.pop(), rows(output if isinstance(output, tuple) else (output,))))
+
+    modules = [(path, module) for path, module in model.named_modules() if path]
+    hooks = [module.register_forward_pre_hook(begin, with_kwargs=True) for _, module in modules]
+    hooks += [module.register_forward_hook(partial(end, path)) for path, module in modules]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -80,6 +80,10 @@ def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[
         module.attn_temperature_tuning = False  # a factor of 1 up to the length that load_base allows
     if _drop_dropout(model):
         notes.append("the base model's own dropout is off: it is frozen, and only lora_dropout is applied")
+    if noises := _noises(model.config):
+        notes.append(
+            f"the base model's own randomness in training is off: it is frozen, and runs as it answers ({noises})"
+        )
     if gradient_checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -104,6 +108,20 @@ def _drop_dropout(model: PreTrainedModel) -> bool:
                 setattr(owner, name, 0.0)
                 found = True
     return found
+
+
+def _noises(config: Any) -> str:
+    """Keys of a configuration that ask for noise in routers in training. Models draw none in evaluation, as here; the values
+    stay, as Phi-MoE's router reads its own in evaluation too."""
+    found: dict[str, float] = {}
+    pending = [config.to_dict()]
+    while pending:
+        for key, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            elif "jitter" in str(key) and isinstance(value, int | float) and value:
+                found[str(key)] = value
+    return ", ".join(f"{key} {value}" for key, value in sorted(found.items()))
 
 
 def packed_logits(

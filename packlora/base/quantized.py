@@ -22,7 +22,7 @@ from packlora.base.stored import Stored, read_as_floats, stored_as
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError
 from packlora.ops.lora_linear.library_codes import library_codes
-from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, QuantizedLinear, codes_of
+from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, QuantizedLinear, codes_of, state_of
 
 FLAGS = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method", "hf_quantizer")
 """What transformers writes onto a quantised model; it refuses things that are right for other layers."""
@@ -244,6 +244,7 @@ def own_layers(
     Raises:
         InputError: something of the model is in codes that are not read here.
     """
+    _check_made(model, path)
     found = list(_quantised(model))
     if notes is not None and any(getattr(codes, "quantises_inputs", False) for _, _, codes in found):
         notes.append(
@@ -274,6 +275,20 @@ def _quantised(model: torch.nn.Module) -> Iterator[tuple[str, Any, Codes]]:
         codes: Codes | None = codes_of(module) if isinstance(module, kinds) else library_codes(module)
         if codes is not None:
             yield path, module, codes
+
+
+def _check_made(model: PreTrainedModel, path: str) -> None:
+    """Raises InputError for a layer of bitsandbytes that has got no codes: the files hold floats where codes were announced."""
+    for name, module in model.named_modules():
+        kind, weight = type(module), getattr(module, "weight", None)
+        if not kind.__module__.startswith("bitsandbytes.") or kind.__name__ not in ("Linear4bit", "Linear8bitLt"):
+            continue
+        of_8_bits = (getattr(weight, "SCB", None), module.state.SCB) if kind.__name__ == "Linear8bitLt" else ()
+        if all(own is None for own in of_8_bits or (state_of(module),)):
+            raise InputError(
+                f"base_model {path!r}: config.json says that {name} is in codes of bitsandbytes, and the files hold floats; "
+                "mend its quantization_config, or take a whole copy of the model"
+            )
 
 
 def _check_left(model: PreTrainedModel, path: str) -> None:

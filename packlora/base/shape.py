@@ -29,6 +29,19 @@ def check_sizes(config: Any, path: str) -> None:
                     )
 
 
+def context_of(config: Any) -> int:
+    """Most tokens that a sample may have: max_position_embeddings, times the factor of a dynamic rotary embedding, which
+    stretches longer samples as far as that; 2^31 where a configuration names none."""
+    text = config.get_text_config()
+    known = getattr(text, "max_position_embeddings", None)
+    ropes = getattr(text, "rope_parameters", None) or {}
+    factors = [
+        rope.get("factor", 1.0)
+        for rope in (ropes, *ropes.values()) if isinstance(rope, dict) and "dynamic" in str(rope.get("rope_type"))
+    ]  # fmt: skip
+    return int(known * max([1.0, *factors])) if known else 2**31
+
+
 def check_row(model: PreTrainedModel, budget: int | str, path: str) -> None:
     """Refuse microbatches longer than a causal mask [1, 1, N, N] that an attention layer keeps for itself (GPT-Neo), and
     attention to compressed tokens (DeepSeek-V4), which are made of so many of a row, whichever samples it has."""

@@ -26,6 +26,7 @@ from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
 from packlora.base.quantized import MADE, check_quantization, read_quantised
+from packlora.base.shape import context_of
 from packlora.base.stored import stored_as
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.commands.asked_images import AskedImages
@@ -146,7 +147,7 @@ def load_speakers(
                 f"{adapter.name} was trained on a base model in {quoted(codes.get('method'))}, and answers here on the base's "
                 "own weights; packlora merge folds it into what the codes stand for"
             )
-    context = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
+    context = context_of(config)
     ends = answer_ends(tokenizer, model.generation_config.eos_token_id)
     return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends, seeing)
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from packlora.adapters.spec import AdapterSpec
+from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
 from packlora.data import stream as streams
 from packlora.data.dataset import JobData
@@ -46,8 +47,7 @@ class Encoder:
 
     @staticmethod
     def of(run: Run, skeleton: PreTrainedModel, tokenizer: Any, max_steps: int | None) -> Encoder:
-        longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
-        return Encoder(run, skeleton, tokenizer, int(longest or 2**31), max_steps)
+        return Encoder(run, skeleton, tokenizer, context_of(skeleton.config), max_steps)
 
     def job(
         self, job: JobConfig, spec: AdapterSpec, rows: list[Rows], eval_rows: list[Rows], budget: int, told: Told

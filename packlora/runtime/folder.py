@@ -56,11 +56,11 @@ def make_output(folder: Path) -> None:
 
 @contextlib.contextmanager
 def unmake_folder(folder: Path) -> Iterator[None]:
-    """Bad input leaves no trace: an output folder that was made for this run goes again if nothing was written to it."""
+    """What fails leaves no trace: an output folder that was made for this run goes again if nothing was written to it."""
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         yield
-    except InputError:
+    except BaseException:
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()

@@ -15,6 +15,7 @@ from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
+from packlora.base.held import check_held
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
@@ -155,7 +156,9 @@ def _quantization(
             run.check_quantized(f"base_model {path!r} is saved as {found.described}")
         except ValueError as error:
             raise InputError(str(error)) from None
-    return found, (0, 0) if found is None else codes_in(skeleton, found, path, getattr(torch, run.dtype))
+    taken = (0, 0) if found is None else codes_in(skeleton, found, path, getattr(torch, run.dtype))
+    check_held(path, skeleton)
+    return found, taken
 
 
 def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> tuple[list[PreparedJob], list[str]]:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from conftest import TINY, tiny_model
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 from typer.testing import CliRunner
@@ -30,6 +30,7 @@ from packlora.adapters.attach import attach
 from packlora.adapters.files import base_note, read_config, save_adapter
 from packlora.adapters.spec import resolve
 from packlora.cli import app
+from packlora.commands.export import export_adapter
 from packlora.commands.merge import merge_adapter
 from packlora.config import Run
 from packlora.errors import InputError
@@ -508,3 +509,30 @@ def test_an_adapter_of_a_grown_vocabulary_is_called_so(
         prepare(Run.model_validate({"base_model": base, "output_dir": str(tmp_path / "out"), "jobs": [job]}))
     with pytest.raises(InputError, match=said):
         merge_adapter(tmp_path / "grown", tmp_path / "merged", base)
+
+
+def test_an_adapter_names_a_folder_as_any_program_finds_it_wherever_it_was_started(
+    tiny_base: Base, write_rows: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a base that the run file names relatively: its checkpoints, what goes on from them, and what is exported."""
+    (tmp_path / "here").mkdir()
+    shutil.copytree(tiny_base(), tmp_path / "here" / "base")
+    monkeypatch.chdir(tmp_path / "here")
+    job = {"name": "a", "data": {"path": write_rows("rows")}, "adapter": {"r": 2}, "train": {"max_steps": 2}}
+    tree = {"base_model": "base", "output_dir": "out", "save_every": 1, "device": "cpu", "jobs": [job]}
+    packlora.train(tree)
+    packlora.train(tree | {"output_dir": "on", "jobs": [job | {"adapter": {"init_from": "out/a"}}]})
+    export_adapter(Path("out/a"), Path("exported"), "vllm")
+    old = json.loads(Path("out/a/adapter_config.json").read_text()) | {"base_model_name_or_path": "base"}
+    shutil.copytree("out/a", "old")
+    Path("old/adapter_config.json").write_text(json.dumps(old))
+    export_adapter(Path("old"), Path("exported-old"), "peft")
+    monkeypatch.chdir("/")
+    here = tmp_path / "here"
+    folders = [here / "out" / "a", here / "on" / "a", here / "exported", here / "exported-old"]
+    checkpoints = list((here / "out" / "a").glob("checkpoint-*"))
+    assert checkpoints
+    for folder in folders + checkpoints:
+        named = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        assert named == str(here / "base"), folder
+    assert AutoPeftModelForCausalLM.from_pretrained(str(here / "out" / "a")) is not None

@@ -188,6 +188,20 @@ def test_a_base_model_that_cannot_be_read_is_refused_with_what_is_wrong(
     assert "base_model 'owner/no-such-model' (hub id, or folder that does not exist): cannot load" in message
 
 
+def test_what_ends_before_the_first_step_leaves_no_folder_whatever_it_is(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an error of this package, which has a traceback."""
+
+    def fails(*_: Any) -> None:
+        raise KeyError("not foreseen")
+
+    monkeypatch.setattr("packlora.runtime.session.load_base", fails)
+    with pytest.raises(KeyError):
+        packlora.train(make() | {"output_dir": str(tmp_path / "runs" / "first")})
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Any, refusal: Any, tmp_path: Path) -> None:
     tree = make()
     shutil.copytree(tree["base_model"], tmp_path / "small")

@@ -119,6 +119,41 @@ def test_one_long_sample_does_not_change_its_neighbours(kind: str, checkpointing
     torch.testing.assert_close(got, alone(name, extra, short), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [55, 140])
+def test_samples_that_a_dynamic_rope_stretches_are_taken_up_to_its_factor(
+    tokens: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Up to 4 times the 32 tokens, and with the losses of transformers' model on each sample alone."""
+    name, extra = ROPES["llama-dynamic"]
+    model_of(name, extra).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    texts = [tokenizer.decode(part) for part in parts((20, tokens))]
+    samples = [torch.tensor(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]) for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    job = {
+        "name": "a",
+        "data": {"path": str(tmp_path / "rows.jsonl")},
+        "train": {"max_steps": 1, "global_batch_size": 2},
+    }
+    tree = {
+        "base_model": str(tmp_path / "base"), "output_dir": str(tmp_path / "out"), "device": "cpu", "dtype": "float64",
+        "jobs": [job],
+    }  # fmt: skip
+    if len(samples[1]) > 4 * LIMIT:
+        with pytest.raises(InputError, match="over the model's context of 128"):
+            train(Run.model_validate(tree))
+        return
+    train(Run.model_validate(tree))
+    logits = alone(name, extra, samples).split([len(sample) for sample in samples])
+    total = sum(
+        torch.nn.functional.cross_entropy(own[:-1], sample[1:], reduction="sum")
+        for own, sample in zip(logits, samples, strict=True)
+    )
+    labels = sum(len(sample) - 1 for sample in samples)
+    line = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])
+    assert max(map(len, samples)) > LIMIT and line["loss"] == pytest.approx(float(total) / labels, abs=1e-4)
+
+
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 64}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),

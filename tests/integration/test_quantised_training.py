@@ -32,6 +32,7 @@ from packlora.base.load import read_skeleton
 from packlora.base.model import load_base
 from packlora.base.stored import stored_as
 from packlora.commands.merge import merge_adapter
+from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.quantized import Quantized, QuantizedLinear
@@ -155,6 +156,48 @@ def test_codes_of_four_bits_in_tensors_of_floats_stay_what_they_are(
     assert found[storage][2] == found["uint8"][2]
     name = "model.layers.0.self_attn.o_proj.weight"
     assert (found[storage][1][name] - dense[name]).norm() < 0.2 * dense[name].norm()
+
+
+SAYS: dict[str, dict[str, Any] | None] = {
+    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "fp8": {"quant_method": "fp8"},
+    "floats": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("says", "holds"),
+    [("nf4", "floats"), ("int8", "floats"), ("fp8", "floats"), ("floats", "nf4"), ("floats", "int8"), ("fp4", "nf4"),
+     ("nf4", "int8"), ("nf4", "some floats")],
+)  # fmt: skip
+def test_a_folder_that_says_one_thing_and_holds_another_is_refused_by_plan_and_train_alike(
+    says: str, holds: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    base, folder = Path(tiny_base()), tmp_path / "base"
+    shutil.copytree(base, folder)
+    if holds != "floats":
+        load_quantised(str(base), "int8" if holds == "int8" else "nf4").save_pretrained(folder)
+    if holds == "some floats":
+        tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+        tensors = {key: own for key, own in tensors.items() if not key.startswith(name)}
+        save_file(tensors | {name: load_file(base / "model.safetensors")[name]}, folder / "model.safetensors")
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(told | {"quantization_config": SAYS[says]}))
+    tree = config(str(folder), tmp_path / "runs" / "out", write_rows, JOBS[:1])
+    what = r"floats in model\.layers\.1\.mlp\.up_proj" if holds == "some floats" else f"(codes of )?{holds}"
+    message = f"base_model .*: config.json says that the weights are {says}, and the files hold {what}"
+    with pytest.raises(InputError, match=message):
+        make_plan(Run.model_validate(tree))
+    with pytest.raises(InputError, match=message):
+        train(tree)
+    assert not (tmp_path / "runs").exists()
+    if says == "nf4" and "floats" in holds:  # as for generate and merge, which plan nothing
+        with pytest.raises(
+            InputError, match=r"says that model\.\S+ is in codes of bitsandbytes, and the files hold floats"
+        ):
+            load_base(Run.model_validate(tree), None)
 
 
 @pytest.mark.parametrize("quantization", [DOUBLE, "int8"], ids=str)

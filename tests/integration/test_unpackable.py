@@ -19,6 +19,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from packlora.base import mixers
 from packlora.base.model import load_base
+from packlora.base.packing import packed_logits
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.attention.blocks import SampleBlocks
@@ -145,3 +146,29 @@ def test_the_dropout_of_a_base_model_is_off_in_every_form_and_said(tmp_path: Pat
         for checkpointing in (False, True):
             base = load(base_of(config, tmp_path / name), gradient_checkpointing=checkpointing)
             assert any("dropout is off" in note for note in base.warnings)
+
+
+MOE = {"num_key_value_heads": 2, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
+RANDOM: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mixtral": ("MixtralConfig", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+    "phimoe": ("PhimoeConfig", {"input_jitter_noise": 0.2}, "input_jitter_noise 0.2, router_jitter_noise 0.01"),
+    "minimax_m2": ("MiniMaxM2Config", {"router_jitter_noise": 0.2, "head_dim": 16}, "router_jitter_noise 0.2"),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", RANDOM)
+def test_a_base_s_own_randomness_in_training_is_off_and_said(family: str, checkpointing: bool, tmp_path: Path) -> None:
+    name, extra, said = RANDOM[family]
+    config = getattr(transformers, name)(**{**SMALL, **MOE, **extra})
+    base = load(base_of(config, tmp_path / "base"), gradient_checkpointing=checkpointing)
+    assert any("randomness in training is off" in note and f"({said})" in note for note in base.warnings)
+    ids = torch.arange(20) + 3
+    with torch.enable_grad():
+        given = [packed_logits(base.model, ids, ids - 3, (20,), ids - 3) for _ in range(2)]
+    assert torch.equal(*given)
+
+
+def test_a_base_without_randomness_in_training_has_no_note(tmp_path: Path) -> None:
+    folder = base_of(transformers.MixtralConfig(**{**SMALL, **MOE}), tmp_path / "base")
+    assert not load(folder).warnings
