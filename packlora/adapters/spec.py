@@ -63,6 +63,11 @@ class ModuleSpec:
     tokens: tuple[int, ...] = ()
     stored_at: str | None = None
 
+    @property
+    def trained_rank(self) -> int:
+        """Ranks that steps change, the first ones; the others hold what was there at the beginning, see starts.py."""
+        return self.rank // 2 if is_doubled(self.start) else self.rank
+
 
 @dataclass(slots=True)
 class AdapterSpec:
@@ -112,7 +117,7 @@ def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -
 
 
 def is_doubled(start: bool | str) -> bool:
-    """Whether the second half of the ranks is never trained, see starts.py."""
+    """Whether an adapter that begins so has twice the rank, of which the first half is trained, see starts.py."""
     return re.fullmatch(DOUBLED, str(start)) is not None
 
 

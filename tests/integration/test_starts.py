@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weig
 from quantised import load_quantised
 from safetensors.torch import load_file
 from test_training import adapter, config, distance, like_peft, steps, train, train_by_peft
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from packlora.config import Run
+from packlora.config.train import LACKED
 from packlora.errors import InputError
 from packlora.ops.lora_linear.quantized import codes_of
 from packlora.runtime.prepare import prepare
@@ -66,6 +68,45 @@ def test_losses_and_the_model_are_those_of_peft_whose_base_is_changed(
         if "lora_A" in key:
             first, second = tensor.chunk(2)
             assert not torch.equal(first, second) and first.shape == second.shape
+
+
+WIDE = {"r": 32, "target_modules": ["q_proj", "down_proj"]}
+"""Factors of 2048 and 3072 numbers, which are 4096 and more of both halves."""
+
+
+@pytest.mark.parametrize(
+    ("optim", "changes"), [("adafactor", {}), ("adafactor", WIDE), ("adamw_bnb_8bit", WIDE), ("lion_8bit", WIDE)]
+)
+def test_an_optimizer_that_looks_at_whole_tensors_sees_those_of_peft(
+    optim: str, changes: dict[str, Any], tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Its factors, its clip and the number from which it keeps 8 bits are of the trained half alone; stopped and resumed."""
+    if "8bit" in optim:
+        pytest.importorskip("bitsandbytes")
+    base = tiny_base("qwen2")
+    tree = config(base, tmp_path / "out", write_rows, [job("own", "olora", write_rows("rows"), **changes)])
+    keys = tree["jobs"][0]["train"]
+    for key in LACKED.get(optim, ()):
+        del keys[key]
+    keys |= {"optim": optim, "learning_rate": 5e-4}
+    own = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": "olora"} | changes
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(**own))
+    losses = train_by_peft(
+        model, prepare(Run.model_validate(tree)).jobs[0].data, partial(of_transformers, keys, tmp_path)
+    )
+    train(tree, max_steps=3)
+    train(tree, resume=True)
+    for ours, theirs in zip(steps(tmp_path / "out"), losses, strict=True):
+        assert abs(ours["loss"] - theirs) < 5e-7 * theirs  # 8 bits of both halves would be off by 2e-6
+
+
+def of_transformers(keys: dict[str, Any], folder: Path, groups: list[dict[str, Any]]) -> Any:
+    """What transformers' Trainer makes of the keys of a job's `train`."""
+    known = {key: value for key, value in keys.items() if key.startswith("adam_") or key in ("optim", "learning_rate")}
+    made, settings = Trainer.get_optimizer_cls_and_kwargs(
+        TrainingArguments(str(folder), use_cpu=True, report_to=[], **known)
+    )
+    return made(groups, **settings, weight_decay=keys["weight_decay"])
 
 
 def test_an_adapter_that_peft_began_by_eva_is_continued_as_by_peft(
