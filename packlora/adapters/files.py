@@ -14,7 +14,6 @@ them from a bfloat16 base. They are taken as they are: g = m / ||W + s B A|| of 
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import warnings
@@ -32,8 +31,9 @@ from packlora.adapters.attach import Adapter
 from packlora.adapters.experts import shapes_at
 from packlora.adapters.kinds import PARAMETERS, SUFFIXES
 from packlora.adapters.sharded import shard_of
-from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, peft_config, resolve
+from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, is_doubled
 from packlora.config import AdapterConfig
+from packlora.config.adapter import STARTS
 from packlora.errors import InputError, quoted, shown
 from packlora.files import write_file, write_json, write_tensors
 
@@ -41,6 +41,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 TRAINED_ON = "packlora.quantization"
 """In the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""
+STARTED = "packlora.start"
+"""In the same header: the start of an adapter of which half of the ranks is trained, see starts.py. A job that continues the
+folder goes on so; to others it is an ordinary adapter."""
 MAGNITUDE = ".lora_magnitude_vector"
 """PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
 with it, and begins with others where it finds none; so they are written with it."""
@@ -118,8 +121,10 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
     folder.mkdir(parents=True, exist_ok=True)
     tensors = keyed(adapter, adapter.layout.views(adapter.flat.cpu()) if whole is None else whole)
     named = {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors}
-    told = None if adapter.trained_on is None else {TRAINED_ON: json.dumps(adapter.trained_on)}
-    write_tensors(folder / WEIGHTS, named, told)
+    told = {} if adapter.trained_on is None else {TRAINED_ON: json.dumps(adapter.trained_on)}
+    if is_doubled(start := adapter.spec.peft.init_lora_weights):
+        told[STARTED] = str(start)
+    write_tensors(folder / WEIGHTS, named, told or None)
     write_json(folder / CONFIG, config_dict(adapter.spec.peft))
 
 
@@ -243,54 +248,6 @@ def model_type(base: str) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def continued_config(adapter: AdapterConfig, base_model: str, revision: str | None, job: str) -> LoraConfig:
-    """The configuration of a job with `init_from`: that of the file, and no disagreement with the run file.
-
-    lora_dropout may be changed by the run file; everything else that is set in both must agree. Modules that are a shorthand or
-    an expression in one of them are held against each other on the model, in check_start.
-    """
-    assert adapter.init_from is not None
-    found = read_config(adapter.init_from, job)
-    wanted = peft_config(adapter, base_model, revision)
-    for key in sorted(adapter.model_fields_set - OURS_ALONE - {"lora_dropout"}):
-        in_file, in_run = getattr(found, key), getattr(wanted, key)
-        if key == "target_modules" and (isinstance(in_file, str) or isinstance(in_run, str)):
-            continue
-        if in_file != in_run:
-            raise _disagreement(adapter, key, in_file, job)
-    if "lora_dropout" in adapter.model_fields_set:
-        found.lora_dropout = adapter.lora_dropout
-    found.base_model_name_or_path, found.revision = base_model, revision
-    return found
-
-
-def _disagreement(adapter: AdapterConfig, key: str, in_file: Any, job: str) -> InputError:
-    shown = sorted(in_file) if isinstance(in_file, set) else in_file
-    return InputError(
-        f"job {job!r}: adapter.{key} is {getattr(adapter, key)!r}, but {adapter.init_from} was made with {shown!r}; "
-        "leave the key out to take the file's"
-    )
-
-
-def check_start(adapter: AdapterConfig, spec: AdapterSpec, model: PreTrainedModel, job: str) -> None:
-    """Hold the folder that a job begins with against the model, which may be without weights.
-
-    Args:
-        adapter: of the run file, with init_from.
-        spec: of its continued_config.
-
-    Raises:
-        InputError: the run file names other modules, or the tensors are not those of the adapter.
-    """
-    assert adapter.init_from is not None
-    if "target_modules" in adapter.model_fields_set:
-        asked = copy.copy(spec.peft)
-        asked.target_modules = adapter.target_modules
-        if resolve(asked, model, job).modules.keys() != spec.modules.keys():
-            raise _disagreement(adapter, "target_modules", spec.peft.target_modules, job)
-    read_tensors(adapter.init_from, tensor_shapes(spec, model), job)
-
-
 def load_adapter(folder: str | Path, adapter: Adapter) -> None:
     """Copy a PEFT adapter's tensors, or this process's slices of them, into an attached adapter of the same layers and shapes.
 
@@ -363,14 +320,29 @@ def _drop_base(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size
             warnings.warn(f"{where}: {key!r} is a copy of a base {leaf}; the base model's own is used", stacklevel=4)
 
 
+def read_start(folder: str | Path) -> str | None:
+    """What save_adapter wrote of a start under which half of the ranks is trained; None where there is none."""
+    found = _header(folder, STARTED)
+    return found if found is not None and re.fullmatch(STARTS, found) and is_doubled(found) else None
+
+
 def read_trained_on(folder: str | Path) -> dict[str, Any] | None:
     """What save_adapter wrote of the base model's quantisation, unchecked; None where there is nothing to be read."""
     try:
-        with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
-            found = json.loads((stored.metadata() or {}).get(TRAINED_ON, "null"))
-    except (OSError, SafetensorError, ValueError, RecursionError):
+        found = json.loads(_header(folder, TRAINED_ON) or "null")
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _header(folder: str | Path, key: str) -> str | None:
+    """What the header of an adapter's tensors says, unchecked; None where there is nothing to be read."""
+    try:
+        with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
+            found: str | None = (stored.metadata() or {}).get(key)
+            return found
+    except (OSError, SafetensorError):
+        return None
 
 
 def stored_tensors(file: Path, job: str) -> dict[str, torch.Tensor]:

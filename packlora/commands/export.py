@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch.nn.functional import pad
 
 from packlora.adapters.expert_layout import is_scaled
-from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, tensor_key
+from packlora.adapters.files import CONFIG, MAGNITUDE, STARTED, WEIGHTS, config_dict, read_start, tensor_key
 from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.spec import whole_number
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
@@ -78,9 +78,9 @@ def export_adapter(
 
     def write(folder: Path) -> None:
         suffix = ".weight"  # of magnitudes, as adapters/files.py writes them
-        write_tensors(
-            folder / WEIGHTS, {key + suffix * key.endswith(MAGNITUDE): t for key, t in opened.tensors.items()}
-        )
+        tensors = {key + suffix * key.endswith(MAGNITUDE): t for key, t in opened.tensors.items()}
+        start = read_start(adapter_dir) if target == "peft" else None  # others get other ranks
+        write_tensors(folder / WEIGHTS, tensors, None if start is None else {STARTED: start})
         write_json(folder / CONFIG, config_dict(opened.spec.peft))
 
     try:

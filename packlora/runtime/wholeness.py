@@ -97,7 +97,9 @@ def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool) -> str | 
     if job.has_images:
         return "its data has images"
     if staged and job.config.train.optim not in CUT_OPTIMS:
-        return f"its train.optim is {job.config.train.optim}, which steps whole jobs ({', '.join(CUT_OPTIMS)} step parts)"
+        return (
+            f"its train.optim is {job.config.train.optim}, which steps whole jobs ({', '.join(CUT_OPTIMS)} step parts)"
+        )
     if prepared.encoder is None:
         return None
     return tied_in_stages(job.spec) if staged else whole_alone(job.spec, prepared.encoder.skeleton)

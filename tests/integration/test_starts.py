@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from test_training import adapter, config, distance, like_peft, steps, train, train_by_peft
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from packlora.adapters.spec import AdapterSpec
+from packlora.commands.export import export_adapter
 from packlora.config import Run
 from packlora.config.train import LACKED
 from packlora.errors import InputError
@@ -98,6 +100,73 @@ def test_an_optimizer_that_looks_at_whole_tensors_sees_those_of_peft(
     train(tree, resume=True)
     for ours, theirs in zip(steps(tmp_path / "out"), losses, strict=True):
         assert abs(ours["loss"] - theirs) < 5e-7 * theirs  # 8 bits of both halves would be off by 2e-6
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_folder_of_such_a_start_is_continued_as_peft_goes_on_with_it(
+    whole: bool, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """On the half that was trained, over a base without the other one; on both where that is asked for. Then once more."""
+    base, first, second = tiny_base("qwen2"), tmp_path / "first", tmp_path / "second"
+    own = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": "olora"}
+    train(config(base, first, write_rows, [job("own", "olora", write_rows("rows"))]), max_steps=3)
+    start = first / "own"
+    begun = adapter(first, "own")
+    more = like_peft(write_rows("more", seed=2), start)
+    more["adapter"] |= {"init_lora_weights": True} if whole else {}
+    tree = config(base, second, write_rows, [more])
+    prepared = prepare(Run.model_validate(tree))
+    (note,) = [note for note in prepared.warnings if str(start) in note]
+    assert ("trains all of its ranks" if whole else "goes on as olora") in note
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if whole:
+        model: Any = PeftModel.from_pretrained(plain, start, is_trainable=True)
+    else:
+        model = get_peft_model(plain, LoraConfig(**own))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(begun[name.replace(".default", "")].chunk(2, dim=int("lora_B" in name))[0])
+    losses = train_by_peft(model, prepared.jobs[0].data)
+    train(tree)
+    for ours, theirs in zip(steps(second), losses, strict=True):
+        assert abs(ours["loss"] - theirs) < 2e-5 * theirs
+    ended = adapter(second, "job")
+    halves = [
+        (begun[key].chunk(2, dim)[1], ended[key].chunk(2, dim)[1]) for key in begun for dim in [int("lora_B" in key)]
+    ]
+    assert all(torch.equal(before, after) is not whole for before, after in halves)
+    tree = config(base, tmp_path / "third", write_rows, [like_peft(more["data"]["path"], second / "job")])
+    assert any("goes on as olora" in note for note in prepare(Run.model_validate(tree)).warnings) is not whole
+
+
+def test_what_a_folder_of_such_a_start_says_of_ranks_goes_by_the_trained_half(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    base, first = tiny_base("qwen2"), tmp_path / "first"
+    train(config(base, first, write_rows, [job("own", "olora", write_rows("rows"))]), max_steps=1)
+    exported = tmp_path / "exported"
+    export_adapter(first / "own", exported, "peft")
+
+    def found(folder: Path, **asked: Any) -> AdapterSpec:
+        one = {**job("own", "", str(tmp_path / "rows.jsonl")), "adapter": {"init_from": str(folder), **asked}}
+        return prepare(Run.model_validate(config(base, tmp_path / "second", write_rows, [one]))).jobs[0].spec
+
+    for folder in (first / "own", exported):
+        for asked in ({}, {"r": 4}, {"init_lora_weights": "olora", "lora_alpha": 6, "r": 4}, {"lora_dropout": 0.0}):
+            ranks = {(own.rank, own.trained_rank) for own in found(folder, **asked).modules.values()}
+            assert ranks == {(8, 4)}, asked
+        assert {own.trained_rank for own in found(folder, init_lora_weights=True, r=8).modules.values()} == {8}
+    for asked, said in REFUSED_OF_FOLDERS:
+        with pytest.raises(InputError, match=said):
+            found(first / "own", **asked)
+
+
+REFUSED_OF_FOLDERS: list[tuple[dict[str, Any], str]] = [
+    ({"r": 8}, "adapter.r is 8, but .* was made with 4"),
+    ({"init_lora_weights": "pissa"}, "adapter.init_lora_weights is 'pissa', but .* was made with 'olora'"),
+    ({"lora_dropout": 0.1}, "began with olora, and lora_dropout 0.1 would drop the principal part of the base"),
+]
 
 
 def of_transformers(keys: dict[str, Any], folder: Path, groups: list[dict[str, Any]]) -> Any:

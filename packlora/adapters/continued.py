@@ -1,0 +1,94 @@
+"""A job that continues the adapter in a folder (`init_from`): its configuration, held against the run file and the model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from peft import LoraConfig
+from transformers import PreTrainedModel
+
+from packlora.adapters.files import OURS_ALONE, read_config, read_start, read_tensors, tensor_shapes
+from packlora.adapters.spec import AdapterSpec, as_asked, peft_config, resolve
+from packlora.config import AdapterConfig
+from packlora.errors import InputError
+
+
+def continued_config(adapter: AdapterConfig, base_model: str, revision: str | None, job: str) -> LoraConfig:
+    """The configuration of a job with `init_from`: that of the file, and no disagreement with the run file.
+
+    lora_dropout may be changed by the run file; everything else that is set in both must agree. Modules that are a shorthand or
+    an expression in one of them are held against each other on the model, in check_start. Of a folder of which half is trained
+    the run file speaks in terms of that half.
+    """
+    assert adapter.init_from is not None
+    found, asked, start = read_config(adapter.init_from, job), adapter, continued_start(adapter)
+    if start is not None:
+        found.init_lora_weights = start  # type: ignore[assignment]
+        if "init_lora_weights" not in adapter.model_fields_set:
+            asked = adapter.model_copy(update={"init_lora_weights": start})
+        if adapter.lora_dropout and "lora_dropout" in adapter.model_fields_set:
+            raise InputError(
+                f"job {job!r}: {adapter.init_from} began with {start}, and lora_dropout {adapter.lora_dropout:g} would "
+                "drop the principal part of the base; set lora_dropout: 0"
+            )
+    wanted = peft_config(asked, base_model, revision)
+    for key in sorted(adapter.model_fields_set - OURS_ALONE - {"lora_dropout"}):
+        in_file, in_run = getattr(found, key), getattr(wanted, key)
+        if key == "target_modules" and (isinstance(in_file, str) or isinstance(in_run, str)):
+            continue
+        if in_file != in_run:
+            raise _disagreement(adapter, key, in_file if start is None else as_asked(found, key), job)
+    if "lora_dropout" in adapter.model_fields_set:
+        found.lora_dropout = adapter.lora_dropout
+    found.base_model_name_or_path, found.revision = base_model, revision
+    return found
+
+
+def _disagreement(adapter: AdapterConfig, key: str, in_file: Any, job: str) -> InputError:
+    shown = sorted(in_file) if isinstance(in_file, set) else in_file
+    return InputError(
+        f"job {job!r}: adapter.{key} is {getattr(adapter, key)!r}, but {adapter.init_from} was made with {shown!r}; "
+        "leave the key out to take the file's"
+    )
+
+
+def check_start(adapter: AdapterConfig, spec: AdapterSpec, model: PreTrainedModel, job: str) -> None:
+    """Hold the folder that a job begins with against the model, which may be without weights.
+
+    Args:
+        adapter: of the run file, with init_from.
+        spec: of its continued_config.
+
+    Raises:
+        InputError: the run file names other modules, or the tensors are not those of the adapter.
+    """
+    assert adapter.init_from is not None
+    if "target_modules" in adapter.model_fields_set:
+        asked = copy.copy(spec.peft)
+        asked.target_modules = adapter.target_modules
+        if resolve(asked, model, job).modules.keys() != spec.modules.keys():
+            raise _disagreement(adapter, "target_modules", spec.peft.target_modules, job)
+    read_tensors(adapter.init_from, tensor_shapes(spec, model), job)
+
+
+def continued_start(adapter: AdapterConfig) -> str | None:
+    """The start of a folder of `init_from` of which a job goes on with the trained half; None where it trains all of it."""
+    assert adapter.init_from is not None
+    asked = adapter.init_lora_weights if "init_lora_weights" in adapter.model_fields_set else None
+    return None if asked is True else read_start(adapter.init_from)
+
+
+def start_note(adapter: AdapterConfig) -> str | None:
+    """What to say of a folder of `init_from` that began with what is in the weights of its base."""
+    if adapter.init_from is None or (start := read_start(adapter.init_from)) is None:
+        return None
+    if continued_start(adapter) is None:
+        return (
+            f"init_lora_weights: true trains all of its ranks, also the half that held what {adapter.init_from} began with by "
+            f"{start}"
+        )
+    return (
+        f"it goes on as {start}, as {adapter.init_from} says: the first half of its ranks is trained, the other one stays; "
+        "init_lora_weights: true trains both"
+    )
