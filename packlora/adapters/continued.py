@@ -1,4 +1,5 @@
-"""A job that continues the adapter in a folder (`init_from`): its configuration, held against the run file and the model."""
+"""A job that continues the adapter in a folder (`init_from`), or is held to one (`reference`): what is in such a folder, held
+against the run file and the model."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def continued_config(adapter: AdapterConfig, base_model: str, revision: str | No
     assert adapter.init_from is not None
     found, asked, start = read_config(adapter.init_from, job), adapter, continued_start(adapter)
     if start is not None:
-        found.init_lora_weights = start  # type: ignore[assignment]
+        found.init_lora_weights = start
         if "init_lora_weights" not in adapter.model_fields_set:
             asked = adapter.model_copy(update={"init_lora_weights": start})
         if adapter.lora_dropout and "lora_dropout" in adapter.model_fields_set:
@@ -70,6 +71,31 @@ def check_start(adapter: AdapterConfig, spec: AdapterSpec, model: PreTrainedMode
         if resolve(asked, model, job).modules.keys() != spec.modules.keys():
             raise _disagreement(adapter, "target_modules", spec.peft.target_modules, job)
     read_tensors(adapter.init_from, tensor_shapes(spec, model), job)
+
+
+def check_reference(folder: str, spec: AdapterSpec, model: PreTrainedModel, job: str) -> None:
+    """Hold the adapter that is a job's reference against the job's own, whose place it takes for a forward.
+
+    Args:
+        spec: of the job's adapter.
+
+    Raises:
+        InputError: it is none, or computes with other modules, ranks or scalings.
+    """
+    found = resolve(read_config(folder, job), model, job)
+    ours, theirs = (
+        {
+            path: (own.kind, own.rank, own.scaling, own.use_dora, own.train_bias, own.tokens)
+            for path, own in one.modules.items()
+        }
+        for one in (spec, found)
+    )
+    if others := [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]:
+        raise InputError(
+            f"job {job!r}: train.reference {folder} is not like the job's adapter on {others[0]}; give one with the "
+            "job's modules, ranks and alphas, or base"
+        )
+    read_tensors(folder, tensor_shapes(spec, model), job)
 
 
 def continued_start(adapter: AdapterConfig) -> str | None:

@@ -337,8 +337,11 @@ def read_trained_on(folder: str | Path) -> dict[str, Any] | None:
 
 def _header(folder: str | Path, key: str) -> str | None:
     """What the header of an adapter's tensors says, unchecked; None where there is nothing to be read."""
+    file = Path(folder) / WEIGHTS
     try:
-        with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
+        if not file.is_file():  # a pipe would be waited for
+            return None
+        with safe_open(file, "pt") as stored:
             found: str | None = (stored.metadata() or {}).get(key)
             return found
     except (OSError, SafetensorError):

@@ -79,16 +79,28 @@ def begin(
             own.magnitude.copy_(own.norm())
 
 
-def held(adapter: Adapter) -> torch.Tensor | None:
-    """Bool, like adapter.flat: which elements no step may change; None where there are none."""
-    if not (parts := adapter.trained_parts):
-        return None
-    mask = torch.zeros_like(adapter.flat, dtype=torch.bool)
-    views = adapter.layout.views(mask)
-    for name, part in parts.items():
-        views[name].fill_(True)
-        views[name][part] = False
-    return mask
+class Held:
+    """The elements of an adapter's `flat` that no step may change."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._mask: torch.Tensor | None = None
+        """Bool, like `flat`; None where there are none."""
+        if parts := adapter.trained_parts:
+            self._mask = torch.zeros_like(adapter.flat, dtype=torch.bool)
+            views = adapter.layout.views(self._mask)
+            for name, part in parts.items():
+                views[name].fill_(True)
+                views[name][part] = False
+
+    def zero(self, gradient: torch.Tensor) -> None:
+        """In the place of their gradient, which is in no norm."""
+        if self._mask is not None:
+            gradient.masked_fill_(self._mask, 0.0)
+
+    def restore(self, flat: torch.Tensor, before: torch.Tensor) -> None:
+        """What they were: weight decay takes no gradient."""
+        if self._mask is not None:
+            flat.copy_(torch.where(self._mask, before, flat))
 
 
 def _first(W_NK: torch.Tensor, start: str, r: int, scaling: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

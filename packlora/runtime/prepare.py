@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from packlora.adapters.continued import check_start, continued_config, start_note
+from packlora.adapters.continued import check_reference, check_start, continued_config, start_note
 from packlora.adapters.expert_targets import divided_ranks
 from packlora.adapters.files import base_note
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
@@ -209,13 +209,13 @@ def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], pa
 
 
 def _doubts_of_starts(run: Run, jobs: list[JobConfig]) -> list[str]:
-    """Of adapters that jobs begin with: those of another base model, as far as one can tell, and those of which half is
-    trained."""
+    """Of adapters that jobs begin with or are held to: those of another base model, as far as one can tell, and those of which
+    half is trained."""
     out = []
     for job in jobs:
-        if job.adapter.init_from is not None:
-            notes = base_note(job.adapter.init_from, base_path(run.base_model)), start_note(job.adapter)
-            out += [f"job {job.name!r}: {note}" for note in notes if note]
+        folders = dict.fromkeys([job.adapter.init_from, job.reference_adapter])
+        notes = [base_note(folder, base_path(run.base_model)) for folder in folders if folder is not None]
+        out += [f"job {job.name!r}: {note}" for note in (*notes, start_note(job.adapter)) if note]
     return out
 
 
@@ -227,10 +227,8 @@ def _jobs_without_data(run: Run, gone: Collection[str]) -> dict[str, str]:
     lost, jobs = {}, [job for job in trained(run) if job.name not in gone]
     for job in jobs:
         paths = [*(path for path, _ in job.data.sources), *job.data.eval_paths]
-        start = job.adapter.init_from
-        missing = [path for path in paths if not is_there(path)] + [start] * (
-            start is not None and not Path(start).exists()
-        )
+        folders = [path for path in (job.adapter.init_from, job.reference_adapter) if path is not None]
+        missing = [path for path in paths if not is_there(path)] + [path for path in folders if not Path(path).exists()]
         if missing:
             lost[job.name] = f"{missing[-1]} does not exist"
     return lost if len(lost) < len(jobs) else {}
@@ -264,4 +262,6 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
             )
     if job.adapter.init_from is not None:
         check_start(job.adapter, spec, skeleton, job.name)
+    if job.reference_adapter not in (None, job.adapter.init_from):
+        check_reference(job.reference_adapter, spec, skeleton, job.name)
     return spec

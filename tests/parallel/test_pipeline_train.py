@@ -143,7 +143,7 @@ def test_the_best_adapter_and_an_early_end_are_those_of_one_device(
 
 
 def test_jobs_may_have_adapters_on_some_stages_alone(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
-    """On the first layer, on the last one, by optimizers of two kinds; and one that goes on from an adapter. Stopped on the way."""
+    """On the first layer, on the last one, by two optimizers; and one that goes on from an adapter. Stopped on the way."""
     targets = {"first": r".*layers\.0\..*_proj", "last": r".*layers\.4\.mlp\..*_proj"}
     data = tree["jobs"][0]["data"]
     jobs: list[dict[str, Any]] = [
