@@ -189,8 +189,10 @@ class OpenMembers(Members):
 
     def _asked_for(self, request: Add | Clone, there: Mapping[str, Job]) -> list[JobConfig]:
         """The jobs that are to join."""
-        is_add = isinstance(request, Add)
-        configs = parse_jobs(request.jobs, "the request") if is_add else [self._clone(request, there)]
+        if isinstance(request, Add):
+            configs = parse_jobs(request.jobs, "the request")
+        else:
+            configs = [self._clone(request, there)]
         if self.sweep is not None:
             self.sweep.refuse_names(config.name for config in configs)
         return configs
