@@ -21,6 +21,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from packlora.config import (
+    BASE,
     MOST_NESTED,
     AdapterConfig,
     DataConfig,
@@ -71,7 +72,7 @@ OTHER_TOOLS = {
     "rpo_alpha": "see a job's train.loss_type, [sigmoid, sft], and train.loss_weights",
     "rl": "see a job's train.trainer", "rl_beta": "see a job's train.beta",
     "precompute_ref_log_probs": "the reference is always computed once, before the first step",
-    "ref_model": "the reference is the base model without the adapter, or with the adapter of a job's adapter.init_from",
+    "ref_model": "see a job's train.reference", "ref_adapter_name": "see a job's train.reference",
     "compile": _COMPILE, "torch_compile": _COMPILE, "torch_compile_backend": _COMPILE, "torch_compile_mode": _COMPILE,
     "save_steps": "see the run's save_every", "save_strategy": "see the run's save_every",
     "eval_strategy": _EVAL, "evaluation_strategy": _EVAL,
@@ -194,6 +195,8 @@ def _find_files(run_file: Path, job: JobConfig, absolute: bool = False) -> None:
     job.data.path = _each(job.data.path, found)
     job.data.eval_path = _each(job.data.eval_path, found)
     job.adapter.init_from = _each(job.adapter.init_from, found)
+    if job.train.reference != BASE:
+        job.train.reference = _each(job.train.reference, found)
 
 
 def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run:

@@ -31,7 +31,7 @@ from packlora.adapters.kinds import PARAMETERS, as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.noise import noisy_embeddings
 from packlora.adapters.owners import MIN_ROWS
-from packlora.adapters.routed import WEIGHTS, Routed, RoutedRows, RoutedWeights, TiedWeights, TokenWeights
+from packlora.adapters.routed import WEIGHTS, CopyWeights, Routed, RoutedRows, RoutedWeights, TiedWeights, TokenWeights
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
@@ -53,7 +53,6 @@ class Adapter:
     layout: of `flat`, by the names of `named_parameters`; what is not decayed lies behind all others.
     trained_on: how the weights of its layers are quantised, as text for its file; None of dense ones.
     elsewhere: shapes of its parameters on layers that are not of this model, but of other stages (parallel/stages.py), by name.
-    held: bool, like `flat`: which elements are trained, where others are not; see starts.py.
     """
 
     name: str
@@ -64,7 +63,6 @@ class Adapter:
     flat: torch.Tensor
     trained_on: dict[str, Any] | None = None
     elsewhere: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    held: torch.Tensor | None = None
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """All trainable parameters, as `module path/A` and so on, in model order."""
@@ -73,6 +71,22 @@ class Adapter:
             for path, weights in self.weights.items()
             for name, parameter in weights.named_parameters().items()
         }
+
+    @property
+    def trained_parts(self) -> dict[str, tuple[slice, ...]]:
+        """The parts of parameters that steps change, by name, of those that steps do not change whole."""
+        parts: dict[str, tuple[slice, ...]] = {}
+        for path in self.weights:
+            module = self.spec.modules[path]
+            if (r := module.trained_rank) < module.rank:
+                parts |= {f"{path}/A": (slice(r),), f"{path}/B": (slice(None), slice(r))}
+        return parts
+
+    @property
+    def copied_embeddings(self) -> set[str]:
+        """Names of the parameters that are whole embeddings of the job's own."""
+        copies = {path: own for path, own in self.weights.items() if isinstance(own, CopyWeights)}
+        return {f"{path}/weight" for path, own in copies.items() if own.is_embedding}
 
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,6 @@ them from a bfloat16 base. They are taken as they are: g = m / ||W + s B A|| of 
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import warnings
@@ -31,16 +30,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from packlora.adapters.attach import Adapter
 from packlora.adapters.experts import shapes_at
 from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
-from packlora.adapters.names import NAMED, owners, resolve
+from packlora.adapters.names import owners, resolve
 from packlora.adapters.sharded import shard_of
-from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, from_everywhere, peft_config
+from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, from_everywhere, is_doubled
 from packlora.config import AdapterConfig
+from packlora.config.adapter import STARTS
 from packlora.errors import InputError, quoted, shown
 from packlora.files import write_file, write_json, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TRAINED_ON = "packlora.quantization"
 """In the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""
+STARTED = "packlora.start"
+"""In the same header: the start of an adapter of which half of the ranks is trained, see starts.py. A job that continues the
+folder goes on so; to others it is an ordinary adapter."""
 MAGNITUDE = ".lora_magnitude_vector"
 """PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
 with it, and begins with others where it finds none; so they are written with it."""
@@ -132,8 +135,10 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
     tensors = keyed(adapter, adapter.layout.views(adapter.flat.cpu()) if whole is None else whole)
     tensors = under_both(tensors, adapter.spec)
     named = {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors}
-    told = None if adapter.trained_on is None else {TRAINED_ON: json.dumps(adapter.trained_on)}
-    write_tensors(folder / WEIGHTS, named, told)
+    told = {} if adapter.trained_on is None else {TRAINED_ON: json.dumps(adapter.trained_on)}
+    if is_doubled(start := adapter.spec.peft.init_lora_weights):
+        told[STARTED] = str(start)
+    write_tensors(folder / WEIGHTS, named, told or None)
     write_json(folder / CONFIG, config_dict(adapter.spec.peft))
 
 
@@ -259,63 +264,6 @@ def model_type(base: str) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def continued_config(adapter: AdapterConfig, base_model: str, revision: str | None, job: str) -> LoraConfig:
-    """The configuration of a job with `init_from`: that of the file, and no disagreement with the run file.
-
-    lora_dropout may be changed by the run file; everything else that is set in both must agree. Keys that choose modules by
-    their names are held against each other on the model, in check_start.
-    """
-    assert adapter.init_from is not None
-    found = read_config(adapter.init_from, job)
-    wanted = peft_config(adapter, base_model, revision)
-    for key in sorted(adapter.model_fields_set - OURS_ALONE - {"lora_dropout", *NAMED}):
-        if (in_file := getattr(found, key)) != getattr(wanted, key):
-            raise _disagreement(adapter, key, in_file, job)
-    if "lora_dropout" in adapter.model_fields_set:
-        found.lora_dropout = adapter.lora_dropout
-    found.base_model_name_or_path, found.revision = from_everywhere(base_model), revision
-    return found
-
-
-def _disagreement(adapter: AdapterConfig, key: str, in_file: Any, job: str) -> InputError:
-    shown = sorted(in_file) if isinstance(in_file, set) else in_file
-    return InputError(
-        f"job {job!r}: adapter.{key} is {getattr(adapter, key)!r}, but {adapter.init_from} was made with {shown!r}; "
-        "leave the key out to take the file's"
-    )
-
-
-def check_start(adapter: AdapterConfig, spec: AdapterSpec, model: PreTrainedModel, job: str) -> None:
-    """Hold the folder that a job begins with against the model, which may be without weights.
-
-    Args:
-        adapter: of the run file, with init_from.
-        spec: of its continued_config.
-
-    Raises:
-        InputError: the run file names other modules, or the tensors are not those of the adapter.
-    """
-    assert adapter.init_from is not None
-    asked, wanted = copy.copy(spec.peft), peft_config(adapter, "", None)
-    for key in [key for key in NAMED if key in adapter.model_fields_set]:
-        setattr(asked, key, getattr(wanted, key))
-        if getattr(wanted, key) != getattr(spec.peft, key) and not _chooses_the_same(asked, spec, model, job):
-            raise _disagreement(adapter, key, getattr(spec.peft, key), job)
-    read_tensors(adapter.init_from, tensor_shapes(spec, model), job, spec.also)
-
-
-def _chooses_the_same(asked: LoraConfig, spec: AdapterSpec, model: PreTrainedModel, job: str) -> bool:
-    """Whether a configuration adapts the modules of a spec, each in its size."""
-
-    def chosen(one: AdapterSpec) -> dict[str, tuple[Any, ...]]:
-        return {path: (own.kind, own.rank, own.scaling, own.tokens) for path, own in one.modules.items()}
-
-    try:
-        return chosen(resolve(asked, model, job)) == chosen(spec)
-    except InputError:
-        return False
-
-
 def load_adapter(folder: str | Path, adapter: Adapter) -> None:
     """Copy a PEFT adapter's tensors, or this process's slices of them, into an attached adapter of the same layers and shapes.
 
@@ -408,12 +356,17 @@ def _drop_base(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size
             warnings.warn(f"{where}: {key!r} is a copy of a base {leaf}; the base model's own is used", stacklevel=4)
 
 
+def read_start(folder: str | Path) -> str | None:
+    """What save_adapter wrote of a start under which half of the ranks is trained; None where there is none."""
+    found = _header(folder, STARTED)
+    return found if found is not None and re.fullmatch(STARTS, found) and is_doubled(found) else None
+
+
 def read_trained_on(folder: str | Path) -> dict[str, Any] | None:
     """What save_adapter wrote of the base model's quantisation, unchecked; None where there is nothing to be read."""
     try:
-        with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
-            found = json.loads((stored.metadata() or {}).get(TRAINED_ON, "null"))
-    except (OSError, SafetensorError, ValueError, RecursionError):
+        found = json.loads(_header(folder, TRAINED_ON) or "null")
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -431,6 +384,19 @@ def stored_keys(folder: str | Path) -> list[str]:
 def resolve_folder(folder: str | Path, model: PreTrainedModel, job: str) -> AdapterSpec:
     """What an adapter folder is on a model, see names.resolve. Raises InputError also where it is no adapter folder."""
     return resolve(read_config(str(folder), job), model, job, keys=stored_keys(folder))
+
+
+def _header(folder: str | Path, key: str) -> str | None:
+    """What the header of an adapter's tensors says, unchecked; None where there is nothing to be read."""
+    file = Path(folder) / WEIGHTS
+    try:
+        if not file.is_file():  # a pipe would be waited for
+            return None
+        with safe_open(file, "pt") as stored:
+            found: str | None = (stored.metadata() or {}).get(key)
+            return found
+    except (OSError, SafetensorError):
+        return None
 
 
 def stored_tensors(file: Path, job: str) -> dict[str, torch.Tensor]:

@@ -101,6 +101,10 @@ class CopyWeights(RoutedWeights):
 
     keeps_base = False
 
+    def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(spec, base, seed, room)
+        self.is_embedding = isinstance(base, torch.nn.Embedding)
+
     def first_values(self, base: Any, norms: RowNorms) -> First:
         return [(self.parameters[name], getattr(base, own).detach()) for name, own in copied(base).items()]
 

@@ -66,6 +66,11 @@ class ModuleSpec:
     stored_at: str | None = None
     also_at: str | None = None
 
+    @property
+    def trained_rank(self) -> int:
+        """Ranks that steps change, the first ones; the others hold what was there at the beginning, see starts.py."""
+        return self.rank // 2 if is_doubled(self.start) else self.rank
+
 
 @dataclass(slots=True)
 class AdapterSpec:
@@ -92,8 +97,7 @@ class AdapterSpec:
 def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:
     """The LoraConfig that PEFT users would write for the adapter; of twice the rank and the same scaling where starts.py needs
     it."""
-    ranks = 2 if adapter.is_doubled else 1
-    alphas = math.sqrt(ranks) if adapter.use_rslora else ranks
+    ranks, alphas = _factors(adapter.is_doubled, adapter.use_rslora)
     alpha = {key: whole_number(value * alphas) for key, value in adapter.alpha_pattern.items()}
     config = LoraConfig(
         r=adapter.r * ranks,
@@ -125,8 +129,25 @@ def from_everywhere(base_model: str) -> str:
     return os.path.abspath(base_model) if os.path.isdir(base_model) else base_model
 
 
+def as_asked(config: LoraConfig, key: str) -> Any:
+    """What a run file says under a key of an adapter of twice the rank."""
+    value, (ranks, alphas) = getattr(config, key), _factors(True, config.use_rslora)
+    factor = {"r": ranks, "rank_pattern": ranks, "lora_alpha": alphas, "alpha_pattern": alphas}.get(key)
+    if factor is None:
+        return value
+    halves = {
+        name: whole_number(one / factor) for name, one in (value if isinstance(value, dict) else {key: value}).items()
+    }
+    return halves if isinstance(value, dict) else halves[key]
+
+
+def _factors(doubled: bool, use_rslora: bool) -> tuple[int, float]:
+    """Of the ranks and of the alphas, by which an adapter of twice the rank has the same scaling."""
+    return (2, math.sqrt(2) if use_rslora else 2) if doubled else (1, 1)
+
+
 def is_doubled(start: bool | str) -> bool:
-    """Whether the second half of the ranks is never trained, see starts.py."""
+    """Whether an adapter that begins so has twice the rank, of which the first half is trained, see starts.py."""
     return re.fullmatch(DOUBLED, str(start)) is not None
 
 
@@ -367,6 +388,11 @@ def _told(names: Any) -> str:
 def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool | str:
     """What A and B of a module begin with. PEFT takes null for False."""
     start: Any = peft.init_lora_weights or False
+    if is_doubled(start) and rank % 2:
+        raise InputError(
+            f"job {job!r}: of an adapter that began with {start} half of the ranks are trained, and {name} has {rank}; "
+            "init_lora_weights: true trains all of them"
+        )
     if start == "orthogonal" and rank % 2:
         raise InputError(f"job {job!r}: init_lora_weights: orthogonal takes even ranks, and {name} has {rank}")
     if start == "orthogonal" and kind in ("experts", "convolution"):

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.attach import Adapter, adapted_layers
 from packlora.adapters.linear import AdaptedLinear
-from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, is_doubled
+from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec
 from packlora.adapters.weights import AdapterWeights
 from packlora.errors import InputError
 from packlora.ops.lora_linear.quantized import Quantized
@@ -40,8 +40,7 @@ def check_starts(spec: AdapterSpec, skeleton: PreTrainedModel, job: str) -> None
         if own.kind != "linear":
             raise InputError(f"{where}is for linear layers, and target_modules matches {path}; leave one of them out")
         layer: torch.nn.Module = skeleton.get_submodule(path)
-        rank = own.rank // (2 if is_doubled(own.start) else 1)
-        if rank > (most := min(layer.weight.shape)):  # type: ignore[arg-type]
+        if (rank := own.trained_rank) > (most := min(layer.weight.shape)):  # type: ignore[arg-type]
             raise InputError(
                 f"{where}takes ranks up to the smaller side of a weight, {most} of {path}, and r is {rank}"
             )
@@ -71,28 +70,37 @@ def begin(
             assert before is not None
             A_rK, B_Nr = _principal(before(path).to(W_NK) - W_NK, own.spec.rank, scaling)
         else:
-            r = own.spec.rank // 2
+            r = own.spec.trained_rank
             A_rK, B_Nr = _first(W_NK, start, r, scaling, stable_hash("start", seed, path))
             A_rK, B_Nr = torch.cat([A_rK, A_rK]), torch.cat([B_Nr, -B_Nr], 1)
         own.A.copy_(A_rK)
         own.B.copy_(B_Nr)
         if own.magnitude is not None:
             own.magnitude.copy_(own.norm())
-    adapter.held = held(adapter)
 
 
-def held(adapter: Adapter) -> torch.Tensor | None:
-    """Which elements of `flat` are trained; None where all are."""
-    doubled = [path for path in of_weights(adapter.spec) if is_doubled(adapter.spec.modules[path].start)]
-    if not doubled:
-        return None
-    trained = torch.ones_like(adapter.flat, dtype=torch.bool)
-    views = adapter.layout.views(trained)
-    for path in doubled:
-        r = adapter.spec.modules[path].rank // 2
-        views[f"{path}/A"][r:] = False
-        views[f"{path}/B"][:, r:] = False
-    return trained
+class Held:
+    """The elements of an adapter's `flat` that no step may change."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._mask: torch.Tensor | None = None
+        """Bool, like `flat`; None where there are none."""
+        if parts := adapter.trained_parts:
+            self._mask = torch.zeros_like(adapter.flat, dtype=torch.bool)
+            views = adapter.layout.views(self._mask)
+            for name, part in parts.items():
+                views[name].fill_(True)
+                views[name][part] = False
+
+    def zero(self, gradient: torch.Tensor) -> None:
+        """In the place of their gradient, which is in no norm."""
+        if self._mask is not None:
+            gradient.masked_fill_(self._mask, 0.0)
+
+    def restore(self, flat: torch.Tensor, before: torch.Tensor) -> None:
+        """What they were: weight decay takes no gradient."""
+        if self._mask is not None:
+            flat.copy_(torch.where(self._mask, before, flat))
 
 
 def _first(W_NK: torch.Tensor, start: str, r: int, scaling: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

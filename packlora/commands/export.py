@@ -26,7 +26,17 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from packlora.adapters.expert_layout import is_scaled
-from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, stored_keys, tensor_key, under_both
+from packlora.adapters.files import (
+    CONFIG,
+    MAGNITUDE,
+    STARTED,
+    WEIGHTS,
+    config_dict,
+    read_start,
+    stored_keys,
+    tensor_key,
+    under_both,
+)
 from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
 from packlora.adapters.spec import whole_number
 from packlora.base.load import read_model
@@ -105,7 +115,9 @@ def export_adapter(
     def write(folder: Path) -> None:
         suffix = ".weight"  # of magnitudes, as adapters/files.py writes them
         tensors = under_both(opened.tensors, opened.spec) if target == "peft" else opened.tensors
-        write_tensors(folder / WEIGHTS, {key + suffix * key.endswith(MAGNITUDE): t for key, t in tensors.items()})
+        tensors = {key + suffix * key.endswith(MAGNITUDE): tensor for key, tensor in tensors.items()}
+        start = read_start(adapter_dir) if target == "peft" else None  # others get other ranks
+        write_tensors(folder / WEIGHTS, tensors, None if start is None else {STARTED: start})
         write_json(folder / CONFIG, config_dict(opened.spec.peft))
         prove_names(folder, opened.skeleton, target == "peft")
         what = f"the adapter for {PROGRAM.get(target, 'PEFT')}"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from packlora.adapters.attach import attach
+from packlora.adapters.continued import start_note
 from packlora.adapters.files import load_adapter
 from packlora.base.model import load_base
 from packlora.commands.adapter_folder import same_base, trained_by
@@ -95,4 +96,6 @@ def evaluate_adapter(
     if not np.isfinite(loss):
         raise InputError(f"the loss of {folder} on {data} is {loss:g}")
     labels, tokens = (sum(getattr(sample, what) for sample in samples) for what in ("num_labels", "num_tokens"))
-    return HeldOut(loss, labels, tokens, len(samples), prepared.warnings + base.warnings)
+    of_training = f"job 'eval': {start_note(item.config.adapter)}"
+    notes = [note for note in prepared.warnings + base.warnings if note != of_training]
+    return HeldOut(loss, labels, tokens, len(samples), notes)

@@ -30,6 +30,7 @@ from packlora.config.shared import (
 )
 from packlora.config.sweep import RangeConfig, StoppingConfig, SweepConfig, Values
 from packlora.config.train import (
+    BASE,
     CUT_OPTIMS,
     HIGHER_IS_BETTER,
     LOSS_TYPES,
@@ -43,6 +44,7 @@ from packlora.config.train import (
 )
 
 __all__ = [
+    "BASE",
     "CUT_OPTIMS",
     "HIGHER_IS_BETTER",
     "JOB_NAME",

@@ -121,7 +121,8 @@ class AdapterConfig(Strict):
 
     @model_validator(mode="after")
     def _start_is_not_dropped(self) -> AdapterConfig:
-        if self.is_doubled and self.lora_dropout:
+        of_folder = self.init_from is not None and "lora_dropout" not in self.model_fields_set
+        if self.is_doubled and self.lora_dropout and not of_folder:
             raise ValueError(
                 f"init_lora_weights is {self.init_lora_weights}, and lora_dropout {self.lora_dropout:g} would drop the "
                 "principal part of the base; set lora_dropout: 0"

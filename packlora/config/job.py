@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from packlora.config.adapter import AdapterConfig
 from packlora.config.data import DataConfig
 from packlora.config.shared import JOB_NAME, MOST_PROMPTS, RESERVED_NAMES, Prompt, Strict
-from packlora.config.train import TrainConfig
+from packlora.config.train import BASE, TRAINER_KEYS, TrainConfig
 from packlora.errors import quoted
 from packlora.files import TEMPORARY
 
@@ -27,6 +27,17 @@ class JobConfig(Strict):
     """What its adapter is asked whenever it is evaluated; null: the run's."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Of its initial adapter, sample order and dropout; null: the run's. Equal seeds draw equally, whatever the names."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether its model is held to another one."""
+        return self.train.trainer in TRAINER_KEYS["reference"]
+
+    @property
+    def reference_adapter(self) -> str | None:
+        """The folder of the adapter with which that is; None where it is the base model alone, or there is none."""
+        asked = self.adapter.init_from if self.train.reference is None else self.train.reference
+        return asked if self.has_reference and asked != BASE else None
 
     @model_validator(mode="after")
     def _evaluated(self) -> JobConfig:

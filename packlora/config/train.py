@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from packlora.config.shared import LEAST_WEIGHT, MOST_STEPS, MOST_WEIGHT, Strict
+from packlora.config.shared import LEAST_WEIGHT, MOST_STEPS, MOST_WEIGHT, PathText, Strict
 from packlora.errors import quoted, shown
 
 Scheduler = Literal[
@@ -53,9 +53,11 @@ OF_A_BATCH = {
     "aot": "sorts the whole global batch", "aot_unpaired": "sorts the whole global batch",
 }  # fmt: skip
 """Those of TRL that this version does not take, and why."""
+BASE = "base"
+"""As `reference`: the base model without an adapter."""
 TRAINER_KEYS: dict[str, tuple[str, ...]] = {
     "beta": ("dpo", "kto", "orpo"), "loss_type": ("dpo", "kto"), "loss_weights": ("dpo",), "label_smoothing": ("dpo",),
-    "discopop_tau": ("dpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
+    "discopop_tau": ("dpo",), "reference": ("dpo", "kto"), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
 }  # fmt: skip
 """Keys of `train` that some trainers alone have."""
 HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
@@ -125,8 +127,7 @@ class TrainConfig(Strict):
     """What is learnt, as TRL's trainers of these names do: sft completions; dpo and orpo which of two completions is preferred;
     kto which completions are desirable."""
     beta: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    """dpo, kto: how closely the model is held to the reference, the base model without the adapter; orpo: weight of the odds
-    ratio. null: 0.1."""
+    """dpo, kto: how closely the model is held to the reference; orpo: weight of the odds ratio. null: 0.1."""
     loss_type: str | list[str] | None = None
     """dpo: sigmoid, or another of TRL's losses, or a list of these, which are added; kto: kto, or apo_zero_unpaired."""
     loss_weights: list[float] | None = None
@@ -135,6 +136,9 @@ class TrainConfig(Strict):
     """dpo, with robust or exo_pair: share of preferences that are taken to be the other way round."""
     discopop_tau: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """dpo, with discopop: its temperature. null: 0.05."""
+    reference: PathText | None = None
+    """dpo, kto: what the model is held to: base, the base model without an adapter, or the folder of an adapter with the job's
+    modules and ranks; null: the adapter of init_from as it was, or without one the base."""
     desirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """kto: of the losses of desirable completions. null: 1."""
     undesirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)

@@ -1,4 +1,4 @@
-"""PlanChooser: the plan for a case, at once, as the user asked for it (ask.py). It never measures; that is tune/plans.py's work.
+"""PlanChooser: the plan for a case, at once, as the user asked for it (ask.py). It never measures: tune/plans.py does.
 
 Where nothing was asked for, the order of the evidence is: what was measured on this device, else the cost model.
 """

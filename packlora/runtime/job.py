@@ -18,6 +18,7 @@ from transformers import get_scheduler
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import total_norm
+from packlora.adapters.starts import Held
 from packlora.config import HIGHER_IS_BETTER, JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
@@ -25,10 +26,9 @@ from packlora.data.preference import mismatched
 from packlora.data.prompts import Prompt
 from packlora.runtime.balance import BalanceSum
 from packlora.runtime.collate import Compared
-from packlora.runtime.library_optimizer import LibraryOptimizer
+from packlora.runtime.library_optimizer import optimizer_of
 from packlora.runtime.memory import on_host, on_their_way
 from packlora.runtime.objective import Objective
-from packlora.runtime.optimizer import FlatAdamW
 from packlora.seeding import stable_hash
 
 IDLE_STEPS = 3
@@ -254,8 +254,8 @@ class Job:
     def __post_init__(self) -> None:
         self.parameters = self.adapter.named_parameters()
         train = self.config.train
-        kind = FlatAdamW if train.optim.startswith("adamw_torch") else LibraryOptimizer
-        self.optimizer = kind(self.adapter.flat, self.adapter.layout, train)
+        self.optimizer = optimizer_of(self.adapter, train)
+        self._held = Held(self.adapter)
         self.lr_at = learning_rates(train, self.data.configured_steps)
         dropout, alpha, seed = self.adapter.spec.peft.lora_dropout, train.neftune_noise_alpha, self.data.seed
         self.dropout_key = stable_hash("dropout", seed) if dropout else None
@@ -379,6 +379,7 @@ class Job:
         """The square of the norm of the gradient of what is here, [] float64, of a global batch that is complete."""
         if self.gradient is None:
             return torch.zeros((), dtype=torch.float64, device=self.adapter.flat.device)
+        self._held.zero(self.gradient)
         return (self.norm_of(self.gradient).double() / self.grad_scale).square()
 
     @torch.no_grad()
@@ -395,19 +396,17 @@ class Job:
         """
         assert self.loss_sum is not None
         train, flat = self.config.train, self.adapter.flat
-        self._before, held = flat.clone(), self.adapter.held
+        self._before = flat.clone()
         whole, norm = norm, flat.new_zeros(()) if norm is None else norm.to(flat)
         if self.gradient is not None and len(self.without) < len(self.parameters):
             if self.grad_scale != 1.0:
                 self.gradient.div_(self.grad_scale)
-            if held is not None:
-                self.gradient.mul_(held)
+            self._held.zero(self.gradient)
             norm = self.norm_of(self.gradient) if whole is None else norm
             if train.max_grad_norm > 0:
                 self.gradient.mul_((train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
             self.optimizer.step(self.gradient, self.without, self.lr_at(self.step))
-            if held is not None:  # weight decay takes no gradient
-                flat.copy_(torch.where(held, flat, self._before))
+            self._held.restore(flat, self._before)
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
         return torch.stack([number.double() for number in (self.loss_sum, norm, largest, changed)])
 

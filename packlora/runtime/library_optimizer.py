@@ -1,21 +1,24 @@
 """Optimizers of libraries as a job's optimizer: Adafactor of transformers, SGD of torch, 8-bit AdamW and Lion of bitsandbytes.
 
-Names and settings are those of transformers' TrainingArguments. Parameters are views of the job's one tensor, each of which the
-library steps by itself: its factors and its blocks of 8-bit numbers are those of a parameter on its own, as without packlora.
+Names and settings are those of transformers' TrainingArguments. The library steps each parameter by itself: its factors, its
+clip and its blocks of 8-bit numbers are those of a tensor of PEFT's shape. Parameters are views of the job's one tensor; of a
+parameter that is trained in part (adapters/starts.py) the library has the part.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers.optimization import Adafactor
 
+from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import SLOW, UNDECAYED, FlatLayout
 from packlora.config import JobConfig, TrainConfig
 from packlora.errors import InputError
+from packlora.runtime.optimizer import FlatAdamW
 
 CONSTANT = ("qmap1", "qmap2", "RMS")
 """Parts of a state that a library makes anew."""
@@ -46,53 +49,100 @@ def of_bitsandbytes(name: str) -> bool:
     return "8bit" in name or "lion" in name or name.startswith("paged_")
 
 
-def _made(config: TrainConfig, groups: list[dict[str, Any]]) -> Any:
-    """The library's optimizer, with transformers' settings for its name."""
-    name = config.optim
+def optimizer_of(adapter: Adapter, config: TrainConfig) -> FlatAdamW | LibraryOptimizer:
+    """The optimizer of a job that has taken no step."""
+    if config.optim.startswith("adamw_torch"):
+        return FlatAdamW(adapter.flat, adapter.layout, config)
+    return LibraryOptimizer(adapter.flat, adapter.layout, config, adapter.trained_parts, adapter.copied_embeddings)
+
+
+class _Kind(NamedTuple):
+    """What an optimizer goes by of a parameter. ratio: of its learning rate to that of the step."""
+
+    is_embedding: bool
+    is_decayed: bool
+    ratio: float
+
+
+def _made(config: TrainConfig, kind: _Kind, parameters: Sequence[torch.nn.Parameter]) -> Any:
+    """The library's optimizer of parameters of one kind, with transformers' settings for its name, which keep 32 bits of the
+    moments of a whole embedding."""
+    name, decay = config.optim, config.weight_decay if kind.is_decayed else 0.0
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, foreach=False)
+        return torch.optim.SGD(parameters, lr=config.learning_rate, weight_decay=decay, foreach=False)
     if name == "adafactor":
-        return Adafactor(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)
+        fixed = {"scale_parameter": False, "relative_step": False}
+        return Adafactor(parameters, lr=config.learning_rate, weight_decay=decay, **fixed)
     from bitsandbytes import optim
 
     made: dict[str, Any] = {
-        "lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2),
-        "optim_bits": 8 if "8bit" in name else 32, "is_paged": name.startswith("paged_"),
+        "lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "weight_decay": decay,
+        "optim_bits": 8 if "8bit" in name and not kind.is_embedding else 32, "is_paged": name.startswith("paged_"),
     }  # fmt: skip
-    return optim.Lion(groups, **made) if "lion" in name else optim.AdamW(groups, eps=config.adam_epsilon, **made)
+    own = {} if "lion" in name else {"eps": config.adam_epsilon}
+    inner: Any = (optim.Lion if "lion" in name else optim.AdamW)(parameters, **made, **own)
+    inner.mng = _no_overrides()
+    return inner
+
+
+def _no_overrides() -> Any:
+    """A manager of overrides that has none. bitsandbytes' own is one for all optimizers of a process and knows parameters by
+    their place in an optimizer or by an id that may be used again: what other code asks for would be done to a job."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    manager = GlobalOptimManager.__new__(GlobalOptimManager)
+    manager.initialize()
+    return manager
 
 
 class LibraryOptimizer:
-    """The optimizer of one job. Arguments and methods are FlatAdamW's; no process has slices of the job.
+    """The optimizer of one job. The other arguments and the methods are FlatAdamW's; no process has slices of the job.
 
     A parameter without a gradient is left alone by a step.
+
+    Args:
+        parts: the parts of parameters that are stepped, by name, where that is not the whole parameter. The library sees a
+            tensor of the part's shape.
+        embeddings: names of whole embeddings.
     """
 
-    def __init__(self, flat: torch.Tensor, layout: FlatLayout, config: TrainConfig) -> None:
-        self.flat, self.layout, self.config = flat, layout, config
-        self.parameters = {name: torch.nn.Parameter(view) for name, view in layout.views(flat).items()}
+    def __init__(
+        self, flat: torch.Tensor, layout: FlatLayout, config: TrainConfig,
+        parts: Mapping[str, tuple[slice, ...]] | None = None, embeddings: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.flat, self.layout, self.config, self._parts = flat, layout, config, parts or {}
+        self._views = self._stepped(flat)
+        self.parameters = {name: torch.nn.Parameter(view.contiguous()) for name, view in self._views.items()}
+        self._copies = [name for name, view in self._views.items() if not view.is_contiguous()]
+        """Names of the parts that do not lie in one piece, of which the library steps copies."""
         self.steps = dict.fromkeys(self.parameters, 0)
         fast = config.loraplus_lr_ratio or 1.0
-        kinds = [(decayed, slow) for decayed in (True, False) for slow in (True, False)]
-        groups = {kind: [p for name, p in self.parameters.items() if kind == _kind(name)] for kind in kinds}
-        self._inner = _made(
-            config,
-            [
-                {"params": own, "weight_decay": config.weight_decay if decayed else 0.0, "ratio": 1.0 if slow else fast}
-                for (decayed, slow), own in groups.items()
-                if own
-            ],
-        )
+        self._kinds = {
+            name: _Kind(name in embeddings, not name.endswith(UNDECAYED), 1.0 if name.endswith(SLOW) else fast)
+            for name in self.parameters
+        }
+        self._inner = {
+            kind: _made(config, kind, [self.parameters[name] for name, own in self._kinds.items() if own == kind])
+            for kind in dict.fromkeys(self._kinds.values())
+        }
+
+    def _stepped(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of what is stepped of a tensor like the parameters', by name."""
+        return {name: view[self._parts.get(name, ...)] for name, view in self.layout.views(flat).items()}
 
     @torch.no_grad()
     def step(self, gradient: torch.Tensor, without: Collection[str], lr: float) -> None:
         """See FlatAdamW.step. bitsandbytes' wait for the device."""
-        for name, view in self.layout.views(gradient).items():
-            self.parameters[name].grad = None if name in without else view
+        for name, view in self._stepped(gradient).items():
+            self.parameters[name].grad = None if name in without else view.contiguous()
             self.steps[name] += name not in without
-        for group in self._inner.param_groups:
-            group["lr"] = lr * group["ratio"]
-        self._inner.step()
+        for name in self._copies:
+            self.parameters[name].copy_(self._views[name])
+        for kind, inner in self._inner.items():
+            inner.param_groups[0]["lr"] = lr * kind.ratio
+            inner.step()
+        for name in self._copies:
+            self._views[name].copy_(self.parameters[name])
         for parameter in self.parameters.values():
             parameter.grad = None
         torch.autograd.graph.increment_version(self.flat)  # which kernels do not that write by address
@@ -116,12 +166,12 @@ class LibraryOptimizer:
             ValueError: it does not fit a parameter.
         """
         for name, parameter in self.parameters.items():
-            own = state.get(name)
+            own, kept = state.get(name), self._inner[self._kinds[name]].state
             self.steps[name] = int(own["step"]) if own is not None else 0
             if own is None:
-                self._inner.state.pop(parameter, None)
+                kept.pop(parameter, None)
                 continue
-            fresh = self._fresh(parameter)
+            fresh = self._fresh(name)
             wanted, found = self._shapes(fresh), self._shapes(own)
             if wanted != found:
                 raise ValueError(f"{name} has {found}, should be {wanted}")
@@ -130,20 +180,21 @@ class LibraryOptimizer:
             if "step" in fresh:
                 fresh["step"] = self.steps[name]
             if fresh:
-                self._inner.state[parameter] = fresh
+                kept[parameter] = fresh
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
         """Nothing of a parameter of another stage, which sgd alone knows of."""
-        parameter = self.parameters.get(name)
-        own = {} if parameter is None else self._inner.state.get(parameter, {})
+        if name not in self.parameters:
+            return {}
+        own = self._inner[self._kinds[name]].state.get(self.parameters[name], {})
         return {leaf: own[leaf].to("cpu", copy=True) for leaf in self._shapes(own)}
 
     @torch.no_grad()
-    def _fresh(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def _fresh(self, name: str) -> dict[str, Any]:
         """What the library keeps of a parameter like this one after its first step."""
-        one = torch.nn.Parameter(parameter.clone())
+        one = torch.nn.Parameter(self.parameters[name].clone())
         one.grad = torch.zeros_like(one)
-        inner = _made(self.config, [{"params": [one]}])
+        inner = _made(self.config, self._kinds[name], [one])
         inner.step()
         return dict(inner.state.get(one, {}))
 
@@ -155,8 +206,3 @@ class LibraryOptimizer:
             for leaf, value in sorted(state.items())
             if isinstance(value, torch.Tensor) and leaf != "step" and leaf not in CONSTANT
         }
-
-
-def _kind(name: str) -> tuple[bool, bool]:
-    """Whether a parameter is decayed, and whether it learns at the learning rate itself under LoRA+."""
-    return not name.endswith(UNDECAYED), name.endswith(SLOW)

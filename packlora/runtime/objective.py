@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from packlora.config import TrainConfig
 
 CONTEXT, CHOSEN, REJECTED = range(3)
+SURE = 2.0**-53
+"""Less log p than this is p = 1 in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,10 @@ class Objective:
                 return torch.sigmoid(beta * chosen_N) + 1 - torch.sigmoid(margin_N)
         assert name == "discopop"
         share_N = torch.sigmoid(margin_N / self.discopop_tau)
-        return -log_wins_N * (1 - share_N) + torch.exp(-margin_N) * share_N
+        loses_N = torch.exp(
+            F.logsigmoid(margin_N / self.discopop_tau) - margin_N
+        )  # in one, as the factors leave float64
+        return -log_wins_N * (1 - share_N) + loses_N
 
     def told(self, scores: Scores) -> torch.Tensor:
         """[7] sums over samples: numbers of chosen and of rejected completions, their rewards, their log-probabilities, and how
@@ -170,5 +175,7 @@ def _log_odds(scores: Scores) -> torch.Tensor:
 
 
 def _logit(logp_N: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 - p)) of log p < 0."""
-    return logp_N - torch.log(-torch.expm1(logp_N))
+    """log(p / (1 - p)) of log p <= 0. A completion that is learnt has p = 1 in the last bit: it is taken for the largest p < 1,
+    whose loss and gradient are finite."""
+    below_N = logp_N - torch.relu(logp_N.detach() + SURE)
+    return below_N - torch.log(-torch.expm1(below_N))

@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from packlora.adapters.files import save_adapter
 from packlora.base.model import Base
-from packlora.config import JobConfig, Run
+from packlora.config import BASE, JobConfig, Run
 from packlora.errors import InputError, WriteError, quoted, refusing
 from packlora.files import make_folders, write_folder
 from packlora.parallel.agreement import together
@@ -175,7 +176,7 @@ class OpenMembers(Members):
             steps = f"step {job.step} of {job.data.configured_steps}"
             out.told.append(Note(f"job {job.name!r} ends at {steps}, as asked by packlora stop"))
             return f"job {job.name!r} ends at step {job.step}; its adapter is saved to {self.output_dir / job.name}"
-        configs = self._asked_for(request)
+        configs = self._asked_for(request, there)
         made: list[Job] = []
         with self._folders(configs, made):
             if isinstance(request, Clone) and request.weights:
@@ -186,9 +187,12 @@ class OpenMembers(Members):
         steps = ", ".join(str(job.data.num_steps) for job in made)
         return f"{named(configs)} joined at round {given}, for {steps} optimizer steps"
 
-    def _asked_for(self, request: Add | Clone) -> list[JobConfig]:
+    def _asked_for(self, request: Add | Clone, there: Mapping[str, Job]) -> list[JobConfig]:
         """The jobs that are to join."""
-        configs = parse_jobs(request.jobs, "the request") if isinstance(request, Add) else [self._clone(request)]
+        if isinstance(request, Add):
+            configs = parse_jobs(request.jobs, "the request")
+        else:
+            configs = [self._clone(request, there)]
         if self.sweep is not None:
             self.sweep.refuse_names(config.name for config in configs)
         return configs
@@ -218,7 +222,7 @@ class OpenMembers(Members):
             )
         return job
 
-    def _clone(self, request: Clone) -> JobConfig:
+    def _clone(self, request: Clone, there: Mapping[str, Job]) -> JobConfig:
         source = next((job for job in self.run.jobs if job.name == request.job), None)
         if source is None:
             raise InputError(
@@ -228,21 +232,28 @@ class OpenMembers(Members):
         tree["name"] = request.name
         if tree.get("seed") is None:
             tree["seed"] = self.run.seed_of(source)
-        if request.weights:  # what the adapter is, its folder says
-            own = tree.get("adapter", {})
-            tree["adapter"] = {key: own[key] for key in ("lora_dropout", "dora_dropout") if key in own}
-            tree["adapter"]["init_from"] = str((self.output_dir / request.name / START).absolute())
+        if request.weights:
+            if request.job not in there:
+                raise InputError(
+                    f"job {request.job!r} has left the model; begin with the adapter in its folder by adapter.init_from"
+                )
+            tree["adapter"] = self._from_weights(request, source, there[request.job])
         config = changed_job(tree, request.overrides)
+        if request.weights and source.has_reference and config.has_reference and config.train.reference is None:
+            config.train.reference = source.reference_adapter or BASE  # not what it begins with
         if config.name != request.name:
             raise InputError(f"--set name={config.name}: the new job is called {request.name!r}; leave that out")
         return config
 
+    def _from_weights(self, request: Clone, source: JobConfig, job: Job) -> dict[str, Any]:
+        """The adapter of a clone: what its folder says, but for dropout, which PEFT's files of experts have not."""
+        return {
+            "init_from": str((self.output_dir / request.name / START).absolute()),
+            "lora_dropout": job.adapter.spec.peft.lora_dropout, "dora_dropout": source.adapter.dora_dropout,
+        }  # fmt: skip
+
     def _write_start(self, request: Clone, there: Mapping[str, Job]) -> None:
         """The present adapter of a job, as another one's beginning."""
-        if request.job not in there:
-            raise InputError(
-                f"job {request.job!r} has left the model; begin with the adapter in its folder by adapter.init_from"
-            )
         job, folder = there[request.job], self.output_dir / request.name / START
 
         def write() -> None:

@@ -10,8 +10,9 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from packlora.adapters.continued import check_reference, check_start, continued_config, start_note
 from packlora.adapters.expert_targets import divided_ranks
-from packlora.adapters.files import base_note, check_start, continued_config, stored_keys
+from packlora.adapters.files import base_note, stored_keys
 from packlora.adapters.names import resolve
 from packlora.adapters.spec import AdapterSpec, peft_config, try_patterns
 from packlora.base.demo_model import base_path
@@ -75,8 +76,8 @@ def prepare(
     shape = ModelShape.of(skeleton)
     quantization, in_codes = _quantization(run, skeleton, device)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
-    for name, spec in specs.items():
-        _check_spec(run, name, spec, skeleton)
+    for job in run_jobs:
+        _check_spec(run, job, specs[job.name], skeleton)
     asks = _asks(run, skeleton, specs, bool(left_out or gone or run.sweep))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
@@ -114,9 +115,9 @@ def prepare(
     return prepared
 
 
-def _check_spec(run: Run, job: str, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
+def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the run cannot train the adapter."""
-    check_parameters(run, job, spec)
+    check_parameters(run, job.name, spec)
     check_start_of_weights(run, job, spec, skeleton)
 
 
@@ -182,7 +183,7 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
-        _check_spec(run, job.name, spec, encoder.skeleton)
+        _check_spec(run, job, spec, encoder.skeleton)
         if prepared.quantization is not None and (found := whole_alone(spec, encoder.skeleton, quantized=True)):
             raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
@@ -212,12 +213,13 @@ def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], pa
 
 
 def _doubts_of_starts(run: Run, jobs: list[JobConfig]) -> list[str]:
-    """Adapters that jobs begin with and that are of another base model, as far as one can tell."""
+    """Of adapters that jobs begin with or are held to: those of another base model, as far as one can tell, and those of which
+    half is trained."""
     out = []
     for job in jobs:
-        if job.adapter.init_from is not None:
-            note = base_note(job.adapter.init_from, base_path(run.base_model))
-            out += [f"job {job.name!r}: {note}"] if note else []
+        folders = dict.fromkeys([job.adapter.init_from, job.reference_adapter])
+        notes = [base_note(folder, base_path(run.base_model)) for folder in folders if folder is not None]
+        out += [f"job {job.name!r}: {note}" for note in (*notes, start_note(job.adapter)) if note]
     return out
 
 
@@ -229,10 +231,8 @@ def _jobs_without_data(run: Run, gone: Collection[str]) -> dict[str, str]:
     lost, jobs = {}, [job for job in trained(run) if job.name not in gone]
     for job in jobs:
         paths = [*(path for path, _ in job.data.sources), *job.data.eval_paths]
-        start = job.adapter.init_from
-        missing = [path for path in paths if not is_there(path)] + [start] * (
-            start is not None and not Path(start).exists()
-        )
+        folders = [path for path in (job.adapter.init_from, job.reference_adapter) if path is not None]
+        missing = [path for path in paths if not is_there(path)] + [path for path in folders if not Path(path).exists()]
         if missing:
             lost[job.name] = f"{missing[-1]} does not exist"
     return lost if len(lost) < len(jobs) else {}
@@ -267,4 +267,6 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
             )
     if job.adapter.init_from is not None:
         check_start(job.adapter, spec, skeleton, job.name)
+    if job.reference_adapter not in (None, job.adapter.init_from):
+        check_reference(job.reference_adapter, spec, skeleton, job.name)
     return spec

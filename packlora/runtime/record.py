@@ -41,7 +41,7 @@ from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
-from packlora.runtime.resume import SavedRun, start_hash
+from packlora.runtime.resume import SavedRun, folder_hash
 
 PAID = 2**15
 """Bytes of run.json that a change pays for: a small one is written whole at every checkpoint, a large one as seldom as this
@@ -57,7 +57,8 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
     counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
     return {
         "seed": job.data.seed,
-        "start_hash": start_hash(job.config),
+        "start_hash": folder_hash(job.config.adapter.init_from),
+        "reference_hash": folder_hash(job.config.reference_adapter),
         "samples": job.data.num_samples,
         "eval_samples": len(held_out),
         "tokens": round(sum(lengths) / len(lengths) * job.data.num_samples),
@@ -87,6 +88,7 @@ def run_record(
     for name, own in described.items():
         if saved is not None and name in saved.jobs:
             own["start_hash"] = saved.jobs[name].start_hash or own["start_hash"]
+            own["reference_hash"] = saved.jobs[name].reference_hash or own["reference_hash"]
     warnings, names = prepared.warnings + base.warnings, [job.name for job in trained(prepared.run)]
     if saved is not None:
         described |= {name: saved.jobs[name].model_dump() for name in prepared.left_out}

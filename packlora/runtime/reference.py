@@ -1,8 +1,9 @@
 """What the reference of a job with preferences gives for its samples: the log-probabilities of their completions.
 
-The reference is the frozen base model without an adapter; for a job that continues an adapter (`init_from`), the model with
-that adapter as it was. Neither changes while the job trains, so one forward for each sample is enough, before the job's first
-step: in every session, for no file is written. Jobs with the same data and the same reference share it.
+The reference is what the job's `train.reference` says: the frozen base model without an adapter, or with an adapter. By default
+it is the adapter that the job continues (`init_from`), as it was, or without one the base. It does not change while the job
+trains, so one forward for each sample is enough, before the job's first step: in every session, for no file is written. Jobs
+with the same data and the same reference share it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ class References:
         """
         for job in jobs:
             if job.preferences.need_references and not job.preferences.references and job.status == "running":
-                start = job.config.adapter.init_from
-                known = self._known.setdefault(start, {})
+                known = self._known.setdefault(job.config.reference_adapter, {})
                 lacking = list({id(sample): sample for sample in _of(job) if id(sample) not in known}.values())
                 if lacking and not self._add(job, lacking, known):
                     return
@@ -58,15 +58,15 @@ class References:
         Raises:
             MemoryError: as `learn`.
         """
-        start, flat = job.config.adapter.init_from, job.adapter.flat
-        owner = NOBODY if start is None else job.adapter.number
+        folder, flat = job.config.reference_adapter, job.adapter.flat
+        owner = NOBODY if folder is None else job.adapter.number
         trained = flat.clone()
-        if start is not None:
-            load_adapter(start, job.adapter)
+        if folder is not None:
+            load_adapter(folder, job.adapter)
         try:
             found = self.forwards.over({job.name: samples}, {job.name: owner})
         finally:
-            if start is not None:
+            if folder is not None:
                 flat.copy_(trained)
         return None if found is None else found[job.name].logps_N3
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from packlora.adapters.files import WEIGHTS
 from packlora.base.fingerprint import Fingerprint
-from packlora.config import JobConfig, Run
+from packlora.config import Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
@@ -42,6 +42,7 @@ class _SavedJob(BaseModel):
     eval_samples: int
     seed: int
     start_hash: str | None = None
+    reference_hash: str | None = None
 
 
 class _SavedSchedule(BaseModel):
@@ -179,9 +180,16 @@ def _at_home(saved: SavedRun, folder: Path) -> SavedRun:
     """The run with the adapters that clones began with in its folder, which may have been moved since."""
     joined = [change.join for change in saved.changes if change.join is not None and change.request is not None]
     clones = {job.name for job in joined}
+
     for job in [*joined, *(job for job in saved.config.jobs if job.name in clones)]:
-        if job.adapter.init_from is not None and Path(job.adapter.init_from).parts[-2:] == (job.name, START):
-            job.adapter.init_from = str((folder / job.name / START).absolute())
+        start, reference = (
+            None if path is None else Path(path) for path in (job.adapter.init_from, job.train.reference)
+        )
+        if start is None or start.parts[-2:] != (job.name, START):
+            continue
+        job.adapter.init_from = str((folder / job.name / START).absolute())
+        if reference is not None and reference.name == START and reference.parent.parent == start.parent.parent:
+            job.train.reference = str((folder / reference.parent.name / START).absolute())
     return saved
 
 
@@ -270,18 +278,27 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
         try:
             note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name))
             notes += [note] if note else []
-            before = saved.jobs[job.name].start_hash if job.name in saved.jobs else None
-            begins = job.step == 0 or job.preferences.need_references
-            if begins and before is not None and start_hash(job.config) != before:
-                problems.append(
-                    f"job {job.name!r}: {job.config.adapter.init_from} is not the adapter that the run began with; put that "
-                    "one back, or start a new run in another output_dir"
-                )
+            problems += _other_adapters(job, saved.jobs.get(job.name))
         except InputError as error:
             problems.append(str(error))
     if problems:
         raise InputError("\n".join(problems))
     return notes
+
+
+def _other_adapters(job: Job, before: _SavedJob | None) -> list[str]:
+    """What to say of folders that a restored job reads once more, and that hold other tensors than they did."""
+    if before is None:
+        return []
+    start, reference = job.config.adapter.init_from, job.config.reference_adapter
+    known = {reference: before.reference_hash, start: before.start_hash}
+    read = [start] * (job.step == 0) + [reference] * job.preferences.need_references
+    return [
+        f"job {job.name!r}: {folder} is not the adapter that the run began with; put that one back, or start a new run in "
+        "another output_dir"
+        for folder in dict.fromkeys(read)
+        if known[folder] is not None and folder_hash(folder) != known[folder]
+    ]
 
 
 def put_aside(
@@ -379,6 +396,6 @@ def same_data(saved: SavedRun, record: dict[str, Any]) -> None:
             )
 
 
-def start_hash(job: JobConfig) -> str | None:
-    """SHA-256 of the adapter that a job begins with, if it does not begin with one of its own."""
-    return digest(Path(job.adapter.init_from) / WEIGHTS) if job.adapter.init_from is not None else None
+def folder_hash(folder: str | None) -> str | None:
+    """SHA-256 of the tensors of an adapter's folder, which a job begins with or is held to; None without one."""
+    return None if folder is None else digest(Path(folder) / WEIGHTS)

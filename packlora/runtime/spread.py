@@ -12,7 +12,6 @@ import torch
 
 from packlora.base.device import choose_device
 from packlora.base.shape import decoder_layers
-from packlora.config import CUT_OPTIMS
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
 from packlora.parallel.experts import check_experts
@@ -229,8 +228,6 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
     parallel, encoder = prepared.run.parallel, prepared.encoder
     asked = parallel.pipeline == "auto" and parallel.in_parts is None and not parallel.is_sharded
     if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared, staged=True):
-        return []
-    if any(job.config.train.optim not in CUT_OPTIMS for job in prepared.jobs):
         return []
     try:
         check_stages(encoder.skeleton, prepared.shape.layers, prepared.adapted)

@@ -13,25 +13,27 @@ from packlora.base.demo_model import base_path
 from packlora.base.load import read_skeleton
 from packlora.base.stored import stored_as
 from packlora.base.weight_files import WeightFiles, keys_there
-from packlora.config import Run
+from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 from packlora.parallel.mesh import world_size
 
 
-def check_start_of_weights(run: Run, job: str, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
+def check_start_of_weights(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
     """Raises InputError where a job cannot begin as init_lora_weights says."""
     if not (paths := of_weights(spec)):
         return
     start, path = spec.modules[paths[0]].start, base_path(run.base_model)
-    check_starts(spec, skeleton, job)
+    check_starts(spec, skeleton, job.name)
+    if job.adapter.init_from is not None:  # its folder has the first values
+        return
     if world_size() > 1:
         raise InputError(
-            f"job {job!r}: init_lora_weights: {start} is for one process in this version, and {world_size()} train; leave it "
-            "out"
+            f"job {job.name!r}: init_lora_weights: {start} is for one process in this version, and {world_size()} train; "
+            "leave it out"
         )
     if start == "loftq" and (run.quantization is None or stored_as(skeleton.config, path) is not None):
         raise InputError(
-            f"job {job!r}: init_lora_weights: loftq makes up for what quantization loses, and base_model {path!r} is not "
+            f"job {job.name!r}: init_lora_weights: loftq makes up for what quantization loses, and base_model {path!r} is not "
             "quantised while it is loaded; set quantization, for a base that is saved as floats"
         )
 

@@ -8,7 +8,7 @@ from packlora.adapters.kinds import PARAMETERS, is_linear
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
-from packlora.config import Run
+from packlora.config import CUT_OPTIMS, Run
 from packlora.errors import InputError
 from packlora.parallel.experts import check_experts, experts_of
 from packlora.parallel.stages import check_stages
@@ -96,6 +96,10 @@ def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool) -> str | 
     """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
     if job.has_images:
         return "its data has images"
+    if staged and job.config.train.optim not in CUT_OPTIMS:
+        return (
+            f"its train.optim is {job.config.train.optim}, which steps whole jobs ({', '.join(CUT_OPTIMS)} step parts)"
+        )
     if prepared.encoder is None:
         return None
     return tied_in_stages(job.spec) if staged else whole_alone(job.spec, prepared.encoder.skeleton)

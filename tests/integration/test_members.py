@@ -18,7 +18,9 @@ import safetensors.torch
 import torch
 from conftest import WORDS, tiny_model
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from seeds import SOAK
+from test_preference import judged, pairs
 from test_training import adapter, distance
 from typer.testing import CliRunner
 
@@ -175,6 +177,76 @@ def test_jobs_that_join_stop_and_are_cloned_have_the_numbers_of_the_same_jobs_al
     assert distance(adapter(out, "b"), adapter(tmp_path / "at4", "b")) < bound
     state = json.loads((out / "b" / "trainer_state.json").read_text())
     assert (state["stopped"], state["max_steps"]) == ("packlora stop", 4)
+
+
+def test_a_clone_with_the_weights_is_the_job_as_it_stands_by_its_own_method(base: str, tmp_path: Path) -> None:
+    """Its first evaluation is the last one of the job, and the half that the job's steps leave alone is left alone by its own.
+    Interrupted, moved and resumed."""
+    tree, first = tree_of(base, tmp_path, "d", eval_every=2, max_tokens_per_microbatch=200), tmp_path / "out"
+    (half,) = tree["jobs"]
+    half["adapter"] = half["adapter"] | {"init_lora_weights": "olora"}
+    paths = {"path": pairs(tmp_path / "pairs.jsonl"), "eval_path": pairs(tmp_path / "held.jsonl", 4, 1)}
+    said = {"path": judged(tmp_path / "said.jsonl"), "eval_path": judged(tmp_path / "asked.jsonl", 4, 6)}
+    train = half["train"] | {"max_steps": 8}
+    dpo = {**half, "name": "a", "data": paths, "adapter": ADAPTERS["a"], "train": train | {"trainer": "dpo"}}
+    kto = {**half, "name": "b", "data": said, "adapter": ADAPTERS["b"], "train": train | {"trainer": "kto"}}
+    tree["jobs"] = [half, dpo, kto]
+    names = [job["name"] for job in tree["jobs"]]
+    asking = InThreads(first)
+
+    def clone() -> None:
+        for name in names:
+            asking.call(name, clone_job, name, f"{name}-2", [], True)
+
+    begins = [at_window(2, clone), at_window(4, Stop)]
+    assert packlora.train(tree, subscribers=begins).status == "interrupted"
+    asking.join()
+    assert all("joined at round 4" in text for text in asking.answers.values()), asking.answers
+    out = first.rename(tmp_path / "moved")
+    assert packlora.train({**tree, "output_dir": str(out)}, resume=True).status == "done"
+    lines = [json.loads(line) for line in (out / "evals.jsonl").read_text().splitlines()]
+    told = {(line["job"], line["step"]): {key: line[key] for key in line if key.startswith("eval_")} for line in lines}
+    for name in names:
+        assert told[f"{name}-2", 0] == pytest.approx(told[name, 4], rel=1e-12) and told[name, 0] != told[name, 4]
+    assert told["a-2", 0]["eval_rewards/margins"] != 0 and told["b-2", 0]["eval_rewards/chosen"] != 0
+    start, end = load_file(out / "d-2" / "start" / "adapter_model.safetensors"), adapter(out, "d-2")
+    for key, tensor in start.items():
+        dim = int("lora_B" in key)
+        halves = zip(tensor.chunk(2, dim), end[key].chunk(2, dim), strict=True)
+        assert [torch.equal(before, after) for before, after in halves] == [False, True], key
+
+
+def test_a_clone_of_a_clone_is_held_to_the_reference_of_the_first_job(base: str, tmp_path: Path) -> None:
+    """Also where that was an adapter, or the new job is to learn preferences and the first one did not."""
+    tree, out = tree_of(base, tmp_path, "a", max_tokens_per_microbatch=200), tmp_path / "out"
+    (sft,) = tree["jobs"]
+    packlora.train({**tree, "output_dir": str(tmp_path / "sft")}, max_steps=1)
+    folder = str(tmp_path / "sft" / "a")
+    data = {"path": pairs(tmp_path / "pairs.jsonl")}
+    own = {"data": data, "train": {"trainer": "dpo", "global_batch_size": 2, "max_steps": 9}, "seed": 3}
+    plain = {**own, "name": "plain", "adapter": ADAPTERS["a"]}
+    on = {**own, "name": "on", "adapter": {"init_from": folder}}
+    tree["jobs"] = [sft, plain, on]
+    calls = InThreads(out)
+
+    def clones() -> None:
+        for name in ("plain", "on"):
+            calls.call(name, clone_job, name, f"{name}-2", [], True)
+        learns = ["train.trainer=dpo", f"data.path={data['path']}", "data.eval_path=null"]
+        calls.call("a", clone_job, "a", "a-2", learns, True)
+        calls.call("other", clone_job, "on", "on-4", ["train.reference=base"], True)
+
+    def again() -> None:
+        for name in ("plain", "on"):
+            calls.call(f"{name}-2", clone_job, f"{name}-2", f"{name}-3", [], True)
+
+    packlora.train(tree, subscribers=[at_window(2, clones), at_window(4, again)])
+    calls.join()
+    changes = json.loads((out / "run.json").read_text())["changes"]
+    held = {change["join"]["name"]: change["join"]["train"].get("reference") for change in changes}
+    assert held == {
+        "plain-2": "base", "on-2": folder, "a-2": None, "on-4": "base", "plain-3": "base", "on-3": folder,
+    }, calls.answers  # fmt: skip
 
 
 def request(out: Path, tree: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from decimal import Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,19 @@ import pytest
 import torch
 from conftest import WORDS
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from test_training import adapter, config, distance, steps, train
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from packlora.config import Run, TrainConfig
+from packlora.config import LOSS_TYPES, Run, TrainConfig
 from packlora.data.encode import Preference, Sample
 from packlora.data.preference import mismatched
 from packlora.errors import InputError
 from packlora.report.events import RunBegan, Stop
 from packlora.runtime.job import Job, Judged
 from packlora.runtime.job import judged as judged_by
+from packlora.runtime.objective import Objective, Scores
 from packlora.runtime.prepare import prepare
 
 Rows = Callable[..., str]
@@ -409,6 +413,46 @@ def test_the_reference_of_a_job_that_continues_an_adapter_is_that_adapter_also_a
     same(tmp_path / "second", tmp_path / "parts", ["sigmoid"])
 
 
+def test_the_reference_may_be_the_base_or_another_adapter(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """An adapter held to the base is as much preferred as the base is less, held to the adapter; interrupted or not."""
+    (first,) = (job for job in jobs if job["name"] == "sft")
+    tree = mixed(tiny_base("llama"), tmp_path / "first", [first])
+    train(tree)
+    folder = tmp_path / "first" / "sft"
+    (job,) = (job for job in jobs if job["name"] == "sigmoid")
+    to_base = job | {
+        "name": "to-base",
+        "adapter": {"init_from": str(folder)},
+        "train": job["train"] | {"reference": "base"},
+    }
+    to_it = job | {"name": "to-it", "adapter": first["adapter"], "train": job["train"] | {"reference": str(folder)}}
+    tree |= {"jobs": [to_base, to_it], "output_dir": str(tmp_path / "second")}
+    train(tree)
+    one, other = (evals(tmp_path / "second", name)[0] for name in ("to-base", "to-it"))
+    for what in ("chosen", "rejected"):
+        assert one[f"eval_rewards/{what}"] == pytest.approx(-other[f"eval_rewards/{what}"], rel=1e-9) != 0
+    parts = tree | {"output_dir": str(tmp_path / "parts")}
+    train(parts, max_steps=2)
+    shutil.copytree(folder, tmp_path / "kept")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({key: tensor + 1 for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    with pytest.raises(InputError, match=f"job 'to-it': {folder} is not the adapter that the run began with"):
+        train(parts, resume=True)
+    shutil.copytree(tmp_path / "kept", folder, dirs_exist_ok=True)
+    train(parts, resume=True)
+    same(tmp_path / "second", tmp_path / "parts", ["to-base", "to-it"])
+    for own, said in (
+        ({"r": 9}, "is not like the job's adapter on model.layers.0.self_attn.q_proj"),
+        ({}, "no such"),
+    ):
+        wrong = to_it | {"adapter": first["adapter"] | own}
+        wrong["train"] = wrong["train"] | {"reference": str(folder if own else tmp_path / "nowhere")}
+        with pytest.raises(InputError, match=f"(?i)job 'to-it': .*{said}"):
+            prepare(Run.model_validate(tree | {"jobs": [wrong]}))
+
+
 def test_the_best_adapter_may_be_that_of_the_highest_accuracy() -> None:
     lines = [{"step": n, "eval_loss": loss, "eval_rewards/accuracies": share} for n, loss, share in CURVE]
     keys = {"trainer": "dpo", "eval_steps": 1, "early_stopping_patience": 9}
@@ -418,6 +462,38 @@ def test_the_best_adapter_may_be_that_of_the_highest_accuracy() -> None:
 
 
 CURVE = [(1, 0.6, 0.5), (2, 0.5, 0.8), (3, 0.4, 0.7), (4, 0.3, 0.8)]
+
+
+# --- at the ends of what a model can say --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chosen", [0.0, -1e-17, -3e-8, -800.0])
+@pytest.mark.parametrize("rejected", [0.0, -1e-17, -3e-8, -800.0])
+def test_a_completion_that_is_learnt_or_unlearnt_to_the_last_bit_leaves_loss_and_gradient_finite(
+    chosen: float, rejected: float
+) -> None:
+    """Of every loss; orpo's is that of the odds in 60 digits, up to p = 1."""
+
+    def scores() -> tuple[torch.Tensor, Scores]:
+        logps_N3 = torch.tensor([[0.0, chosen, rejected]], dtype=torch.float64, requires_grad=True)
+        counts_N3, ones_N = torch.tensor([[0.0, 1.0, 1.0]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        return logps_N3, Scores(logps_N3, torch.full_like(counts_N3, -7.0), counts_N3, ones_N, ones_N, 0 * ones_N)
+
+    smoothed = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}}
+    pairs = [{"trainer": "dpo", "loss_type": name, "beta": 1.0} | smoothed.get(name, {}) for name in LOSS_TYPES["dpo"]]
+    objectives: list[dict[str, Any]] = [{"trainer": "orpo", "beta": 1.0}, {"trainer": "kto"}, *pairs]
+    for keys in objectives:
+        logps_N3, given = scores()
+        objective = Objective.of(TrainConfig.model_validate(keys))
+        assert objective is not None
+        loss = objective.losses_of(given).sum()
+        (gradient,) = torch.autograd.grad(loss, logps_N3)
+        assert loss.isfinite() and gradient.isfinite().all(), keys
+        if keys["trainer"] == "orpo" and -800 < chosen < 0 and -800 < rejected < 0 and -1e-17 not in (chosen, rejected):
+            with localcontext(prec=60):
+                p, q = (Decimal(number).exp() for number in (chosen, rejected))
+                exact = (1 + q * (1 - p) / (p * (1 - q))).ln() - Decimal(chosen)
+            assert float(loss) == pytest.approx(float(exact), rel=1e-12)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------
@@ -481,6 +557,7 @@ def test_the_loss_kto_is_not_of_one_sample_alone(tiny_base: Callable[..., str], 
         ({"trainer": "kto", "loss_type": ["kto", "apo_zero_unpaired"]}, "2 losses; kto takes one"),
         ({"trainer": "kto", "loss_type": "sigmoid"}, "'sigmoid'; kto takes kto, apo_zero_unpaired"),
         ({"trainer": "dpo", "loss_type": ["sigmoid", "aot"]}, "sorts the whole global batch"),
+        ({"reference": "base"}, "reference is for trainer dpo and kto; this job's trainer is sft"),
         ({"trainer": "dpo", "loss_type": "sigmoid", "label_smoothing": 0.1}, "goes with loss_type robust or exo_pair"),
         ({"trainer": "dpo", "loss_type": ["ipo", "sft"], "loss_weights": [1.0]}, "1 numbers for 2 losses"),
         ({"trainer": "dpo", "loss_type": "exo_pair"}, "needs label_smoothing above 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weig
 from quantised import load_quantised
 from safetensors.torch import load_file
 from test_training import adapter, config, distance, like_peft, steps, train, train_by_peft
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from packlora.adapters.spec import AdapterSpec
+from packlora.commands.export import export_adapter
 from packlora.config import Run
+from packlora.config.train import LACKED
 from packlora.errors import InputError
 from packlora.ops.lora_linear.quantized import codes_of
 from packlora.runtime.prepare import prepare
@@ -66,6 +70,112 @@ def test_losses_and_the_model_are_those_of_peft_whose_base_is_changed(
         if "lora_A" in key:
             first, second = tensor.chunk(2)
             assert not torch.equal(first, second) and first.shape == second.shape
+
+
+WIDE = {"r": 32, "target_modules": ["q_proj", "down_proj"]}
+"""Factors of 2048 and 3072 numbers, which are 4096 and more of both halves."""
+
+
+@pytest.mark.parametrize(
+    ("optim", "changes"), [("adafactor", {}), ("adafactor", WIDE), ("adamw_bnb_8bit", WIDE), ("lion_8bit", WIDE)]
+)
+def test_an_optimizer_that_looks_at_whole_tensors_sees_those_of_peft(
+    optim: str, changes: dict[str, Any], tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Its factors, its clip and the number from which it keeps 8 bits are of the trained half alone; stopped and resumed."""
+    if "8bit" in optim:
+        pytest.importorskip("bitsandbytes")
+    base = tiny_base("qwen2")
+    tree = config(base, tmp_path / "out", write_rows, [job("own", "olora", write_rows("rows"), **changes)])
+    keys = tree["jobs"][0]["train"]
+    for key in LACKED.get(optim, ()):
+        del keys[key]
+    keys |= {"optim": optim, "learning_rate": 5e-4}
+    own = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": "olora"} | changes
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(**own))
+    losses = train_by_peft(
+        model, prepare(Run.model_validate(tree)).jobs[0].data, partial(of_transformers, keys, tmp_path)
+    )
+    train(tree, max_steps=3)
+    train(tree, resume=True)
+    for ours, theirs in zip(steps(tmp_path / "out"), losses, strict=True):
+        assert abs(ours["loss"] - theirs) < 5e-7 * theirs  # 8 bits of both halves would be off by 2e-6
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_folder_of_such_a_start_is_continued_as_peft_goes_on_with_it(
+    whole: bool, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """On the half that was trained, over a base without the other one; on both where that is asked for. Then once more."""
+    base, first, second = tiny_base("qwen2"), tmp_path / "first", tmp_path / "second"
+    own = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": "olora"}
+    train(config(base, first, write_rows, [job("own", "olora", write_rows("rows"))]), max_steps=3)
+    start = first / "own"
+    begun = adapter(first, "own")
+    more = like_peft(write_rows("more", seed=2), start)
+    more["adapter"] |= {"init_lora_weights": True} if whole else {}
+    tree = config(base, second, write_rows, [more])
+    prepared = prepare(Run.model_validate(tree))
+    (note,) = [note for note in prepared.warnings if str(start) in note]
+    assert ("trains all of its ranks" if whole else "goes on as olora") in note
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if whole:
+        model: Any = PeftModel.from_pretrained(plain, start, is_trainable=True)
+    else:
+        model = get_peft_model(plain, LoraConfig(**own))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(begun[name.replace(".default", "")].chunk(2, dim=int("lora_B" in name))[0])
+    losses = train_by_peft(model, prepared.jobs[0].data)
+    train(tree)
+    for ours, theirs in zip(steps(second), losses, strict=True):
+        assert abs(ours["loss"] - theirs) < 2e-5 * theirs
+    ended = adapter(second, "job")
+    halves = [
+        (begun[key].chunk(2, dim)[1], ended[key].chunk(2, dim)[1]) for key in begun for dim in [int("lora_B" in key)]
+    ]
+    assert all(torch.equal(before, after) is not whole for before, after in halves)
+    tree = config(base, tmp_path / "third", write_rows, [like_peft(more["data"]["path"], second / "job")])
+    assert any("goes on as olora" in note for note in prepare(Run.model_validate(tree)).warnings) is not whole
+
+
+def test_what_a_folder_of_such_a_start_says_of_ranks_goes_by_the_trained_half(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    base, first = tiny_base("qwen2"), tmp_path / "first"
+    train(config(base, first, write_rows, [job("own", "olora", write_rows("rows"))]), max_steps=1)
+    exported = tmp_path / "exported"
+    export_adapter(first / "own", exported, "peft")
+
+    def found(folder: Path, **asked: Any) -> AdapterSpec:
+        one = {**job("own", "", str(tmp_path / "rows.jsonl")), "adapter": {"init_from": str(folder), **asked}}
+        return prepare(Run.model_validate(config(base, tmp_path / "second", write_rows, [one]))).jobs[0].spec
+
+    for folder in (first / "own", exported):
+        for asked in ({}, {"r": 4}, {"init_lora_weights": "olora", "lora_alpha": 6, "r": 4}, {"lora_dropout": 0.0}):
+            ranks = {(own.rank, own.trained_rank) for own in found(folder, **asked).modules.values()}
+            assert ranks == {(8, 4)}, asked
+        assert {own.trained_rank for own in found(folder, init_lora_weights=True, r=8).modules.values()} == {8}
+    for asked, said in REFUSED_OF_FOLDERS:
+        with pytest.raises(InputError, match=said):
+            found(first / "own", **asked)
+
+
+REFUSED_OF_FOLDERS: list[tuple[dict[str, Any], str]] = [
+    ({"r": 8}, "adapter.r is 8, but .* was made with 4"),
+    ({"init_lora_weights": "pissa"}, "adapter.init_lora_weights is 'pissa', but .* was made with 'olora'"),
+    ({"lora_dropout": 0.1}, "began with olora, and lora_dropout 0.1 would drop the principal part of the base"),
+]
+
+
+def of_transformers(keys: dict[str, Any], folder: Path, groups: list[dict[str, Any]]) -> Any:
+    """What transformers' Trainer makes of the keys of a job's `train`."""
+    known = {key: value for key, value in keys.items() if key.startswith("adam_") or key in ("optim", "learning_rate")}
+    made, settings = Trainer.get_optimizer_cls_and_kwargs(
+        TrainingArguments(str(folder), use_cpu=True, report_to=[], **known)
+    )
+    return made(groups, **settings, weight_decay=keys["weight_decay"])
 
 
 def test_an_adapter_that_peft_began_by_eva_is_continued_as_by_peft(

@@ -184,18 +184,17 @@ def like_peft(data: str, start: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def train_by_peft(model: Any, data: Any) -> list[float]:
-    """Losses of six steps with real PEFT, torch.optim.AdamW, transformers' schedule and one sample per forward."""
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-5)
+
+
+def train_by_peft(model: Any, data: Any, optimizer_of: Callable[..., torch.optim.Optimizer] = adamw) -> list[float]:
+    """Losses of six steps with real PEFT, torch.optim.AdamW or another optimizer, transformers' schedule and one sample per
+    forward."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     biases = [p for name, p in model.named_parameters() if p.requires_grad and name.endswith(".bias")]
     decayed = [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(".bias")]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": biases, "weight_decay": 0.0}],
-        lr=2e-3,
-        weight_decay=0.2,
-        betas=(0.8, 0.95),
-        eps=1e-5,
-    )
+    optimizer = optimizer_of([{"params": decayed}] + [{"params": biases, "weight_decay": 0.0}] * bool(biases))
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=6)
     losses = []
     for step in range(6):

@@ -35,6 +35,7 @@ from packlora.runtime import profiler, spread
 from packlora.runtime.prepare import prepare
 from packlora.runtime.spread import base_bytes
 from packlora.runtime.spread import choose as chosen
+from packlora.runtime.wholeness import needs_whole
 from packlora.runtime.work import WORK_FLOPS, Work
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
@@ -435,6 +436,15 @@ def test_auto_shares_no_rows_where_a_job_needs_them_whole_and_takes_no_stages_fo
     preferring = {"data": pairs, "train": {"trainer": "orpo", "global_batch_size": 2}}
     assert parts(sample_prompts=["one"], **preferring) == (True, True)
     assert parts(train={"optim": "adafactor", "global_batch_size": 2}) == (True, False)
+
+
+def test_a_job_whose_optimizer_steps_whole_jobs_does_not_join_stages(make: Callable[..., dict[str, Any]]) -> None:
+    """Which a run may have found by itself, so that its run file does not say so."""
+    tree = make((8, 2), (8, 2))
+    tree["jobs"][1]["train"] = {"optim": "adafactor", "global_batch_size": 2}
+    prepared = prepare(Run.model_validate(tree))
+    found = [needs_whole(job, prepared, staged=True) for job in prepared.jobs]
+    assert found[0] is None and "its train.optim is adafactor, which steps whole jobs" in str(found[1])
 
 
 def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_so(

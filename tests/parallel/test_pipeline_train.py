@@ -143,12 +143,13 @@ def test_the_best_adapter_and_an_early_end_are_those_of_one_device(
 
 
 def test_jobs_may_have_adapters_on_some_stages_alone(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
-    """On the first layer, on the last one; and one that goes on from an adapter. Stopped on the way."""
+    """On the first layer, on the last one, by two optimizers; and one that goes on from an adapter. Stopped on the way."""
     targets = {"first": r".*layers\.0\..*_proj", "last": r".*layers\.4\.mlp\..*_proj"}
     data = tree["jobs"][0]["data"]
     jobs: list[dict[str, Any]] = [
         {"name": name, "adapter": {"r": 3, "target_modules": own}, "data": data} for name, own in targets.items()
     ]
+    jobs += [{**job, "name": f"{job['name']}-sgd", "train": {"optim": "sgd", "learning_rate": 0.5}} for job in jobs]
     asked = {**tree, "output_dir": str(tmp_path / "start"), "jobs": jobs, "save_every": 1}
     train(asked, max_steps=1)
     more = [{"name": "more", "adapter": {"init_from": str(tmp_path / "start" / "first")}, "data": jobs[0]["data"]}]

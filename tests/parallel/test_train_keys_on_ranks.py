@@ -1,4 +1,5 @@
-"""Other optimizers than AdamW, and streams, on several processes: what one device gives, broken off or not."""
+"""Other optimizers than AdamW, halves that are trained alone, and streams, on several processes: what one device gives, broken
+off or not."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ SGD = {"optim": "sgd", "learning_rate": 0.5, "weight_decay": 0.1, "neftune_noise
 def tree(tiny_base: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("optims")
     rows = rows_into(folder)
+    olora = {"r": 3, "lora_dropout": 0.0, "init_lora_weights": "olora"}
+    train(config(tiny_base(), folder / "first", rows, [{"name": "half", "adapter": olora, "train": {"max_steps": 1}}]))
+    halved = {"init_from": str(folder / "first" / "half")}
     jobs = [
         {"name": "sgd", "adapter": ADAPTER, "train": SGD | {"global_batch_size": 3, "max_steps": 4}},
+        {"name": "half", "adapter": halved, "train": {"weight_decay": 0.2, "learning_rate": 1e-2, "max_steps": 4}},
         {
             "name": "stream", "adapter": ADAPTER, "train": {"global_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2},
             "data": {"path": rows("stream", 5, seed=3), "streaming": True, "truncate": "drop", "on_bad_row": "skip"},
@@ -41,10 +46,10 @@ def whole(tree: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("parallel", "jobs"),
     [
-        ({"devices_per_job": 2}, 3),
-        pytest.param({"devices_per_job": 1}, 3, marks=pytest.mark.soak),
-        ({"tensor": 2}, 2),
-        pytest.param({"pipeline": 2}, 2, marks=pytest.mark.soak),
+        ({"devices_per_job": 2}, 4),
+        pytest.param({"devices_per_job": 1}, 4, marks=pytest.mark.soak),
+        ({"tensor": 2}, 3),
+        pytest.param({"pipeline": 2}, 3, marks=pytest.mark.soak),
     ],
 )
 def test_two_processes_give_what_one_device_gives(

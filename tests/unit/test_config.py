@@ -98,7 +98,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
                     eval_steps: null, eval_on_start: true, load_best_model_at_end: false, metric_for_best_model: eval_loss,
                     early_stopping_patience: null, early_stopping_threshold: 0.0, trainer: sft, beta: null,
                     loss_type: null, loss_weights: null, label_smoothing: null, discopop_tau: null,
-                    desirable_weight: null, undesirable_weight: null}
+                    reference: null, desirable_weight: null, undesirable_weight: null}
         """
     )
     assert parse_run(MINIMAL, "run.yaml").model_dump(mode="json") == documented

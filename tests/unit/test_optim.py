@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_model
+from peft import LoraConfig, get_peft_model
 from test_flat import SHAPES, values
 
+from packlora.adapters.attach import attach
+from packlora.adapters.files import keyed
 from packlora.adapters.flat import FlatLayout
+from packlora.adapters.spec import resolve
 from packlora.config import JobConfig, TrainConfig
 from packlora.config.train import LACKED
 from packlora.errors import InputError
-from packlora.runtime.library_optimizer import LibraryOptimizer, check_optim
+from packlora.runtime.library_optimizer import LibraryOptimizer, check_optim, optimizer_of
 from packlora.runtime.optimizer import FlatAdamW
 
 SETTINGS = {"adam_beta1": 0.8, "adam_beta2": 0.97, "adam_epsilon": 1e-7, "weight_decay": 0.1, "learning_rate": 0.01}
@@ -94,6 +99,56 @@ def test_steps_are_those_of_what_transformers_takes_for_the_name_to_the_bit(opti
     for view in layout.views(used).values():
         view.fill_(1)
     assert (flat[used == 0] == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("optim", [*OPTIMS[:1], *OPTIMS[2:]])
+def test_steps_are_those_of_the_optimizer_that_transformers_makes_of_a_peft_model(optim: str, tmp_path: Path) -> None:
+    """Its groups, and the copy of an embedding, of which it keeps 32 bits; another one afterwards is not touched by that."""
+    if "8bit" in optim or "lion" in optim:
+        pytest.importorskip("bitsandbytes")
+    from transformers import Trainer, TrainingArguments
+
+    lora = LoraConfig(
+        r=80, use_dora=True, bias="lora_only", target_modules=["q_proj", "down_proj"], modules_to_save=["embed_tokens", "norm"],
+        init_lora_weights=False, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    known = {key: value for key, value in SETTINGS.items() if key not in LACKED.get(optim, ())}
+    arguments = TrainingArguments(str(tmp_path), optim=optim, use_cpu=True, report_to=[], **known)
+    peft = get_peft_model(tiny_model("qwen2"), lora)
+    theirs = {own_key(name): p for name, p in peft.named_parameters() if p.requires_grad}
+    trainer = Trainer(peft, arguments)
+    reference: Any = trainer.create_optimizer()
+    for _ in range(2):  # the second time after the first has left its mark on the library
+        model = tiny_model("qwen2")
+        _, (adapter,) = attach(model, {"job": resolve(lora, model, "job")}, 0)
+        ours, gradient = keyed(adapter, adapter.named_parameters()), torch.zeros_like(adapter.flat)
+        views = keyed(adapter, adapter.layout.views(gradient))
+        assert ours.keys() == theirs.keys()
+        with torch.no_grad():
+            for key, parameter in ours.items():
+                parameter.copy_(theirs[key])
+        optimizer = optimizer_of(adapter, TrainConfig.model_validate(known | {"optim": optim}))
+        generator = torch.Generator().manual_seed(0)
+        reference.state.clear()
+        for _ in range(3):
+            for key, parameter in theirs.items():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+                views[key].copy_(parameter.grad)
+            reference.step()
+            optimizer.step(gradient, set(), SETTINGS["learning_rate"])
+        for key, parameter in ours.items():
+            assert torch.equal(parameter, theirs[key]), key
+    kept = {name: own.get("state1") for name, own in optimizer.state().items()}
+    if "8bit" in optim:
+        narrow = {name for name, moments in kept.items() if moments is not None and moments.dtype == torch.uint8}
+        assert narrow == {name for name, one in adapter.named_parameters().items() if name.endswith(("/A", "/B"))}
+
+
+def own_key(name: str) -> str:
+    """PEFT's name of a parameter as its files have it."""
+    name = name.replace(".modules_to_save", "").replace(".default", "")
+    return name.removesuffix(".weight") if "magnitude" in name else name
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
