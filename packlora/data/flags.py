@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from packlora.data.values import Bad, check_text, holds_something, unpacked
+from packlora.data.values import Bad, check_parts, check_text, holds_something, unpacked
 from packlora.errors import quoted
 
 VARIABLES, LAST, SINGLE = "chat_template_kwargs", "mask_history", "parallel_tool_calls"
@@ -67,6 +67,7 @@ def variables(row: dict[str, Any], bad: Bad) -> dict[str, Any]:
         return {}
     if not isinstance(given, dict):
         raise bad(f"{VARIABLES!r} must be a mapping, found {type(given).__name__}")
+    check_parts(given, repr(VARIABLES), bad)
     for key in given:
         check_text(key, f"a key of {VARIABLES!r}", bad)
         if key in GIVEN:

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from packlora.data.messages import THOUGHTS
 from packlora.errors import InputError, quoted
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which a message has its reasoning, in the order in which transformers takes the first that is there."""
 TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
 """What a template may cut a content at, if it knows it."""
 SALT = f"{secrets.randbelow(10**10):010d}"

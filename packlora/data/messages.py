@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from packlora.data.values import Bad, check_text, holds_something, parse_json, unpacked
+from packlora.data.values import Bad, check_parts, check_text, holds_something, parse_json, unpacked
 from packlora.errors import quoted, shown
 
 ROLES = {
@@ -21,6 +21,8 @@ CALL_ROLES = {
     "observation": "tool", "tool_response": "tool",
 }  # fmt: skip
 """Roles of LLaMA-Factory and ms-swift, with what stands for them here."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which a message has its reasoning, in the order in which transformers takes the first that is there."""
 WEIGHT = "weight"
 FLAGS = ("loss", "train", "training", "trainable", "loss_mask", "loss_scale", "loss_weight")
 """Keys by which ms-swift, Axolotl, verl and others say whether a turn is learnt: true and false, or 1 and 0."""
@@ -64,6 +66,10 @@ def _message(message: Any, number: int, bad: Bad) -> dict[str, Any]:
     content, what = message.get("content"), f"the content of {where}"
     for text in [block.get("text", "") for block in content] if isinstance(content, list) else [content]:
         check_text(text, what, bad)
+    for key in THOUGHTS:
+        if holds_something(message.get(key)):
+            check_text(message[key], f"the {key} of {where}", bad)
+    check_parts([message.get(key) for key in ("tool_calls", "name", "tool_call_id")], where, bad)
     return _weighed(message, where, bad)
 
 
@@ -110,6 +116,7 @@ def check_tools(row: dict[str, Any], bad: Bad) -> list[Any] | None:
         tools = [_mapping(tool, key, bad) for tool in listed] if isinstance(listed, list) else [None]
         if not all(isinstance(tool, dict) and tool for tool in tools):
             raise bad(f"{key!r} must be a list of mappings, each the JSON schema of a function")
+        check_parts(tools, repr(key), bad)
         found[key] = tools
     if len(found) == 2:
         raise bad("'functions' is an older form of 'tools'; give one of them")

@@ -30,6 +30,8 @@ def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, A
     else:
         kinds = ", ".join(f"{name} {type(part).__name__}" for name, part in found.items())
         raise bad(f"the parts of a preference are all texts or all lists of messages; found {kinds}")
+    if prompt is not None and chosen == rejected:
+        raise bad("'chosen' and 'rejected' are the same, so there is no preference to learn")
     if prompt is None:
         start = _prompt_length(chosen, rejected)
         if start == 0 or start in (len(chosen), len(rejected)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from packlora.data.marks import Mark, Marker, Message, Part, Place, as_mapping, forms, tags_of, without_marks
 from packlora.data.template import EndlessTemplateError, Template
 from packlora.data.windows import Windows, attempt
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError, quoted, shown
 
 
 class NotShownError(InputError):
@@ -169,7 +169,7 @@ def prompt_text(template: Template, messages: list[Message], names: Sequence[str
 
 def names_of(messages: Sequence[Message]) -> list[str]:
     """What messages are called, counted from 1."""
-    return [f"message {number} ({message['role']})" for number, message in enumerate(messages, 1)]
+    return [f"message {number} ({shown(message['role'])})" for number, message in enumerate(messages, 1)]
 
 
 def _not_shown(out: Placed, part: Part) -> NotShownError:

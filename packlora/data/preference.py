@@ -18,6 +18,8 @@ from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
 
+ALIKE = "the chosen and the rejected completion are the same tokens, so there is no preference to learn"
+
 
 def encode_for(
     trainer: str,
@@ -67,8 +69,11 @@ def encode_for(
                 f"job {job!r}: {row.where}: the sample has {total} tokens, over max_tokens_per_microbatch {budget}; raise it, "
                 "or set truncate to drop"
             )
-        is_cut = longest > limit and data.truncate == "right"
-        if (longest > limit and not is_cut) or total > budget or not all(part.num_labels for part in parts):
+        is_cut, alike = longest > limit and data.truncate == "right", _are_alike(parts)
+        if alike and longest <= limit:
+            _refuse(ALIKE, row, data, job, out.skipped)
+            continue
+        if (longest > limit and not is_cut) or total > budget or alike or not all(part.num_labels for part in parts):
             over_budget |= total > budget
             out.dropped += 1
             continue
@@ -95,12 +100,22 @@ def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[
         )
     if trainer != "dpo" and any(half.images for half in row.pair or (row,)):
         problem = f"the row has images, which train.trainer: {trainer} does not take in this version"
-    if problem is None:
-        return True
+    if problem is not None:
+        _refuse(problem, row, data, job, skipped)
+    return problem is None
+
+
+def _refuse(problem: str, row: Row, data: DataConfig, job: str, skipped: list[str]) -> None:
+    """Skip a row, or raise what is wrong with it."""
     if data.on_bad_row == "error":
         raise InputError(f"job {job!r}: {row.where}: {problem}")
     skipped.append(f"{row.where}: {problem}")
-    return False
+
+
+def _are_alike(parts: Sequence[Sample]) -> bool:
+    """Whether two completions are the same tokens, as those may be that differ behind a cut."""
+    first, *others = parts
+    return any(np.array_equal(first.ids, other.ids) for other in others)
 
 
 def _joined(parts: Sequence[Sample], row: Row, trainer: str, limit: int) -> Sample:

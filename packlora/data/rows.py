@@ -232,6 +232,10 @@ def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[
     """TRL's form: of a conversation in two parts the turns of the second are learnt."""
     if not completion:
         raise bad("'completion' must be a list of at least one {role, content}")
+    if prompt and completion[: len(prompt)] == prompt:
+        raise bad(
+            "the completion begins with the messages of the prompt, so the model would see them twice; leave them out"
+        )
     for number, message in enumerate(prompt, 1):
         for key in (WEIGHT, *FLAGS) if isinstance(message, dict) else ():
             if message.get(key) not in (None, 0):

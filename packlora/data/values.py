@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,21 @@ def check_text(value: Any, what: str, bad: Bad) -> None:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can spell such a thing, e.g. "\\ud800"
         raise bad(f"{what} holds half of a surrogate pair at character {error.start + 1}") from None
+
+
+def check_parts(value: Any, what: str, bad: Bad) -> None:
+    """Raises an error where something in a value has no place in JSON: half of a surrogate pair, or no number."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            check_text(part, f"a text in {what}", bad)
+        elif isinstance(part, float) and not math.isfinite(part):
+            raise bad(f"{what} has the number {part}, which JSON does not have")
+        elif isinstance(part, dict):
+            left += [*part, *part.values()]
+        elif isinstance(part, list):
+            left += part
 
 
 def integers(value: Any, what: str, least: int, bad: Bad) -> np.ndarray:

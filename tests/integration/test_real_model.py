@@ -16,7 +16,11 @@ from packlora.base.demo_model import demo_model_folder
 from packlora.commands.plan import figures
 from packlora.config import DataConfig, Run
 from packlora.data.encode import encode_rows
+from packlora.data.preference import encode_for
+from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.readers import read_rows
+from packlora.data.rows import check_row
+from packlora.errors import InputError
 from packlora.run_file import load_run
 from packlora.runtime.prepare import prepare
 from packlora.runtime.profiler import profile
@@ -41,6 +45,36 @@ def test_labels_of_the_demo_data_are_exactly_the_completion_and_its_end_token(na
         for row, sample in zip(rows, encoded.samples, strict=True):
             assert tokenizer.decode(sample.ids[sample.is_label]) == f"{row.completion}<|im_end|>"
             assert str(row.prompt) in tokenizer.decode(sample.ids[~sample.is_label])
+
+
+def test_rows_of_every_kind_are_what_the_real_tokenizer_writes_once(folder: Path) -> None:
+    """Rendered before, flagged, compared, with what the template does not show; answers end where turns do."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def samples(row: dict[str, Any], trainer: str = "sft") -> list[Any]:
+        rows = [check_row(row, "row 1", "j")]
+        return encode_for(trainer, rows, tokenizer, DataConfig(path="-"), 9999, "j", 9999).samples
+
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "one", "loss": False}]
+    turns += [{"role": "user", "content": "v"}, {"role": "assistant", "content": "two"}]
+    (chat,) = samples({"messages": turns})
+    assert tokenizer.decode(chat.ids[chat.is_label]) == "two<|im_end|>"
+    text = tokenizer.decode(chat.ids) + "\n"
+    (again,) = samples({"text": text})
+    assert again.ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"], (
+        "no token is put before or behind"
+    )
+    (pair,) = samples({"prompt": "u", "chosen": "one", "rejected": "two"}, "dpo")
+    assert [tokenizer.decode(part.ids[part.is_label]) for part in pair.parts()] == ["one<|im_end|>", "two<|im_end|>"]
+    assert pair.parts()[0].ids[: -int(pair.parts()[0].num_labels)].tolist() == prompt_ids(turns[:1], tokenizer)
+    with pytest.raises(
+        InputError, match=r"the prompt begins with '<\|im_start\|>', as a text that was rendered before"
+    ):
+        samples({"prompt": text, "completion": "a"})
+    call = {"function": {"name": "dog", "arguments": "{}"}}
+    with pytest.raises(InputError, match=r"message 2 \(assistant\): the chat template does not show its tool_calls"):
+        samples({"messages": [turns[0], {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert answer_ends(tokenizer, None) == [int(chat.ids[-1])]
 
 
 def test_demo_run_file_is_valid_and_its_jobs_share_microbatches(folder: Path) -> None:

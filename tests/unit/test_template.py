@@ -162,7 +162,9 @@ def test_blocks_are_not_given_to_a_template_that_would_write_the_list_itself(mak
     assert Template(looks).render([{"role": "user", "content": "the dog"}]) == "the d;"
     image = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
     for template in (looks, make("{% for m in messages %}{{ m.content | tojson }}{% endfor %}")):
-        with pytest.raises(InputError, match="template writes the list of a content's blocks as it is, and is not for images"):
+        with pytest.raises(
+            InputError, match="template writes the list of a content's blocks as it is, and is not for images"
+        ):
             Template(template).render(image)
 
 

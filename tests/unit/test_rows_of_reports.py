@@ -1,0 +1,110 @@
+"""Rows that other tools train on without a word, as their users have reported: refused, or left out and counted."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from packlora.config import DataConfig
+from packlora.data.encode import Encoded, encode_rows
+from packlora.data.preference import encode_for
+from packlora.data.rows import check_row
+from packlora.errors import InputError
+
+CALL = {"type": "function", "function": {"name": "dog", "arguments": {"a": "x"}}}
+TOOL = {"type": "function", "function": {"name": "dog", "description": "d"}}
+ROW: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "c", "reasoning_content": "r", "tool_calls": [CALL]},
+        {"role": "tool", "name": "dog", "tool_call_id": "1", "content": "t"}, {"role": "assistant", "content": "z"},
+    ],
+    "tools": [TOOL], "chat_template_kwargs": {"mood": "m"},
+}  # fmt: skip
+
+
+def pairs(tokenizer: Any, row: dict[str, Any], trainer: str = "dpo", **data: Any) -> Encoded:
+    rows = [check_row(row, "row 1", "j"), check_row({"prompt": "a", "chosen": "b", "rejected": "c"}, "row 2", "j")]
+    return encode_for(trainer, rows, tokenizer, DataConfig(path="-", **data), 4096, "j", 4096)
+
+
+def refusal(row: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as caught:
+        check_row(row, "row 1", "j")
+    return str(caught.value)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "orpo"])
+def test_a_pair_of_equal_completions_has_no_gradient_and_is_no_sample(trainer: str, tokenizer: Any) -> None:
+    assert "'chosen' and 'rejected' are the same" in refusal({"prompt": "a", "chosen": "b", "rejected": "b"})
+    same = {"prompt": [user("a")], "chosen": [answer("b")], "rejected": [answer("b") | {"id": 7}]}
+    with pytest.raises(InputError, match="row 1: the chosen and the rejected completion are the same tokens"):
+        pairs(tokenizer, same, trainer)
+    skipped = pairs(tokenizer, same, trainer, on_bad_row="skip")
+    assert len(skipped.samples) == 1 and len(skipped.skipped) == 1
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "orpo"])
+def test_a_pair_whose_difference_is_cut_off_is_dropped_and_counted(trainer: str, tokenizer: Any) -> None:
+    long = {"prompt": "the", "chosen": "lazy dog " * 20 + "x", "rejected": "lazy dog " * 20 + "y"}
+    cut = pairs(tokenizer, long, trainer, max_length=30, truncate="right")
+    assert (len(cut.samples), cut.dropped, cut.truncated) == (1, 1, 0)
+    assert len(pairs(tokenizer, long, trainer).samples) == 2
+
+
+def test_a_completion_that_begins_with_the_prompt_s_messages_is_refused() -> None:
+    said = "the completion begins with the messages of the prompt, so the model would see them twice"
+    assert said in refusal({"prompt": [user("q")], "completion": [user("q"), answer("a")]})
+    pair = {"prompt": [user("q")], "chosen": [user("q"), answer("a")], "rejected": [user("q"), answer("b")]}
+    assert "row 1, chosen: " + said in refusal(pair)
+    assert check_row(
+        {"prompt": [user("q")], "completion": [answer("a"), user("q"), answer("b")]}, "row 1", "j"
+    ).messages
+
+
+PLACES: list[tuple[Any, ...]] = [
+    ("messages", 0, "content"), ("messages", 1, "reasoning_content"), ("messages", 2, "name"), ("messages", 2, "tool_call_id"),
+    ("messages", 1, "tool_calls", 0, "function", "name"), ("messages", 1, "tool_calls", 0, "function", "arguments", "a"),
+    ("tools", 0, "function", "name"), ("tools", 0, "function", "description"), ("chat_template_kwargs", "mood"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
+@pytest.mark.parametrize(("value", "said"), [("\ud800", "half of a surrogate pair"), (float("nan"), "")])
+def test_what_is_no_text_and_no_number_is_refused_wherever_it_stands(
+    place: tuple[Any, ...], value: Any, said: str
+) -> None:
+    row = copy.deepcopy(ROW)
+    owner: Any = row
+    for key in place[:-1]:
+        owner = owner[key]
+    owner[place[-1]] = value
+    assert said in refusal(row)
+
+
+@pytest.mark.parametrize("value", [5, ["a"], {"a": 1}, True])
+def test_reasoning_that_is_no_text_is_refused_with_its_message(value: Any) -> None:
+    row = copy.deepcopy(ROW)
+    row["messages"][1]["reasoning_content"] = value
+    assert "the reasoning_content of message 2 (assistant) must be a text" in refusal(row)
+
+
+def test_a_long_role_does_not_fill_the_terminal(tokenizer: Any) -> None:
+    row = check_row({"messages": [{"role": "r" * 10**5, "content": "a"}, answer("b")]}, "row 1", "j")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(InputError) as caught:
+        encode_rows([row], tokenizer, DataConfig(path="-"), 4096, "j")
+    assert "message 1 (rrr" in str(caught.value) and len(str(caught.value)) < 2000
