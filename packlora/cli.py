@@ -213,6 +213,16 @@ def tune(
     guarded(action, "stopped; what was measured is remembered, and the same command goes on with the rest")
 
 
+CheckOption = Annotated[
+    str,
+    typer.Option(
+        "--check",
+        help="Load what is written as programs that serve do, and compare its logits with the adapter's: always, never; auto: "
+        "of models up to 2 billion parameters.",
+    ),
+]
+
+
 @app.command()
 def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="A PEFT adapter folder.")],
@@ -240,13 +250,14 @@ def merge(
             "torchao's int4_weight_only, int8_weight_only, float8_weight_only."
         ),
     ] = "none",
+    check: CheckOption = "auto",
 ) -> None:
     """Fold an adapter into its base model's weights and save a plain Hugging Face model."""
 
     def action() -> None:
         from packlora.commands.merge import merge_adapter
 
-        if note := merge_adapter(adapter, out, base_model, dtype, quantization, double_quant, requantize):
+        if note := merge_adapter(adapter, out, base_model, dtype, quantization, double_quant, requantize, check):
             say(f"note: {note}")
         show(f"merged model: {out}")
 
@@ -265,13 +276,14 @@ def export(
     dtype: Annotated[
         str, typer.Option(help="Of the tensors: float32, bfloat16, float16, auto (as the base).")
     ] = "float32",
+    check: CheckOption = "auto",
 ) -> None:
     """Write an adapter as another program reads it, with the same numbers."""
 
     def action() -> None:
         from packlora.commands.export import export_adapter
 
-        for note in export_adapter(adapter, out, target, base_model, dtype):
+        for note in export_adapter(adapter, out, target, base_model, dtype, check):
             say(f"note: {note}")
         show(f"adapter for {target}: {out}")
 

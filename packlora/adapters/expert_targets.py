@@ -99,8 +99,13 @@ def all_linear_leaves_out(model: PreTrainedModel, adapted: Iterable[str]) -> dic
     return found
 
 
-def parameter_targets(peft: LoraConfig, model: PreTrainedModel, job: str) -> dict[str, ParameterTarget]:
+def parameter_targets(
+    peft: LoraConfig, model: PreTrainedModel, job: str, twins: Iterable[str] = ()
+) -> dict[str, ParameterTarget]:
     """The parameters that `target_parameters` means, by their path, in model order.
+
+    Args:
+        twins: see spec.resolve.
 
     Raises:
         InputError: a name matches nothing, or a parameter that cannot be adapted.
@@ -121,7 +126,7 @@ def parameter_targets(peft: LoraConfig, model: PreTrainedModel, job: str) -> dic
             kind = kind_of_parameter(module, leaf)
             found[f"{owner}.{leaf}"] = ParameterTarget(kind, owner + ".base_layer" * (len(own) - 1 - at))
     for name in wanted:
-        if name not in matched:
+        if name not in matched and not _some(name, twins):
             raise InputError(
                 f"job {job!r}: target_parameters names {quoted(name, 300)}, which matches nothing in the model; "
                 + _what_experts(model)

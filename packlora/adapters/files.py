@@ -30,15 +30,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.experts import shapes_at
-from packlora.adapters.kinds import PARAMETERS, SUFFIXES
+from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
+from packlora.adapters.names import NAMED, owners, resolve
 from packlora.adapters.sharded import shard_of
-from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, peft_config, resolve
+from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, peft_config
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted, shown
 from packlora.files import write_file, write_json, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 TRAINED_ON = "packlora.quantization"
 """In the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""
 MAGNITUDE = ".lora_magnitude_vector"
@@ -109,6 +109,19 @@ def tensor_key(path: str, attribute: str, spec: ModuleSpec) -> str:
     return f"{PREFIX}{spec.stored_at or path}.{suffix}"
 
 
+def under_both(tensors: Mapping[str, torch.Tensor], spec: AdapterSpec) -> dict[str, torch.Tensor]:
+    """Tensors that are keyed by tensor_key, and copies under the names of the model's twin, see names.py."""
+    also = {own: other for other, own in spec.also.items()}
+    copies = {_under_other_name(key, also): tensor for key, tensor in tensors.items()}
+    return dict(tensors) | {key: tensor.clone() for key, tensor in copies.items() if key is not None}
+
+
+def _under_other_name(key: str, names: Mapping[str, str]) -> str | None:
+    """A key with another path, where there is one for it."""
+    path = next((one for one in owners(key) if one in names), None) if names else None
+    return None if path is None else PREFIX + names[path] + key.removeprefix(PREFIX + path)
+
+
 def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write a PEFT adapter folder (created if needed); each file appears whole or not at all.
 
@@ -117,6 +130,7 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = keyed(adapter, adapter.layout.views(adapter.flat.cpu()) if whole is None else whole)
+    tensors = under_both(tensors, adapter.spec)
     named = {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors}
     told = None if adapter.trained_on is None else {TRAINED_ON: json.dumps(adapter.trained_on)}
     write_tensors(folder / WEIGHTS, named, told)
@@ -246,17 +260,14 @@ def model_type(base: str) -> str | None:
 def continued_config(adapter: AdapterConfig, base_model: str, revision: str | None, job: str) -> LoraConfig:
     """The configuration of a job with `init_from`: that of the file, and no disagreement with the run file.
 
-    lora_dropout may be changed by the run file; everything else that is set in both must agree. Modules that are a shorthand or
-    an expression in one of them are held against each other on the model, in check_start.
+    lora_dropout may be changed by the run file; everything else that is set in both must agree. Keys that choose modules by
+    their names are held against each other on the model, in check_start.
     """
     assert adapter.init_from is not None
     found = read_config(adapter.init_from, job)
     wanted = peft_config(adapter, base_model, revision)
-    for key in sorted(adapter.model_fields_set - OURS_ALONE - {"lora_dropout"}):
-        in_file, in_run = getattr(found, key), getattr(wanted, key)
-        if key == "target_modules" and (isinstance(in_file, str) or isinstance(in_run, str)):
-            continue
-        if in_file != in_run:
+    for key in sorted(adapter.model_fields_set - OURS_ALONE - {"lora_dropout", *NAMED}):
+        if (in_file := getattr(found, key)) != getattr(wanted, key):
             raise _disagreement(adapter, key, in_file, job)
     if "lora_dropout" in adapter.model_fields_set:
         found.lora_dropout = adapter.lora_dropout
@@ -283,12 +294,24 @@ def check_start(adapter: AdapterConfig, spec: AdapterSpec, model: PreTrainedMode
         InputError: the run file names other modules, or the tensors are not those of the adapter.
     """
     assert adapter.init_from is not None
-    if "target_modules" in adapter.model_fields_set:
-        asked = copy.copy(spec.peft)
-        asked.target_modules = adapter.target_modules
-        if resolve(asked, model, job).modules.keys() != spec.modules.keys():
-            raise _disagreement(adapter, "target_modules", spec.peft.target_modules, job)
-    read_tensors(adapter.init_from, tensor_shapes(spec, model), job)
+    asked, wanted = copy.copy(spec.peft), peft_config(adapter, "", None)
+    for key in [key for key in NAMED if key in adapter.model_fields_set]:
+        setattr(asked, key, getattr(wanted, key))
+        if getattr(wanted, key) != getattr(spec.peft, key) and not _chooses_the_same(asked, spec, model, job):
+            raise _disagreement(adapter, key, getattr(spec.peft, key), job)
+    read_tensors(adapter.init_from, tensor_shapes(spec, model), job, spec.also)
+
+
+def _chooses_the_same(asked: LoraConfig, spec: AdapterSpec, model: PreTrainedModel, job: str) -> bool:
+    """Whether a configuration adapts the modules of a spec, each in its size."""
+
+    def chosen(one: AdapterSpec) -> dict[str, tuple[Any, ...]]:
+        return {path: (own.kind, own.rank, own.scaling, own.tokens) for path, own in one.modules.items()}
+
+    try:
+        return chosen(resolve(asked, model, job)) == chosen(spec)
+    except InputError:
+        return False
 
 
 def load_adapter(folder: str | Path, adapter: Adapter) -> None:
@@ -303,14 +326,19 @@ def load_adapter(folder: str | Path, adapter: Adapter) -> None:
         for name, parameter in weights.named_parameters().items()
     }
     shapes = {key: torch.Size(shape) for key, shape in keyed(adapter, adapter.whole_shapes).items()}
-    tensors = read_tensors(folder, shapes, adapter.name)
+    tensors = read_tensors(folder, shapes, adapter.name, adapter.spec.also)
     with torch.no_grad():
         for key, (own, name, target) in wanted.items():
             target.copy_(own.own(name, tensors[key]))
 
 
-def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str) -> dict[str, torch.Tensor]:
+def read_tensors(
+    folder: str | Path, shapes: Mapping[str, torch.Size], job: str, also: Mapping[str, str] | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors of a PEFT adapter folder by PEFT's keys, float32 or float64.
+
+    Args:
+        also: other paths of modules that the file may name, with those that are meant: AdapterSpec.also.
 
     Raises:
         InputError: the file is missing or broken, its tensors are not exactly those named in `shapes`, or they are not finite
@@ -320,6 +348,7 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
     tensors = stored_tensors(file, job)
     suffix = MAGNITUDE + ".weight"
     tensors = {key.removesuffix(".weight") if key.endswith(suffix) else key: value for key, value in tensors.items()}
+    tensors = _by_one_name(tensors, also or {}, f"job {job!r}: {file}")
     _drop_base(tensors, shapes, f"job {job!r}: {file}")
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if not missing and (grown := next((key for key in extra if WHOLE.search(key)), None)):
@@ -349,6 +378,20 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
     return tensors
 
 
+def _by_one_name(tensors: dict[str, torch.Tensor], also: Mapping[str, str], where: str) -> dict[str, torch.Tensor]:
+    """Tensors under the paths that are meant. Raises InputError where a file has two tensors of one."""
+    out: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        meant = _under_other_name(key, also) or key
+        there = out.setdefault(meant, tensor)
+        if there is not tensor and not (there.shape == tensor.shape and torch.equal(there, tensor)):
+            raise InputError(
+                f"{where}: {key!r} and {meant!r} are names of one tensor in two classes of the base model, and hold other "
+                "numbers; leave out those of one class"
+            )
+    return out
+
+
 def _drop_base(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
     """Leave out copies of the base's weights and biases of adapted modules, where they are of the model's shapes."""
     for key in [key for key in tensors if BASE in key and key not in shapes]:
@@ -371,6 +414,21 @@ def read_trained_on(folder: str | Path) -> dict[str, Any] | None:
     except (OSError, SafetensorError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def stored_keys(folder: str | Path) -> list[str]:
+    """The keys of the tensors of an adapter folder; none where there is nothing to be read, as read_tensors tells."""
+    file = Path(folder) / WEIGHTS
+    try:
+        with safe_open(file if file.is_file() else "", "pt") as stored:
+            return list(stored.keys())
+    except (OSError, SafetensorError):
+        return []
+
+
+def resolve_folder(folder: str | Path, model: PreTrainedModel, job: str) -> AdapterSpec:
+    """What an adapter folder is on a model, see names.resolve. Raises InputError also where it is no adapter folder."""
+    return resolve(read_config(str(folder), job), model, job, keys=stored_keys(folder))
 
 
 def stored_tensors(file: Path, job: str) -> dict[str, torch.Tensor]:

@@ -33,6 +33,8 @@ PARAMETERS: tuple[Kind, ...] = ("experts", "router")
 """Kinds that are known by the path of a parameter."""
 AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 """Classes derived from torch.nn.Linear that compute the same."""
+PREFIX = "base_model.model."
+"""What keys in the files of PEFT begin with, before the module's path."""
 SUFFIXES: dict[Kind, dict[str, str]] = {
     "linear": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "base_layer.bias"},
     "embedding": {"A": "lora_embedding_A", "B": "lora_embedding_B", "magnitude": "lora_magnitude_vector"},

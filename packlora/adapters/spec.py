@@ -49,7 +49,8 @@ class ModuleSpec:
     see ops.lora_linear.types.Segment.
 
     kind: see kinds.py. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained. stored_at:
-    the module path under which PEFT's files have its tensors, where that is not its own path.
+    the module path under which PEFT's files have its tensors, where that is not its own path. also_at: a second one, see
+    names.py.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class ModuleSpec:
     start: bool | str = True
     tokens: tuple[int, ...] = ()
     stored_at: str | None = None
+    also_at: str | None = None
 
 
 @dataclass(slots=True)
@@ -74,6 +76,11 @@ class AdapterSpec:
     """By module path in the model, in model order; then those of experts and routers, by the path of the parameter."""
     notes: list[str] = field(default_factory=list)
     """What a user should know of the targets."""
+
+    @property
+    def also(self) -> dict[str, str]:
+        """By second path of a module in files, where it has one, the first."""
+        return {own.also_at: own.stored_at or path for path, own in self.modules.items() if own.also_at is not None}
 
     @property
     def parameter(self) -> str | None:
@@ -121,7 +128,9 @@ def whole_number(number: float) -> Any:
     return int(number) if float(number).is_integer() else number
 
 
-def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bool = True) -> AdapterSpec:
+def resolve(
+    peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bool = True, twins: Collection[str] = ()
+) -> AdapterSpec:
     """Find the layers of the model that the configuration adapts.
 
     The configuration of the result names them: not every program that loads an adapter knows the shorthand all-linear or
@@ -129,6 +138,7 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
 
     Args:
         base_dropped: DoRA under dropout scales the base product of the dropped inputs, as PEFT does.
+        twins: paths of modules and parameters in the model's twin (names.py), which the configuration may name as well.
 
     Raises:
         InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds.py), PEFT
@@ -142,14 +152,14 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
-    parameters = parameter_targets(peft, model, job)
-    chosen = {name: name for name in _targets(peft, model, linears, head_names, job)}
+    parameters = parameter_targets(peft, model, job, twins)
+    chosen = {name: name for name in _targets(peft, model, linears, head_names, job, twins)}
     chosen |= {path.rpartition(".")[0]: path for path, found in parameters.items() if found.kind == "linear"}
     of_parameters = {path: found for path, found in parameters.items() if found.kind != "linear"}
-    _check_patterns(peft, [*chosen.values(), *of_parameters], job)
+    _check_patterns(peft, [*chosen.values(), *of_parameters, *twins], job)
     _check_narrowed(peft, of_parameters, job)
     biased = _biased(peft, model, linears, set(chosen), head_names, job)
-    others = other_modules(peft, model, job)
+    others = other_modules(peft, model, job, twins)
     spec = AdapterSpec(_named(peft, model, set(chosen)))
     for name, module in model.named_modules(remove_duplicate=False):
         if name in others:
@@ -173,7 +183,7 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
         own = _low_rank(peft, path, found.kind, base_dropped, job)
         spec.modules[path] = replace(own, stored_at=found.stored_at)
     spec.notes += _left_out(asked, model, spec, job)
-    if idle := _excluding_nothing(peft.exclude_modules or set(), every):
+    if idle := _excluding_nothing(peft.exclude_modules or set(), [*every, *twins]):
         spec.notes.append(f"job {job!r}: exclude_modules {_told(idle)} matches nothing in the model")
     if bare := _bare_layers(peft, every):
         spec.notes.append(
@@ -242,13 +252,18 @@ def _check_patterns(peft: LoraConfig, adapted: Iterable[str], job: str) -> None:
 
 
 def _targets(
-    peft: LoraConfig, model: PreTrainedModel, linears: Iterable[str], head_names: set[str], job: str
+    peft: LoraConfig,
+    model: PreTrainedModel,
+    linears: Iterable[str],
+    head_names: set[str],
+    job: str,
+    twins: Collection[str],
 ) -> set[str]:
     targets = peft.target_modules
     if is_all_linear(targets):
         every = copy.copy(peft)
         every.target_modules = set(linears) - head_names
-        chosen = {name for name in every.target_modules if _matches(every, name)}
+        chosen = {name for name in every.target_modules if matches(every, name)}
         if not chosen:
             raise InputError(
                 f"job {job!r}: target_modules all-linear matches nothing: the model has no linear layers"
@@ -259,7 +274,7 @@ def _targets(
         return set()
     names = [name for name, _ in model.named_modules() if name]
     check_layer_numbers(peft, names, f"job {job!r}")
-    matched = {name for name in names if _matches(peft, name)}
+    matched = {name for name in names if matches(peft, name)}
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in set(linears) - head_names}))
     if not matched and (narrowing := _narrowed_away(peft, names)):
         raise InputError(f"job {job!r}: {narrowing} leaves nothing of what target_modules {_told(targets)} matches")
@@ -269,7 +284,7 @@ def _targets(
             + _meant(targets, leaves)
         )
     for target in [] if isinstance(targets, str) else sorted(targets or ()):
-        if not any(name == target or name.endswith(f".{target}") for name in names):
+        if not any(name == target or name.endswith(f".{target}") for name in (*names, *twins)):
             near = difflib.get_close_matches(target, leaves.split(", "), 1)
             raise InputError(
                 f"job {job!r}: target_modules names {quoted(target, 300)}, which matches nothing in the model; "
@@ -318,7 +333,7 @@ def _bare_layers(peft: LoraConfig, names: Collection[str]) -> list[int]:
     for number in [asked] if isinstance(asked, int) else asked or ():
         own = copy.copy(peft)
         own.layers_to_transform, own.exclude_modules, own.modules_to_save = [number], None, None
-        out += [] if any(_matches(own, name) for name in names) else [number]
+        out += [] if any(matches(own, name) for name in names) else [number]
     return out
 
 
@@ -330,7 +345,7 @@ def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
         without = copy.copy(peft)
         for key in keys:
             setattr(without, key, None)
-        return any(_matches(without, name) for name in names)
+        return any(matches(without, name) for name in names)
 
     alone = [key for key in both if matches_without(key)]
     if not alone and not matches_without(*both):
@@ -355,14 +370,16 @@ def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool
     return start  # type: ignore[no-any-return]
 
 
-def other_modules(peft: LoraConfig, model: PreTrainedModel, job: str) -> dict[str, ModuleSpec]:
+def other_modules(
+    peft: LoraConfig, model: PreTrainedModel, job: str, twins: Collection[str] = ()
+) -> dict[str, ModuleSpec]:
     """What is trained beside low-rank adapters, by path: modules_to_save and trainable_token_indices, which PEFT compares with
     the ends of paths."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, ModuleSpec] = {}
     for name in peft.modules_to_save or ():
         paths = [path for path in modules if path.endswith(name)]
-        if not paths:
+        if not paths and not any(path.endswith(name) for path in twins):
             raise InputError(
                 f"job {job!r}: modules_to_save names {quoted(name, 300)}, which matches nothing in the model"
             )
@@ -498,13 +515,14 @@ def _named(peft: LoraConfig, model: PreTrainedModel, chosen: set[str]) -> LoraCo
         return named
     for names in ({path.rpartition(".")[2] for path in chosen}, chosen):
         named.target_modules = set(names)
-        if {name for name, _ in model.named_modules() if name and _matches(named, name)} == chosen:
+        if {name for name, _ in model.named_modules() if name and matches(named, name)} == chosen:
             return named
     named.target_modules = peft.target_modules
     return named
 
 
-def _matches(peft: LoraConfig, name: str) -> bool:
+def matches(peft: LoraConfig, name: str) -> bool:
+    """Whether a configuration adapts the module of a name, by PEFT's own rule."""
     return bool(check_target_module_exists(peft, name)) and not _is_excluded(peft, name)
 
 

@@ -17,7 +17,7 @@ SHARD_BYTES = 4 * 2**30
 
 
 class DequantisedFiles:
-    """As WeightFiles; the model is held in codes, and a read makes one weight of them.
+    """As WeightFiles; the model, of the class that its folder names, is held in codes, and a read makes one weight of them.
 
     Raises:
         InputError: the model cannot be loaded.
@@ -29,7 +29,7 @@ class DequantisedFiles:
         """dtype: in which a run computed with what the codes stand for."""
         check_quantization(stored.as_asked, device, f"base_model {path!r}")
         self.path, self.dtype, self._files = path, dtype, WeightFiles(path, revision)
-        model = read_quantised(path, revision, stored.as_asked, stored, dtype, device)
+        model = read_quantised(path, revision, stored.as_asked, stored, dtype, device, own=True)
         self._layers: dict[str, QuantizedLinear] = {
             f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)
         }

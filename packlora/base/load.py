@@ -18,12 +18,13 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from packlora.base.classes import auto_class, own_class, twin_of_own, twin_of_trained, without_weights
 from packlora.base.demo_model import DEMO_MODEL, base_path
 from packlora.base.shape import check_sizes
 from packlora.base.stored import as_stored, read_as_floats, stored_as
-from packlora.base.vision import auto_class
 from packlora.config import Run
 from packlora.errors import InputError, foreign, quoted
+from packlora.ops.twin import set_twin
 
 LISTED = 8
 """Names of weights that a message lists."""
@@ -75,6 +76,17 @@ def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = Fal
         return model_of(config, path, trust_remote_code)
 
 
+def own_skeleton(path: str, revision: str | None) -> tuple[PreTrainedModel, Any]:
+    """The model without weights of the class that a folder or a hub id names, which other programs build; and the folder's
+    configuration. Mostly it is that of read_skeleton."""
+    config = read_config(path, revision)
+    if (own := own_class(config)) is None:
+        return read_skeleton(path, revision), config
+    model = load_part("model", path, lambda: without_weights(own, config))
+    set_twin(model, twin_of_own(config))
+    return model, config
+
+
 def read_config(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
     """The configuration of a folder or a hub id. Raises InputError where there is none, or none that is trained here."""
     if os.path.lexists(path) and not os.path.isdir(path):
@@ -107,15 +119,17 @@ def model_of(config: Any, path: str, trust_remote_code: bool, dtype: torch.dtype
         ),
     )
     assert isinstance(model, PreTrainedModel)
+    set_twin(model, load_part("model", path, lambda: twin_of_trained(config)))
     return model
 
 
 def read_model(
-    path: str, revision: str | None, dtype: torch.dtype, trust_remote_code: bool = False, **how: Any
+    path: str, revision: str | None, dtype: torch.dtype, trust_remote_code: bool = False, own: bool = False, **how: Any
 ) -> PreTrainedModel:
     """The model of a folder or a hub id, as transformers runs it, on the CPU.
 
     Args:
+        own: of the class that the folder names, where another one is trained.
         how: more of from_pretrained's arguments.
 
     Raises:
@@ -126,11 +140,12 @@ def read_model(
     if read_as_floats(config):
         how["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     transformers.utils.logging.disable_progress_bar()
+    cls = (own_class(config) if own else None) or auto_class(config)
     with _quiet(), as_stored():  # its report of the weights is check_weights' matter
         model, found = load_part(
             "model",
             path,
-            lambda: auto_class(config).from_pretrained(
+            lambda: cls.from_pretrained(
                 path,
                 revision=revision,
                 dtype=dtype,
@@ -146,6 +161,7 @@ def read_model(
         )
     check_weights(path, found, vocabulary_of(config))
     assert isinstance(model, PreTrainedModel)
+    set_twin(model, load_part("model", path, lambda: (twin_of_own if own else twin_of_trained)(config)))
     return model
 
 

@@ -151,13 +151,14 @@ def _bytes_of(quantization: QuantizationConfig, N: int, K: int, dtype: torch.dty
 
 def read_quantised(
     path: str, revision: str | None, quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype,
-    device: torch.device, trust_remote_code: bool = False, notes: list[str] | None = None,
+    device: torch.device, trust_remote_code: bool = False, notes: list[str] | None = None, own: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
     """A model on its device whose quantised layers are this package's, the rest of this dtype.
 
     Args:
         stored: the files have the codes; None: they are made while they are read.
         notes: gets what is to be known of it.
+        own: see read_model.
 
     Raises:
         InputError: it cannot be loaded, or something of it is in codes that are not read here.
@@ -165,7 +166,7 @@ def read_quantised(
     how = _loading(quantization, stored, dtype, device)
     if dtype == torch.float64:  # as read_model does, which is told of float32
         how["experts_implementation"] = "eager"
-    return own_layers(read_model(path, revision, made_of(dtype), trust_remote_code, **how), dtype, path, notes)
+    return own_layers(read_model(path, revision, made_of(dtype), trust_remote_code, own, **how), dtype, path, notes)
 
 
 def read_in_codes(

@@ -16,26 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image as pillow
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import PreTrainedModel
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from packlora.errors import InputError, foreign
 
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
 """What processors give beside the tensors of images."""
-
-
-def auto_class(config: Any) -> Any:
-    """Which of transformers' classes builds the model of a configuration. One of texts alone, where it leaves out what of the
-    files is for images (Qwen3.5), or where the files are its own; else the one that was saved (Llama 4)."""
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForCausalLM
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForImageTextToText
-    leaves_out = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_keys_to_ignore_on_load_unexpected", None)
-    saved = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__ in (config.architectures or ())
-    return AutoModelForImageTextToText if saved and not leaves_out else AutoModelForCausalLM
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -28,6 +27,7 @@ from transformers.utils import cached_file
 
 from packlora.base.load import check_files, check_weights, load_part, vocabulary_of
 from packlora.base.mxfp4 import BLOCKS, SCALES, floats_of, packed_names
+from packlora.base.renaming import renamed
 from packlora.errors import InputError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -174,7 +174,7 @@ def keys_there(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
             f"{extra[0] or extra[-1]}"
         )
     wanted = model.state_dict()
-    found, unexpected, made = _renamed(model, wanted, files.shapes)
+    found, unexpected, made = renamed(model, wanted, files.shapes)
     there = {id(parameter) for name, parameter in _parameters(model) if name in found}
     tied = {name for name, parameter in _parameters(model) if id(parameter) in there}
     names, missing = {name for name, _ in _parameters(model)}, wanted.keys() - found.keys() - tied - set(made)
@@ -223,29 +223,6 @@ def parts_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[list[
 
 def _parameters(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
     return list(model.named_parameters(remove_duplicate=False))
-
-
-def _renamed(
-    model: PreTrainedModel, wanted: dict[str, Any], keys: Iterable[str]
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Keys by the model's names, as transformers' loading finds them; names that it has no place for; and those that it
-    computes."""
-    mapping = get_model_conversion_mapping(model)
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
-    found: dict[str, str] = {}
-    unexpected, computed, prefix = [], [], model.base_model_prefix
-    for key in sorted(keys, key=dot_natural_key):
-        name, converted = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted and key in wanted:
-            name, converted = rename_source_key(key, [], [], prefix, wanted)
-        if name not in wanted:
-            unexpected.append(name)
-        elif converted is not None:
-            computed.append(name)
-        else:
-            found[name] = key
-    return found, unexpected, computed
 
 
 def _without(names: Iterable[str], ignored: Iterable[str] | None) -> list[str]:

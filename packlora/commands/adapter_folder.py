@@ -10,15 +10,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from packlora.adapters.files import CONFIG, base_note, model_type, read_config, read_tensors, tensor_shapes
-from packlora.adapters.spec import AdapterSpec, resolve
+from packlora.adapters.files import (
+    CONFIG,
+    base_note,
+    model_type,
+    read_config,
+    read_tensors,
+    stored_keys,
+    tensor_shapes,
+)
+from packlora.adapters.names import resolve
+from packlora.adapters.spec import AdapterSpec
 from packlora.base.demo_model import base_path
-from packlora.base.load import read_skeleton
+from packlora.base.load import own_skeleton
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 from packlora.report import sweep
@@ -32,14 +42,16 @@ from packlora.runtime.sweep import BEST
 class AdapterFolder:
     """A folder that was held against its base model.
 
-    base: folder or hub id of the base model. skeleton: the base model without weights. tensors: of the adapter, by the keys of
-    its file, float32 or float64. note: that the adapter names another base model, None where it does not.
+    base: folder or hub id of the base model. skeleton: the base model without weights, of the class that its folder names.
+    base_config: what that folder says. tensors: of the adapter, by the keys of its file, float32 or float64. note: that the
+    adapter names another base model, None where it does not.
     """
 
     path: Path
     config: LoraConfig
     base: str
     skeleton: PreTrainedModel
+    base_config: Any
     spec: AdapterSpec
     tensors: dict[str, torch.Tensor]
     note: str | None
@@ -64,11 +76,10 @@ def open_adapter(path: Path, base_model: str | None) -> AdapterFolder:
     if note and all(kinds) and kinds[0] != kinds[1]:
         raise InputError(f"{note}: the architectures differ; give a base model of the first kind")
     with of_the_base():
-        skeleton = read_skeleton(base, config.revision)
-    spec = resolve(config, skeleton, path.name)
-    return AdapterFolder(
-        path, config, base, skeleton, spec, read_tensors(path, tensor_shapes(spec, skeleton), path.name), note
-    )
+        skeleton, base_config = own_skeleton(base, config.revision)
+    spec = resolve(config, skeleton, path.name, keys=stored_keys(path))
+    tensors = read_tensors(path, tensor_shapes(spec, skeleton), path.name, spec.also)
+    return AdapterFolder(path, config, base, skeleton, base_config, spec, tensors, note)
 
 
 def check_folder(path: Path) -> None:

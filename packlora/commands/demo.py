@@ -15,8 +15,7 @@ import torch
 from rich.text import Text
 
 from packlora.adapters.attach import attach
-from packlora.adapters.files import load_adapter, read_config
-from packlora.adapters.spec import resolve
+from packlora.adapters.files import load_adapter, resolve_folder
 from packlora.base.load import load_tokenizer
 from packlora.base.model import load_base
 from packlora.config import Run
@@ -78,7 +77,7 @@ def show_samples(run: Run, result: Result) -> None:
     model.eval()
     model.set_attn_implementation("sdpa")  # generation keeps a cache and does not pack
     folders = {name: job.folder for name, job in result.jobs.items()}
-    specs = {name: resolve(read_config(str(folder), name), model, name) for name, folder in folders.items()}
+    specs = {name: resolve_folder(folder, model, name) for name, folder in folders.items()}
     attached, adapters = attach(model, specs, run.seed)
     for job, adapter in zip(run.jobs, adapters, strict=True):
         load_adapter(folders[job.name], adapter)

@@ -12,24 +12,39 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from peft import LoraConfig
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from packlora.adapters.expert_layout import is_scaled
-from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, tensor_key
-from packlora.adapters.kinds import PARAMETERS
+from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, stored_keys, tensor_key, under_both
+from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
 from packlora.adapters.spec import whole_number
+from packlora.base.load import read_model
+from packlora.base.stored import stored_as
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
+from packlora.commands.as_served import (
+    as_trained,
+    classes,
+    compare,
+    not_compared,
+    told_apart,
+    why_not,
+    with_peft,
+)
 from packlora.commands.gguf_file import check_architecture, write_gguf
-from packlora.errors import InputError, WriteError, unwritten
+from packlora.errors import InputError, WriteError, foreign, unwritten
 from packlora.files import write_file, write_folder, write_json, write_tensors
+from packlora.ops.twin import twin_of
 
 Target = Literal["peft", "vllm", "sglang", "gguf"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -38,25 +53,35 @@ PROGRAM = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank, which is 16 where it is not given."""
 VLLM_RANK = 16
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""What a dtype loses of a tensor at most, as a share of it."""
 
 
 def export_adapter(
-    adapter_dir: Path, out: Path, target: str, base_model: str | None = None, dtype: str = "float32"
+    adapter_dir: Path,
+    out: Path,
+    target: str,
+    base_model: str | None = None,
+    dtype: str = "float32",
+    check: str = "auto",
 ) -> list[str]:
-    """Write an adapter for another program.
+    """Write an adapter for another program. Its names of modules are those of the class that the base model's folder names.
 
     Args:
         adapter_dir: a PEFT LoRA or DoRA adapter folder.
         out: the folder to write, which must not exist or be empty; for gguf the file, which must not exist.
         target: one of TARGETS.
-        base_model: where the base model is; default is the adapter's base_model_name_or_path. Its weights are not read.
+        base_model: where the base model is; default is the adapter's base_model_name_or_path.
         dtype: of the tensors that are written; auto is the base's.
+        check: whether the logits of what is written are held against the adapter's before `out` appears, see as_served.py.
+            Without that the base's weights are not read. A file for llama.cpp is not run.
 
     Returns:
         What the user should know.
 
     Raises:
-        InputError: the adapter, the base or `out` cannot be used, or the program cannot hold such an adapter.
+        InputError: the adapter, the base or `out` cannot be used, the program cannot hold such an adapter, or what is written
+            does not give the adapter's logits.
         WriteError: the disk is full or broken.
     """
     if target not in TARGETS:
@@ -64,7 +89,8 @@ def export_adapter(
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     _check_out(out, target)
-    opened = open_adapter(adapter_dir, base_model)
+    opened = whole = open_adapter(adapter_dir, base_model)
+    unchecked = why_not(check, opened)
     notes = [opened.note] if opened.note else []
     if target != "peft":
         _check_plain(opened, PROGRAM[target])
@@ -78,10 +104,12 @@ def export_adapter(
 
     def write(folder: Path) -> None:
         suffix = ".weight"  # of magnitudes, as adapters/files.py writes them
-        write_tensors(
-            folder / WEIGHTS, {key + suffix * key.endswith(MAGNITUDE): t for key, t in opened.tensors.items()}
-        )
+        tensors = under_both(opened.tensors, opened.spec) if target == "peft" else opened.tensors
+        write_tensors(folder / WEIGHTS, {key + suffix * key.endswith(MAGNITUDE): t for key, t in tensors.items()})
         write_json(folder / CONFIG, config_dict(opened.spec.peft))
+        prove_names(folder, opened.skeleton, target == "peft")
+        what = f"the adapter for {PROGRAM.get(target, 'PEFT')}"
+        notes.extend(_compared(whole, folder, target, what) if unchecked is None else not_compared(what, unchecked))
 
     try:
         path = Path(os.path.realpath(out))  # a link stays, and what it leads to is written
@@ -95,6 +123,45 @@ def export_adapter(
             raise WriteError(f"cannot write {out}: {reason}") from None
         raise InputError(f"cannot write {out}: {error}") from None
     return notes + _to_know(opened, target)
+
+
+def prove_names(folder: Path, model: PreTrainedModel, also_twin: bool = False) -> None:
+    """Raises InputError where a tensor of an adapter folder is of no module of a model without weights: other programs pass it
+    over, and say so at most in a log. also_twin: names of its twin are meant as well, see adapters/names.py."""
+    known = {path for path, _ in model.named_modules(remove_duplicate=False)} - {""}
+    twin = twin_of(model)
+    known |= {path for path, _ in twin.model.named_modules()} - {""} if also_twin and twin is not None else set()
+    parts = "|".join(re.escape(part) for suffixes in SUFFIXES.values() for part in suffixes.values())
+    for key in stored_keys(folder):
+        path = re.sub(rf"(\.base_layer)*\.({parts})(\.weight)?$", "", key.removeprefix(PREFIX))
+        if path not in known:
+            raise InputError(
+                f"{folder}: {key!r} is of no module of {type(model).__name__}, which the base model's folder names as its "
+                "architecture; nothing is written"
+            )
+
+
+def _compared(opened: AdapterFolder, folder: Path, target: str, what: str) -> list[str]:
+    """Hold the logits of an exported folder against the adapter's, see as_served.compare."""
+    base, revision = opened.base, opened.config.revision
+    try:
+        if stored_as(opened.base_config, base) is not None:
+            return not_compared(what, "the base model is saved in codes")
+        trained = as_trained(opened, lambda own: read_model(base, revision, torch.float32, own=own))
+    except Exception as error:  # any code of a model; what is written is not wrong for it
+        return not_compared(what, f"the adapter does not run here ({foreign(error)})")
+    served = {
+        name: partial(with_peft, base, revision, folder, own)
+        for name, own in classes(opened).items() if own or target == "peft"
+    }  # fmt: skip
+    with told_apart(what):
+        return compare(trained, served, what, ROUNDING.get(_dtype_of(folder), 0.0))
+
+
+def _dtype_of(folder: Path) -> torch.dtype:
+    with safe_open(folder / WEIGHTS, "pt") as stored:
+        dtype: torch.dtype = stored.get_tensor(next(iter(stored.keys()))).dtype
+    return dtype
 
 
 def _check_out(out: Path, target: str) -> None:

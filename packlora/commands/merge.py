@@ -17,7 +17,9 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -27,21 +29,24 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from packlora.adapters.files import PREFIX, read_trained_on, tensor_key
+from packlora.adapters.files import read_trained_on, tensor_key
+from packlora.adapters.kinds import PREFIX
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
-from packlora.base.load import read_tokenizer
-from packlora.base.quantized import MADE, check_quantization, dequantised, quantised_paths
-from packlora.base.stored import Stored, read_as_floats, stored_as
+from packlora.base.load import read_model, read_tokenizer
+from packlora.base.quantized import MADE, check_quantization, dequantised, quantised_paths, read_quantised
+from packlora.base.stored import Stored, stored_as
 from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of
-from packlora.commands.adapter_folder import of_the_base, open_adapter
+from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
+from packlora.commands.as_served import as_trained, classes, compare, not_compared, told_apart, why_not
 from packlora.commands.merge_experts import ExpertPlace, expert_places
 from packlora.commands.requantise import asked_codes, requantise
 from packlora.config import QuantizationConfig
-from packlora.errors import InputError, WriteError, quoted, unwritten
+from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
 from packlora.files import write_folder, write_json
 from packlora.ops.row_norm.row_norm import row_norm
+from packlora.ops.twin import twin_of
 
 BESIDE = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
@@ -59,6 +64,7 @@ def merge_adapter(
     quantization: str = "auto",
     double_quant: bool = False,
     requantize: str = "none",
+    check: str = "auto",
 ) -> str | None:
     """Write the merged model and its tokenizer to `out`, as a plain Hugging Face folder.
 
@@ -71,15 +77,16 @@ def merge_adapter(
             stand for; auto, as the adapter was trained by packlora.
         double_quant: of nf4 and fp4.
         requantize: none, or what codes the merged model is saved in, one of requantise.KINDS.
+        check: whether the merged model's logits are held against the adapter's before `out` appears, see as_served.py.
 
     Returns:
         What the user should know: the adapter names another base model, one that is not on this machine or of the same
         architecture; how far the weights that it was folded into are from those of the base, codes from the merged ones, and
-        merged weights of 16 bits from exact ones.
+        merged weights of 16 bits from exact ones; why logits were not compared.
 
     Raises:
         InputError: the adapter, the base or the output folder cannot be used, the adapter was made for another architecture,
-            or the result would not be finite.
+            or the result would not be finite, or does not give the adapter's logits.
         WriteError: the disk is full or broken.
     """
     if dtype not in DTYPES:
@@ -88,29 +95,21 @@ def merge_adapter(
         raise InputError(f"{out} exists and is not empty; choose another folder")
     codes = asked_codes(requantize)
     opened = open_adapter(adapter_dir, base_model)
+    unchecked = why_not(check, opened)
     base, revision, skeleton = opened.base, opened.config.revision, opened.skeleton
     kept = skeleton.config.dtype or torch.float32
-    into: Codes | None = None
-    files: WeightFiles | DequantisedFiles
     with of_the_base():
         tokenizer = read_tokenizer(base, revision)
-        stored = stored_as(skeleton.config, base)
-        if stored is not None:
-            files = _in_codes(adapter_dir, quantization, stored, base, revision, kept)
-            keys = files.keys
-            del skeleton.config.quantization_config
-        else:
-            files = WeightFiles(base, revision)
-            skeleton.tie_weights()
-            keys = keys_there(skeleton, files)
-            if read_as_floats(skeleton.config):
-                del skeleton.config.quantization_config
-            into = Codes.of(adapter_dir, quantization, double_quant, kept)
-    merged = Merged(files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
-    merged.find(keys, skeleton)
-    merged.find_experts(keys, skeleton)
+        source = Source.of(opened, quantization, double_quant, kept)
+    into = source.into
+    merged = Merged(
+        source.files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir
+    )
+    merged.find(source.keys, skeleton)
+    merged.find_experts(source.keys, skeleton)
     if into is not None:
-        into.keys = {keys[name] for path in quantised_paths(skeleton) if (name := f"{path}.weight") in keys}
+        paths = _quantised_when_trained(skeleton)
+        into.keys = {source.keys[name] for path in paths if (name := f"{path}.weight") in source.keys}
         merged.codes = into
     made: list[str] = []
 
@@ -118,7 +117,12 @@ def merge_adapter(
         dense = folder if codes is None else folder / "dense"
         dense.mkdir(exist_ok=True)
         merged.write(dense)
-        _write_config(dense, skeleton, merged.dtype)
+        _write_config(dense, opened.base_config, merged, type(skeleton).__name__)
+        made.extend(
+            not_compared("the merged model", unchecked)
+            if unchecked is not None
+            else _compared(opened, source, merged, dense)
+        )
         if codes is not None:
             made.append(requantise(dense, folder, codes, merged.dtype))
             shutil.rmtree(dense)
@@ -127,12 +131,68 @@ def merge_adapter(
         tokenizer.save_pretrained(folder)
 
     _write_out(out, write)
-    folded = None if into is None else into.told()
-    if stored is not None:
-        folded = f"the adapter is folded into what the base's {stored.as_asked.described} codes stand for"
-    folded = f"{folded}; the model is dense" if folded and codes is None else folded
+    folded = source.told(codes is None)
     rounded = merged.told() if codes is None else ""
     return "; ".join(text for text in (opened.note, folded, *made, rounded) if text) or None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an adapter is folded into. keys: of the files, by the model's names. stored: how the base is saved in codes. into:
+    codes that are made of its weights."""
+
+    files: WeightFiles | DequantisedFiles
+    keys: Mapping[str, str]
+    stored: Stored | None
+    into: Codes | None
+
+    @staticmethod
+    def of(opened: AdapterFolder, quantization: str, double_quant: bool, dtype: torch.dtype) -> Source:
+        """dtype: of the base. Raises InputError."""
+        base, revision, skeleton = opened.base, opened.config.revision, opened.skeleton
+        stored = stored_as(opened.base_config, base)
+        if stored is not None:
+            dense = _in_codes(opened.path, quantization, stored, base, revision, dtype)
+            return Source(dense, dense.keys, stored, None)
+        files = WeightFiles(base, revision)
+        skeleton.tie_weights()
+        keys = keys_there(skeleton, files)
+        return Source(files, keys, None, Codes.of(opened.path, quantization, double_quant, dtype))
+
+    def load(self, opened: AdapterFolder, own: bool) -> PreTrainedModel:
+        """The base as an adapter was trained on it. own: see read_model."""
+        base, revision = opened.base, opened.config.revision
+        if self.into is not None:
+            asked, dtype = self.into.quantization, self.into.dtype
+        elif self.stored is not None:
+            asked, dtype = self.stored.as_asked, self.files.dtype  # type: ignore[union-attr]
+        else:
+            return read_model(base, revision, torch.float32, own=own)
+        return read_quantised(base, revision, asked, self.stored, dtype, choose_device("auto"), own=own)
+
+    def told(self, is_dense: bool) -> str:
+        """What it is, where it is not the base's weights. is_dense: the merged model."""
+        if self.into is not None:
+            folded = self.into.told()
+        elif self.stored is not None:
+            folded = f"the adapter is folded into what the base's {self.stored.as_asked.described} codes stand for"
+        else:
+            return ""
+        return folded + "; the model is dense" * is_dense
+
+
+def _compared(opened: AdapterFolder, source: Source, merged: Merged, folder: Path) -> list[str]:
+    """Hold the logits of a merged folder against the adapter's, see as_served.compare."""
+    what = "the merged model"
+    try:
+        trained = as_trained(opened, lambda own: source.load(opened, own))
+    except Exception as error:  # any code of a model; what is merged is not wrong for it
+        return not_compared(what, f"the adapter does not run here ({foreign(error)})")
+    served = {
+        name: partial(read_model, str(folder), None, torch.float32, own=own) for name, own in classes(opened).items()
+    }
+    with told_apart(what):
+        return compare(trained, served, what, merged.lost_share)
 
 
 def _write_out(out: Path, write: Callable[[Path], None]) -> None:
@@ -181,9 +241,30 @@ def _copy(name: str, base: str, revision: str | None, folder: Path) -> None:
         shutil.copyfile(found, folder / name)
 
 
-def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    model.config.dtype, model.config.architectures = dtype, [type(model).__name__]
-    model.config.save_pretrained(folder)
+def _quantised_when_trained(skeleton: PreTrainedModel) -> list[str]:
+    """Layers of the whole model that a run quantises, which trains a part of it where the model has a twin."""
+    twin = twin_of(skeleton)
+    if twin is None:
+        return quantised_paths(skeleton)
+    return [path for own in quantised_paths(twin.model) if (path := twin.here(own)) is not None]
+
+
+def _write_config(folder: Path, config: Any, merged: Merged, architecture: str) -> None:
+    """The base's own configuration, so that whatever builds the base builds the merged model.
+
+    Args:
+        architecture: what it is to name where it names none.
+    """
+    config.dtype = merged.dtype
+    for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
+        part.dtype = merged.dtype if part.dtype else None
+    for part in (config, config.get_text_config()):
+        if merged.apart:
+            part.tie_word_embeddings = False
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    config.architectures = config.architectures or [architecture]
+    config.save_pretrained(folder)
 
 
 @dataclass(slots=True)
@@ -262,6 +343,8 @@ class Merged:
     """The key of the weight that embedding and output layer share in the files, where they do not any more."""
     untied: str = ""
     """The key of the second one then."""
+    apart: bool = False
+    """Whether they are not the same any more, whatever the files have."""
     experts: dict[str, ExpertPlace] = field(default_factory=dict)
     """By key of the files, what it is of adapted experts."""
     codes: Codes | None = None
@@ -271,14 +354,19 @@ class Merged:
     added: float = 0.0
     """The same of what the adapter adds to them."""
 
+    @property
+    def lost_share(self) -> float:
+        """Of what the adapter adds, the share that rounding to 16 bits changes (root mean square)."""
+        return (self.lost / self.added) ** 0.5 if self.dtype.itemsize == 2 and self.added else 0.0
+
     def told(self) -> str:
         """What rounding to 16 bits loses of the adapter; nothing where there is no rounding."""
         if self.dtype.itemsize > 2 or not self.added:
             return ""
         name = str(self.dtype).removeprefix("torch.")
         return (
-            f"merged weights are rounded to {name}, which changes them by {(self.lost / self.added) ** 0.5:.2%} of what the "
-            "adapter adds (root mean square); --dtype float32 does not round"
+            f"merged weights are rounded to {name}, which changes them by {self.lost_share:.2%} of what the adapter adds "
+            "(root mean square); --dtype float32 does not round"
         )
 
     def find(self, keys: Mapping[str, str], model: PreTrainedModel) -> None:
@@ -344,7 +432,7 @@ class Merged:
         if len(there) == 1:
             self.untied, self.shared = f"{outputs}.weight", keys[there.pop()]
             self.places[self.shared] = inputs, "weight"
-        model.config.tie_word_embeddings = False
+        self.apart = True
 
     def write(self, folder: Path) -> None:
         """All files, one after the other. Raises InputError where a merged layer is not finite."""
@@ -392,7 +480,7 @@ class Merged:
             return self.tensors[tensor_key(path, name, module)].float()
 
         if module.kind == "copy":
-            return self.tensors[f"{PREFIX}{path}.{leaf}"].float()
+            return self.tensors[f"{PREFIX}{module.stored_at or path}.{leaf}"].float()
         W = stored.float()
         if module.kind == "tokens":
             return W.index_copy(0, torch.tensor(module.tokens), own("tokens"))

@@ -19,9 +19,8 @@ import torch
 from pydantic import ValidationError
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.files import load_adapter, read_config, read_trained_on
+from packlora.adapters.files import load_adapter, read_trained_on, resolve_folder
 from packlora.adapters.linear import Attached
-from packlora.adapters.spec import resolve
 from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
@@ -136,7 +135,7 @@ def load_speakers(
     if getattr(model, "_supports_sdpa", False):  # generation keeps a cache and does not pack
         model.set_attn_implementation("sdpa")
     names = _names(folders)
-    specs = {name: resolve(read_config(str(folder), name), model, name) for name, folder in names.items()}
+    specs = {name: resolve_folder(folder, model, name) for name, folder in names.items()}
     attached, adapters = attach(model, specs, 0)
     for adapter in adapters:
         load_adapter(names[adapter.name], adapter)

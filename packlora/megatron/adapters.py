@@ -14,7 +14,8 @@ import torch.distributed as dist
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
-from packlora.adapters.files import CONFIG, PREFIX, WEIGHTS, config_dict, read_config, stored_tensors
+from packlora.adapters.files import CONFIG, WEIGHTS, config_dict, read_config, stored_tensors
+from packlora.adapters.kinds import PREFIX
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, whole_number
 from packlora.adapters.weights import AdapterWeights

@@ -11,8 +11,9 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters.expert_targets import divided_ranks
-from packlora.adapters.files import base_note, check_start, continued_config
-from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
+from packlora.adapters.files import base_note, check_start, continued_config, stored_keys
+from packlora.adapters.names import resolve
+from packlora.adapters.spec import AdapterSpec, peft_config, try_patterns
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
 from packlora.base.liger import check_liger
@@ -246,7 +247,8 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
     """The layers that a job adapts, held against the adapter that it begins with. config: from adapter_config."""
     if job.adapter.expert_rank != "r":
         config = divided_ranks(config, skeleton, job.name)
-    spec = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft")
+    keys = [] if job.adapter.init_from is None else stored_keys(job.adapter.init_from)
+    spec = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft", keys)
     embedding = next((path for path, own in spec.modules.items() if own.kind == "embedding"), None)
     if embedding is not None and job.train.loraplus_lr_ratio is not None:
         raise InputError(

@@ -1,0 +1,216 @@
+"""Adapters of a model that has a twin: two classes with other names for the same modules (ops/twin.py).
+
+A file has the names of the class that its base model's folder names as its architecture, as programs that serve build that one.
+PEFT loads adapters into either class, but looks for names of that class alone; so the tensors are written under the other names
+as well. What a configuration says by names chooses the same modules in both classes.
+
+An adapter is read by either names, or both.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+from transformers import PreTrainedModel
+
+from packlora.adapters import spec as one_class
+from packlora.adapters.kinds import PARAMETERS, PREFIX
+from packlora.adapters.spec import AdapterSpec, ModuleSpec, matches
+from packlora.errors import InputError
+from packlora.ops.twin import Twin, twin_of
+
+NAMED = (
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "target_parameters",
+    "trainable_token_indices", "rank_pattern", "alpha_pattern",
+)  # fmt: skip
+"""Keys of a LoraConfig that choose modules by their names."""
+
+Choice = tuple[PreTrainedModel, frozenset[str]]
+"""A model, and paths that are to be chosen in it."""
+
+
+def resolve(
+    peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bool = True, keys: Collection[str] = ()
+) -> AdapterSpec:
+    """Find the layers of the model that the configuration adapts; see spec.resolve.
+
+    Args:
+        keys: of the adapter's file, which tell by which of two classes it names its modules; where there are none, by the
+            model's, or by its twin's where it matches nothing in the model.
+
+    Raises:
+        InputError: as spec.resolve; or it adapts what only the twin has.
+    """
+    twin = twin_of(model)
+    if twin is None:
+        return one_class.resolve(peft, model, job, base_dropped)
+    of_twin = _is_of_twin(peft, keys, model, twin)
+    if of_twin:
+        found = one_class.resolve(peft, twin.model, job, base_dropped, _paths(model))
+        found.modules = {_here(path, twin, model, job): own for path, own in found.modules.items()}
+    else:
+        found = one_class.resolve(peft, model, job, base_dropped, _paths(twin.model))
+    found.modules = {path: _with_both(path, own, twin, model, job) for path, own in found.modules.items()}
+    found.peft = _for_both(found, model, twin, of_twin)
+    return found
+
+
+def _is_of_twin(peft: LoraConfig, keys: Collection[str], model: PreTrainedModel, twin: Twin) -> bool:
+    """Whether a configuration means modules of the twin."""
+    here, there = _names(model), _names(twin.model)
+    if keys:
+        named = {next((one for one in owners(key) if one in here or one in there), "") for key in keys}
+        return bool(named & (there - here)) and not named & (here - there)
+    if isinstance(peft.target_modules, str) and peft.target_modules.lower() == "all-linear":
+        return False
+    choose = copy.copy(peft)
+    choose.modules_to_save = choose.layers_to_transform = choose.exclude_modules = None
+
+    def any_in(names: Iterable[str]) -> bool:
+        return any(matches(choose, name) for name in names if name)
+
+    return bool(peft.target_modules) and not any_in(here) and any_in(there)
+
+
+def _names(model: PreTrainedModel) -> set[str]:
+    return {name for name, _ in model.named_modules(remove_duplicate=False)}
+
+
+def _paths(model: PreTrainedModel) -> set[str]:
+    return _names(model) | {name for name, _ in model.named_parameters()}
+
+
+def owners(key: str) -> list[str]:
+    """Paths of modules that a key of a file may be a tensor of, the longest first."""
+    parts = key.removeprefix(PREFIX).split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
+def _here(path: str, twin: Twin, model: PreTrainedModel, job: str) -> str:
+    """The model's name of what the twin has at a path."""
+    if (found := twin.here(path)) is None:
+        raise InputError(
+            f"job {job!r}: the adapter changes {path} of {type(twin.model).__name__}; {type(model).__name__}, which is trained "
+            "and run here, has no such module. Leave it out, or fold the adapter in with packlora merge"
+        )
+    return found
+
+
+def _with_both(path: str, own: ModuleSpec, twin: Twin, model: PreTrainedModel, job: str) -> ModuleSpec:
+    """What is trained at a path, with the names that its tensors have in files."""
+    other = twin.there(path)
+    if other is None and twin.is_own:
+        raise InputError(
+            f"job {job!r}: {path} of {type(model).__name__} has no place in {type(twin.model).__name__}, which other programs "
+            "build of the base model; leave it out"
+        )
+    stored = own.stored_at or path
+    also: str | None = None
+    if other is not None:
+        owner, there = (one.rpartition(".")[0] if own.kind in PARAMETERS else one for one in (path, other))
+        also = there + stored.removeprefix(owner)
+    if twin.is_own and also is not None:
+        stored, also = also, stored
+    return replace(own, stored_at=stored, also_at=None if also == stored else also)
+
+
+# --- a configuration for both classes ----------------------------------------------------------------------------------
+
+
+def _for_both(found: AdapterSpec, model: PreTrainedModel, twin: Twin, of_twin: bool) -> LoraConfig:
+    """The configuration of an adapter so that PEFT finds the same modules in both classes."""
+    peft = copy.copy(found.peft)
+    low_rank = [path for path, own in found.modules.items() if own.rank and own.kind not in PARAMETERS]
+    parameters = [path for path, own in found.modules.items() if own.kind in PARAMETERS]
+    copies = [path for path, own in found.modules.items() if own.kind == "copy"]
+    if peft.modules_to_save:
+        peft.modules_to_save = _chosen(peft.modules_to_save, copies, model, twin, _ends)
+    if peft.target_parameters:
+        peft.target_parameters = _chosen(peft.target_parameters, parameters, model, twin, _is_at_end)
+    if isinstance(peft.trainable_token_indices, dict):
+        rows = [path for path, own in found.modules.items() if own.kind in ("tokens", "tied")]
+        peft.trainable_token_indices = {
+            name: tokens
+            for asked, tokens in peft.trainable_token_indices.items()
+            for name in _chosen([asked], [path for path in rows if path.endswith(asked)] or rows, model, twin, _ends)
+        }
+    if low_rank and peft.target_modules:
+        _choose_targets(peft, low_rank, model, twin)
+    for key, otherwise in (("rank_pattern", peft.r), ("alpha_pattern", peft.lora_alpha)):
+        pairs = [(path, twin.there(path) or path) for path in (*low_rank, *parameters)]
+        pairs = [(there, here) for here, there in pairs] if of_twin else pairs
+        setattr(peft, key, _patterns(getattr(peft, key), pairs, otherwise))
+    return peft
+
+
+def _ends(name: str, path: str) -> bool:
+    """As PEFT compares modules_to_save and trainable_token_indices."""
+    return path.endswith(name)
+
+
+def _is_at_end(name: str, path: str) -> bool:
+    """As it compares target_parameters."""
+    return path == name or path.endswith(f".{name}")
+
+
+def _both(paths: Sequence[str], model: PreTrainedModel, twin: Twin) -> list[Choice]:
+    there = [other for path in paths if (other := twin.there(path)) is not None]
+    return [(model, frozenset(paths)), (twin.model, frozenset(there))]
+
+
+def _candidates(paths: Sequence[str], twin: Twin) -> list[list[str]]:
+    """Names for modules, the shorter ones first: what paths of both classes end in, and the paths themselves."""
+    pairs = [(path, twin.there(path) or path) for path in paths]
+    tails = sorted({_tail(*pair) for pair in pairs})
+    return [tails, sorted(paths), sorted({name for pair in pairs for name in pair})]
+
+
+def _tail(path: str, other: str) -> str:
+    same = 0
+    parts, others = path.split("."), other.split(".")
+    while same < min(len(parts), len(others)) and parts[-1 - same] == others[-1 - same]:
+        same += 1
+    return ".".join(parts[len(parts) - same :])
+
+
+def _chosen(
+    asked: Collection[str], paths: Sequence[str], model: PreTrainedModel, twin: Twin, fits: Callable[[str, str], bool]
+) -> Any:
+    """Names that choose these modules or parameters in both classes, by PEFT's comparison; as they are where they do."""
+    every = [(_paths(one), wanted) for one, wanted in _both(paths, model, twin)]
+    for names in [asked, *_candidates(paths, twin)]:
+        if all(
+            {path for path in known if any(fits(name, path) for name in names)} == wanted for known, wanted in every
+        ):
+            return type(asked)(names)
+    return type(asked)(_candidates(paths, twin)[-1])
+
+
+def _choose_targets(peft: LoraConfig, paths: Sequence[str], model: PreTrainedModel, twin: Twin) -> None:
+    """Let target_modules be names that choose these modules in both classes, without other keys where these are in the way."""
+    choices = _both(paths, model, twin)
+    leaves = sorted({path.rpartition(".")[2] for path in paths})
+    own = [] if isinstance(peft.target_modules, str) else [sorted(peft.target_modules or ())]
+    names = [*own, leaves, *_candidates(paths, twin)]
+    for narrowing in (True, False):
+        if not narrowing:
+            peft.exclude_modules = peft.layers_to_transform = peft.layers_pattern = None
+        for targets in names:
+            peft.target_modules = set(targets)
+            if all({name for name in _names(one) if name and matches(peft, name)} == wanted for one, wanted in choices):
+                return
+
+
+def _patterns(asked: dict[str, Any], pairs: Iterable[tuple[str, str]], otherwise: Any) -> dict[str, Any]:
+    """A rank_pattern or alpha_pattern that says of the second names what it says of the first ones."""
+
+    def said(name: str) -> Any:
+        return asked.get(get_pattern_key(list(asked), name), otherwise)
+
+    return {re.escape(other): said(name) for name, other in pairs if said(other) != said(name)} | asked

@@ -1,0 +1,125 @@
+"""Which of transformers' classes builds the model of a folder.
+
+The class that is trained is mostly the one that the folder names (`architectures` in config.json). Of some multimodal models
+(Qwen3.5) transformers makes a text model as well, which leaves out the files' vision tower; that one is trained then. Programs
+that serve build the class that the folder names, and find modules by its names: such a pair is a Twin.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from packlora.base.renaming import renamed
+from packlora.ops.twin import Twin
+
+GENERATE = (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)  # fmt: skip
+"""By type of model, names of classes that generate text."""
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class whose model is trained: of texts alone, where that reads the files and leaves out what is for images
+    (Qwen3.5), or where the files are its own; else the one that was saved (Llama 4)."""
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    text, whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    leaves_out = getattr(text, "_keys_to_ignore_on_load_unexpected", None)
+    if whole.__name__ not in (config.architectures or ()) or text is whole:
+        return AutoModelForCausalLM
+    return AutoModelForCausalLM if leaves_out and _reads(text, whole, config) else AutoModelForImageTextToText
+
+
+def own_class(config: Any) -> Any:
+    """The class that a folder names as its architecture, where another one is trained; None where it is the same, or where
+    transformers has no class of that name that generates text."""
+    trained = _trained_class(config)
+    named = next(iter(getattr(config, "architectures", None) or ()), None)
+    if trained is None or named in (None, trained.__name__) or _config_for(trained, config) is None:
+        return None
+    known = any(named in (one if isinstance(one, tuple) else (one,)) for names in GENERATE for one in names.values())
+    own = getattr(transformers, named, None) if known else None
+    return None if own is None or _config_for(own, config) is None else own
+
+
+def without_weights(cls: Any, config: Any) -> PreTrainedModel:
+    """The model of a class on the meta device, with the whole configuration of a folder, or with its part for texts."""
+    with torch.device("meta"):
+        model: PreTrainedModel = cls._from_config(copy.deepcopy(_config_for(cls, config)), attn_implementation="eager")
+    return model
+
+
+def twin_of_trained(config: Any) -> Twin | None:
+    """What the model that is trained is put together with; None of most."""
+    own = own_class(config)
+    return None if own is None else Twin(lambda: _pair(_trained_class(config), own, config)[1:], is_own=True)
+
+
+def twin_of_own(config: Any) -> Twin | None:
+    """The same of a model of own_class."""
+    own = own_class(config)
+    if own is None:
+        return None
+
+    def build() -> tuple[Any, dict[str, str]]:
+        trained, _, names = _pair(_trained_class(config), own, config)
+        return trained, {theirs: name for name, theirs in names.items()}
+
+    return Twin(build, is_own=False)
+
+
+def _trained_class(config: Any) -> Any:
+    return auto_class(config)._model_mapping.get(type(config), None)
+
+
+def _pair(text: Any, whole: Any, config: Any) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, str]]:
+    """Both models without weights, and the whole one's names by those of the text model: what the text class makes of the whole
+    one's names is what it makes of the folder's files."""
+    return _cached_pair(text, whole, _Known(config))
+
+
+class _Known:
+    """A configuration that is compared by what it says."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self._said = config, (type(config), config.to_json_string(use_diff=False))
+
+    def __hash__(self) -> int:
+        return hash(self._said)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known) and self._said == other._said
+
+
+@functools.lru_cache(maxsize=2)
+def _cached_pair(text: Any, whole: Any, known: _Known) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, str]]:
+    inner, outer = (without_weights(cls, known.config) for cls in (text, whole))
+    return inner, outer, renamed(inner, inner.state_dict(), outer.state_dict())[0]
+
+
+def _reads(text: Any, whole: Any, config: Any) -> bool:
+    """Whether a text class finds all its weights in files of the whole one."""
+    inner, _, names = _pair(text, whole, config)
+    return inner.state_dict().keys() <= names.keys()
+
+
+def _config_for(cls: Any, config: Any) -> Any:
+    """The configuration of a folder, or its part for texts, as a class takes it; None where it takes neither."""
+    return next((one for one in (config, config.get_text_config()) if isinstance(one, cls.config_class)), None)
