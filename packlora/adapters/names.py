@@ -188,8 +188,12 @@ def _chosen(
         if all(
             {path for path in known if any(fits(name, path) for name in names)} == wanted for known, wanted in every
         ):
-            return type(asked)(names)
-    return type(asked)(_candidates(paths, twin)[-1])
+            return _like(asked, names)
+    return _like(asked, _candidates(paths, twin)[-1])
+
+
+def _like(asked: Collection[str], names: Iterable[str]) -> Collection[str]:
+    return set(names) if isinstance(asked, set) else list(names)
 
 
 def _choose_targets(peft: LoraConfig, paths: Sequence[str], model: PreTrainedModel, twin: Twin) -> None:

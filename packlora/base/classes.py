@@ -117,7 +117,7 @@ def _cached_pair(text: Any, whole: Any, known: _Known) -> tuple[PreTrainedModel,
 def _reads(text: Any, whole: Any, config: Any) -> bool:
     """Whether a text class finds all its weights in files of the whole one."""
     inner, _, names = _pair(text, whole, config)
-    return inner.state_dict().keys() <= names.keys()
+    return not inner.state_dict().keys() - names.keys()
 
 
 def _config_for(cls: Any, config: Any) -> Any:

@@ -1,7 +1,7 @@
 """A second class that is built of the same weights: the text model that is trained, and the whole model (with a vision tower,
 say) that other programs build of the same folder. The two have other names for the same modules.
 
-base/own_class.py finds the pair and puts it onto a model; adapters and their files are named by it.
+base/classes.py finds the pair and puts it onto a model; adapters and their files are named by it.
 """
 
 from __future__ import annotations

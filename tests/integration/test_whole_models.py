@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import rows_into
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from whole_models import whole_folder
 
 import packlora
 from packlora.commands.merge import merge_adapter
+from packlora.commands.talk import load_speakers
+from packlora.errors import InputError
 
 Rows = Callable[..., str]
 IDS = torch.arange(3, 40)[None]
@@ -121,3 +124,123 @@ def test_a_merged_folder_loads_with_all_classes_of_its_base_and_has_its_vision_t
     assert tower and all(torch.equal(merged[name], before[name]) for name in tower)
     config, old = (json.loads((Path(one) / "config.json").read_text()) for one in (tmp_path / "merged", base))
     assert config["architectures"] == old["architectures"] and config["vision_config"] == old["vision_config"]
+
+
+def without(names: str, folder: Path, out: Path) -> Path:
+    """A copy of a folder whose file names modules by one class alone, as older versions and PEFT write it."""
+    shutil.copytree(folder, out)
+    weights = load_file(folder / "adapter_model.safetensors")
+    left = {key: value for key, value in weights.items() if ("language_model" in key) != (names == "whole")}
+    save_file(left, out / "adapter_model.safetensors")
+    assert 0 < len(left) < len(weights)
+    return out
+
+
+def by_peft(base: str, folder: Path, **settings: Any) -> Any:
+    """PEFT's own adapter of the whole class, far from its first values."""
+    torch.manual_seed(3)
+    model = get_peft_model(plain(WHOLE, base).float(), LoraConfig(r=4, task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+CONTINUED = ["lora", "dora patterns", "copy", "expression"]
+FORMS = ["both", "text", "whole"]
+
+
+@pytest.fixture(scope="module")
+def continued(whole_base: Callable[..., str], trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with adapters named in each form, and a run that goes on from them."""
+    folder, starts = tmp_path_factory.mktemp("continued"), {}
+    for kind in CONTINUED:
+        both = trained / kind.replace(" ", "-")
+        for form in FORMS:
+            start = folder / f"{kind}-{form}".replace(" ", "-")
+            starts[start.name] = {
+                "init_from": str(shutil.copytree(both, start) if form == "both" else without(form, both, start))
+            }
+    packlora.train(run_of(whole_base(), rows_into(folder)("rows"), folder / "run", starts))
+    return folder
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_either_names_or_both_are_continued_and_merged_alike(kind: str, continued: Path, tmp_path: Path) -> None:
+    names = [f"{kind}-{form}".replace(" ", "-") for form in FORMS]
+    first, *others = [(continued / "run" / name / "adapter_model.safetensors").read_bytes() for name in names]
+    assert others == [first, first]
+    for name in names:
+        merge_adapter(continued / name, tmp_path / name, check="never")
+    first, *others = [(tmp_path / name / "model.safetensors").read_bytes() for name in names]
+    assert others == [first, first]
+
+
+def test_two_tensors_of_one_name_are_refused(whole_base: Callable[..., str], trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained / "lora", tmp_path / "changed"))
+    weights = load_file(folder / "adapter_model.safetensors")
+    key = next(key for key in weights if "language_model" not in key)
+    save_file(weights | {key: weights[key] + 1}, folder / "adapter_model.safetensors")
+    with pytest.raises(
+        InputError, match="are names of one tensor in two classes of the base model, and hold other numbers"
+    ):
+        merge_adapter(folder, tmp_path / "out")
+
+
+WHOLE_TARGETS: dict[str, dict[str, Any]] = {
+    "names": {"target_modules": ["q_proj", "down_proj"]},
+    "an expression": {"target_modules": r"model\.language_model\.layers\.\d+\.mlp\..*_proj"},
+    "patterns": {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {r"model\.language_model\.layers\.1\..*q_proj": 2}},
+    "rows": {"target_modules": ["q_proj"], "trainable_token_indices": {"language_model.embed_tokens": [3, 5]}},
+    "copy": {"target_modules": ["in_proj_z"], "modules_to_save": ["language_model.norm", "lm_head"]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_peft(
+    whole_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with adapters of the whole class and a run that hardly changes them; the logits of each."""
+    base, folder = whole_base(), tmp_path_factory.mktemp("peft")
+    want = {kind: logits(by_peft(base, folder / kind.replace(" ", "-"), **own)) for kind, own in WHOLE_TARGETS.items()}
+    starts = {kind: {"init_from": str(folder / kind.replace(" ", "-"))} for kind in want}
+    run = run_of(base, rows_into(folder)("rows"), folder / "run", starts)
+    for job in run["jobs"]:
+        job["train"]["learning_rate"] = 1e-12
+    packlora.train(run)
+    return folder, want
+
+
+@pytest.mark.parametrize("kind", WHOLE_TARGETS)
+def test_an_adapter_of_the_whole_class_by_peft_is_read_and_goes_on(
+    kind: str, whole_base: Callable[..., str], of_peft: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, (folder, all_wanted), name = whole_base(), of_peft, kind.replace(" ", "-")
+    want = all_wanted[kind]
+    merge_adapter(folder / name, tmp_path / "merged", base, check="never")
+    torch.testing.assert_close(logits(plain(WHOLE, str(tmp_path / "merged"))), want, rtol=1e-5, atol=1e-5)
+    for auto in (WHOLE, TEXT):
+        torch.testing.assert_close(loaded(auto, base, folder / "run" / name), want, rtol=1e-5, atol=1e-5)
+    speakers = load_speakers([folder / name], base, "float64", "cpu")
+    with torch.no_grad(), speakers.attached.only(speakers.adapters[name].number):
+        torch.testing.assert_close(speakers.model(IDS).logits, want, rtol=1e-6, atol=1e-6)
+
+
+def test_what_an_adapter_changes_in_the_vision_tower_is_merged_and_refused_elsewhere(
+    whole_base: Callable[..., str], write_rows: Rows, tmp_path: Path
+) -> None:
+    base = whole_base()
+    model = by_peft(base, tmp_path / "peft", target_modules=["q_proj", "qkv", "linear_fc1"])
+    merge_adapter(tmp_path / "peft", tmp_path / "merged", base)
+    want, got = model.merge_and_unload().state_dict(), plain(WHOLE, str(tmp_path / "merged")).state_dict()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name].float(), tensor, rtol=1e-6, atol=1e-6)
+    said = r"changes model\.visual\.\S+ of Qwen3_5ForConditionalGeneration; Qwen3_5ForCausalLM, which is trained and run here"
+    with pytest.raises(InputError, match=said):
+        packlora.train(
+            run_of(base, write_rows("rows"), tmp_path / "run", {"job": {"init_from": str(tmp_path / "peft")}})
+        )
+    with pytest.raises(InputError, match=said):
+        load_speakers([tmp_path / "peft"], base, "float32", "cpu")
