@@ -126,7 +126,7 @@ def parameter_targets(
             kind = kind_of_parameter(module, leaf)
             found[f"{owner}.{leaf}"] = ParameterTarget(kind, owner + ".base_layer" * (len(own) - 1 - at))
     for name in wanted:
-        if name not in matched and not _some(name, twins):
+        if name not in matched and not any(one == name or one.endswith(f".{name}") for one in twins):
             raise InputError(
                 f"job {job!r}: target_parameters names {quoted(name, 300)}, which matches nothing in the model; "
                 + _what_experts(model)

@@ -479,7 +479,7 @@ def test_every_call_that_loads_from_a_folder_or_a_hub_says_whether_code_is_trust
     calls = []
     for file in folder.rglob("*.py"):
         text = file.read_text()
-        for match in re.finditer(r"Auto\w+\.from_(pretrained|config)\(", text):
+        for match in re.finditer(r"(Auto\w+|\bcls|auto_class\(config\))\.from_(pretrained|config)\(", text):
             depth, stop = 1, match.end()
             while depth:
                 depth += {"(": 1, ")": -1}.get(text[stop], 0)
