@@ -210,7 +210,7 @@ def encode_some(
     """As encode_rows, where no sample may be left. vocabulary: rows with tokens beyond it are none; None: not looked at."""
     limit, limit_name = _limit(data, budget, context)
     out = Encoded([])
-    for row, sample in encoded_rows(rows, tokenizer, data, job, out, told, shown):
+    for row, sample, notes in encoded_rows(rows, tokenizer, data, job, out.skipped, told, shown):
         if vocabulary is not None and int(sample.ids.max()) >= vocabulary:
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
             continue
@@ -234,6 +234,7 @@ def encode_some(
                 continue
             out.truncated += 1
         out.samples.append(sample)
+        noted(out.notes, notes)
     return out
 
 
@@ -242,14 +243,14 @@ def encoded_rows(
     tokenizer: Any,
     data: DataConfig,
     job: str,
-    out: Encoded,
+    skipped: list[str],
     told: Told,
     shown: Shown | None,
-) -> Iterator[tuple[Row, Sample]]:
-    """Each row with its sample, in order, however long.
+) -> Iterator[tuple[Row, Sample, Notes]]:
+    """Each row with its sample, in order, however long, and with what its writer may not expect.
 
     Args:
-        out: takes notes, and rows that are no samples where on_bad_row is skip; else they are raised.
+        skipped: takes rows that are no samples where on_bad_row is skip; else they are raised.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
@@ -259,7 +260,7 @@ def encoded_rows(
     def skip(error: InputError) -> None:
         if data.on_bad_row == "error" or isinstance(error, EndlessTemplateError):
             raise error
-        out.skipped.append(str(error).removeprefix(f"job {job!r}: "))
+        skipped.append(str(error).removeprefix(f"job {job!r}: "))
 
     for start in range(0, len(rows), ENCODE_BATCH):
         texts: list[tuple[Row, Text | None]] = []
@@ -275,8 +276,8 @@ def encoded_rows(
             if shown is not None and (problem := shown.problem_of(sample.ids, sample.images)):
                 skip(InputError(f"job {job!r}: {row.where}: {problem}"))
             elif sample.num_labels:
-                noted(out.notes, {what: (1, f"{row.where}, {of}") for what, of in (text.notes if text else {}).items()})
-                yield row, _up_to_last_label(sample)
+                notes = text.notes if text is not None else {}
+                yield row, _up_to_last_label(sample), {what: (1, f"{row.where}, {of}") for what, of in notes.items()}
             else:
                 skip(InputError(f"job {job!r}: {row.where}: the sample has no label tokens, {_why_no_labels(row)}"))
 

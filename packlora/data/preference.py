@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from packlora.config import DataConfig
-from packlora.data.encode import Encoded, Preference, Sample, encode_rows, encoded_rows
+from packlora.data.encode import Encoded, Notes, Preference, Sample, encode_rows, encoded_rows, noted
 from packlora.data.images import Images, Shown
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
@@ -41,12 +41,13 @@ def encode_for(
     """
     if trainer == "sft":
         return encode_rows(rows, tokenizer, data, budget, job, context, told, shown)
-    out, found = Encoded([]), dict[int, Sample]()
+    out, found, notes = Encoded([]), dict[int, Sample](), dict[int, Notes]()
     taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
     for part in (0, 1):  # a row that is skipped for its first part is not skipped again
         left = [row.pair or (row,) for row in taken if part == 0 or (row.pair and id(row.pair[0]) in found)]
-        encoded = encoded_rows([halves[part] for halves in left], tokenizer, data, job, out, told, shown)
-        found |= {id(row): sample for row, sample in encoded}
+        some = [halves[part] for halves in left]
+        for row, sample, own in encoded_rows(some, tokenizer, data, job, out.skipped, told, shown):
+            found[id(row)], notes[id(row)] = sample, own
     limit, over_budget = min(data.max_length, context), False
     name = f"max_length {limit}" if limit == data.max_length else f"the model's context of {limit}"
     for row in taken:
@@ -79,6 +80,8 @@ def encode_for(
             continue
         out.truncated += is_cut
         out.samples.append(_joined(parts, row, trainer, limit))
+        chosen, *rejected = (notes[id(half)] for half in row.pair or (row,))
+        noted(out.notes, {what: own for other in rejected for what, own in other.items()} | chosen)  # of a pair once
     if not out.samples and len(out.skipped) >= len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     if not out.samples:

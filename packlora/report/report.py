@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from packlora.files import write_file
-from packlora.report.events import Event, RunEnded, SavePointReached
+from packlora.report.events import Event, RunBegan, RunEnded, SavePointReached
 from packlora.report.metrics import BestEffort
 from packlora.report.page import whole_page
+
+PATIENCE = 100
+"""Times as long as the last page took, before the next one is made while a run trains."""
 
 
 def write_report(output_dir: Path) -> Path:
@@ -23,11 +28,21 @@ def write_report(output_dir: Path) -> Path:
 
 
 class ReportPage:
-    """Keeps a run's report.html up to date, a subscriber; it reads what the subscribers before it have written."""
+    """Keeps a run's report.html, a subscriber; it reads what the subscribers before it have written.
 
-    def __init__(self, output_dir: Path, files: BestEffort) -> None:
-        self.output_dir, self._files = output_dir, files
+    The page is made from all that a run has logged. It is written at the beginning and at the end, and at save points so
+    seldom that it takes a hundredth of the time; `packlora report` and `packlora watch` make it when they are asked.
+    """
+
+    def __init__(self, output_dir: Path, files: BestEffort, clock: Callable[[], float] = time.monotonic) -> None:
+        self.output_dir, self._files, self._clock = output_dir, files, clock
+        self._next = 0.0
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, SavePointReached | RunEnded):
+        if isinstance(event, RunBegan | RunEnded) or (
+            isinstance(event, SavePointReached) and self._clock() >= self._next
+        ):
+            began = self._clock()
             self._files.write("report.html", lambda: write_report(self.output_dir))
+            ended = self._clock()
+            self._next = ended + PATIENCE * (ended - began)

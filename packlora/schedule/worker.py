@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,7 +25,15 @@ ALIVE = json.dumps({"alive": True}) + "\n"
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
+    """Answer requests until the input ends, or nobody reads the answers. A signal ends the process without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        _answer_all()
+    except BrokenPipeError:  # whoever asked was killed
+        os._exit(0)
+
+
+def _answer_all() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints may not get between the answers
     threading.Thread(target=_beat, args=[answers], daemon=True).start()
@@ -40,6 +49,8 @@ def main() -> None:
     _say(answers, {"ready": True})
     for line in sys.stdin:
         _at_work.set()
+        if not line.endswith("\n"):  # whoever asked was killed in the middle
+            return
         request = json.loads(line)
         try:
             _say(answers, {"answer": answer(request)})

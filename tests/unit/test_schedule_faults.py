@@ -159,3 +159,24 @@ def test_closing_does_not_wait_for_a_process_that_is_just_starting() -> None:
     begun = time.monotonic()
     background.close()
     assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "half a line", "nobody reads"])
+def test_a_planning_process_that_is_ended_or_whose_run_was_killed_says_nothing(how: str) -> None:
+    command = [sys.executable, "-P", "-m", "packlora.schedule.worker", "window"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    while b"ready" not in process.stdout.readline():
+        pass
+    if how.startswith("SIG"):
+        process.send_signal(getattr(signal, how))
+    elif how == "half a line":
+        process.stdin.write(b'{"task": {"first')
+    else:
+        process.stdout.close()
+        process.stdin.write(b'{"task": {}}\n')
+    process.stdin.close()
+    code = process.wait(60)
+    assert process.stderr.read() == b"" and code == (-getattr(signal, how) if how.startswith("SIG") else 0)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from packlora.commands import talk
-from packlora.config import DataConfig
-from packlora.data.encode import encode_rows
+from packlora.config import DataConfig, TrainConfig
+from packlora.data.encode import Encoded, encode_rows, encode_some
+from packlora.data.mixture import joined
+from packlora.data.preference import encode_for
 from packlora.data.prompts import answer_ends, encode_prompts, prompt_ids
 from packlora.data.rows import Row, check_row
+from packlora.data.stream import Stream, StreamData
 from packlora.errors import InputError
+from packlora.runtime.encoder import _cut_samples
 
 NO_SYSTEM = (
     "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
@@ -151,3 +157,57 @@ def test_what_is_not_learnt_is_noted_once_for_all_rows_with_the_first_of_them(ma
         ),
         "have empty answers, which are not learnt": (1, "line 3, message 4 (assistant)"),
     }
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "orpo", "kto"])
+def test_every_trainer_learns_and_notes_by_the_same_rules(make: Any, trainer: str) -> None:
+    cut = NO_SYSTEM.replace(
+        "m.content.split('</think>')[-1]", "m.content if loop.last else m.content.split('</think>')[-1]"
+    )
+    asked = [ROW["messages"][0], {"role": "assistant", "content": "<think>hm</think>b"}, ROW["messages"][0]]
+    answers = [[{"role": "assistant", "content": text}] for text in ("the dog", "fox")]
+    if trainer == "sft":
+        value: dict[str, Any] = {"prompt": asked, "completion": answers[0]}
+    elif trainer == "kto":
+        value = {"prompt": asked, "completion": answers[0], "label": True}
+    else:
+        value = {"prompt": asked, "chosen": answers[0], "rejected": answers[1]}
+    tokenizer = make(cut)
+
+    def encoded(value: dict[str, Any], **more: Any) -> Encoded:
+        rows = [check_row(value, "line 1", "first")]
+        return encode_for(trainer, rows, tokenizer, DataConfig(path="-", **more), 999, "first", 999)
+
+    out = encoded(value)
+    parts = out.samples[0].parts()
+    if trainer != "orpo":  # whose loss is of the prompt as well
+        for part, text in zip(parts, ("the dog", "fox"), strict=False):
+            assert tokenizer.decode(part.ids[part.is_label]).removeprefix("<think>\n") == text + "<|im_end|>"
+    ((what, (rows, where)),) = out.notes.items()
+    assert "earlier thoughts" in what and rows == 1 and where.endswith("message 2 (assistant)")
+    with pytest.raises(InputError, match=r"line 1.*: data.system: the chat template does not show its content"):
+        encoded(value, system="be brief")
+
+
+def test_a_stream_has_the_notes_of_its_rows(make: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    empty = {"messages": [*ROW["messages"], ROW["messages"][0], {"role": "assistant", "content": ""}]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (ROW, empty, ROW)))
+    tokenizer, data = make(CALLS), DataConfig(path=str(path), streaming=True, truncate="drop", on_bad_row="skip")
+
+    def encode(rows: Any) -> Encoded:
+        return encode_some(rows, tokenizer, data, 999, "first")
+
+    stream = Stream("first", [str(path)], 0, 0, encode, 4, 3)
+    told = StreamData("first", stream, TrainConfig(max_steps=2, global_batch_size=1), 0).notes()
+    where = f"{path}, line 2, message 4 (assistant)"
+    assert told == [f"job 'first': 1 rows of the stream have empty answers, which are not learnt, the first: {where}"]
+
+
+def test_a_job_is_told_of_its_rows_in_one_line_for_each_thing() -> None:
+    notes = {"have empty answers, which are not learnt": (3, "line 2, message 4 (assistant)")}
+    assert _cut_samples("first", Encoded([]), Encoded([], notes=notes)) == [
+        "job 'first': 3 held-out rows have empty answers, which are not learnt, the first: line 2, message 4 (assistant)"
+    ]
+    both = joined([Encoded([], notes=notes), Encoded([], notes={**notes, "are odd": (1, "line 9")})])
+    assert both.notes == {next(iter(notes)): (6, "line 2, message 4 (assistant)"), "are odd": (1, "line 9")}

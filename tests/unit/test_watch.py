@@ -183,6 +183,59 @@ def test_a_request_that_never_ends_keeps_nobody_waiting(ask: Ask, served: Server
         assert ask("/")[0] == 200
 
 
+def test_whatever_bytes_come_they_are_refused_and_the_page_is_served_on(
+    ask: Ask, served: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = f"Host: 127.0.0.1:{served.server_port}\r\n".encode()
+    get, end = b"GET / HTTP/1.1\r\n", b"Connection: close\r\n\r\n"
+    hostile = [
+        b"",
+        b"\r\n\r\n",
+        b"\0" * 100,
+        b"\xff\xfe\r\n\r\n",
+        b"\x16\x03\x01\x02\0\x01\0",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.\xb2\r\n\r\n",
+        b"GET / HTTP/0.9\r\n\r\n",
+        b"GET /\r\n",
+        b"GET " + b"/" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        get + end,
+        get + own + own + end,
+        get + b"Host: evil\r\n" + own + end,
+        get + b"Host:" + end,
+        get + b"Host: \xff" + end,
+        get + own + b"Origin: http://evil\r\n" + end,
+        get + own + b"Origin: \r\n" + end,
+        get + own + b"X: " + b"y" * 70_000 + b"\r\n" + end,
+        get + own + b"".join(b"H%d: x\r\n" % number for number in range(200)) + end,
+        get + own + b" folded: x\r\n" + b"no colon\r\n" + end,
+        b"POST / HTTP/1.1\r\n" + own + b"Content-Length: 99999999999\r\n" + end,
+        b"GET http://evil/ HTTP/1.1\r\n" + own + end,
+        b"GET /data?look=\xd9\xa1&epoch=1 HTTP/1.1\r\n" + own + end,
+        b"GET /%00 HTTP/1.1\r\n" + own + end,
+        b"GET //evil/.. HTTP/1.1\r\n" + own + end,
+        b"GET /\x1b]0;x\x07 HTTP/1.1\r\n" + own + end,
+        b"TRACE / HTTP/1.1\r\n" + own + end,
+        b"get / HTTP/1.1\r\n" + own + end,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        get.replace(b"1.1", b"1.0") + end,
+    ]
+    for raw in hostile:
+        with socket.create_connection((HOST, served.server_port), timeout=20) as link:
+            link.sendall(raw)
+            link.shutdown(socket.SHUT_WR)
+            answer = b""
+            try:
+                while block := link.recv(65536):
+                    answer += block
+            except ConnectionError:
+                pass
+        assert b"200 OK" not in answer and b"<!doctype html>" not in answer, raw[:80]
+        assert b"\x1b" not in answer and b"Traceback" not in answer
+    assert ask("/")[0] == 200 and capsys.readouterr() == ("", "")
+
+
 # --- what it shows of a folder ---------------------------------------------------------------------------------------------
 
 
