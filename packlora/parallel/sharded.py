@@ -30,7 +30,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from packlora.adapters.expert_layout import by_registry
@@ -159,14 +159,8 @@ class Shards:
             assert isinstance(empty, DTensor)
             key = next(keys[name] for name in names if name in keys)
             on_host = self.offload and self._holder(names[0]) is not self.model
-            local = torch.empty_like(empty.to_local(), device="cpu" if on_host else self.device)
-            local.copy_(self._read(files, key, names[0], own_rows(empty.shape[0], self.mesh)))
-            filled = torch.nn.Parameter(
-                DTensor.from_local(
-                    local, self.mesh, [Shard(0)], run_check=False, shape=empty.shape, stride=empty.stride()
-                ),
-                requires_grad=False,
-            )
+            filled = made_like(empty, torch.device("cpu") if on_host else self.device)
+            filled.to_local().copy_(self._read(files, key, names[0], own_rows(empty.shape[0], self.mesh)))
             for name in names:
                 parent, _, leaf = name.rpartition(".")
                 self.model.get_submodule(parent)._parameters[leaf] = filled
@@ -230,6 +224,15 @@ class Shards:
     def keep_step(self, attached: Attached, backward: bool) -> None:
         """Gather what a microbatch gathers, for the other ranks: a forward, and a backward, of a few tokens of nobody."""
         run_nobody(self.model, self.device, attached, backward)
+
+
+def made_like(empty: DTensor, device: torch.device) -> Any:
+    """A frozen parameter that is shared as one on the meta device is, with its rows on a device.
+
+    They stay there where the mesh is of another device. DTensor.from_local would take them to that one, and FSDP keeps no layers
+    on the host whose rows are not there.
+    """
+    return torch.nn.Parameter(torch.empty_like(empty, device=device), requires_grad=False)
 
 
 def run_nobody(model: PreTrainedModel, device: torch.device, attached: Attached, backward: bool) -> None:

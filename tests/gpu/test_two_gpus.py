@@ -75,6 +75,22 @@ def test_half_precision_trains_on_two_gpus(parallel: dict[str, Any], tiny_base: 
         assert math.isclose(two[key], loss, rel_tol=0.02), (key, two[key], loss)
 
 
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_layers_that_are_kept_on_the_host_are_trained_on_two_gpus(
+    family: str, quantization: str | None, tiny_base: Any, tmp_path: Path
+) -> None:
+    """Also where embedding and output layer are one, and in codes; with the losses of one GPU but for rounding."""
+    if quantization is not None:
+        pytest.importorskip("bitsandbytes")
+    tree = tree_of(tiny_base(family), tmp_path, dtype="float32", quantization=quantization)
+    train(tree)
+    parallel = {"shard_base": True, "offload_base": True}
+    code, said = torchrun({**tree, "output_dir": str(tmp_path / "two"), "parallel": parallel}, tmp_path)
+    assert code == 0, said
+    same_run(tmp_path / "two", tmp_path / "one", 1e-3)
+
+
 def test_a_third_process_is_refused_for_want_of_a_gpu(tiny_base: Any, tmp_path: Path) -> None:
     if torch.cuda.device_count() != 2:
         pytest.skip("counts on two GPUs")

@@ -20,7 +20,8 @@ from conftest import tiny_model
 from ranks import Ranks
 from seeds import SOAK
 from sharded_runs import STEPS, Case, Training, base_of, difference, replace
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -29,7 +30,7 @@ from packlora.base import liger
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.recompute import add_recompute
 from packlora.parallel.layout import Layout
-from packlora.parallel.sharded import Shards, decoder_layers
+from packlora.parallel.sharded import Shards, decoder_layers, made_like
 from packlora.runtime.graphs import why_no_graphs
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.spread import base_bytes, host_bytes
@@ -175,6 +176,24 @@ def test_a_plan_counts_experts_where_they_are(tmp_path: Path, ranks: Callable[[i
         )  # small weights of layers, norms and routers, are counted for all of them
         kept = host_bytes(prepared, Layout((("a",), ("b",)), 1, shard=2))
         assert kept == pytest.approx(own["layers"], rel=0.02)
+
+
+def placed(rank: int) -> tuple[str, list[int], float]:
+    """Device, shape and sum of rows that are kept on the host, of a parameter that is shared over GPUs, without one."""
+    with mock.patch("torch.cuda.current_device", return_value=rank):
+        mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False)
+    rows = torch.empty((3, 2)[rank], 4, device="meta")
+    empty = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=torch.Size((5, 4)), stride=(4, 1))
+    filled = made_like(empty, torch.device("cpu"))
+    filled.to_local().fill_(1)
+    assert isinstance(filled, torch.nn.Parameter) and filled.shape == (5, 4) and not filled.requires_grad
+    assert filled.device_mesh.device_type == "cuda"
+    return filled.device.type, list(filled.to_local().shape), float(filled.to_local().sum())
+
+
+def test_rows_that_are_kept_on_the_host_are_not_taken_to_the_device_of_the_mesh(ranks: Callable[[int], Ranks]) -> None:
+    """FSDP looks where they lie, and refuses those of a layer that are on a GPU when the layer is to be kept on the host."""
+    assert ranks(2).run(placed) == [("cpu", [3, 4], 12.0), ("cpu", [2, 4], 8.0)]
 
 
 # --- what looks at weights while a model is set up -------------------------------------------------------------------
