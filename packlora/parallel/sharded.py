@@ -229,8 +229,8 @@ class Shards:
 def made_like(empty: DTensor, device: torch.device) -> Any:
     """A frozen parameter that is shared as one on the meta device is, with its rows on a device.
 
-    They stay there where the mesh is of another device. DTensor.from_local would take them to that one, and FSDP keeps no layers
-    on the host whose rows are not there.
+    They stay there where the mesh is of another device. DTensor.from_local would take them to that one, and FSDP keeps no
+    layers on the host whose rows are not there.
     """
     return torch.nn.Parameter(torch.empty_like(empty, device=device), requires_grad=False)
 
