@@ -41,13 +41,9 @@ def encode_for(
     """
     if trainer == "sft":
         return encode_rows(rows, tokenizer, data, budget, job, context, told, shown)
-    out, found, notes = Encoded([]), dict[int, Sample](), dict[int, Notes]()
+    out = Encoded([])
     taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
-    for part in (0, 1):  # a row that is skipped for its first part is not skipped again
-        left = [row.pair or (row,) for row in taken if part == 0 or (row.pair and id(row.pair[0]) in found)]
-        some = [halves[part] for halves in left]
-        for row, sample, own in encoded_rows(some, tokenizer, data, job, out.skipped, told, shown):
-            found[id(row)], notes[id(row)] = sample, own
+    found, notes = _halves(taken, tokenizer, data, job, out.skipped, told, shown)
     limit, over_budget = min(data.max_length, context), False
     name = f"max_length {limit}" if limit == data.max_length else f"the model's context of {limit}"
     for row in taken:
@@ -89,6 +85,19 @@ def encode_for(
             name += f" and max_tokens_per_microbatch {budget}, into which a sample must fit whole"
         raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {name}")
     return out
+
+
+def _halves(
+    rows: Sequence[Row], tokenizer: Any, data: DataConfig, job: str, skipped: list[str], told: Told, shown: Shown | None
+) -> tuple[dict[int, Sample], dict[int, Notes]]:
+    """Samples of the halves of pairs, or of rows that are none, by identity, and what is to be noted of each."""
+    found, notes = dict[int, Sample](), dict[int, Notes]()
+    for part in (0, 1):  # a row that is skipped for its first part is not skipped again
+        left = [row.pair or (row,) for row in rows if part == 0 or (row.pair and id(row.pair[0]) in found)]
+        some = [halves[part] for halves in left]
+        for row, sample, own in encoded_rows(some, tokenizer, data, job, skipped, told, shown):
+            found[id(row)], notes[id(row)] = sample, own
+    return found, notes
 
 
 def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[str]) -> bool:
