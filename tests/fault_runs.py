@@ -58,7 +58,8 @@ class Runs:
 
         Args:
             fault: kind and at (see KINDS), and only, to count operations on paths that hold it alone; signal, where and times
-                (see `_signal_at`); stdout: a file to be standard output, or "pipe" for one whose reader has gone.
+                (see `_signal_at`); stdout: a file to be standard output, or "pipe" for one whose reader has gone; constants:
+                values by module:NAME.
         """
         request = {"arguments": ["train", str(run_file), *options], "scratch": str(self.scratch), **fault}
         self._pipe.send(request)
@@ -135,6 +136,9 @@ def _forked(request: dict[str, Any]) -> dict[str, Any]:
 def _run(request: dict[str, Any], counter: mmap.mmap) -> int:
     from packlora.cli import app
 
+    for name, value in request.get("constants", {}).items():
+        module, _, constant = name.partition(":")
+        setattr(importlib.import_module(module), constant, value)
     sys.argv = ["packlora", *request["arguments"]]
     folder = Path(json.loads(Path(request["arguments"][1]).read_text())["output_dir"])
     _Faults(folder, request.get("kind"), request.get("at", 1), request.get("only", ""), counter).install()

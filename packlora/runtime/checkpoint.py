@@ -2,6 +2,7 @@
 
     <job>/checkpoint-<step>/   adapter_config.json, adapter_model.safetensors, optimizer.safetensors, last_good.safetensors,
                                best.safetensors, trainer_state.json, manifest.json
+    <job>/history/             of a job of many steps, the log history before a checkpoint's own lines: see history.py
     <job>/                     the finished adapter, its trainer_state.json and manifest.json (written last: it marks the job
                                as ended)
 
@@ -19,7 +20,7 @@ import json
 import re
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ from packlora.files import (
     write_tensors,
 )
 from packlora.parallel.adapter import cut
+from packlora.runtime import history
+from packlora.runtime.history import Pieces
 from packlora.runtime.job import Job, trainer_state
 from packlora.runtime.memory import launched
 from packlora.runtime.optimizer import MOMENTS, FlatAdamW
@@ -48,6 +51,8 @@ from packlora.runtime.optimizer import MOMENTS, FlatAdamW
 STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "last_good.safetensors"
 BEST = "best.safetensors"
 MANIFEST = "manifest.json"
+EARLIER = "earlier_log_history"
+"""Key of a checkpoint's trainer_state.json: the piece that holds the lines before its own, see history.py."""
 RESULT = {CONFIG, WEIGHTS, STATE}
 """Files of a finished job that its manifest names; the card beside them is the user's to edit."""
 PREFIX = "checkpoint-"
@@ -84,9 +89,10 @@ class Damaged(Exception):
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A job after one of its steps: copies of its whole tensors, on the CPU by the names of its parameters, and its
-    trainer_state.json. It stays as it is while the job goes on.
+    trainer_state.json, with the lines of the log history that are in no piece. It stays as it is while the job goes on.
 
     optimizer: see FlatAdamW.state. last_good, best: None where there is none yet. wait: until the copies have come from a GPU.
+    pieces: of the job then.
     """
 
     step: int
@@ -96,6 +102,7 @@ class Snapshot:
     last_good: Mapping[str, torch.Tensor] | None
     best: Mapping[str, torch.Tensor] | None
     wait: Callable[[], None]
+    pieces: Pieces
 
     @staticmethod
     def of(job: Job) -> Snapshot:
@@ -103,8 +110,9 @@ class Snapshot:
         good, best = (None if flat is None else job.whole_of(flat) for flat in (job.last_good, job.best))
         job.join_untrained()
         adapter, optimizer = job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of, job.everywhere)
-        state = trainer_state(job) | {"log_history": [dict(line) for line in job.log_history]}
-        return Snapshot(job.step, state, adapter, optimizer, good, best, launched(job.adapter.flat.device))
+        state = trainer_state(job) | {"log_history": [dict(line) for line in job.log_history[job.pieces.lines :]]}
+        wait = launched(job.adapter.flat.device)
+        return Snapshot(job.step, state, adapter, optimizer, good, best, wait, replace(job.pieces))
 
 
 def save_checkpoint(folder: Path, job: Job, snapshot: Snapshot, run: str, keep: int | None = None) -> Path:
@@ -118,6 +126,9 @@ def save_checkpoint(folder: Path, job: Job, snapshot: Snapshot, run: str, keep: 
     path = folder / f"{PREFIX}{snapshot.step}"
     make_folder(folder)
     snapshot.wait()
+    count, piece = history.seal(folder, snapshot.state["log_history"], snapshot.pieces.newest)
+    earlier = {} if piece is None else {EARLIER: piece}
+    state = {**snapshot.state, "log_history": snapshot.state["log_history"][count:], **earlier}
 
     def write(out: Path) -> None:
         save_adapter(out, job.adapter, snapshot.adapter)
@@ -126,10 +137,13 @@ def save_checkpoint(folder: Path, job: Job, snapshot: Snapshot, run: str, keep: 
         for name, tensors in ((LAST_GOOD, snapshot.last_good), (BEST, snapshot.best)):
             if tensors is not None:
                 write_tensors(out / name, keyed(job.adapter, tensors))
-        write_json(out / STATE, snapshot.state)
+        write_json(out / STATE, state)
         _write_manifest(out, job.name, snapshot.step, run, {file.name for file in out.iterdir()})
 
     write_folder(path, write)
+    job.pieces = replace(
+        snapshot.pieces, lines=snapshot.pieces.lines + count, newest=piece
+    )  # nobody else looks before this checkpoint is told of
     if keep is not None:
         _rotate(folder, job.name, run, path, keep)
     return path
@@ -261,7 +275,9 @@ def _read_manifest(folder: Path) -> Manifest:
 # --- reading -----------------------------------------------------------------------------------------------------------
 
 
-def restore(folder: Path, job: Job, run: str, reached: int, start: int | None = None) -> str | None:
+def restore(
+    folder: Path, job: Job, run: str, reached: int, start: int | None = None, is_judged: bool = False
+) -> str | None:
     """Continue a job from its newest checkpoint in <folder>, if there is one; recognise a job that has ended.
 
     Args:
@@ -270,6 +286,7 @@ def restore(folder: Path, job: Job, run: str, reached: int, start: int | None = 
         run: id of the run.
         reached: step of the newest checkpoint that the run has written of this job, 0 for none.
         start: continue from the checkpoint of this step instead; 0 begins anew.
+        is_judged: whether its evaluations decide something, so that all of its log history must be there.
 
     Returns:
         What the user should know.
@@ -300,6 +317,7 @@ def restore(folder: Path, job: Job, run: str, reached: int, start: int | None = 
     path = folder / f"{PREFIX}{step}"
     try:
         manifest = check(path, job.name, run, step)
+        lost = _read_checkpoint(path, job, manifest, sent_back=start is not None, is_judged=is_judged)
     except Damaged as error:
         older = [own for own in reversed(found) if own < step]
         whole = next((own for own in older if _is_whole(folder / f"{PREFIX}{own}", job.name, run)), 0)
@@ -307,16 +325,16 @@ def restore(folder: Path, job: Job, run: str, reached: int, start: int | None = 
         if not whole:
             says = f"no older checkpoint is whole; begin this job again with {remedy}0"
         raise InputError(f"job {job.name!r}: {error}; {says}") from None
-    _read_checkpoint(path, job, manifest, sent_back=start is not None)
-    if note is None:
-        if start is None and step < reached:
-            return (
-                f"job {job.name!r}: its newest checkpoint, {folder / PREFIX}{reached}, is gone; it goes on from {path.name}, "
-                "and takes the steps since then again"
-            )
-        return None
-    how = "is written again" if step >= job.data.num_steps else "is no longer used, and training goes on"
-    return f"job {job.name!r}: {note}; the finished adapter {how} from checkpoint-{step}"
+    told = [lost] if lost else []
+    if note is not None:
+        how = "is written again" if step >= job.data.num_steps else "is no longer used, and training goes on"
+        told.append(f"{note}; the finished adapter {how} from {path.name}")
+    elif start is None and step < reached:
+        told.append(
+            f"its newest checkpoint, {folder / PREFIX}{reached}, is gone; it goes on from {path.name}, and takes the steps "
+            "since then again"
+        )
+    return f"job {job.name!r}: {'; '.join(told)}" if told else None
 
 
 def standing(folder: Path, job: str, run: str, num_steps: int) -> tuple[str, int, str | None]:
@@ -355,17 +373,33 @@ def _ended(folder: Path, job: Job, run: str) -> bool:
     return False
 
 
-def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool) -> None:
-    """Of files that have been checked. sent_back: a job that was asked to end goes on all the same."""
-    load_adapter(path, job.adapter)
+def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool, is_judged: bool) -> str | None:
+    """Of files that have been checked. sent_back: a job that was asked to end goes on all the same.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        Damaged: a piece of the log history is not what was written, and is_judged.
+    """
     state = _read_state(path / STATE)
+    lines, lost = history.read(path.parent, state.get(EARLIER))
+    if lost is not None and is_judged:
+        raise Damaged(f"{lost} is not what was written, and evaluations that it holds decide how the job goes on")
+    load_adapter(path, job.adapter)
     _take_state(job, {**state, "stopped": None} if sent_back else state)
+    job.log_history = lines + job.log_history
+    job.pieces = Pieces(len(lines), state.get(EARLIER), int(lost.name.partition("-")[0]) if lost is not None else 0)
     _restore_optimizer(path / OPTIMIZER, job)
     if LAST_GOOD in manifest.files:
         job.last_good = _flat(path / LAST_GOOD, job)
     if BEST in manifest.files:
         job.best = _flat(path / BEST, job)
     job.status = "running"
+    if lost is None:
+        return None
+    upto = job.pieces.lost
+    return f"{lost} is not what was written: the log history lacks the steps up to {upto}, which no number depends on"
 
 
 def _flat(file: Path, job: Job) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,7 +69,7 @@ def unmake_folder(folder: Path) -> Iterator[None]:
 
 
 class JobStanding(Protocol):
-    """What the logs must agree with: a Job is one."""
+    """How a job stands: what the logs must agree with."""
 
     @property
     def name(self) -> str: ...
@@ -81,6 +82,11 @@ class JobStanding(Protocol):
 
     @property
     def logging_steps(self) -> int: ...
+
+    @property
+    def lost(self) -> int:
+        """Step up to which its log history could not be read; what the logs say of these steps stays."""
+        ...
 
     def is_due(self, batch: int) -> bool:
         """Whether the job has yet to step on this global batch."""
@@ -168,6 +174,7 @@ class OutputFolder:
             self.events.emit(CheckpointBegins(job.name, job.step))
         snapshot = checkpoint.Snapshot.of(job)
         if not self.group.leads:
+            job.pieces.lines = len(job.log_history)  # which the first process writes
             return
 
         def write(folder: Path) -> tuple[int, Path]:
@@ -275,8 +282,9 @@ class OutputFolder:
             The microbatches that are logged.
         """
         histories, every = {job.name: job.log_history for job in jobs}, {job.name: job.logging_steps for job in jobs}
-        self._rebuild(METRICS, metric_lines(histories, every), left_out)
-        self._rebuild(EVALS, eval_lines(histories), left_out)
+        upto = {job.name: job.lost for job in jobs if job.lost} | dict.fromkeys(left_out, math.inf)
+        self._rebuild(METRICS, metric_lines(histories, every), upto)
+        self._rebuild(EVALS, eval_lines(histories), upto)
         keep_lines(self.path / WINDOWS, lambda line: line["window"] < first_round)
         by_name = {job.name: job for job in jobs}
 
@@ -292,8 +300,16 @@ class OutputFolder:
         lines = keep_lines(self.path / MICROBATCHES, is_kept)
         return max((line["index"] + 1 for line in lines), default=0)
 
-    def _rebuild(self, name: str, lines: list[dict[str, Any]], left_out: Mapping[str, str]) -> None:
+    def _rebuild(self, name: str, lines: list[dict[str, Any]], upto: Mapping[str, float]) -> None:
+        """upto: by job, the step up to which what the file says of it stays."""
+
+        known = {(line["job"], line["step"]) for line in lines}
+
+        def stays(line: dict[str, Any]) -> bool:
+            job, step = str(line["job"]), line["step"]
+            return type(step) is int and step <= upto.get(job, -1) and (job, step) not in known
+
         path = self.path / name
-        others = [line for line in read_lines(path, "job", "step") if str(line["job"]) in left_out]
+        others = [line for line in read_lines(path, "job", "step") if stays(line)]
         if others or lines or path.exists():
             write_lines(path, [*others, *lines])

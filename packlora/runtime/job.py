@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from packlora.data.preference import mismatched
 from packlora.data.prompts import Prompt
 from packlora.runtime.balance import BalanceSum
 from packlora.runtime.collate import Compared
+from packlora.runtime.history import Pieces
 from packlora.runtime.library_optimizer import optimizer_of
 from packlora.runtime.memory import on_host, on_their_way
 from packlora.runtime.objective import Objective
@@ -143,17 +144,20 @@ def sign_of(metric: str) -> float:
     return -1.0 if metric in HIGHER_IS_BETTER else 1.0
 
 
-def judged(log_history: Sequence[Mapping[str, Any]], train: TrainConfig, last: int) -> Judged:
+def judged(
+    log_history: Iterable[Mapping[str, Any]], train: TrainConfig, last: int, before: Judged | None = None
+) -> Judged:
     """As transformers' EarlyStoppingCallback counts: an evaluation that is better than the best, though not by more than the
     threshold, is the best from then on, and counts as no better.
 
     Args:
         last: the last of the configured steps. Evaluations after others than this and multiples of eval_steps do not count:
             they are made because a session ended there, which changes nothing.
+        before: what came of the lines before these.
     """
     threshold, metric = train.early_stopping_threshold, train.metric_for_best_model
     sign = sign_of(metric)
-    found = Judged(loss=sign * math.inf)
+    found = Judged(loss=sign * math.inf) if before is None else before
     for line in log_history:
         loss, step = line.get(metric), line["step"]
         if loss is not None and step > 0 and (step == last or step % (train.eval_steps or 1) == 0):
@@ -162,6 +166,22 @@ def judged(log_history: Sequence[Mapping[str, Any]], train: TrainConfig, last: i
             worse = 0 if gain > threshold else found.worse + 1
             found = Judged(step, loss, worse) if better else replace(found, worse=worse)
     return found
+
+
+class Judge:
+    """Judges a log history that grows, each line once. Arguments as of judged."""
+
+    def __init__(self, train: TrainConfig, last: int) -> None:
+        self.train, self.last = train, last
+        self._log: list[dict[str, Any]] = []
+        self._count, self._found = 0, judged((), train, last)
+
+    def of(self, log_history: list[dict[str, Any]]) -> Judged:
+        if log_history is not self._log or len(log_history) < self._count:
+            self._log, self._count, self._found = log_history, 0, judged((), self.train, self.last)
+        self._found = judged(log_history[self._count :], self.train, self.last, self._found)
+        self._count = len(log_history)
+        return self._found
 
 
 def take_steps(
@@ -242,6 +262,7 @@ class Job:
     """Its load-balancing loss."""
     tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
+    pieces: Pieces = field(default_factory=Pieces)
     prompts: Sequence[Prompt] = ()
     """That it is asked when it is evaluated."""
     joined: int = 0
@@ -288,7 +309,7 @@ class Job:
         """adapter.flat before the step that was begun."""
         self.loss_sum: torch.Tensor | None = None
         """Of what ran here of the present global batch, label tokens or samples with preferences."""
-        self._tokens = 0
+        self._tokens, self._judge = 0, Judge(train, self.data.configured_steps)
         self._idle = IdleSteps(train.learning_rate)
 
     @property
@@ -301,7 +322,7 @@ class Job:
 
     @property
     def judged(self) -> Judged:
-        return judged(self.log_history, self.config.train, self.data.configured_steps)
+        return self._judge.of(self.log_history)
 
     @property
     def epoch(self) -> float:

@@ -21,7 +21,7 @@ from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
 from packlora.report.follow import Line
 from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
-from packlora.runtime import checkpoint
+from packlora.runtime import checkpoint, history
 from packlora.runtime.changes import START, Change, joined_rounds, leaves, trained, whole_run
 from packlora.runtime.job import Job
 from packlora.runtime.windows import window_of
@@ -276,7 +276,8 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
     for job in jobs:
         folder, reached = output_dir / job.name, saved.saved.get(job.name, 0)
         try:
-            note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name))
+            is_judged = job.config.train.needs_evaluations or saved.config.sweep is not None
+            note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
             notes += [note] if note else []
             problems += _other_adapters(job, saved.jobs.get(job.name))
         except InputError as error:
@@ -321,6 +322,7 @@ def put_aside(
             became = f"; what lay beyond is now {', '.join(aside)}" if aside else ""
             notes.append(f"job {job!r} goes on from step {starts[job]}, as --from says{became}")
         remove_leftovers(folder)
+        remove_leftovers(folder / history.FOLDER)
         note = checkpoint.tidy(folder, job, run, keep) if keep is not None else None
         notes += [note] if note else []
     return notes

@@ -103,10 +103,13 @@ class Standing:
     num_steps: int
     log_history: list[dict[str, Any]]
     logging_steps: int
+    lost: int
 
     @staticmethod
     def of(job: Job) -> Standing:
-        return Standing(job.name, job.status, job.step, job.data.num_steps, job.log_history, job.logging_steps)
+        return Standing(
+            job.name, job.status, job.step, job.data.num_steps, job.log_history, job.logging_steps, job.pieces.lost
+        )
 
     def is_due(self, batch: int) -> bool:
         """As Job.is_due."""

@@ -17,6 +17,8 @@ from fault_runs import KINDS, Ended, Runs
 
 from packlora.report.metrics import read_lines
 
+LONG = {"packlora.runtime.record:PAID": 1, "packlora.runtime.history:PIECE": 1}
+"""A run of few steps and jobs writes a journal and pieces of log histories, as one of many does."""
 LOGS = ("metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl")
 
 
@@ -114,9 +116,13 @@ def sound(ended: Ended) -> None:
     assert "Traceback" not in ended.err and "Exception ignored" not in ended.err, ended.err
 
 
-def faulted(case: Case, out: Path, kind: str, at: int) -> Ended:
+def checkpoints(out: Path) -> dict[str, list[str]]:
+    return {job: sorted(path.name for path in (out / job).glob("*checkpoint-*")) for job in ("plain", "dora")}
+
+
+def faulted(case: Case, out: Path, kind: str, at: int, constants: dict[str, int]) -> Ended:
     """A run with a fault at its n-th file operation, and then, if it did not finish, one without that goes on."""
-    ended = case.train(out, kind=kind, at=at)
+    ended = case.train(out, kind=kind, at=at, constants=constants)
     sound(ended)
     if kind == "kill":
         assert ended.code == -signal.SIGKILL
@@ -126,10 +132,13 @@ def faulted(case: Case, out: Path, kind: str, at: int) -> Ended:
     else:
         same_adapters(case, out)
     if ended.code:
-        again = case.train(out, "--resume")
+        again = case.train(out, "--resume", constants=constants)
         sound(again)
         assert again.code == 0, (again.err, ended.err)
         same_run(case, out)
+    if kind != "full":  # which leaves no room for a journal that is whole again
+        assert checkpoints(out) == checkpoints(case.whole)
+        assert not (out / "journal.jsonl").exists()
     shutil.rmtree(out)
     return ended
 
@@ -141,17 +150,24 @@ def test_a_run_without_faults_makes_operations_to_fail(case: Case) -> None:
 # --- files -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("constants", [{}, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_at_a_file_operation_loses_nothing_and_changes_no_bit(kind: str, case: Case, tmp_path: Path) -> None:
+def test_a_fault_at_a_file_operation_loses_nothing_and_changes_no_bit(
+    kind: str, constants: dict[str, int], case: Case, tmp_path: Path
+) -> None:
     at = case.operations // 2 + KINDS.index(kind) * 7
-    faulted(case, tmp_path / f"{kind}-{at}", kind, at)
+    faulted(case, tmp_path / f"{kind}-{at}", kind, at, constants)
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("constants", [{}, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_at_any_file_operation_loses_nothing_and_changes_no_bit(kind: str, case: Case, tmp_path: Path) -> None:
-    for at in range(1, case.operations + 1):
-        faulted(case, tmp_path / f"{kind}-{at}", kind, at)
+def test_a_fault_at_any_file_operation_loses_nothing_and_changes_no_bit(
+    kind: str, constants: dict[str, int], case: Case, tmp_path: Path
+) -> None:
+    ended = case.train(tmp_path / "all", constants=constants)
+    for at in range(1, ended.operations + 1):
+        faulted(case, tmp_path / f"{kind}-{at}", kind, at, constants)
 
 
 @pytest.mark.parametrize("log", ["metrics.jsonl", "report.html"])
