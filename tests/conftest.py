@@ -27,6 +27,7 @@ from ranks import Ranks
 from seeds import SOAK
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from whole_models import whole_folder
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
@@ -135,6 +136,20 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
             tokenizer.save_pretrained(folder)
             made[family] = str(folder)
         return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def whole_base(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Callable[..., str]:
+    """(family, settings of its part for texts) -> folder of a saved tiny multimodal model, see whole_models.py."""
+    made: dict[str, str] = {}
+
+    def make(family: str = "qwen3_5", **text: Any) -> str:
+        key = f"{family} {text}"
+        if key not in made:
+            made[key] = whole_folder(family, tokenizer, tmp_path_factory.mktemp("whole"), **text)
+        return made[key]
 
     return make
 

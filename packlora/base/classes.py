@@ -59,6 +59,15 @@ def own_class(config: Any) -> Any:
     return None if own is None or _config_for(own, config) is None else own
 
 
+def unknown_architecture(config: Any) -> str | None:
+    """What a folder names as its architecture where that is no class of transformers' that generates text: programs that serve
+    may build something with other names."""
+    trained = _trained_class(config)
+    named = next(iter(getattr(config, "architectures", None) or ()), None)
+    known = named is None or trained is None or named == trained.__name__ or own_class(config) is not None
+    return None if known else str(named)
+
+
 def without_weights(cls: Any, config: Any) -> PreTrainedModel:
     """The model of a class on the meta device, with the whole configuration of a folder, or with its part for texts."""
     with torch.device("meta"):

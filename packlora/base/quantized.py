@@ -23,6 +23,7 @@ from packlora.config import QuantizationConfig
 from packlora.errors import InputError
 from packlora.ops.lora_linear.library_codes import library_codes
 from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, QuantizedLinear, codes_of, state_of
+from packlora.ops.twin import twin_of
 
 FLAGS = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method", "hf_quantizer")
 """What transformers writes onto a quantised model; it refuses things that are right for other layers."""
@@ -170,33 +171,39 @@ def read_quantised(
 
 
 def read_in_codes(
-    path: str, quantization: QuantizationConfig, dtype: torch.dtype, device: torch.device
+    path: str, quantization: QuantizationConfig, dtype: torch.dtype, device: torch.device, kept: list[str] | None
 ) -> tuple[PreTrainedModel, dict[str, Codes]]:
     """A model that is saved as floats as its library quantises it, ready to be saved in codes, and the codes by module path.
+    The folder names its class.
+
+    Args:
+        kept: see kept_as_floats.
 
     Raises:
         InputError: it cannot be loaded.
     """
-    how = _loading(quantization, None, dtype, device)
-    model = read_model(path, None, made_of(dtype), **how)
+    how = _loading(quantization, None, dtype, device, kept)
+    model = read_model(path, None, made_of(dtype), own=True, **how)
     found = {name: codes for name, _, codes in _quantised(model)}
     return model, {name: own.with_stored(own.stored.detach().as_subclass(torch.Tensor)) for name, own in found.items()}
 
 
 def _loading(
-    quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
+    quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype, device: torch.device,
+    kept: list[str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """What from_pretrained is given for it."""
     own: Any
     if stored is not None:
         own = stored.loading()
     elif quantization.method == "torchao":
-        own = TorchAoConfig(_torchao_config(quantization))
+        own = TorchAoConfig(_torchao_config(quantization), modules_to_not_convert=kept)
     elif quantization.method == "int8":
-        own = BitsAndBytesConfig(load_in_8bit=True)
+        own = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
     else:
         own = BitsAndBytesConfig(
             load_in_4bit=True,
+            llm_int8_skip_modules=kept,
             bnb_4bit_quant_type=quantization.method,
             bnb_4bit_use_double_quant=quantization.double_quant,
             bnb_4bit_compute_dtype=dtype,
@@ -219,13 +226,32 @@ def _torchao_config(quantization: QuantizationConfig) -> Any:
 
 
 def quantised_paths(model: PreTrainedModel) -> list[str]:
-    """The layers of a model without weights that are quantised where that is asked for."""
+    """The layers of a model without weights that are quantised where that is asked for. Of a whole model with a text model as
+    its twin they are those of the text model, which is what a run quantises."""
+    twin = twin_of(model)
+    if twin is not None and not twin.is_own:
+        return [path for own in quantised_paths(twin.model) if (path := twin.here(own)) is not None]
     kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     return [
         path
         for path, module in model.named_modules()
         if type(module) is torch.nn.Linear and should_convert_module(path, kept)
     ]
+
+
+def kept_as_floats(model: PreTrainedModel) -> list[str] | None:
+    """What is left out of a quantised model, as its library is told of it: the largest modules without a layer of
+    quantised_paths. None where the library leaves out by itself what a run does."""
+    if (twin := twin_of(model)) is None or twin.is_own:
+        return None
+    within = {path[:end] for path in quantised_paths(model) for end, sign in enumerate(path + ".") if sign == "."}
+    linear = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear and path not in within]
+    return sorted({next(one for one in _from_the_top(path) if one not in within) for path in linear})
+
+
+def _from_the_top(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def made_of(dtype: torch.dtype) -> torch.dtype:

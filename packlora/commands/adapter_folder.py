@@ -31,6 +31,7 @@ from packlora.base.demo_model import base_path
 from packlora.base.load import own_skeleton
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
+from packlora.ops.twin import twin_of
 from packlora.report import sweep
 from packlora.report.journal import read_record
 from packlora.runtime.checkpoint import NAME
@@ -73,10 +74,11 @@ def open_adapter(path: Path, base_model: str | None) -> AdapterFolder:
     base = base_path(base_model or str(config.base_model_name_or_path))
     note = base_note(str(path), base)
     kinds = [model_type(where) for where in (str(config.base_model_name_or_path), base)]
-    if note and all(kinds) and kinds[0] != kinds[1]:
-        raise InputError(f"{note}: the architectures differ; give a base model of the first kind")
     with of_the_base():
         skeleton, base_config = own_skeleton(base, config.revision)
+    twin = twin_of(skeleton)
+    if note and all(kinds) and kinds[0] != kinds[1] and (twin is None or twin.model.config.model_type != kinds[0]):
+        raise InputError(f"{note}: the architectures differ; give a base model of the first kind")
     spec = resolve(config, skeleton, path.name, keys=stored_keys(path))
     tensors = read_tensors(path, tensor_shapes(spec, skeleton), path.name, spec.also)
     return AdapterFolder(path, config, base, skeleton, base_config, spec, tensors, note)

@@ -39,6 +39,7 @@ from packlora.adapters.files import (
 )
 from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
 from packlora.adapters.spec import whole_number
+from packlora.base.classes import unknown_architecture
 from packlora.base.load import read_model
 from packlora.base.stored import stored_as
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
@@ -52,8 +53,9 @@ from packlora.commands.as_served import (
     with_peft,
 )
 from packlora.commands.gguf_file import check_architecture, write_gguf
-from packlora.errors import InputError, WriteError, foreign, unwritten
+from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
 from packlora.files import write_file, write_folder, write_json, write_tensors
+from packlora.ops.modules import beside_decoder
 from packlora.ops.twin import twin_of
 
 Target = Literal["peft", "vllm", "sglang", "gguf"]
@@ -102,6 +104,11 @@ def export_adapter(
     opened = whole = open_adapter(adapter_dir, base_model)
     unchecked = why_not(check, opened)
     notes = [opened.note] if opened.note else []
+    if named := unknown_architecture(opened.base_config):
+        notes.append(
+            f"base model {opened.base} names {quoted(named, 80)} as its architecture, which transformers does not have; "
+            f"modules are named as in {type(opened.skeleton).__name__}"
+        )
     if target != "peft":
         _check_plain(opened, PROGRAM[target])
         _check_ends(opened, target)
@@ -290,6 +297,16 @@ def _to_know(opened: AdapterFolder, target: str) -> list[str]:
             f"it adapts {' and '.join(ends)}: {PROGRAM[target]} takes that for some families; `packlora merge` "
             "makes a plain model"
         ]
+    of_images = beside_decoder(opened.skeleton)
+    if target in ("vllm", "sglang") and (beside := [path for path in opened.spec.modules if path in of_images]):
+        reads = (
+            "reads that with --enable-tower-connector-lora alone, and"
+            if target == "vllm"
+            else "may pass that over, and"
+        )
+        notes.append(
+            f"it adapts {beside[0]}, beside the language model: {PROGRAM[target]} {reads} says so at most in its log"
+        )
     if target != "vllm" or rank <= VLLM_RANK:
         return notes
     if enough := [known for known in VLLM_RANKS if known >= rank]:

@@ -46,7 +46,6 @@ from packlora.config import QuantizationConfig
 from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
 from packlora.files import write_folder, write_json
 from packlora.ops.row_norm.row_norm import row_norm
-from packlora.ops.twin import twin_of
 
 BESIDE = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
@@ -108,8 +107,9 @@ def merge_adapter(
     merged.find(source.keys, skeleton)
     merged.find_experts(source.keys, skeleton)
     if into is not None:
-        paths = _quantised_when_trained(skeleton)
-        into.keys = {source.keys[name] for path in paths if (name := f"{path}.weight") in source.keys}
+        into.keys = {
+            source.keys[name] for path in quantised_paths(skeleton) if (name := f"{path}.weight") in source.keys
+        }
         merged.codes = into
     made: list[str] = []
 
@@ -239,14 +239,6 @@ def _copy(name: str, base: str, revision: str | None, folder: Path) -> None:
     """A file of the base, where it has it."""
     if found := cached_file(base, name, revision=revision, _raise_exceptions_for_missing_entries=False):
         shutil.copyfile(found, folder / name)
-
-
-def _quantised_when_trained(skeleton: PreTrainedModel) -> list[str]:
-    """Layers of the whole model that a run quantises, which trains a part of it where the model has a twin."""
-    twin = twin_of(skeleton)
-    if twin is None:
-        return quantised_paths(skeleton)
-    return [path for own in quantised_paths(twin.model) if (path := twin.here(own)) is not None]
 
 
 def _write_config(folder: Path, config: Any, merged: Merged, architecture: str) -> None:

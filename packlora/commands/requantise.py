@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from packlora.base.device import choose_device
-from packlora.base.load import read_skeleton
-from packlora.base.quantized import check_quantization, read_in_codes
+from packlora.base.load import own_skeleton
+from packlora.base.quantized import check_quantization, kept_as_floats, read_in_codes
 from packlora.base.weight_files import WeightFiles, keys_there
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, quoted
@@ -37,8 +37,8 @@ def requantise(dense: Path, out: Path, asked: QuantizationConfig, dtype: torch.d
     Returns:
         What was made, and how far it is from the weights, in words.
     """
-    model, codes = read_in_codes(str(dense), asked, dtype, choose_device("auto"))
-    skeleton, files = read_skeleton(str(dense), None), WeightFiles(str(dense), None)
+    (skeleton, _), files = own_skeleton(str(dense), None), WeightFiles(str(dense), None)
+    model, codes = read_in_codes(str(dense), asked, dtype, choose_device("auto"), kept_as_floats(skeleton))
     skeleton.tie_weights()
     keys = keys_there(skeleton, files)
     error = size = 0.0

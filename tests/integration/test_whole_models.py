@@ -15,7 +15,6 @@ from conftest import rows_into
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from whole_models import whole_folder
 
 import packlora
 from packlora.commands.merge import merge_adapter
@@ -34,19 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "some layers": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
     "expression": {"target_modules": r"model\.layers\..*(attn|mlp)\..*_proj", "exclude_modules": r"model\.layers\.1\.mlp.*"},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def whole_base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callable[..., str]:
-    made: dict[str, str] = {}
-
-    def make(family: str = "qwen3_5", **text: Any) -> str:
-        key = f"{family} {text}"
-        if key not in made:
-            made[key] = whole_folder(family, tokenizer, tmp_path_factory.mktemp("whole"), **text)
-        return made[key]
-
-    return make
 
 
 @pytest.fixture(scope="module")
