@@ -81,11 +81,11 @@ def test_an_exported_folder_whose_names_or_numbers_are_others_is_not_written(
 ) -> None:
     written = export.write_tensors
 
-    def renamed(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        written(path, {key.replace("language_model.", ""): tensor for key, tensor in tensors.items()})
+    def renamed(path: Path, tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        written(path, {key.replace("language_model.", ""): tensor for key, tensor in tensors.items()}, *rest)
 
-    def scaled(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        written(path, {key: tensor * (1.1 if "lora_B" in key else 1) for key, tensor in tensors.items()})
+    def scaled(path: Path, tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        written(path, {key: tensor * (1.1 if "lora_B" in key else 1) for key, tensor in tensors.items()}, *rest)
 
     for write, said in (
         (renamed, "is of no module of Qwen3_5ForConditionalGeneration"),
