@@ -30,9 +30,13 @@ UNMARKED = ("torchao",)
 
 
 def check_held(path: str, skeleton: PreTrainedModel) -> None:
-    """Refuse a folder whose files hold something else than its configuration says. A hub id is not looked at, nor a file that
-    cannot be read, which loading names."""
-    keys = _keys(Path(path))
+    """Refuse a folder whose files hold something else than its configuration says, or of which only some are there. A hub id is
+    not looked at, nor a file that cannot be read, which loading names."""
+    keys, gone = _keys(Path(path))
+    if gone:
+        raise InputError(
+            f"base_model {path!r}: the folder lacks {gone}, which its index names; it is not whole: copy or download it again"
+        )
     if not keys:
         return
     stored = stored_as(skeleton.config, path)
@@ -61,12 +65,17 @@ def _first(mark: str, keys: Collection[str]) -> str | None:
     return next((key for key in keys if re.search(mark, key)), None)
 
 
-def _keys(folder: Path) -> list[str]:
-    """Names of all tensors, as transformers looks for them; nothing where they cannot be read."""
+def _keys(folder: Path) -> tuple[list[str], str]:
+    """Names of all tensors, as transformers looks for them, nothing where they cannot be read; and a file of the index that is
+    not there beside others that are."""
     try:
         if not (folder / SINGLE).is_file():
-            return sorted(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+            files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            there = {name: (folder / name).exists() for name in sorted(set(files.values()))}
+            return sorted(files), next(
+                (name for name, is_there in there.items() if not is_there and any(there.values())), ""
+            )
         with safe_open(folder / SINGLE, "pt") as opened:
-            return list(opened.keys())
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError):
-        return []
+            return list(opened.keys()), ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError):
+        return [], ""

@@ -30,6 +30,8 @@ LISTED = 8
 """Names of weights that a message lists."""
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 """How names of a tokenizer's files begin."""
+WRAPPED = ("_orig_mod.", "module.", "base_model.model.")
+"""How names begin that were saved with what is around a model."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 """Masks and frequencies that files of older versions hold and models now make themselves."""
 
@@ -218,12 +220,16 @@ def check_weights(path: str, found: Mapping[str, Any], vocabulary: int | None = 
             f"{vocabulary}: the vocabulary was {'grown' if own > (vocabulary or 0) else 'cut'}; set it to {own}"
         )
     odd = {f"{name} is {list(saved)}, not {list(wanted)}" for name, saved, wanted in mismatched}
+    unexpected = [name for name in found.get("unexpected_keys", ()) if not OLD_BUFFERS.search(name)]
+    for prefix in WRAPPED:
+        if unexpected and all(name.startswith(prefix) for name in unexpected):
+            raise InputError(
+                f"base_model {path!r}: the names in the files begin with {prefix!r}, as those of a model in a wrapper "
+                "(torch.compile, data parallelism, PEFT); save_pretrained the model inside"
+            )
     faults = [
         (found.get("missing_keys", ()), "lack {} weights of the model that config.json describes"),
-        (
-            [name for name in found.get("unexpected_keys", ()) if not OLD_BUFFERS.search(name)],
-            "hold {} weights that the model has no place for",
-        ),
+        (unexpected, "hold {} weights that the model has no place for"),
         (odd, "hold {} weights of another shape than config.json says"),
     ]
     said = [f"{what.format(len(keys))}: {_some(sorted(keys))}" for keys, what in faults if keys]

@@ -305,13 +305,20 @@ def _quantised(model: torch.nn.Module) -> Iterator[tuple[str, Any, Codes]]:
 
 
 def _check_made(model: PreTrainedModel, path: str) -> None:
-    """Raises InputError for a layer of bitsandbytes that has got no codes: the files hold floats where codes were announced."""
-    for name, module in model.named_modules():
+    """Raises InputError for a layer of bitsandbytes that has got no codes: the files hold floats where codes were announced. An
+    output layer that is the embedding has none, and becomes a layer of floats."""
+    for name, module in list(model.named_modules()):
         kind, weight = type(module), getattr(module, "weight", None)
         if not kind.__module__.startswith("bitsandbytes.") or kind.__name__ not in ("Linear4bit", "Linear8bitLt"):
             continue
         of_8_bits = (getattr(weight, "SCB", None), module.state.SCB) if kind.__name__ == "Linear8bitLt" else ()
-        if all(own is None for own in of_8_bits or (state_of(module),)):
+        if any(own is not None for own in of_8_bits or (state_of(module),)):
+            continue
+        if weight is model.get_input_embeddings().weight:
+            plain = torch.nn.Linear(module.in_features, module.out_features, module.bias is not None, "meta")
+            plain.weight, plain.bias = weight, module.bias
+            model.set_submodule(name, plain)
+        else:
             raise InputError(
                 f"base_model {path!r}: config.json says that {name} is in codes of bitsandbytes, and the files hold floats; "
                 "mend its quantization_config, or take a whole copy of the model"

@@ -46,7 +46,12 @@ class Stored:
 
     def layers(self, skeleton: PreTrainedModel) -> list[str]:
         """The layers that are stored so, by path."""
-        linear = [path for path, module in skeleton.named_modules() if type(module) is torch.nn.Linear]
+        embedding = skeleton.get_input_embeddings().weight  # an output layer that is the embedding is of floats
+        linear = [
+            path
+            for path, module in skeleton.named_modules()
+            if type(module) is torch.nn.Linear and module.weight is not embedding
+        ]
         said = {
             "fp8": "modules_to_not_convert", "compressed-tensors": "ignore", **dict.fromkeys(BITSANDBYTES, SKIPPED),
         }.get(self.as_asked.method, "")  # fmt: skip

@@ -124,7 +124,7 @@ def merge_adapter(
             else _compared(opened, source, merged, dense)
         )
         if codes is not None:
-            made.append(requantise(dense, folder, codes, merged.dtype))
+            made.append(requantise(dense, folder, codes, merged.dtype, merged.spec.modules, merged.added))
             shutil.rmtree(dense)
         for name in BESIDE:
             _copy(name, base, revision, folder)
@@ -460,9 +460,8 @@ class Merged:
         out = exact.to(self.dtype)
         if not out.isfinite().all():
             raise InputError(f"{self.adapter_dir}: merged, {name} is not finite in {self.dtype}")
-        if self.dtype.itemsize == 2:
-            self.lost += float((out.float() - exact).square().sum())
-            self.added += float((exact - stored.float()).square().sum())
+        self.lost += float((out.float() - exact).square().sum())
+        self.added += float((exact - stored.float()).square().sum())
         return out
 
     def _folded(self, stored: torch.Tensor, path: str, leaf: str, module: ModuleSpec) -> torch.Tensor:

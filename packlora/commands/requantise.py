@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from packlora.config import QuantizationConfig
 from packlora.errors import InputError, quoted
 
 DOUBLE = "-double"
+MUCH = 1.0
+"""Times what an adapter adds, beyond which codes may have lost it."""
 KINDS = ("nf4", "nf4-double", "fp4", "fp4-double", "int8", "int4_weight_only", "int8_weight_only", "float8_weight_only")
 
 
@@ -31,8 +34,14 @@ def asked_codes(kind: str) -> QuantizationConfig | None:
     return found
 
 
-def requantise(dense: Path, out: Path, asked: QuantizationConfig, dtype: torch.dtype) -> str:
+def requantise(
+    dense: Path, out: Path, asked: QuantizationConfig, dtype: torch.dtype, adapted: Collection[str], added: float
+) -> str:
     """Quantise the model of a folder as a run quantises a base while it loads it, and save it as transformers reads it.
+
+    Args:
+        adapted: paths of layers into which an adapter is folded.
+        added: sum of squares of what it adds to them.
 
     Returns:
         What was made, and how far it is from the weights, in words.
@@ -41,15 +50,18 @@ def requantise(dense: Path, out: Path, asked: QuantizationConfig, dtype: torch.d
     model, codes = read_in_codes(str(dense), asked, dtype, choose_device("auto"), kept_as_floats(skeleton))
     skeleton.tie_weights()
     keys = keys_there(skeleton, files)
-    error = size = 0.0
+    error = size = lost = 0.0
     for path, own in codes.items():
         if (key := keys.get(f"{path}.weight")) is None:
             continue
         exact = files.read(key).float()
-        error += float((own.values(dtype).float().cpu() - exact).square().sum())
-        size += float(exact.square().sum())
+        off = float((own.values(dtype).float().cpu() - exact).square().sum())
+        error, size, lost = error + off, size + float(exact.square().sum()), lost + off * (path in adapted)
     model.save_pretrained(out)
-    off = (error / max(size, 1e-300)) ** 0.5
+    times = (lost / added) ** 0.5 if added else 0.0
     return (
-        f"the merged model is saved in {asked.described} codes, which are {off:.2%} off its weights (root mean square)"
+        f"the merged model is saved in {asked.described} codes, which are {(error / max(size, 1e-300)) ** 0.5:.2%} off its "
+        f"weights (root mean square), in adapted layers {times:.1f} times what the adapter adds"
+        + ": little of it may be left, which the adapter beside its base keeps"
+        * (times > MUCH)
     )

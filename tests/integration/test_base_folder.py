@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TINY
+from conftest import TINY, tiny_model
 from safetensors.torch import load_file, save_file
 
 from packlora.base.demo_model import DEMO_MODEL
@@ -19,6 +19,7 @@ from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import ModelShape
 
 
@@ -87,6 +88,29 @@ def test_weights_of_another_shape_are_an_error_that_names_both_shapes(copied: Pa
     change_config(copied, intermediate_size=80)
     with pytest.raises(InputError, match=r"6 weights of another shape.*down_proj.weight is \[64, 96\], not \[64, 80\]"):
         load(copied)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_weights_that_were_saved_from_inside_a_wrapper_are_said_to_be(prefix: str, copied: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    save_file({prefix + name: own for name, own in tensors.items()}, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        InputError, match=rf"names in the files begin with '{prefix}'.*save_pretrained the model inside"
+    ):
+        load(copied)
+
+
+def test_a_download_that_is_not_whole_is_refused_by_plan_as_well(tmp_path: Path, tokenizer: Any) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "base", max_shard_size="50KB")
+    tokenizer.save_pretrained(tmp_path / "base")
+    gone = sorted((tmp_path / "base").glob("model-*.safetensors"))[1]
+    gone.unlink()
+    (tmp_path / "rows.jsonl").write_text('{"text": "the quick brown fox"}\n')
+    job = {"name": "a", "data": {"path": str(tmp_path / "rows.jsonl")}}
+    tree = {"base_model": str(tmp_path / "base"), "output_dir": str(tmp_path / "out"), "jobs": [job], "device": "cpu"}
+    with pytest.raises(InputError, match=f"lacks {gone.name}, which its index names"):
+        prepare(Run.model_validate(tree))
 
 
 def test_a_vocabulary_that_was_grown_is_called_so(copied: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from peft import PeftModel
-from quantised import CONFIGS, dequantise, load_quantised
+from quantised import CONFIGS, codes_of, dequantise, dequantised, load_quantised
 from safetensors.torch import load_file, save_file
 from test_training import (
     JOBS,
@@ -158,6 +158,30 @@ def test_codes_of_four_bits_in_tensors_of_floats_stay_what_they_are(
     assert (found[storage][1][name] - dense[name]).norm() < 0.2 * dense[name].norm()
 
 
+def test_an_output_layer_that_is_the_embedding_is_of_floats_whatever_is_skipped(
+    write_rows: Rows, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A list of layers to skip stands in the place of transformers' own, which has the output layer: it is then announced in
+    codes, and saved by nobody, being the embedding."""
+    folder, dense = tmp_path / "codes", tmp_path / "dense"
+    tiny_model("llama", intermediate_size=128, tie_word_embeddings=True).save_pretrained(tmp_path / "plain")
+    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["v_proj"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=asked, device_map={"": "cpu"})
+    model.save_pretrained(folder)
+    plain = tiny_model("llama", intermediate_size=128, tie_word_embeddings=True)
+    codes = {
+        path: own for path, own in model.named_modules() if path != "lm_head" and type(own).__name__ == "Linear4bit"
+    }
+    for path, own in codes.items():
+        plain.get_submodule(path).weight.data = dequantised(codes_of(own)).float()
+    plain.save_pretrained(dense)
+    for out in (folder, dense):
+        tokenizer.save_pretrained(out)
+        job = {**JOBS[0], "train": {**JOBS[0]["train"], "max_steps": 2}}
+        train(config(str(out), tmp_path / f"out {out.name}", write_rows, [job], dtype="float64"))
+    assert distance(adapter(tmp_path / "out codes", "lora"), adapter(tmp_path / "out dense", "lora")) < 1e-10
+
+
 SAYS: dict[str, dict[str, Any] | None] = {
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
@@ -288,6 +312,7 @@ def test_an_adapter_of_a_quantised_base_is_merged_into_what_its_codes_stand_for(
     train(config(base, tmp_path / "out", write_rows, [job], quantization=DOUBLE))
     folder = tmp_path / "out" / "dora"
     plain = dequantise(load_quantised(base, "nf4 double"), torch.float32)
+    plain_weights = {name: own.clone() for name, own in plain.state_dict().items()}
     with torch.no_grad():
         want = PeftModel.from_pretrained(plain, folder)(ids).logits
         for out, asked in (("auto", {}), ("told", {"quantization": "nf4", "double_quant": True})):
@@ -306,6 +331,10 @@ def test_an_adapter_of_a_quantised_base_is_merged_into_what_its_codes_stand_for(
             off = sum(float((wanted[name] - own).square().sum()) for name, own in exact.items())
             off = (off / sum(float(own.square().sum()) for own in exact.values())) ** 0.5
             assert f"codes, which are {off:.2%} off its weights" in note
+            own_layers = [name for name in exact if "q_proj" in name or "up_proj" in name]
+            lost = sum(float((wanted[name] - exact[name]).square().sum()) for name in own_layers)
+            added = sum(float((exact[name] - plain_weights[name]).square().sum()) for name in own_layers)
+            assert f"in adapted layers {(lost / added) ** 0.5:.1f} times what the adapter adds" in note
         assert merge_adapter(folder, tmp_path / "none", base, quantization="none") is None
         dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         want = PeftModel.from_pretrained(dense, folder)(ids).logits
