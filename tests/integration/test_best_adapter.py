@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -44,9 +45,9 @@ def tree(
     """Learning rates at which held-out losses rise again; jobs with the best adapter, with an early end, and a plain one."""
     held = write_rows("held", 5, 9)
 
-    def make(out: str, on_start: bool = True, **train: Any) -> dict[str, Any]:
+    def make(out: str, on_start: bool = True, draw: int = 0, **train: Any) -> dict[str, Any]:
         def job(name: str, seed: int, **own: Any) -> dict[str, Any]:
-            data = {"path": write_rows(name, 8, seed), "eval_path": held}
+            data = {"path": write_rows(name, 8, seed + 10 * draw), "eval_path": held}
             common = {"max_steps": 9, "learning_rate": 1.0, "global_batch_size": 3}
             return {"name": name, "data": data, "adapter": {"r": 3}, "train": common | own}
 
@@ -66,8 +67,15 @@ def tree(
 def test_the_result_is_the_adapter_of_the_best_evaluation_and_an_interruption_changes_no_bit(
     tree: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    result = packlora.train(tree("whole"))
-    whole = tmp_path / "whole"
+    for draw in range(
+        12
+    ):  # which data have losses that rise at the end depends on the processor, at such learning rates
+        whole = tmp_path / f"whole-{draw}"
+        result = packlora.train(tree(whole.name, draw=draw))
+        steps = [best_of(whole, name).step for name in ("best", "early")]
+        if steps[0] not in (None, 9) and steps[1] is not None and steps[1] + 2 < 9:
+            break
+    tree = functools.partial(tree, draw=draw)
     assert [line["step"] for line in evals(whole, "best")] == [0, 2, 4, 6, 8, 9]
     assert [line["step"] for line in evals(whole, "plain")] == [0, 4, 8, 9]
     for name in ("best", "early"):

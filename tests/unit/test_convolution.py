@@ -180,7 +180,7 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     merged = Merged(WeightFiles.__new__(WeightFiles), spec, {}, torch.float32, Path("folder"))
     with pytest.raises(InputError, match="proj, a convolution of 3 groups: no one weight has its numbers"):
         merged.find({}, model)
-    opened = AdapterFolder(Path("folder"), config, "base", model, spec, {}, None)
+    opened = AdapterFolder(Path("folder"), config, "base", model, model.config, spec, {}, None)
     with pytest.raises(
         InputError, match=r"patch_embed\.proj, a convolution, which vLLM does not read; `packlora merge"
     ):
