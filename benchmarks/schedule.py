@@ -26,10 +26,8 @@ from benchmarks.schedule_cases import (
 )
 from benchmarks.schedule_plots import write_plots
 from benchmarks.schedule_time import BATCH, CAPACITY, STAGES, measure
-from packlora.schedule.bounds import padded
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import check_causality, simulate
-from packlora.schedule.types import Microbatch
 
 PROTOCOL = (
     "Four jobs of 1000 samples (the paper's number), global batches of 16 samples, microbatches of at most 4096 tokens, "
@@ -68,7 +66,7 @@ def run_schedule(out: Path, quick: bool = False, plots: bool = False) -> int:
         InputError: the file cannot be written.
     """
     check_writable(out)
-    rows = shape_rows(quick) + ablation_rows(quick) + job_rows(quick) + padding_rows(quick) + time_rows(quick)
+    rows = shape_rows(quick) + ablation_rows(quick) + job_rows(quick) + time_rows(quick)
     summary = make_summary(rows)
     if quick:
         summary = {f"part_{key}": value for key, value in summary.items()}
@@ -147,7 +145,6 @@ def plan_row(
         alone = {"method": "auto", "window_rounds": 1} if method == "apart" else {"method": method}
         planner = Planner(jobs, CAPACITY, stages=stages, cost=cost, **alone)
         windows = list(planner.windows())
-        planner.close()
         plan = [microbatch for window in windows for microbatch in window.microbatches]
         reports = [window.report for window in windows]
         packs = [pack for report in reports for pack in report.packs]
@@ -175,34 +172,6 @@ def plan_row(
     }
     print(_line(row), flush=True)
     return row
-
-
-def padding_rows(quick: bool) -> list[dict[str, Any]]:
-    """What padding each job to a multiple costs; packlora's kernels need none."""
-    rows: list[dict[str, Any]] = []
-    jobs = make_jobs(SETS["mix"], 32 if quick else 320, BATCH)
-    for multiple in (1, 64, 128):
-        planner = Planner(jobs, CAPACITY, stages=STAGES, method="greedy", padding_multiple=multiple)
-        plan = [microbatch for window in planner.windows() for microbatch in window.microbatches]
-        tokens = sum(microbatch.num_tokens for microbatch in plan)
-        rows.append(
-            {
-                "part": "padding", "case": f"mix 4 jobs S{STAGES} padded to {multiple}", "multiple": multiple,
-                "estimates": True, "microbatches": sum(not microbatch.is_noop for microbatch in plan),
-                "padded_part": _padded_tokens(plan, multiple) / tokens - 1, "failed": {},
-            }
-        )  # fmt: skip
-    return rows
-
-
-def _padded_tokens(plan: Sequence[Microbatch], multiple: int) -> int:
-    total = 0
-    for microbatch in plan:
-        tokens: Counter[str] = Counter()
-        for placed in microbatch.samples:
-            tokens[placed.job] += placed.length
-        total += sum(padded(count, multiple) for count in tokens.values())
-    return total
 
 
 def time_rows(quick: bool) -> list[dict[str, Any]]:

@@ -46,7 +46,6 @@ def main(samples: int, method: str, workers: int) -> None:
         noops += window.report.noops
         bound += window.report.bound
     seconds = time.perf_counter() - begun
-    planner.close()
     print(
         json.dumps(
             {
@@ -61,11 +60,11 @@ def main(samples: int, method: str, workers: int) -> None:
 
 
 def _windows(planner: Planner, workers: int) -> Iterator[Window]:
-    """Made in this process, or ahead by `workers` others."""
+    """Made in this process, or ahead by another."""
     if not workers:
         yield from planner.windows()
         return
-    with BackgroundPlanner(planner, workers) as background:
+    with BackgroundPlanner(planner) as background:
         yield from background.windows()
 
 

@@ -100,11 +100,6 @@ def _output_folder(path: Path) -> Iterator[None]:
 def _checked(run: Run | InputError, mesh: OneProcess) -> Run:
     if isinstance(run, InputError):
         raise run
-    if run.schedule.padding_multiple != 1:
-        raise InputError(
-            f"schedule: padding_multiple is {run.schedule.padding_multiple}, but training packs samples without padding, "
-            "which no kernel here needs; leave it at 1. `packlora plan` shows what padding would cost"
-        )
     run.parallel.check(mesh.size)
     check_trackers(run.trackers)
     if run.sweep is not None and mesh.size > 1 and run.parallel.stages == 1:

@@ -58,7 +58,7 @@ def test_a_toy_run_writes_rows_a_summary_that_is_marked_as_a_part_and_pictures(t
     content = json.loads(out.read_text())
     assert content["name"] == "schedule-cpu"
     assert {f"part_{key}" for key in REQUIRED} <= set(content["summary"])
-    assert {row["part"] for row in content["rows"]} == {"shape", "jobs", "padding", "time", "ablation"}
+    assert {row["part"] for row in content["rows"]} == {"shape", "jobs", "time", "ablation"}
     assert all(row["estimates"] for row in content["rows"] if "mix" in row["case"])
     pictures = sorted(path.name for path in tmp_path.iterdir() if path.suffix in (".png", ".svg"))
     assert pictures == ["schedule-bubble.png", "schedule-bubble.svg", "schedule-time.png", "schedule-time.svg"]
