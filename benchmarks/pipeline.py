@@ -58,7 +58,6 @@ from packlora.parallel.stages import Stage, load_stage
 from packlora.runtime import profiler
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
-from packlora.runtime.head_cost import measure_head
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory, synchronize
 from packlora.runtime.microbatch import MicrobatchResult
@@ -73,6 +72,7 @@ from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import end_times, makespan
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
 from packlora.schedule.verify import check, with_noops
+from packlora.tune.head import measure_head
 
 LAYERS_EACH = 4
 """Layers of a stage, about."""

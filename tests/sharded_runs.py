@@ -141,7 +141,7 @@ class Training:
 
     def keep_step(self, backward: bool) -> None:
         if isinstance(self.storage, Shards):
-            self.storage.keep_step(self.attached, backward)
+            self.storage.idle(self.attached, backward)
 
 
 def difference(rank: int, folder: str, case: Case, steps: int = STEPS) -> tuple[int, float]:

@@ -18,8 +18,6 @@ import torch
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
-from packlora.parallel.experts import ExpertSlices
-from packlora.parallel.sharded import Shards
 from packlora.runtime.balance import with_balance
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import logps_of, sum_by_owner, token_losses, told_of
@@ -147,10 +145,7 @@ class SingleDevice:
         return -(-tokens // self.multiple) * self.multiple
 
     def idle(self, backward: bool) -> None:
-        if isinstance(
-            self.base.storage, Shards | ExpertSlices
-        ):  # the others gather weights or exchange rows, which takes all
-            self.base.storage.keep_step(self.attached, backward)
+        self.base.storage.idle(self.attached, backward)
 
     def plans(self) -> list[dict[str, Any]]:
         return [line for chooser in self.attached.choosers for line in chooser.record()]

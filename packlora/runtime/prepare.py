@@ -33,12 +33,10 @@ from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
 from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.head_cost import known_head
-from packlora.runtime.library_optimizer import check_optim
+from packlora.runtime.optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.starts import check_start_of_weights
-from packlora.runtime.sweep import Sweep, check_compared, doubts
-from packlora.runtime.wholeness import check_parallel, check_parameters, whole_alone
 from packlora.terminal import Told, silent
 
 
@@ -106,27 +104,40 @@ def prepare(
         run, tokenizer, budget, shape, jobs, warnings, {**left_out, **gone}, asks, quantization, encoder, vision, in_codes,
         known_head(run, shape, device),
     )  # fmt: skip
-    check_parallel(prepared, skeleton)
-    check_compared(run, jobs)
+    if run.parallel.in_parts or run.parallel.is_sharded or quantization is not None:
+        from packlora.runtime.wholeness import check_parallel
+
+        check_parallel(prepared, skeleton)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
-    if run.sweep is not None and not resumed:
-        prepared.warnings += _try_candidates(prepared, Sweep(run))
+    if run.sweep is not None:
+        from packlora.runtime.sweep import check_compared
+
+        check_compared(run, jobs)
+        if not resumed:
+            prepared.warnings += _try_candidates(prepared)
     return prepared
 
 
 def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the run cannot train the adapter."""
-    check_parameters(run, job.name, spec)
+    if spec.parameter is not None and run.cuda_graphs is True:
+        raise InputError(
+            f"job {job.name!r} adapts {spec.parameter}, experts or a router, which cuda_graphs: true does not serve in this "
+            "version; leave that out, or name linear layers alone in target_modules"
+        )
     check_start_of_weights(run, job, spec, skeleton)
 
 
-def _try_candidates(prepared: PreparedRun, sweep: Sweep) -> list[str]:
+def _try_candidates(prepared: PreparedRun) -> list[str]:
     """What cannot be wrong with the first candidates of a sweep may be with later ones. Raises InputError.
 
     Returns:
         What should be known of the sweep.
     """
+    from packlora.runtime.sweep import Sweep, doubts
+
+    sweep = Sweep(prepared.run)
     later, _ = prepare_more(prepared, sweep.unlike(), prepared.budget)
     return doubts(sweep, later)
 
@@ -184,8 +195,11 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
         _check_spec(run, job, spec, encoder.skeleton)
-        if prepared.quantization is not None and (found := whole_alone(spec, encoder.skeleton, quantized=True)):
-            raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
+        if prepared.quantization is not None:
+            from packlora.runtime.wholeness import whole_alone
+
+            if found := whole_alone(spec, encoder.skeleton, quantized=True):
+                raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
         out.append(one)
         notes += spec.notes + doubts

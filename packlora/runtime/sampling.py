@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -22,13 +23,15 @@ from packlora.base.model import Base
 from packlora.base.packing import packed_logits
 from packlora.data.prompts import Prompt, answer_ends
 from packlora.parallel.replicas import ALONE, Alone
-from packlora.parallel.stages import Stage
 from packlora.report.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
 from packlora.runtime.evaluate import is_multiple
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory
 from packlora.runtime.microbatch import one_error_for_memory
+
+if TYPE_CHECKING:
+    from packlora.parallel.stages import Stage
 
 MOST_TOKENS = 4096
 """Of prompts with their answers that run together, where there are several."""
@@ -150,6 +153,6 @@ class Sampler:
         with self.attached.active(owners):
             at = (self.base.model, ids_T, positions_T, sizes, last_L)
             storage = self.base.storage
-            logits_LV = storage.logits(*at) if isinstance(storage, Stage) else packed_logits(*at)
+            logits_LV = cast("Stage", storage).logits(*at) if storage.is_stage else packed_logits(*at)
         found: list[int] = [0] * len(lengths) if logits_LV is None else logits_LV[: len(lengths)].argmax(-1).tolist()
         return found

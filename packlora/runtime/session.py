@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,33 +26,26 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
-from packlora.parallel.cut import load_cut
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh, OneProcess
-from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import ALONE, Alone, Replicas
-from packlora.parallel.sharded import load_sharded
-from packlora.parallel.stages import Stage, load_stage
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
-from packlora.report.trackers import trackers
 from packlora.result import Result
 from packlora.runtime import profiler
 from packlora.runtime.changes import Change, leaves, whole_run
 from packlora.runtime.control import Refusal
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
-from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
 from packlora.runtime.members import make_job, place
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.parts import holders, parts_of
-from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
@@ -64,7 +57,6 @@ from packlora.runtime.record import (
     versions,
     write_record,
 )
-from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.resume import (
     SavedRun,
     began,
@@ -78,14 +70,15 @@ from packlora.runtime.resume import (
     same_data,
     starting_steps,
 )
-from packlora.runtime.sampling import Sampler
 from packlora.runtime.signals import stop_signals
-from packlora.runtime.spread import choose, one_device
-from packlora.runtime.stage import StageDevice
-from packlora.runtime.sweep import Sweep, begun, check_open
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.terminal import Activity, Told, silent
+
+if TYPE_CHECKING:
+    from packlora.parallel.pipeline import Links
+    from packlora.parallel.stages import Stage
+    from packlora.runtime.stage import StageDevice
 
 CLOSED = (
     "output_dir {}: jobs have joined this run or left it while it trained, or are to do so now, which one process can do, or "
@@ -142,31 +135,38 @@ class Session:
         Returns:
             How the whole run ended, on every process.
         """
-        trainer, mesh = self.set_up(), self.mesh
+        trainer = self.set_up()
         told = trainer.events if trainer is not None else Emitter()
+        if isinstance(self.mesh, Mesh):
+            return self._train_on_several(self.mesh, trainer, told, subscribers)
+        assert trainer is not None
+        with contextlib.ExitStack() as held:
+            told.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
+            self._sample(trainer)
+            return trainer.fit()
+
+    def _train_on_several(
+        self, mesh: Mesh, trainer: Trainer | None, told: Emitter, subscribers: Sequence[Subscriber]
+    ) -> Result:
+        from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
+
         with contextlib.ExitStack() as held:
             outer, hub = told, None
-            if isinstance(mesh, Mesh) and mesh.is_first:
+            if mesh.is_first:
                 outer = Emitter()
                 hub = Hub(mesh, self.layout, outer, told, [job.name for job in self.run.jobs], self.logged)
                 told.subscribe(hub)
-            elif isinstance(mesh, Mesh) and self.group.leads:
-                told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
-            if mesh.is_first:
                 outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
-            generates = self.group.leads or self.layout.is_in_parts
-            if trainer is not None and generates:
-                told.subscribe(self._sampler(trainer))
+            elif self.group.leads:
+                told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
+            if trainer is not None and (self.group.leads or self.layout.is_in_parts):
+                self._sample(trainer)
             result = trainer.fit() if trainer is not None else None
-            if isinstance(mesh, Mesh):
-                with stop_signals(outer):
-                    if hub is not None:
-                        result = hub.finish()
-                    else:
-                        await_end(mesh)
-        if not isinstance(mesh, Mesh):
-            assert result is not None
-            return result
+            with stop_signals(outer):
+                if hub is not None:
+                    result = hub.finish()
+                else:
+                    await_end(mesh)
         return result_from(mesh.gather(result_of(result))[0])
 
     def set_up(self) -> Trainer | None:
@@ -178,8 +178,10 @@ class Session:
         self.run, self.new = whole_run(run, self.saved) if self.saved is not None else (run, [])
         self.changes = self.saved.changes if self.saved is not None else []
         if self.saved is None:
-            self.run, self.changes = together(mesh, lambda: begun(run))
+            self.run, self.changes = together(mesh, self._with_candidates)
         elif self.new and run.sweep is not None:
+            from packlora.runtime.sweep import Sweep
+
             Sweep(run).refuse_names(self.new)
         run = self.run
         self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
@@ -187,7 +189,11 @@ class Session:
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
         self.layout, self.group = self._choose_layout(prepared), ALONE
-        check_open(run, self._is_open, self.layout.devices_per_job, mesh.size)
+        if run.sweep is not None and not self._is_open:
+            raise InputError(
+                "sweep: candidates join and leave pipelines that share all jobs, but parallel.devices_per_job is "
+                f"{self.layout.devices_per_job}; set it to {mesh.size}"
+            )
         if isinstance(mesh, Mesh):
             self.group = self._group(mesh)
         if self.saved is not None and not self._is_open and (self.changes or self.new):
@@ -201,7 +207,11 @@ class Session:
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
         events = Emitter()
-        executor = graphed(run, base, self.single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
+        executor: Executor = self.single
+        if run.cuda_graphs is True or base.device.type == "cuda":
+            from packlora.runtime.graphs import graphed
+
+            executor = graphed(run, base, self.single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
 
         # 4. Continue where checkpoints say, or start.
         record = run_record(prepared, base, known, self.saved, self.layout)
@@ -223,7 +233,9 @@ class Session:
             return None
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
         more: dict[str, Any] = {"members": members, "tokens_of_gone": tokens}
-        if isinstance(self.group, Links):
+        if self.group.stages > 1:
+            from packlora.runtime.pipelined import PipelinedTrainer
+
             more["cost"] = profiler.planning_cost(run, prepared, self.group.stages)
             return PipelinedTrainer(*loop, **more)
         return Trainer(*loop, **more)
@@ -233,6 +245,10 @@ class Session:
         out: list[Subscriber] = [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
         if closed:
             out.append(Refusal(self.output_dir, self.mesh.size))
+        if not self.run.trackers:
+            return out, []
+        from packlora.report.trackers import trackers
+
         told, failed = trackers(self.run.trackers, self.output_dir)
         return out + told, failed
 
@@ -242,6 +258,14 @@ class Session:
         return self.mesh.size == 1 or (self.layout.pipeline > 1 and len(self.layout.groups) == 1)
 
     # --- the parts -----------------------------------------------------------------------------------------------------
+
+    def _with_candidates(self) -> tuple[Run, list[Change]]:
+        """The run with the first candidates of its sweep, and the changes that they are."""
+        if self.run.sweep is None:
+            return self.run, []
+        from packlora.runtime.sweep import begun
+
+        return begun(self.run)
 
     def _saved(self) -> SavedRun | None:
         if not self.output_dir.is_dir():
@@ -263,7 +287,9 @@ class Session:
     def _choose_layout(self, prepared: PreparedRun) -> Layout:
         """By what the first process knows of memory, and the least that a device has."""
         if self.mesh.size == 1:
-            return one_device(prepared)
+            return Layout((tuple(job.data.name for job in prepared.jobs),))
+        from packlora.runtime.spread import choose
+
         known = profiler.profile(self.run, prepared)
         told = self.mesh.gather([float(known.kept_bytes), float(known.bytes_per_token), known.room])
         kept, each, _ = told[0]
@@ -275,17 +301,21 @@ class Session:
             prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
         return taken.layout
 
-    def _sampler(self, trainer: Trainer) -> Sampler:
-        """What generates texts, a subscriber of the process that leads these jobs, or of all where none has a whole model."""
+    def _sample(self, trainer: Trainer) -> None:
+        """Texts are generated by the process that leads these jobs, or by all where none has a whole model."""
+        from packlora.runtime.sampling import Sampler
+
         group = self.group if self.layout.is_in_parts else ALONE
         lines = read_lines(self.output_dir / SAMPLES, "job", "step")
         known = {(str(job), step) for job, step in group.told([[line["job"], line["step"]] for line in lines])}
         parts = (trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events)
-        return Sampler(*parts, known, group)
+        trainer.events.subscribe(Sampler(*parts, known, group))
 
     def _group(self, mesh: Mesh) -> Replicas:
         if self.layout.pipeline == 1:
             return Replicas(mesh, self.layout)
+        from packlora.parallel.pipeline import Links
+
         device = choose_device(self.run.device)
         own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         return Links(mesh, self.layout, own)
@@ -293,12 +323,20 @@ class Session:
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
         with self._told() as told:
             told(f"loading {self.run.base_model}")
-            if isinstance(self.group, Links):
+            if self.group.stages > 1:
+                from packlora.parallel.stages import load_stage
+
                 counts = profiler.stage_layers(self.run, prepared, self.group.stages)
-                base = load_stage(self.run, prepared.tokenizer, prepared.longest_run, self.mesh, self.group, counts)
+                base = load_stage(
+                    self.run, prepared.tokenizer, prepared.longest_run, self.mesh, cast("Links", self.group), counts
+                )
             elif self.group.model is not None:
+                from packlora.parallel.cut import load_cut
+
                 base = load_cut(self.run, prepared.tokenizer, prepared.longest_run, self.group)
             elif self.group.shards is not None:
+                from packlora.parallel.sharded import load_sharded
+
                 base = load_sharded(self.run, prepared.tokenizer, prepared.longest_run, self.group.shards)
             else:
                 base = load_base(self.run, prepared.tokenizer, prepared.longest_run, prepared.vision)
@@ -386,7 +424,7 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
         base.storage,
         None if base.vision is None else base.vision.example,
     )
-    if not isinstance(replica, Links) or replica.is_first:
+    if replica.is_first:
         noisy_embeddings(base.model, attached)
     jobs, whole, group = [], parts_of(adapters, replica), holders(replica)
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
@@ -396,8 +434,10 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
     if prepared.run.keep_outputs:
         base.kept_outputs = keep_outputs(base.model)
     multiple = dist.get_world_size(group) if group is not None and prepared.run.parallel.sequence_parallel else 1
-    if isinstance(base.storage, Stage):
-        return StageDevice(base, attached, base.storage, multiple), jobs
+    if base.storage.is_stage:
+        from packlora.runtime.stage import StageDevice
+
+        return StageDevice(base, attached, cast("Stage", base.storage), multiple), jobs
     return SingleDevice(base, attached, multiple), jobs
 
 

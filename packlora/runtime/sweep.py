@@ -412,15 +412,6 @@ def _never_ends(sweep: Sweep, steps: int) -> str:
     return ""
 
 
-def check_open(run: Run, is_open: bool, devices_per_job: int, processes: int) -> None:
-    """Raises InputError where there is a sweep and jobs may not join and leave. is_open: whether they may."""
-    if run.sweep is not None and not is_open:
-        raise InputError(
-            "sweep: candidates join and leave pipelines that share all jobs, but parallel.devices_per_job is "
-            f"{devices_per_job}; set it to {processes}"
-        )
-
-
 def begun(run: Run) -> tuple[Run, list[Change]]:
     """A run with the first candidates of its sweep, and the changes that they are."""
     if run.sweep is None:
