@@ -96,6 +96,15 @@ class Adapter:
         """Elements of them all, of all slices."""
         return sum(map(math.prod, self.whole_shapes.values()))
 
+    def own_of(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This process's parts of whole tensors, by the names of `named_parameters`."""
+        own = {}
+        for name, tensor in whole.items():
+            path, _, attribute = name.rpartition("/")
+            if path in self.weights:
+                own[name] = self.weights[path].own(attribute, tensor)
+        return own
+
     @property
     def on_experts(self) -> int:
         """Those of them that are on experts."""

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
-from packlora.data import stream as streams
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_some
 from packlora.data.images import Shown
@@ -75,6 +74,8 @@ class Encoder:
         self, job: JobConfig, spec: AdapterSpec, eval_rows: list[Rows], budget: int, told: Told
     ) -> tuple[PreparedJob, list[str]]:
         """As `job`, of one whose rows are read in training."""
+        from packlora.data import stream as streams
+
         seed, size, own = self.run.seed_of(job), job.train.global_batch_size, job.data
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
 

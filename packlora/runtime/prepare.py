@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig
@@ -20,9 +21,7 @@ from packlora.base.device import choose_device, settle_dtype
 from packlora.base.held import check_held
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
-from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
-from packlora.base.stored import read_as_floats, stored_as
-from packlora.base.vision import Vision
+from packlora.base.stored import MADE, check_stored, read_as_floats, stored_as
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.images import Shown
 from packlora.data.readers import is_there
@@ -38,6 +37,9 @@ from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, Pre
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.starts import check_start_of_weights
 from packlora.terminal import Told, silent
+
+if TYPE_CHECKING:
+    from packlora.base.vision import Vision
 
 
 def prepare(
@@ -59,6 +61,8 @@ def prepare(
     settle_dtype(run)
     check_liger(run.liger, device, run.dtype)
     if run.quantization is not None and run.quantization.method in MADE:
+        from packlora.base.quantized import check_quantization
+
         check_quantization(run.quantization, device)
     gone, budgets = gone or {}, budgets or {}
     left_out = _jobs_without_data(run, gone) if resumed else {}
@@ -146,6 +150,8 @@ def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Visi
     """What the base model is given for images, where rows have some. Raises InputError where it reads none here."""
     if not any(half.images for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
+    from packlora.base.vision import Vision
+
     return Vision.of(base_path(run.base_model), run.revision, skeleton.config)
 
 
@@ -162,14 +168,18 @@ def _quantization(
     with other settings."""
     path = base_path(run.base_model)
     found = check_stored(run.quantization, skeleton.config, path)
-    saved = stored_as(skeleton.config, path) is not None
-    if found is not None and (run.quantization is None or found.method not in MADE or saved):
+    if found is None:
+        check_held(path, skeleton)
+        return None, (0, 0)
+    from packlora.base.quantized import check_quantization, codes_in
+
+    if run.quantization is None or found.method not in MADE or stored_as(skeleton.config, path) is not None:
         check_quantization(found, device, f"base_model {path!r}")
         try:
             run.check_quantized(f"base_model {path!r} is saved as {found.described}")
         except ValueError as error:
             raise InputError(str(error)) from None
-    taken = (0, 0) if found is None else codes_in(skeleton, found, path, getattr(torch, run.dtype))
+    taken = codes_in(skeleton, found, path, getattr(torch, run.dtype))
     check_held(path, skeleton)
     return found, taken
 

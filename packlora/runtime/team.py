@@ -6,13 +6,16 @@ A process alone is a team of one, for which nothing of this costs anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.replicas import Alone
 from packlora.runtime.events import StopRequest
 from packlora.runtime.job import Job
+
+if TYPE_CHECKING:
+    from packlora.parallel.adapter import SharedGradient
 
 
 class Team:
@@ -72,6 +75,8 @@ class Team:
         ]
         summed = torch.cat(numbers)
         if self.group.exchanges:
+            from packlora.parallel.adapter import SharedGradient
+
             for job, gradient in zip(jobs, gradients, strict=True):
                 if job.name not in self._shared:
                     self._shared[job.name] = SharedGradient(job.adapter, self.group.alike)

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from packlora.schedule import milp
 from packlora.schedule.cost import CostModel
-from packlora.schedule.solve import JobRounds, Solver, Task, finish, solve_window
+from packlora.schedule.solve import JobRounds, Solver, Task, by_programs, finish, solve_window
 from packlora.schedule.types import METHODS, Carry, JobBatches, ScheduleError, Window
 
 WINDOW_ROUNDS = 16
@@ -65,7 +64,7 @@ class Planner:
         time_limit_s: float = 10.0,
         cost: CostModel | None = None,
         window_rounds: int = WINDOW_ROUNDS,
-        solver: Solver = milp.solve,
+        solver: Solver = by_programs,
     ) -> None:
         if method not in METHODS:
             raise ScheduleError(f"schedule method {method!r} is not known; there are {', '.join(METHODS)}")

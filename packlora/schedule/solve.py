@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from packlora.schedule import bounds, milp
+from packlora.schedule import bounds
 from packlora.schedule.bins import Packing, pack, repack
 from packlora.schedule.compact import compact
 from packlora.schedule.cost import CostModel
@@ -63,7 +63,14 @@ Solver = Callable[[dict[str, Any], float], dict[str, Any]]
 """Packs a unit by integer programs, as milp.solve does."""
 
 
-def solve_window(task: Task, solver: Solver = milp.solve) -> Window:
+def by_programs(problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
+    """Answer as milp.solve does, which is loaded when the first unit needs it."""
+    from packlora.schedule import milp
+
+    return milp.solve(problem, time_limit_s)
+
+
+def solve_window(task: Task, solver: Solver = by_programs) -> Window:
     """The window without any carry; `finish` puts the no-ops in that the slots before it make necessary.
 
     Args:
