@@ -158,7 +158,6 @@ def microbatches(trainer: Trainer) -> dict[str, int]:
             [job.data.planned for job in trainer.jobs], trainer.budget.tokens, method=method, window_rounds=window
         )
         out[name] = sum(len(planner.window(start).microbatches) for start in range(0, WINDOW_ROUNDS, window))
-        planner.close()
     return out
 
 

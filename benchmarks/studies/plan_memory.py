@@ -107,7 +107,6 @@ def measured_row(case: Case, device: torch.device, tiny: bool) -> dict[str, Any]
         trainer = trainer_of(prepared, base, Path(scratch))
         planner = Planner([job.data.planned for job in trainer.jobs], budget, window_rounds=ROUNDS)
         windows = [planner.window(first) for first in (0, ROUNDS)]
-        planner.close()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         for window in windows:

@@ -332,7 +332,6 @@ def measure(trainer: Trainer, peft: Peft, rounds: int, warmup: int, units: int) 
         print(row, flush=True)
         if number >= warmup:
             rows.append(row)
-    planner.close()
     return rows
 
 

@@ -129,7 +129,6 @@ def compare(label: str, jobs: list[dict[str, Any]], scratch: Path, warmup: int, 
         print(row, flush=True)
         if number >= warmup:
             rows.append(row)
-    planner.close()
     return rows
 
 

@@ -57,13 +57,7 @@ def prepare(
         budgets: of jobs that joined a run whose budget is its own choice, the most tokens of a sample.
         moment: what a chat template sees as now.
     """
-    device = choose_device(run.device)
-    settle_dtype(run)
-    check_liger(run.liger, device, run.dtype)
-    if run.quantization is not None and run.quantization.method in MADE:
-        from packlora.base.quantized import check_quantization
-
-        check_quantization(run.quantization, device)
+    device = _check_device(run)
     gone, budgets = gone or {}, budgets or {}
     left_out = _jobs_without_data(run, gone) if resumed else {}
     run_jobs = [job for job in trained(run) if job.name not in left_out and job.name not in gone]
@@ -115,12 +109,20 @@ def prepare(
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     if run.sweep is not None:
-        from packlora.runtime.sweep import check_compared
-
-        check_compared(run, jobs)
-        if not resumed:
-            prepared.warnings += _try_candidates(prepared)
+        _check_sweep(prepared, resumed)
     return prepared
+
+
+def _check_device(run: Run) -> torch.device:
+    """The device of a run. Raises InputError where it has not what the run asks for."""
+    device = choose_device(run.device)
+    settle_dtype(run)
+    check_liger(run.liger, device, run.dtype)
+    if run.quantization is not None and run.quantization.method in MADE:
+        from packlora.base.quantized import check_quantization
+
+        check_quantization(run.quantization, device)
+    return device
 
 
 def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
@@ -133,17 +135,15 @@ def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTraine
     check_start_of_weights(run, job, spec, skeleton)
 
 
-def _try_candidates(prepared: PreparedRun) -> list[str]:
-    """What cannot be wrong with the first candidates of a sweep may be with later ones. Raises InputError.
+def _check_sweep(prepared: PreparedRun, resumed: bool) -> None:
+    """Raises InputError where candidates cannot be compared or, of a run that begins, cannot all be trained."""
+    from packlora.runtime.sweep import Sweep, check_compared, doubts
 
-    Returns:
-        What should be known of the sweep.
-    """
-    from packlora.runtime.sweep import Sweep, doubts
-
-    sweep = Sweep(prepared.run)
-    later, _ = prepare_more(prepared, sweep.unlike(), prepared.budget)
-    return doubts(sweep, later)
+    check_compared(prepared.run, prepared.jobs)
+    if not resumed:
+        sweep = Sweep(prepared.run)
+        later, _ = prepare_more(prepared, sweep.unlike(), prepared.budget)
+        prepared.warnings += doubts(sweep, later)
 
 
 def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Vision | None:
