@@ -92,8 +92,8 @@ def test_demo_run_file_is_valid_and_its_jobs_share_microbatches(folder: Path) ->
 def test_two_steps_on_the_real_model_lower_the_loss_and_peft_gives_the_held_out_loss_that_packlora_reports(
     folder: Path, tmp_path: Path
 ) -> None:
-    """PEFT on the unpacked held-out samples, after training, against the last held-out loss of the run. In float64: how far
-    30 layers round in float32 depends on the processor, by a factor of ten.
+    """PEFT on the unpacked held-out samples, after training, against the last held-out loss of the run. The loss is made of its
+    logits in float64: torch adds up 49152 exponentials in float32 as wide as the processor's registers are.
     """
     short = [json.loads(line) for line in (EXAMPLES / "data/debian_synopsis/train.jsonl").read_text().splitlines()]
     short.sort(key=lambda row: len(row["prompt"]))
@@ -112,12 +112,9 @@ def test_two_steps_on_the_real_model_lower_the_loss_and_peft_gives_the_held_out_
         job["train"] |= {"global_batch_size": 2, "max_steps": 2}
     result = packlora.train(
         Run.model_validate(
-            {
-                "base_model": "smollm2-135m", "output_dir": str(tmp_path / "out"), "device": "cpu", "dtype": "float64",
-                "jobs": jobs,
-            }
+            {"base_model": "smollm2-135m", "output_dir": str(tmp_path / "out"), "device": "cpu", "jobs": jobs}
         )
-    )  # fmt: skip
+    )
     assert result.status == "done"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     samples = encode_rows(read_rows(str(paths[1]), "x"), tokenizer, DataConfig(path="x"), 4096, "x").samples
@@ -125,14 +122,14 @@ def test_two_steps_on_the_real_model_lower_the_loss_and_peft_gives_the_held_out_
         assert job.eval_before is not None
         assert job.eval_after is not None
         assert job.eval_after < job.eval_before - 0.01
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         model = PeftModel.from_pretrained(base, tmp_path / "out" / name)
         total, count = 0.0, 0
         for sample in samples:
             ids = torch.from_numpy(sample.ids).long()
             with torch.no_grad():
                 logits = model(input_ids=ids[None]).logits[0, :-1]
-            losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+            losses = torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="none")
             total += float(losses[torch.from_numpy(sample.is_label[1:])].sum())
             count += sample.num_labels
-        assert abs(total / count - job.eval_after) < 1e-8
+        assert abs(total / count - job.eval_after) < 2e-6
