@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -25,9 +26,10 @@ from packlora.base.stored import read_as_floats, stored_as
 from packlora.base.vision import Vision
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.images import Shown
+from packlora.data.prompts import listed, taught_end
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
@@ -102,6 +104,7 @@ def prepare(
         one, doubts = encoder.job(job, specs[job.name], rows[job.name], eval_rows[job.name], most, told)
         jobs.append(one)
         warnings += doubts
+    warnings += _unstopped(skeleton, tokenizer, jobs)
     prepared = PreparedRun(
         run, tokenizer, budget, shape, jobs, warnings, {**left_out, **gone}, asks, quantization, encoder, vision, in_codes,
         known_head(run, shape, device),
@@ -113,6 +116,20 @@ def prepare(
     if run.sweep is not None and not resumed:
         prepared.warnings += _try_candidates(prepared, Sweep(run))
     return prepared
+
+
+def _unstopped(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:
+    """A note where answers are learnt with an end at which generation with the base's own settings goes on."""
+    end, settings = taught_end(tokenizer), getattr(skeleton, "generation_config", None)
+    ends = listed(getattr(settings, "eos_token_id", None))
+    samples = (sample for job in jobs for sample in job.encoded.samples)
+    if end is None or end in ends or not any((sample.ids[sample.is_label] == end).any() for sample in samples):
+        return []
+    return [
+        f"answers are learnt to end with {quoted(tokenizer.convert_ids_to_tokens(end))} (token {end}), and the base's "
+        f"generation settings stop at {', '.join(map(str, ends)) or 'no token'}; packlora's own answers stop at it; to serve "
+        f"the adapters elsewhere, add {end} to eos_token_id in generation_config.json of the base or the merged model"
+    ]
 
 
 def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from packlora.config import DataConfig
 from packlora.data.encode import encode_rows
+from packlora.data.prompts import answer_ends, taught_end
 from packlora.data.rows import check_row
 from packlora.errors import InputError
 
@@ -232,6 +233,28 @@ def test_what_is_learnt_is_what_trl_marks_and_every_part_of_the_assistant_alone(
     headers = headers_of(file.read_text(), tokenizer)
     wrong = {name: judged(name, turns, file, tokenizer, headers) for name, turns in CONVERSATIONS.items()}
     assert not {name: problem for name, problem in wrong.items() if problem}
+
+
+PUBLISHED_ENDS = {
+    "qwen": ["<|im_end|>", "<|endoftext|>"], "lfm2": ["<|im_end|>"], "nemotron": ["<|im_end|>"],
+    "gptoss": ["<|return|>", "<|call|>"], "glm4moe": ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    "phi3": ["<eos>", "<|assistant|>", "<|end|>"],
+    "llama3": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "deepseek": ["<｜end▁of▁sentence｜>"], "llava": ["</s>"],
+    "gemma4": ["<eos>", "<turn|>", "<|tool_response>"], "diffusion_gemma": ["<eos>", "<turn|>", "<|tool_response>"],
+    "gemma": ["<eos>", "<end_of_turn>"], "cohere": ["<|END_OF_TURN_TOKEN|>"], "idefics3": ["<end_of_utterance>"],
+    "smolvlm": ["<end_of_utterance>"], "muse": ["<|eot|>"],
+}  # fmt: skip
+"""End tokens of the generation settings of published models, by how the names of their templates begin."""
+
+
+@pytest.mark.skipif(not FILES, reason="TRL's wheel is not there; make test installs it, without what it needs")
+def test_answers_are_learnt_to_end_where_published_generation_settings_stop() -> None:
+    for file in FILES:
+        tokenizer, name = tokenizer_of(file.read_text()), next(filter(file.stem.startswith, PUBLISHED_ENDS))
+        tokenizer.add_tokens(PUBLISHED_ENDS[name], special_tokens=True)
+        end = taught_end(tokenizer)
+        assert end in tokenizer.convert_tokens_to_ids(PUBLISHED_ENDS[name]), file.stem
+        assert end in answer_ends(tokenizer, None)
 
 
 @pytest.mark.skipif(not FILES, reason="TRL's wheel is not there; make test installs it, without what it needs")
