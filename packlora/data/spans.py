@@ -289,7 +289,10 @@ class _Turns:
         owner, last = self.owners[number], self.groups[number][-1].stop
         token = _token_of(self.found.template)
         if is_last and last + len(end) >= len(self.text.rstrip()):
-            stop = token.match(self._next_header(number) or "", len(end))
+            header = self._next_header(number)
+            if header is None:  # a thought that is left out before another message
+                header = end + self.windows.behind_an_answer(A_USER)
+            stop = token.match(header, len(end))
             self.text = self.text[: last + len(end)] + (stop[0] if stop else "")
         else:
             stop, header = token.match(gap, len(end)), self.around.header.strip()

@@ -74,6 +74,7 @@ CONVERSATIONS: dict[str, Turns] = {
     "says and calls": [ASKED, answer("asay", tool_calls=[PARIS]), DONE, answer("aone")],
     "calls last": [ASKED, CALLS],
     "reasons": [ASKED, answer("aone", reasoning_content="rone")],
+    "thought alone": [ASKED, answer("", reasoning_content="rone")],
     "thinks": [ASKED, answer("<think>\nrone\n</think>\n\naone")],
     "thinks loosely": [ASKED, answer("<think>rone</think>aone")],
     "opens": [answer("aone"), ASKED, answer("atwo")],
@@ -243,6 +244,17 @@ def test_what_is_learnt_is_what_trl_marks_and_every_part_of_the_assistant_alone(
     headers = headers_of(file.read_text(), tokenizer)
     wrong = {name: judged(name, turns, file, tokenizer, headers) for name, turns in CONVERSATIONS.items()}
     assert not {name: problem for name, problem in wrong.items() if problem}
+
+
+@pytest.mark.skipif(not FILES, reason="TRL's wheel is not there; make test installs it, without what it needs")
+@pytest.mark.parametrize("name", ["gptoss", "muse_glimmer", "qwen3"])
+def test_a_thought_of_white_space_is_none_and_a_content_that_is_null_is_empty(name: str) -> None:
+    (file,) = (file for file in FILES if file.stem == name)
+    tokenizer = tokenizer_of(file.read_text())
+    plain, blank = ([ASKED, answer("aone", **more)] for more in ({}, {"reasoning_content": " \n"}))
+    assert encoded(tokenizer, blank).ids.tolist() == encoded(tokenizer, plain).ids.tolist()
+    null = [ASKED, {"role": "assistant", "content": None, "reasoning_content": "rone"}]
+    assert learnt(tokenizer, null) == learnt(tokenizer, CONVERSATIONS["thought alone"])
 
 
 PUBLISHED_ENDS = {
