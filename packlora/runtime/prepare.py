@@ -104,10 +104,9 @@ def prepare(
         one, doubts = encoder.job(job, specs[job.name], rows[job.name], eval_rows[job.name], most, told)
         jobs.append(one)
         warnings += doubts
-    warnings += _unstopped(skeleton, tokenizer, jobs)
     prepared = PreparedRun(
-        run, tokenizer, budget, shape, jobs, warnings, {**left_out, **gone}, asks, quantization, encoder, vision, in_codes,
-        known_head(run, shape, device),
+        run, tokenizer, budget, shape, jobs, warnings + _unstopped(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
+        quantization, encoder, vision, in_codes, known_head(run, shape, device),
     )  # fmt: skip
     check_parallel(prepared, skeleton)
     check_compared(run, jobs)
