@@ -109,7 +109,8 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool = False
 
 
 def model_of(config: Any, path: str, trust_remote_code: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model that a configuration describes, with random weights. path: for messages. dtype: None is the configuration's."""
+    """The model that a configuration describes, with random weights, and with the generation settings of its folder or hub id.
+    dtype: None is the configuration's."""
     model = load_part(
         "model",
         path,
@@ -122,7 +123,13 @@ def model_of(config: Any, path: str, trust_remote_code: bool, dtype: torch.dtype
     )
     assert isinstance(model, PreTrainedModel)
     set_twin(model, load_part("model", path, lambda: twin_of_trained(config)))
+    load_part("generation settings", path, lambda: _set_generation(model, path, getattr(config, "_commit_hash", None)))
     return model
+
+
+def _set_generation(model: PreTrainedModel, path: str, revision: str | None) -> None:
+    with contextlib.suppress(OSError):  # there is no file: the configuration's own stay
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path, revision=revision)
 
 
 def read_model(

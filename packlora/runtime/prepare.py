@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
@@ -24,9 +24,10 @@ from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.stored import MADE, check_stored, read_as_floats, stored_as
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.images import Shown
+from packlora.data.prompts import listed, taught_end
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
@@ -40,6 +41,9 @@ from packlora.terminal import Told, silent
 
 if TYPE_CHECKING:
     from packlora.base.vision import Vision
+
+LOOKED_AT = 1000
+"""Samples of a job that are looked at for how answers end."""
 
 
 def prepare(
@@ -99,8 +103,8 @@ def prepare(
         jobs.append(one)
         warnings += doubts
     prepared = PreparedRun(
-        run, tokenizer, budget, shape, jobs, warnings, {**left_out, **gone}, asks, quantization, encoder, vision, in_codes,
-        known_head(run, shape, device),
+        run, tokenizer, budget, shape, jobs, warnings + _unstopped(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
+        quantization, encoder, vision, in_codes, known_head(run, shape, device),
     )  # fmt: skip
     if run.parallel.in_parts or run.parallel.is_sharded or quantization is not None:
         from packlora.runtime.wholeness import check_parallel
@@ -123,6 +127,20 @@ def _check_device(run: Run) -> torch.device:
 
         check_quantization(run.quantization, device)
     return device
+
+
+def _unstopped(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:
+    """A note where answers are learnt with an end at which generation with the base's own settings goes on."""
+    end, settings = taught_end(tokenizer), getattr(skeleton, "generation_config", None)
+    ends = listed(getattr(settings, "eos_token_id", None))
+    samples = (sample for job in jobs for sample in job.encoded.samples[:LOOKED_AT])
+    if end is None or end in ends or not any((sample.ids[sample.is_label] == end).any() for sample in samples):
+        return []
+    return [
+        f"answers are learnt to end with {quoted(tokenizer.convert_ids_to_tokens(end))} (token {end}), and the base's "
+        f"generation settings stop at {', '.join(map(str, ends)) or 'no token'}; packlora's own answers stop at it; to serve "
+        f"the adapters elsewhere, add {end} to eos_token_id in generation_config.json of the base or the merged model"
+    ]
 
 
 def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
