@@ -66,7 +66,7 @@ def _is_of_twin(peft: LoraConfig, keys: Collection[str], model: PreTrainedModel,
     here, there = _names(model), _names(twin.model)
     if keys:
         named = {next((one for one in owners(key) if one in here or one in there), "") for key in keys}
-        return bool(named & (there - here)) and not named & (here - there)
+        return bool(named & (there - here)) and not (twin.is_own and named & (here - there))
     if isinstance(peft.target_modules, str) and peft.target_modules.lower() == "all-linear":
         return False
     choose = copy.copy(peft)
