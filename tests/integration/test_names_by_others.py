@@ -40,6 +40,25 @@ def test_biases_of_a_text_model_are_merged_and_exported_where_the_whole_one_has_
         torch.testing.assert_close(loaded(auto, base, tmp_path / "exported"), want, rtol=1e-9, atol=1e-9)
 
 
+def test_experts_and_routers_of_a_text_model_by_peft_are_those_of_the_whole_one(
+    whole_base: Base, tmp_path: Path
+) -> None:
+    """PEFT names them once, by the text model; its config names modules, too, which no model of Qwen's has."""
+    base, targets = whole_base("qwen3_5_moe"), ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
+    own = LoraConfig(r=2, target_modules=["q_proj", "W_pack"], target_parameters=targets, init_lora_weights=False)
+    torch.manual_seed(3)
+    model = get_peft_model(plain(TEXT, base), own, autocast_adapter_dtype=False)
+    model.save_pretrained(tmp_path / "job")
+    want = logits(model)
+    assert (want - logits(plain(TEXT, base))).abs().max() > 0.1
+    assert not any("language_model" in key for key in load_file(tmp_path / "job" / "adapter_model.safetensors"))
+    merge_adapter(tmp_path / "job", tmp_path / "merged", base, check="never")
+    export_adapter(tmp_path / "job", tmp_path / "exported", "peft", base, check="never")
+    for auto in (TEXT, WHOLE):
+        torch.testing.assert_close(logits(plain(auto, str(tmp_path / "merged"))), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(loaded(auto, base, tmp_path / "exported"), want, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "phimoe", "granitemoe"])
 def test_experts_that_vllm_would_pass_over_are_refused_before_anything_is_written(family: str, tmp_path: Path) -> None:
     """vLLM 0.33 names its modules as published files do: of these, `block_sparse_moe.experts`."""
