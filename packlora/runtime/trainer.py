@@ -234,8 +234,8 @@ class Trainer:
                 self.events.emit(Note(f"job {job.name!r}: {result.notice}"))
 
     def _after_steps(self) -> None:
-        """Evaluations and checkpoints of the jobs that have stepped, together where they have done so together. Nothing is due of
-        the others, so they are not looked at."""
+        """Evaluations and checkpoints of the jobs that have stepped, together where they have done so together. Of the others
+        nothing is due."""
         self.folder.check()
         stepped, self.stepped = list(self.stepped.values()), {}
         every = self.run.save_every

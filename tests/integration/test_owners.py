@@ -113,7 +113,11 @@ class Trained:
         for action in order.split():
             calls[action[0]](int(action[1:]))
         assert not self.pending
-        return [*self.parameters(), *(own for number in sorted(self.results) for own in self.results[number].sums.values()), *self.evaluated]
+        return [
+            *self.parameters(),
+            *(own for number in sorted(self.results) for own in self.results[number].sums.values()),
+            *self.evaluated,
+        ]
 
 
 def same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:

@@ -88,7 +88,11 @@ class Disk:
         """The images that differ in what a job goes on from."""
         found: dict[int, Image] = {}
         for image in self.images:
-            kept = {name: own for name, own in image.items() if name.startswith("a/") or name in ("run.json", "journal.jsonl")}
+            kept = {
+                name: own
+                for name, own in image.items()
+                if name.startswith("a/") or name in ("run.json", "journal.jsonl")
+            }
             found.setdefault(hash(tuple(sorted((name, hash(own)) for name, own in kept.items()))), image)
         return list(found.values())
 

@@ -154,7 +154,9 @@ def test_a_stray_beside_the_checkpoints_is_neither_removed_nor_taken_for_one(
     same_bits(out_of(whole), out)
     assert checkpoints(out / "a") == sorted([*strays, "checkpoint-6"])
     assert all(content(out / "a" / name) == before for name in strays)
-    (out / "a" / "checkpoint-9").mkdir()  # somebody's, or one whose files are gone: it is not passed over without a word
+    (
+        out / "a" / "checkpoint-9"
+    ).mkdir()  # somebody's, or one whose files are gone: it is not passed over without a word
     (out / "a" / "manifest.json").unlink()
     assert refusal(tree) == (
         f"job 'a': {out / 'a' / 'checkpoint-9' / 'manifest.json'} is missing, so nothing tells whether checkpoint-9 is whole; "

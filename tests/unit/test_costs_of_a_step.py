@@ -17,6 +17,11 @@ import torch
 from test_progress import began, job, stepped
 
 from packlora.config import Run
+from packlora.ops.lora_linear import prepared
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.parallel.replicas import Alone
 from packlora.report.events import CheckpointBegins, Evaluated, RunBegan, SavePointReached
 from packlora.report.metrics import METRICS, BestEffort, Logs
@@ -33,7 +38,7 @@ from packlora.runtime.trainer import Trainer
 from packlora.runtime.wave import Runner, Wave
 from packlora.schedule.types import Microbatch, Placed
 
-FEW, MANY = 5, 50
+FEW, MANY = 5, 30
 
 
 def work(run: Callable[[], object]) -> int:
@@ -284,3 +289,44 @@ def test_a_window_s_decisions_cost_a_candidate_the_same_beside_many_others(rule:
 
         costs.append(work(decide) / count)
     assert costs[1] < 1.1 * costs[0]
+
+
+# --- layers --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_costs_the_same_beside_many_adapters_that_own_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the backward, whose node has an edge to each operand that it is given."""
+    costs, edges, looks = [], [], []
+    stamped = prepared.stamp
+
+    def counted(tensor: torch.Tensor) -> Any:
+        looks[-1] += 1
+        return stamped(tensor)
+
+    monkeypatch.setattr(prepared, "stamp", counted)
+    for count in (FEW, MANY):
+        adapters = {
+            number: LowRank(torch.ones(2, 8, requires_grad=True), torch.ones(16, 2, requires_grad=True), 1.0)
+            for number in range(count)
+        }
+        layers, state = (Layer(Dense(torch.ones(16, 8)), None, adapters),), GroupState(version_counted=True)
+        x_TK, made = torch.ones(20, 8), list[torch.Tensor]()
+
+        def call(layers: Any = layers, state: Any = state, x_TK: Any = x_TK, made: Any = made) -> None:
+            (y_TN,) = lora_group(x_TK, layers, (Segment(1, 0, 12), Segment(3, 12, 20)), state=state)
+            made.append(y_TN)
+            y_TN.sum().backward()
+
+        looks.append(0)
+        call()
+        with torch.no_grad():
+            for low in adapters.values():
+                assert low.A is not None
+                low.A.add_(1)  # all jobs have stepped
+        looks[-1] = 0
+        costs.append(work(call))
+        assert made[-1].grad_fn is not None
+        edges.append(len([1 for node, _ in made[-1].grad_fn.next_functions if node is not None]))
+        assert [number for number, low in adapters.items() if low.A is not None and low.A.grad is not None] == [1, 3]
+        assert made[-1][0, 0] == 8 + 2 * 2 * 8 and made[-1][19, 0] == 8 + 2 * 2 * 8
+    assert costs[0] == costs[1] and edges == [4, 4] and looks == [8, 8]

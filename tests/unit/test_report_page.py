@@ -1,5 +1,4 @@
-"""When a run writes its report.html: at its beginning and end, and in between for a hundredth of the time, while that is short.
-"""
+"""When a run writes its report.html: at its beginning, at its end, and in between while a page is quickly made."""
 
 from __future__ import annotations
 

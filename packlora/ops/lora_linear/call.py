@@ -72,7 +72,7 @@ class Stack(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """An operand that may get a gradient, of an adapter that owns tokens: where it stands among `Prepared.flat`, its layer,
+    """An operand that may get a gradient, of an adapter that owns tokens: where it stands among `Prepared.owned`, its layer,
     adapter and name, its place in the layout (None of a bias) and which of the adapter's layers it is (Layout.a_blocks)."""
 
     at: int
@@ -242,6 +242,8 @@ class Call:
     device: torch.device
     slots: tuple[Slot, ...]
     """Of the adapters that own tokens."""
+    owned: tuple[int, ...]
+    """Their places among `Prepared.flat`."""
     stacked: tuple[Stack, ...]
     parts: tuple[tuple[Part, ...], ...]
     """Per layer, the segments whose adapter has a rank on it."""
@@ -313,16 +315,16 @@ class Call:
             for stack in self.stacked
         ]
 
-    def wanted(self, need_x: bool, need_flat: tuple[bool, ...]) -> tuple[Wanted, tuple[Slot, ...]]:
+    def wanted(self, need_x: bool, need_owned: tuple[bool, ...]) -> tuple[Wanted, tuple[Slot, ...]]:
         """What a backward is for that needs the gradients of x and of these operands, and the slots of the latter."""
-        found = self.wants.get((need_x, need_flat))
+        found = self.wants.get((need_x, need_owned))
         if found is None:
-            slots = tuple(slot for slot in self.slots if need_flat[slot.at])
+            slots = tuple(slot for slot in self.slots if need_owned[slot.at])
             layers: dict[str, set[int]] = {"A": set(), "B": set(), "magnitude": set(), "bias": set()}
             for slot in slots:
                 layers[slot.name].add(slot.layer)
             wanted = Wanted(need_x, bool(layers["A"]), bool(layers["B"]), layers["magnitude"], layers["bias"])
-            found = self.wants[need_x, need_flat] = wanted, slots
+            found = self.wants[need_x, need_owned] = wanted, slots
         return found
 
     def needs_S(self, wanted: Wanted) -> bool:
