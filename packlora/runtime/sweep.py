@@ -300,15 +300,11 @@ class Sweep:
 
     def _reached_target(self, given: int) -> Trial | None:
         """The first candidate that has, where there is one to be reached."""
-        target = self.config.stopping.target
-        if target is None:
-            return None
-        reached = (
-            trial
-            for trial in self.trials.values()
-            if any(cost <= self.sign * target for cost in trial.seen(given - trial.joined, self.every))
-        )
-        return next(reached, None)
+        if (target := self.config.stopping.target) is not None:
+            for trial in self.trials.values():
+                if any(cost <= self.sign * target for cost in trial.seen(given - trial.joined, self.every)):
+                    return trial
+        return None
 
     # --- the end ---------------------------------------------------------------------------------------------------------
 

@@ -202,7 +202,7 @@ def gradients(
     out: list[torch.Tensor | None] = [None] * len(need_owned)
     owned = prepared.owned(call)
     A_blocks: dict[int, tuple[torch.Tensor, ...]] = {}
-    for at, index, number, name, place, block in slots:
+    for at, index, number, name, place, block, _ in slots:
         grad: torch.Tensor | None = None
         if d[index] is None:
             continue

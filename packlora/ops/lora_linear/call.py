@@ -72,8 +72,9 @@ class Stack(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """An operand that may get a gradient, of an adapter that owns tokens: where it stands among `Prepared.owned`, its layer,
-    adapter and name, its place in the layout (None of a bias) and which of the adapter's layers it is (Layout.a_blocks)."""
+    """An operand that may get a gradient, of an adapter that owns tokens: where it stands among these, its layer, adapter and
+    name, its place in the layout (None of a bias), which of the adapter's layers it is (Layout.a_blocks), and where it stands
+    among the operands of all adapters (Prepared.flat)."""
 
     at: int
     layer: int
@@ -81,6 +82,7 @@ class Slot(NamedTuple):
     name: str
     place: Place | None
     block: int
+    source: int
 
 
 @dataclass(slots=True)
@@ -242,8 +244,6 @@ class Call:
     device: torch.device
     slots: tuple[Slot, ...]
     """Of the adapters that own tokens."""
-    owned: tuple[int, ...]
-    """Their places among `Prepared.flat`."""
     stacked: tuple[Stack, ...]
     parts: tuple[tuple[Part, ...], ...]
     """Per layer, the segments whose adapter has a rank on it."""

@@ -171,7 +171,7 @@ class Prepared:
 
     def owned(self, call: Call) -> tuple[torch.Tensor, ...]:
         """The operands of the adapters that own tokens of a call."""
-        return tuple(self.flat[at] for at in call.owned)
+        return tuple(self.flat[slot.source] for slot in call.slots)
 
     def refresh(self, call: Call | None = None) -> None:
         """Bring the operands up to date with the parameters. call: once all have been made, those that it reads, where the

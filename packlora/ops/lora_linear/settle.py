@@ -68,12 +68,9 @@ def settle(
     )
     parts = tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers))
     stacked = _stacked(layout, segments, T, parts)
-    present = {segment.adapter for segment in segments}
-    owned = tuple(at for at, (_, number, _) in enumerate(slots) if number in present)
     return Call(
         layout=layout, plan=plan, segments=segments, salt=salt, lead=x.shape[:-1], T=T, K=K, dtype=dtype, device=device,
-        slots=_slots(layout, [slots[at] for at in owned]), owned=owned,
-        stacked=stacked, parts=parts, composed=composed, plan_up=tuple(plan_up),
+        slots=_slots(layout, slots, segments), stacked=stacked, parts=parts, composed=composed, plan_up=tuple(plan_up),
         from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
         base_dropped=base_dropped,
         wide=wide,
@@ -187,8 +184,10 @@ def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty((), dtype=dtype, device=device)
 
 
-def _slots(layout: Layout, slots: Sequence[tuple[int, int, str]]) -> tuple[Slot, ...]:
-    return tuple(
-        Slot(at, index, number, name, layout.places.get((number, index)), _block(layout, number, index))
-        for at, (index, number, name) in enumerate(slots)
-    )
+def _slots(layout: Layout, slots: Sequence[tuple[int, int, str]], segments: Sequence[Segment]) -> tuple[Slot, ...]:
+    present, found = {segment.adapter for segment in segments}, list[Slot]()
+    for source, (index, number, name) in enumerate(slots):
+        if number in present:
+            place = layout.places.get((number, index))
+            found.append(Slot(len(found), index, number, name, place, _block(layout, number, index), source))
+    return tuple(found)
