@@ -21,7 +21,7 @@ import packlora
 from packlora.report.journal import read_record
 from packlora.runtime import checkpoint, history
 
-STEPS, PIECE = 12, 2
+STEPS, PIECE = 8, 2
 Image = dict[str, bytes]
 """What is on a disk, by path."""
 
@@ -139,10 +139,9 @@ def test_whenever_the_power_goes_the_newest_checkpoint_is_whole_with_all_of_its_
             pieces = max(pieces, len(earlier))
             goes_on[step] = image
     assert len(images) > 50 and pieces >= STEPS - 2 * PIECE and set(goes_on) == set(range(2, STEPS + 1, 2))
-    for step in (8, STEPS):
-        write(goes_on[step], at)
-        assert packlora.train({**tree, "output_dir": str(at)}, resume=True).status == "done"
-        found = json.loads((at / "a" / "trainer_state.json").read_text())["log_history"]
-        assert [line["loss"] for line in found] == [line["loss"] for line in lines]
-        weights = "a/adapter_model.safetensors"
-        assert (at / weights).read_bytes() == (whole / weights).read_bytes()
+    write(goes_on[STEPS - 2], at)
+    assert packlora.train({**tree, "output_dir": str(at)}, resume=True).status == "done"
+    found = json.loads((at / "a" / "trainer_state.json").read_text())["log_history"]
+    assert [line["loss"] for line in found] == [line["loss"] for line in lines]
+    weights = "a/adapter_model.safetensors"
+    assert (at / weights).read_bytes() == (whole / weights).read_bytes()

@@ -31,6 +31,7 @@ from packlora.report.trackers import Tracker
 from packlora.runtime.evaluate import Evaluator
 from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.microbatch import MicrobatchResult
+from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.sampling import Sampler
 from packlora.runtime.sweep import Sweep, Trial
 from packlora.runtime.team import Team
@@ -74,9 +75,9 @@ def a_job(number: int, step: int = 1) -> Any:
     return out
 
 
-def trainer_of(jobs: list[Any], save_every: int = 1) -> Any:
+def trainer_of(jobs: list[Any], save_every: int = 1, kind: type[Trainer] = Trainer) -> Any:
     """The loop, without a model or files."""
-    trainer: Any = Trainer.__new__(Trainer)
+    trainer: Any = kind.__new__(kind)
     trainer.jobs, trainer.by_name = jobs, {job.name: job for job in jobs}
     trainer.run, trainer.folder = SimpleNamespace(save_every=save_every, eval_every=0), mock.MagicMock()
     trainer.events, trainer.stop, trainer.stepped = Emitter(), StopRequest(), {}
@@ -97,6 +98,18 @@ def test_after_a_step_only_the_jobs_that_have_stepped_are_looked_at() -> None:
         costs.append(work(stepped_once))
         assert [call.args[0] for call in trainer.folder.save_checkpoint.call_args_list] == [jobs[1]] * 2
     assert costs[0] == costs[1]
+
+
+def test_stages_save_a_job_once_that_has_stepped_several_times() -> None:
+    job = a_job(0)
+    trainer = trainer_of([job], save_every=4, kind=PipelinedTrainer)
+    trainer.start, trainer.elapsed_before, trainer._unconfirmed, trainer._quiet = 0.0, 0.0, {}, False
+    line = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 4}
+    for job.step in (3, 4):
+        job.log_history, trainer.runner = [{**line, "step": job.step}], SimpleNamespace(began={job.name: 0.0})
+        trainer._count(job, mock.MagicMock(), torch.zeros(2))
+    trainer._after_steps()
+    trainer.folder.save_checkpoint.assert_called_once_with(job)
 
 
 def test_a_microbatch_costs_the_same_beside_many_jobs() -> None:
