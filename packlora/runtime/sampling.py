@@ -11,7 +11,7 @@ come to, and what else is on its way waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
@@ -42,7 +42,7 @@ class Sampler:
 
     Args:
         base, attached: the model, with the adapters of the jobs on it.
-        jobs: those that train; some may join.
+        jobs: those that train, by name; some may join.
         every: optimizer steps between evaluations, of jobs that do not say so themselves.
         events: are told of the texts. Where the run is to end no more are made; --resume makes them.
         known: jobs and steps of which there are texts; the same on all processes of group.
@@ -50,7 +50,7 @@ class Sampler:
     """
 
     def __init__(
-        self, base: Base, attached: Attached, jobs: Sequence[Job], every: int, events: Emitter,
+        self, base: Base, attached: Attached, jobs: Mapping[str, Job], every: int, events: Emitter,
         known: Collection[tuple[str, int]], group: Alone = ALONE,
     ) -> None:  # fmt: skip
         self.base, self.attached, self.jobs, self.every, self.events = base, attached, jobs, every, events
@@ -61,12 +61,10 @@ class Sampler:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunBegan):
-            for job in self.jobs:
+            for job in self.jobs.values():
                 self._sample(job, is_judged=False)
-        elif isinstance(event, JobJoined | Stepped | Evaluated):
-            for job in self.jobs:
-                if job.name == event.job:
-                    self._sample(job, isinstance(event, Evaluated))
+        elif isinstance(event, JobJoined | Stepped | Evaluated) and event.job in self.jobs:
+            self._sample(self.jobs[event.job], isinstance(event, Evaluated))
 
     def _sample(self, job: Job, is_judged: bool) -> None:
         """Tell the texts of a job, if they are due, or that there are none, and why."""

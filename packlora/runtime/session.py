@@ -276,7 +276,7 @@ class Session:
         group = self.group if self.layout.is_in_parts else ALONE
         lines = read_lines(self.output_dir / SAMPLES, "job", "step")
         known = {(str(job), step) for job, step in group.told([[line["job"], line["step"]] for line in lines])}
-        parts = (trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events)
+        parts = (trainer.base, self.single.attached, trainer.by_name, self.run.eval_every, trainer.events)
         trainer.events.subscribe(Sampler(*parts, known, group))
 
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
