@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.encode import encode_rows
-from packlora.data.images import Images, Shown
 from packlora.data.places import prompt_text
 from packlora.data.rows import Row, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
+
+if TYPE_CHECKING:
+    from packlora.data.images import Images, Shown
 
 
 @dataclass(frozen=True, slots=True)

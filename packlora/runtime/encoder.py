@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -15,7 +15,6 @@ from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_some
-from packlora.data.images import Shown
 from packlora.data.mixture import joined, mixed
 from packlora.data.preference import encode_for
 from packlora.data.prompts import Prompt, encode_prompts
@@ -26,6 +25,9 @@ from packlora.runtime.balance import coefficient_of
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told, silent
+
+if TYPE_CHECKING:
+    from packlora.data.images import Shown
 
 
 @dataclass(slots=True)

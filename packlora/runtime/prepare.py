@@ -23,7 +23,6 @@ from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.stored import MADE, check_stored, read_as_floats, stored_as
 from packlora.config import JobConfig, QuantizationConfig, Run
-from packlora.data.images import Shown
 from packlora.data.prompts import listed, taught_end
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock
@@ -94,6 +93,8 @@ def prepare(
     encoder = Encoder.of(run, skeleton, tokenizer, max_steps)
     vision = vision_of(run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some])
     if vision is not None:
+        from packlora.data.images import Shown
+
         encoder.shown = Shown(vision)
         tokenizer.chat_template = vision.chat_template or tokenizer.chat_template
     jobs = []
