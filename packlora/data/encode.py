@@ -90,9 +90,7 @@ class Sample:
                 while sum(self.images.counts[first:files]) < tokens:
                     files += 1
                 if tokens:
-                    own = type(self.images)(
-                        self.images.files[first:files], self.images.counts[first:files], self.images.token_id
-                    )
+                    own = self.images.part(first, files)
             out.append(Sample(ids, is_label, images=own))
             start += length
         return out

@@ -66,6 +66,10 @@ class Images:
         files, counts = (tuple(one for part in own for one in getattr(part, name)) for name in ("files", "counts"))
         return Images(files, counts, own[0].token_id)
 
+    def part(self, first: int, stop: int) -> Images:
+        """Images [first, stop) of these."""
+        return Images(self.files[first:stop], self.counts[first:stop], self.token_id)
+
     def cut(self, ids: np.ndarray, limit: int) -> tuple[int, Images | None]:
         """Tokens that are left of `ids` [T] where at most `limit` are, with no image cut through; and the images of these."""
         places = np.flatnonzero(ids == self.token_id)

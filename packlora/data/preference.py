@@ -143,7 +143,7 @@ def _joined(parts: Sequence[Sample], row: Row, trainer: str, limit: int) -> Samp
     desirable = bool(row.label) if trainer == "kto" else True
     preference = Preference(tuple(part.num_tokens for part in parts), desirable, is_context, limit)
     images = [part.images for part in parts if part.images is not None]
-    return Sample(ids, is_label, preference, images[0].joined([part.images for part in parts]) if images else None)
+    return Sample(ids, is_label, preference, images[0].joined(images) if images else None)
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
