@@ -95,7 +95,7 @@ def rooms() -> str:
     placed = (  # x, floor, width, floors high, name, words
         (16, 0, 165, 1, "cli", "arguments"),
         (193, 0, 166, 1, "commands", "one file a command"),
-        (371, 0, 165, 1, "tune", "measures kernels and plans"),
+        (371, 0, 165, 1, "plug-ins", "export, generate, tune"),
         (16, 1, 520, 1, "runtime", "the loop, executor, jobs, checkpoints"),
         (16, 2, 128, 1, "live", "PEFT models in place"),
         (156, 2, 128, 1, "megatron", "Megatron-Core's"),

@@ -255,7 +255,7 @@ def merge(
     """Fold an adapter into its base model's weights and save a plain Hugging Face model."""
 
     def action() -> None:
-        from packlora.commands.merge import merge_adapter
+        from packlora.export.merge import merge_adapter
 
         if note := merge_adapter(adapter, out, base_model, dtype, quantization, double_quant, requantize, check):
             say(f"note: {note}")
@@ -281,7 +281,7 @@ def export(
     """Write an adapter as another program reads it, with the same numbers."""
 
     def action() -> None:
-        from packlora.commands.export import export_adapter
+        from packlora.export.export import export_adapter
 
         for note in export_adapter(adapter, out, target, base_model, dtype, check):
             say(f"note: {note}")
@@ -327,7 +327,7 @@ def generate(
     """Let an adapter answer a prompt."""
 
     def action() -> None:
-        from packlora.commands.talk import Sampling, generate
+        from packlora.generate.talk import Sampling, generate
 
         said, how = sys.stdin.read() if prompt is None else prompt, Sampling(max_new_tokens, temperature, seed)
         show(generate(adapter, said, system, raw, how, base_model, dtype, device, image or []))
@@ -351,7 +351,7 @@ def chat(
     """Talk to one or several adapters side by side: each line of standard input is a turn."""
 
     def action() -> None:
-        from packlora.commands.talk import Sampling, chat
+        from packlora.generate.talk import Sampling, chat
 
         how = Sampling(max_new_tokens, temperature, seed)
         chat(adapters, with_base, system, how, base_model, dtype, device, images=image or [])

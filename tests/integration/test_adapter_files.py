@@ -30,10 +30,10 @@ from packlora.adapters.attach import attach
 from packlora.adapters.files import base_note, read_config, save_adapter
 from packlora.adapters.spec import resolve
 from packlora.cli import app
-from packlora.commands.export import export_adapter
-from packlora.commands.merge import merge_adapter
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.export.export import export_adapter
+from packlora.export.merge import merge_adapter
 from packlora.runtime.prepare import prepare
 
 Base = Callable[..., str]
@@ -83,7 +83,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a base model was loaded")
 
     monkeypatch.setattr("packlora.runtime.session.load_base", load)
-    monkeypatch.setattr("packlora.commands.merge.WeightFiles", load)
+    monkeypatch.setattr("packlora.export.merge.WeightFiles", load)
 
 
 def refused(result: Any, *said: str) -> None:

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 import packlora
 from packlora.adapters.files import TRAINED_ON
 from packlora.cli import app
-from packlora.commands import talk
 from packlora.commands.held_out import evaluate_adapter
-from packlora.commands.talk import Sampling, load_speakers
+from packlora.generate import talk
+from packlora.generate.talk import Sampling, load_speakers
 
 MESSAGES = [{"role": "user", "content": "the quick fox"}]
 

@@ -21,11 +21,11 @@ from vision_models import SHOWN, vision_folder
 
 import packlora
 from packlora.cli import app
-from packlora.commands import as_served, export
-from packlora.commands import merge as merging
-from packlora.commands.export import export_adapter
-from packlora.commands.merge import Merged, merge_adapter
 from packlora.errors import InputError
+from packlora.export import as_served, export
+from packlora.export import merge as merging
+from packlora.export.export import export_adapter
+from packlora.export.merge import Merged, merge_adapter
 
 Base = Callable[..., str]
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}

@@ -32,8 +32,8 @@ import packlora
 from packlora.adapters.attach import attach
 from packlora.adapters.files import config_notes, load_adapter, read_config, save_adapter
 from packlora.adapters.spec import resolve
-from packlora.commands.merge import merge_adapter
 from packlora.config import Run
+from packlora.export.merge import merge_adapter
 from packlora.live.dora import PLAN
 from packlora.ops.row_norm import torch_path
 

@@ -27,10 +27,10 @@ from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.base.packing import packed_logits, prepare_model
 from packlora.base.vision_proof import check_images
 from packlora.cli import app
-from packlora.commands.export import export_adapter
-from packlora.commands.merge import merge_adapter
 from packlora.config import Run, TrainConfig
 from packlora.errors import InputError
+from packlora.export.export import export_adapter
+from packlora.export.merge import merge_adapter
 from packlora.ops.dropout.keys import token_keys
 from packlora.runtime.optimizer import FlatAdamW
 from packlora.runtime.prepare import prepare

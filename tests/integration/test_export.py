@@ -23,8 +23,8 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 from typer.testing import CliRunner
 
 from packlora.cli import app
-from packlora.commands.export import export_adapter
 from packlora.errors import InputError, WriteError
+from packlora.export.export import export_adapter
 
 Base = Callable[[str], str]
 Deltas = dict[str, torch.Tensor]
@@ -206,7 +206,7 @@ def test_slips_are_refused_and_a_large_rank_is_told(
     ):  # fmt: skip
         with pytest.raises(InputError, match=said):
             export_adapter(job, *arguments)
-    from packlora.commands import gguf_file
+    from packlora.export import gguf_file
 
     known = {name: arch for name, arch in gguf_file.ARCHITECTURES.items() if name != "gemma2"}
     with monkeypatch.context() as patch:
@@ -219,7 +219,7 @@ def test_slips_are_refused_and_a_large_rank_is_told(
     with pytest.raises(InputError, match="is not finite in float16"):
         export_adapter(job, tmp_path / "o", "vllm", base, "float16")
     assert not (tmp_path / "o").exists()
-    monkeypatch.setattr("packlora.commands.export.VLLM_RANK", 3)
+    monkeypatch.setattr("packlora.export.export.VLLM_RANK", 3)
     assert export_adapter(job, tmp_path / "o", "vllm", base) == ["rank 4: start vLLM with --max-lora-rank 8"]
 
 
@@ -229,7 +229,7 @@ def test_a_full_disk_leaves_nothing_behind(tiny_base: Base, tmp_path: Path, monk
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("packlora.commands.export.write_json", full)
+    monkeypatch.setattr("packlora.export.export.write_json", full)
     with pytest.raises(WriteError, match="No space left"):
         export_adapter(tmp_path / "job", tmp_path / "out", "vllm")
     assert [path.name for path in tmp_path.iterdir() if path.name != "job"] == []

@@ -18,10 +18,10 @@ from vision_models import vision_folder, write_images
 from packlora.base.load import read_config
 from packlora.base.vision import Vision
 from packlora.cli import app
-from packlora.commands.merge import merge_adapter
-from packlora.commands.talk import Sampling, Speakers, load_speakers
 from packlora.data import images
 from packlora.errors import InputError
+from packlora.export.merge import merge_adapter
+from packlora.generate.talk import Sampling, Speakers, load_speakers
 
 NEW = 10
 PATCHES = "model.vision_tower.embeddings.patch_embedding.weight"
@@ -167,7 +167,7 @@ def test_an_image_that_cannot_be_shown_is_refused_before_weights_are_read(
     (tmp_path / "text.png").write_text("no picture")
     Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
     monkeypatch.setattr(images, "MOST_PIXELS", 2**20)
-    monkeypatch.setattr("packlora.commands.talk.read_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("packlora.generate.talk.read_model", lambda *_: pytest.fail("weights were read"))
     words = ["generate", str(own.folder / "lora"), "--prompt", "a"]
     for more, said in (
         (["--image", str(tmp_path / "no.png")], "--image: the image .*no.png does not exist"),

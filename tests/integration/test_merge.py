@@ -17,9 +17,9 @@ from test_training import PEFT_KINDS, perturbed_peft
 from transformers import AutoModelForCausalLM
 
 from packlora.base.weight_files import WeightFiles
-from packlora.commands import merge
-from packlora.commands.merge import merge_adapter
 from packlora.errors import InputError
+from packlora.export import merge
+from packlora.export.merge import merge_adapter
 
 Base = Callable[[str], str]
 

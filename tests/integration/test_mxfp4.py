@@ -16,9 +16,9 @@ from stored_codes import save_stored, write_config
 import packlora
 from packlora.base.model import load_base
 from packlora.base.weight_files import WeightFiles
-from packlora.commands.merge import merge_adapter
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.export.merge import merge_adapter
 
 SIGNED = [sign * one for sign in (1, -1) for one in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 TOLD = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}

@@ -17,9 +17,9 @@ from test_whole_models import TEXT, WHOLE, by_peft, loaded, logits, plain, run_o
 from vision_models import vision_folder
 
 import packlora
-from packlora.commands.export import export_adapter
-from packlora.commands.merge import merge_adapter
 from packlora.errors import InputError
+from packlora.export.export import export_adapter
+from packlora.export.merge import merge_adapter
 
 Base = Callable[..., str]
 

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 from packlora.base import dequantised_files
 from packlora.base.model import Base, load_base
 from packlora.base.quantized import read_in_codes
-from packlora.commands.merge import merge_adapter
 from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
+from packlora.export.merge import merge_adapter
 from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.runtime.prepare import prepare
 from packlora.runtime.profiler import memory_parts

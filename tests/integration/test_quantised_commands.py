@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import packlora
 from packlora.commands.control import add_jobs
 from packlora.commands.held_out import evaluate_adapter
-from packlora.commands.talk import Sampling, load_speakers
+from packlora.generate.talk import Sampling, load_speakers
 from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.schedule.planner import Planner
 

@@ -13,7 +13,7 @@ from quantised import dequantise, load_quantised
 from test_training import adapter, config, distance, train
 from transformers import AutoModelForCausalLM
 
-from packlora.commands.merge import merge_adapter
+from packlora.export.merge import merge_adapter
 
 DOUBLE = {"method": "nf4", "double_quant": True}
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]

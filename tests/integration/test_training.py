@@ -287,7 +287,7 @@ def test_a_continued_adapter_keeps_the_files_settings_and_may_change_only_dropou
 def test_merged_model_gives_the_logits_of_the_adapter_and_equals_pefts_merge(
     kind: str, tiny_base: Base, tmp_path: Path
 ) -> None:
-    from packlora.commands.merge import merge_adapter
+    from packlora.export.merge import merge_adapter
 
     base = tiny_base("qwen2")
     model = perturbed_peft(base, kind, tmp_path / "start")

@@ -22,9 +22,9 @@ from packlora.adapters.spec import ModuleSpec, resolve
 from packlora.adapters.weights import parameter_shapes
 from packlora.base.weight_files import WeightFiles
 from packlora.commands.adapter_folder import AdapterFolder
-from packlora.commands.export import _check_plain
-from packlora.commands.merge import Merged
 from packlora.errors import InputError
+from packlora.export.export import _check_plain
+from packlora.export.merge import Merged
 from packlora.ops.dropout import dropout
 from packlora.ops.dropout.keys import layer_salt
 

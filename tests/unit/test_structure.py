@@ -28,7 +28,8 @@ MAY_USE: dict[str, set[str]] = {
     "runtime": {"ops", "plans", "adapters", "base", "data", "schedule", "report", "parallel"},
 }
 MAY_USE["tune"] = {*MAY_USE}
-MAY_USE["commands"] = {*MAY_USE, "commands"}
+MAY_USE["commands"] = {*MAY_USE}
+MAY_USE["export"] = MAY_USE["generate"] = {*MAY_USE}
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FUNCTION = 250, 60
 
 Arrows = dict[str, set[str]]

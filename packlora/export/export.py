@@ -44,7 +44,8 @@ from packlora.base.classes import unknown_architecture
 from packlora.base.load import read_model
 from packlora.base.stored import stored_as
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
-from packlora.commands.as_served import (
+from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
+from packlora.export.as_served import (
     as_trained,
     classes,
     compare,
@@ -53,8 +54,7 @@ from packlora.commands.as_served import (
     why_not,
     with_peft,
 )
-from packlora.commands.gguf_file import gguf_names, write_gguf
-from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
+from packlora.export.gguf_file import gguf_names, write_gguf
 from packlora.files import write_file, write_folder, write_json, write_tensors
 from packlora.ops.modules import beside_decoder
 from packlora.ops.twin import twin_of

@@ -28,11 +28,11 @@ from packlora.base.quantized import check_quantization, read_quantised
 from packlora.base.shape import context_of
 from packlora.base.stored import MADE, stored_as
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
-from packlora.commands.asked_images import AskedImages
 from packlora.config import QuantizationConfig
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template
 from packlora.errors import InputError, quoted
+from packlora.generate.asked_images import AskedImages
 from packlora.terminal import obeys, on, say, show, standard_output
 
 BASE = "base"

@@ -39,11 +39,11 @@ from packlora.base.quantized import check_quantization, dequantised, quantised_p
 from packlora.base.stored import MADE, Stored, stored_as
 from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of
 from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
-from packlora.commands.as_served import as_trained, classes, compare, not_compared, told_apart, why_not
-from packlora.commands.merge_experts import ExpertPlace, expert_places
-from packlora.commands.requantise import asked_codes, requantise
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
+from packlora.export.as_served import as_trained, classes, compare, not_compared, told_apart, why_not
+from packlora.export.merge_experts import ExpertPlace, expert_places
+from packlora.export.requantise import asked_codes, requantise
 from packlora.files import write_folder, write_json
 from packlora.ops.row_norm.row_norm import row_norm
 

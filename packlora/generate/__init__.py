@@ -1,0 +1,1 @@
+"""`packlora generate` and `packlora chat`: answers of adapters. No other room imports it."""
