@@ -181,20 +181,26 @@ def accelerated(name: str, model: Any, example: dict[str, Any] | None = None) ->
     return "; ".join([f"plan {plans}, {grouped} of {len(report.modules)} modules in sibling groups", *report.notes])
 
 
-def layer_work(name: str, inputs: Inputs, in_mode: Callable[[Call], Call] = lambda call: call) -> Work:
+def layer_work(
+    name: str,
+    inputs: Inputs,
+    in_mode: Callable[[Call], Call] = lambda call: call,
+    checks: list[Callable[[], None]] | None = None,
+) -> Work:
     """One linear layer by the name of a contender.
 
     Args:
         name: frozen; packlora, packlora_stepped, packlora_fp32 or packlora:PLAN, all by `accelerate`; peft_bf16,
             peft_compiled, or one of WIDE; operator, operator_stepped or operator_low_rank, as training calls it; paper.
         in_mode: compiles the call.
+        checks: the comparison with PEFT is put there, to be made once the call is compiled; None: it is made here.
     """
     x, dy, weight = inputs.x, inputs.dy, inputs.weight_NK
     if name == "frozen":
         return work(in_mode(One(weight)), x, dy, [])
     if name == "paper":
         paper = PaperLayer(weight, inputs.A_rK, inputs.B_Nr, inputs.magnitude_N, SCALING)  # type: ignore[arg-type]
-        return _checked(paper, [paper.A, paper.B, paper.magnitude], inputs, "")
+        return _checked(paper, [paper.A, paper.B, paper.magnitude], inputs)
     if name.startswith("operator"):
         runs = [(0, x.shape[0] * x.shape[1], inputs.dropout)]
         call, own, note = operator(
@@ -208,7 +214,7 @@ def layer_work(name: str, inputs: Inputs, in_mode: Callable[[Call], Call] = lamb
     model, one, parameters = peft_layer(weight, inputs.factors, inputs.dropout, name in WIDE)
     if name.startswith("packlora"):
         note = accelerated(name, model, {"x": x.detach()[:1, :2]})
-        made = _checked(in_mode(one), parameters, inputs, note, name not in WIDE)
+        made = _checked(in_mode(one), parameters, inputs, note, name not in WIDE, checks)
         return stepped(made, parameters) if name == "packlora_stepped" else made
     call = in_mode(one)
     if name == "peft_compiled":
@@ -219,11 +225,18 @@ def layer_work(name: str, inputs: Inputs, in_mode: Callable[[Call], Call] = lamb
     return work(call, x, dy, parameters)
 
 
-def _checked(call: Call, parameters: Sequence[torch.Tensor], inputs: Inputs, note: str, check: bool = True) -> Work:
+def _checked(
+    call: Call, parameters: Sequence[torch.Tensor], inputs: Inputs, note: str = "", compared: bool = True,
+    checks: list[Callable[[], None]] | None = None,
+) -> Work:  # fmt: skip
     """The work, once its results are PEFT's. With dropout both draw their own masks, and nothing is compared."""
-    if check and not inputs.dropout:
+
+    def check() -> None:
         _, one, own = peft_layer(inputs.weight_NK, inputs.factors, 0.0, wide=False)
         check_close(call, parameters, one, own, inputs.x, inputs.dy)
+
+    if compared and not inputs.dropout:
+        check() if checks is None else checks.append(check)
     return work(call, inputs.x, inputs.dy, parameters, note)
 
 
@@ -362,12 +375,17 @@ def begin_step(mode: str) -> None:
 
 
 def started(
-    name: str, make: Callable[[], Work], mode: str, device: torch.device, seconds: dict[str, float]
-) -> Contender:
-    """A contender in a mode, which is run until it is compiled. The seconds of that are put into `seconds`."""
+    name: str, make: Callable[[list[Callable[[], None]]], Work], mode: str, device: torch.device, seconds: dict[str, float]
+) -> Contender:  # fmt: skip
+    """A contender in a mode, which is run until it is compiled, then compared by the checks that `make` leaves in its list.
+
+    Args:
+        seconds: how long compiling took is put there.
+    """
 
     def build() -> Work:
-        made, start = make(), time.perf_counter()
+        checks: list[Callable[[], None]] = []
+        made, start = make(checks), time.perf_counter()
 
         def step() -> None:
             begin_step(mode)
@@ -380,6 +398,8 @@ def started(
         synchronize(device)
         if mode != "eager":
             seconds[name] = time.perf_counter() - start
+        for check in checks:
+            check()
         return Work(step, made.clear, made.note)
 
     return Contender(name, build)

@@ -98,11 +98,18 @@ def measure_small(one: Case, names: list[str], options: Options) -> Row:
     if one.part == "models":
         config = shape_of(one.name, options.tiny, vocab_size=512)  # no head and no loss take part
         base = options.shared(("small", one.name), lambda: build(config, device))
-        make = partial(model_work, one=one, base=base, length=16 if options.tiny else 2048)
+        length = 16 if options.tiny else 2048
+
+        def make(name: str, checks: Any) -> Work:
+            return model_work(name, one, base, length)
+
         settings: dict[str, Any] = {"seconds": 1.5, "rounds": (5, 30), "flush": False}
     else:
         inputs = Inputs.random(one.K, one.N, one.T, one.r, one.dropout, device, one.dora)
-        make = partial(layer_work, inputs=inputs, in_mode=partial(in_mode, mode=one.mode, device=device))
+
+        def make(name: str, checks: Any) -> Work:
+            return layer_work(name, inputs, partial(in_mode, mode=one.mode, device=device), checks)
+
         names = [name for name in names if name != "frozen"]
         settings = {"seconds": 0.1, "rounds": (5, 15)}
     contenders = [started(name, partial(make, name), one.mode, device, seconds) for name in names]
@@ -240,8 +247,8 @@ SMALL = Benchmark(
     "same modes; without dropout packlora's results are compared with PEFT's eager layer first. The contenders of "
     "one mode run in turn inside one loop, in a new random order each round; wall_ms: 15 more rounds in which each "
     "run is waited for, medians. A side's best mode is that of its least wall_ms; a figure against PEFT's best is "
-    "the ratio of these medians. For layers L2 is flushed before each run. compile_s: of the first three runs and "
-    "the comparison, in a process that may have compiled other cases. train: four jobs of short samples (ranks 8 to "
+    "the ratio of these medians. For layers L2 is flushed before each run. compile_s: of the first three runs, "
+    "in a process that may have compiled other cases. train: four jobs of short samples (ranks 8 to "
     f"64, dropout 0.1, {BATCH} samples a step of a job, at most {BUDGET} tokens a microbatch, log-normal lengths) in "
     f"the training loop's own windows of {WINDOW_ROUNDS} steps of each job; PEFT one job after the other with "
     "bfloat16 adapters: packed into rows that keep samples apart; in rows of 1024 tokens that do not; both again "

@@ -52,7 +52,7 @@ SMALLEST = {
     "layer": "T64,packlora,peft_bf16", "multi": "packlora,peft_bf16", "model": "layer,Llama-3.1-8B,packlora",
     "dora": "layer,packlora_stepped,packlora_accelerate,paper,peft_bf16", "graphs": "packlora_merged",
     "quantised": "4jobs,lora_r16,packlora", "experts": "1job,dora_r16,packlora", "vlm": "forward,bf16,packlora",
-    "small": "model,eager,packlora", "workloads": "packlora,peft_packed", "schedule": "jobs,1,auto",
+    "small": "dora,compiled,packlora", "workloads": "packlora,peft_packed", "schedule": "jobs,1,auto",
     "peers": "packlora,peft_bf16", "megatron": "plain", "speed": "", "parity": "", "dora-fidelity": "",
     "dora-convergence": "packlora,peft_reversed", "sweep": "halving",
 }  # fmt: skip
