@@ -426,6 +426,10 @@ def dora_summary(rows: list[Row]) -> Row:
         for name in DORA_NAMES["paper-model"][1:]:
             key = f"paper_model_r{row['r']}" + ("" if name == "packlora" else f"_{name}")
             out[f"{key}_over_frozen"], out[f"{key}_gib"] = row["over_frozen"].get(name), row["gib"].get(name)
+        for own, peer in (("packlora", "peft_bf16"), ("packlora_fp32", "peft_fp32_autocast")):
+            over = row["over_frozen"]
+            both = own in over and peer in over
+            out[f"paper_model_r{row['r']}_{peer}_over_{own}"] = over[peer] / over[own] if both else None
     return out | {key: value for row in of["quality"] for key, value in row["figures"].items()}
 
 

@@ -100,7 +100,7 @@ def test_figures_of_result_files_are_those_of_their_rows() -> None:
             continue
         made = bench_of(name).summary(content["rows"])
         gone = {key for key in content["summary"] if key not in made}
-        known = ("multi_", "norm_8b", "near_unity", "_over_packlora")
+        known = ("multi_", "norm_8b", "near_unity")
         assert all(any(word in key for word in known) for key in gone), (file, gone)
         for key in content["summary"].keys() - gone:
             wanted = content["summary"][key]
