@@ -1,4 +1,4 @@
-"""What is timed: a frozen layer or model, packlora's ways and PEFT's over the same weights, inputs and adapter values.
+"""Contenders: a frozen layer or model, packlora's ways and PEFT's over the same weights, inputs and adapter values.
 
 Without dropout packlora's results are compared with PEFT's before its time counts. Shapes: T tokens as [4, T / 4], K inputs,
 N outputs, r rank.
@@ -53,7 +53,7 @@ class One(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What all contenders of a layer share: random and dense, B not zero. x is a leaf that wants a gradient; magnitude_N is
+    """Tensors that all contenders of a layer share: random and dense, B not zero. x is a leaf that wants a gradient; magnitude_N is
     2 % away from the norms of the rows (None: LoRA)."""
 
     x: torch.Tensor
@@ -348,7 +348,7 @@ def causal_lm(
 # --- torch.compile -----------------------------------------------------------------------------------------------------
 
 MODES = ("eager", "compiled", "reduce-overhead")
-"""As it is, under torch.compile, and with CUDA graphs that torch.compile records."""
+"""Ways to run a module: as it is, under torch.compile, and with CUDA graphs that torch.compile records."""
 RUNS = 3
 """Runs until nothing is compiled or recorded any more."""
 
@@ -369,7 +369,7 @@ def in_mode(call: Call, mode: str, device: torch.device) -> Call:
 
 
 def begin_step(mode: str) -> None:
-    """Before each forward: results that graphs gave before are not needed any more."""
+    """Call before each forward: results that graphs gave before are not needed any more."""
     if mode == "reduce-overhead":
         torch.compiler.cudagraph_mark_step_begin()
 

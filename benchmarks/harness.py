@@ -81,7 +81,7 @@ class Options:
         return not (self.quick or self.named)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` made for this key. Only the newest key's is kept, so that two models never need memory at once."""
+        """Make a value once for a key. Only the newest key's is kept, so that two models never need memory at once."""
         if key not in self.kept:
             self.kept.clear()
             free_memory(self.device)
@@ -91,7 +91,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """What a name of `python -m benchmarks` measures.
+    """A measurement behind a name of `python -m benchmarks`.
 
     Attributes:
         cases: the table; toy sizes where options.tiny, a part where options.quick.

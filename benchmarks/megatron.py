@@ -165,7 +165,7 @@ def measure(one: Case, names: list[str], options: Options) -> Row:
 
 
 def _splits_tokens() -> bool:
-    """Whether Megatron-Core's sequence parallelism runs here: it asks which GPU is the current one."""
+    """Return whether Megatron-Core's sequence parallelism runs here: it asks which GPU is the current one."""
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError):

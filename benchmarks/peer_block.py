@@ -82,7 +82,7 @@ def plain_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def liger_swiglu(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Where it is installed and has a GPU."""
+    """Liger's product; None where it is not installed or has no GPU."""
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return None
     apply: Any = importlib.import_module("liger_kernel.ops").LigerSiLUMulFunction.apply
@@ -156,7 +156,7 @@ def peft_block(
 
 
 def built(name: str, data: Data, case: Case, dropout: float) -> tuple[Any, list[nn.Parameter], str]:
-    """What to call, what it trains, and a note.
+    """Make a contender: the module to call, the parameters that it trains, and a note.
 
     Raises:
         AssertionError: packlora left a module to PEFT.
@@ -249,7 +249,7 @@ def work(
 
 
 def taking_part(one: Case, names: Sequence[str]) -> list[str]:
-    """Without those that would leave the case to PEFT's forward."""
+    """Leave out contenders that would leave the case to PEFT's forward."""
     without = {*(WITHOUT_DORA if one.dora else ()), *(WITHOUT_DROPOUT if one.dropout else ())}
     return [name for name in names if name not in without]
 
@@ -273,7 +273,7 @@ def measure(one: Case, names: list[str], options: Options) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """By case: every contender's time over frozen, of the GPU alone where that was measured, and on the wall."""
+    """Figures by case: every contender's time over frozen, of the GPU alone where that was measured, and on the wall."""
     out: Row = {}
     for row in rows:
         key = row["case"].replace("block ", "").replace(" ", "_")

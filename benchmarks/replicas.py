@@ -217,7 +217,7 @@ class Divided:
         return Way(trainer_of(own, base, Path(self.folder.name), group), self.sizes.rounds, self.mesh, group)
 
     def compare_bits(self) -> dict[str, bool]:
-        """By job: whether the first process gives its adapter the same bits, training the jobs of its group."""
+        """Tell for each job whether the first process gives its adapter the same bits, training the jobs of its group."""
         everywhere = {name: bits for own in self.mesh.gather(self.ways["jobs"].digests()) for name, bits in own.items()}
         alone: dict[str, str] = {}
         for names in self.groups:

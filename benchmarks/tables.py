@@ -205,7 +205,7 @@ def lines_of(spec: str) -> list[list[str]]:
 
 
 def _holds(row: Row, key: str, value: str) -> bool:
-    """Whether a row has `key=value`, or where it is `key!=value` has another one; spaces are written as underscores."""
+    """Return whether a row has `key=value`, or for `key!=value` another one; spaces are written as underscores."""
     own = str(row.get(key.rstrip("!"), False)).lower().replace(" ", "_")
     return (own == value.lower()) != key.endswith("!")
 
@@ -226,7 +226,7 @@ def _table(match: re.Match[str]) -> str:
 
 
 def _dated(match: re.Match[str]) -> str:
-    """Behind a link to results: the commits and the day they were measured at, for the code may have changed since."""
+    """Put commits and day behind a link to results, for the code may have changed since."""
     file = results(match[2])
     made: list[Any] = [file, *(row.get("measured") for row in file["rows"])]
     commits = dict.fromkeys(one["commit"][:7] for one in made if isinstance(one, dict) and "commit" in one)

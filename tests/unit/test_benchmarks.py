@@ -265,7 +265,7 @@ def test_a_contender_that_fails_is_recorded_cleared_and_the_others_go_on(when: s
 
 
 def test_gpu_runs_lie_between_events_after_a_flush_and_nothing_waits_inside_the_loop(monkeypatch: Any) -> None:
-    """On a stand-in for torch.cuda, as this machine may have no GPU."""
+    """A stand-in takes torch.cuda's place, as this machine may have no GPU."""
     log: list[str] = []
 
     class Event:
@@ -337,7 +337,7 @@ def test_a_wrong_result_and_a_layer_that_packlora_leaves_to_peft_are_not_timed(m
         contenders.accelerated("packlora", model, {"x": inputs.x})
 
     def scaled(name: str, model: torch.nn.Module) -> None:
-        """In the place of a project's kernels: PEFT's own, o_proj a thousandth too large."""
+        """A stand-in for a project's kernels: PEFT's own, o_proj a thousandth too large."""
         model.out.register_forward_hook(lambda module, args, y: y * 1.001)
 
     monkeypatch.setattr(peer_block, "use_peer", scaled)
@@ -383,7 +383,7 @@ def test_scaling_dora_s_composition_is_its_formula(tier: Any) -> None:
 
 
 def test_sources_are_fetched_once_at_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """From a repository on this disk whose newest commit is another one."""
+    """The source is a repository on this disk whose newest commit is another one."""
     repository = tmp_path / "repository"
     (repository / "src" / "name").mkdir(parents=True)
 
