@@ -260,7 +260,7 @@ def run(
         done = [label for label, row in file.rows.items() if resume and not row.get("failed")]
         done, began = mesh.gather(done)[0], time.monotonic()
         for number, one in enumerate(one for one in cases if one.label not in done):
-            if number and seconds is not None and time.monotonic() - began > seconds:
+            if seconds is not None and mesh.gather(number > 0 and time.monotonic() - began > seconds)[0]:
                 break
             row = {"case": one.label, **one.values, **bench.measure(one, names, options)}
             file.rows[one.label] = row
