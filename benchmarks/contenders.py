@@ -53,8 +53,8 @@ class One(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tensors that all contenders of a layer share: random and dense, B not zero. x is a leaf that wants a gradient; magnitude_N
-    is 2 % away from the norms of the rows (None: LoRA)."""
+    """Tensors that all contenders of a layer share: random and dense, B not zero. x is a leaf that wants a gradient.
+    magnitude_N is 2 % away from the norms of the rows (None: LoRA)."""
 
     x: torch.Tensor
     dy: torch.Tensor

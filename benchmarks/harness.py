@@ -204,6 +204,7 @@ def progress_line(row: Row) -> str:
     rates = rates if isinstance(rates, dict) else {row.get("contender", "packlora"): rates}
     parts += [f"{name} {rate:.0f} tokens/s" for name, rate in rates.items()]
     parts += [f"{name} FAILED: {error}" for name, error in row.get("failed", {}).items()]
+    parts += [row["error"]] if isinstance(row.get("error"), str) else []
     return f"{row['case']}: " + " | ".join(parts)
 
 
