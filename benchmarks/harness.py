@@ -254,6 +254,8 @@ def run(
             file = _File(name, bench, out, replace(options, named=named))
             if mesh.is_first and (only or resume or several):
                 file.read()
+            if not (only or resume):  # only rows of other numbers of processes stay
+                file.rows = {label: row for label, row in file.rows.items() if row.get("processes") != mesh.size}
             file.wanted += [one.label for one in cases]
             return file.options, names, cases, file
 

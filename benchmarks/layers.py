@@ -276,7 +276,7 @@ def dora_cases(options: Options) -> list[Case]:
         *(case(f"compose {M}x{N}", part="compose", M=M, N=N) for M, N in shapes),
         *dora_layer_cases(options),
         *(case(f"paper-model Qwen3-8B r{r}", part="paper-model", r=r) for r in ranks),
-        *(case(f"quality {name}", part="quality", name=name) for name in QUALITY),
+        *(case(name, part="quality", name=name) for name in QUALITY),
     ]
 
 

@@ -280,7 +280,7 @@ def replicas_cases(options: Options) -> list[Case]:
     return [
         case(f"{part} x{size} unit {number}", part=part, processes=size, unit=number)
         for part in ("jobs", "fsdp2")
-        for number in range(1 if options.tiny else UNITS)
+        for number in range(WARMUP, WARMUP + (1 if options.tiny else UNITS))
     ]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import random
 import statistics
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import PLANS
+from packlora.parallel.mesh import OneProcess
 from packlora.plans import timing
 from packlora.plans.timing import Contender, Timing, Timings, Work, geomean, paired, stepped
 
@@ -173,6 +176,20 @@ def test_a_run_goes_on_where_it_was_and_keeps_the_cases_that_it_is_not_asked_for
     out.write_text("[]")
     with pytest.raises(InputError, match="is no results file"):
         run(toy(measured), resume=True)
+
+
+def test_a_file_keeps_the_rows_of_other_numbers_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `--only` those of the same number go, whatever their labels were."""
+    out, mesh = tmp_path / "toy.json", OneProcess()
+    mesh.size = 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(harness, "processes", lambda: contextlib.nullcontext(mesh))
+    bench = replace(toy([]), where="processes", by_case=True)
+    monkeypatch.setattr(harness, "choose_device", lambda device: CPU)
+    rows = [{"case": f"old {size}", "processes": size, "failed": {}} for size in (2, 4)]
+    harness.write_results(out, "toy-cpu", "how", rows, {}, CPU, asked={"quick": True, "layers": None, "named": False})
+    assert harness.run("toy", bench, out, quick=True, device="cpu") == 0
+    assert [row["case"] for row in json.loads(out.read_text())["rows"]] == ["old 4", "a T1", "a T2", "b T2"]
 
 
 def test_only_chooses_contenders_and_cases() -> None:
