@@ -254,8 +254,9 @@ def run(
             file = _File(name, bench, out, replace(options, named=named))
             if mesh.is_first and (only or resume or several):
                 file.read()
-            if not (only or resume):  # only rows of other numbers of processes stay
-                file.rows = {label: row for label, row in file.rows.items() if row.get("processes") != mesh.size}
+            if not (only or resume):  # rows of other tables stay, those of this one are measured again
+                own = {one.label.partition(" unit ")[0] for one in cases}
+                file.rows = {key: row for key, row in file.rows.items() if key.partition(" unit ")[0] not in own}
             file.wanted += [one.label for one in cases]
             return file.options, names, cases, file
 

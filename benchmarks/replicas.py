@@ -549,18 +549,18 @@ def simulated(windows: Sequence[Window], times: Sequence[dict[str, list[float]]]
 
 
 def _unusual(shape: str, lengths: str) -> list[str]:
-    """Words of a case, of which the usual ones are left out."""
+    """Words of a figure's key, of which the usual ones are left out."""
     return [word for word, usual in ((shape, "70B"), (lengths, "short")) if word != usual]
 
 
 def pipeline_cases(options: Options) -> list[Case]:
-    """The usual shape and lengths; others take part where `--only` names them, whose labels are longer."""
+    """The usual shape and lengths, 70B and short; others, whose labels name both, take part where `--only` has words."""
     size = options.mesh.size
     pairs = [(shape, lengths) for shape in ("70B", "32B") for lengths in ("short", *SETS)]
     return [
         case(
-            " ".join([f"x{size}", *_unusual(*pair), f"unit {number}"]), processes=size, shape=pair[0], lengths=pair[1],
-            unit=number,
+            f"x{size}{'' if pair == pairs[0] else f' {pair[0]} {pair[1]}'} unit {number}", processes=size, shape=pair[0],
+            lengths=pair[1], unit=number,
         )
         for pair in (pairs if options.chosen else pairs[:1])
         for number in range(1, 2 if options.quick else 1 + UNITS)

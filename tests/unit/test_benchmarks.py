@@ -53,7 +53,7 @@ def nothing() -> None:
 
 SMALLEST = {
     "layer": "T64,packlora,peft_bf16", "multi": "packlora,peft_bf16", "model": "layer,Llama-3.1-8B,packlora",
-    "dora": "layer,packlora_stepped,packlora_accelerate,paper,peft_bf16", "graphs": "packlora_merged",
+    "dora": "layer,norm,compose,packlora,packlora_stepped,packlora_accelerate,paper,copy,kernel_both", "graphs": "packlora_merged",
     "quantised": "4jobs,lora_r16,packlora", "experts": "1job,dora_r16,packlora", "vlm": "forward,bf16,packlora",
     "small": "dora,compiled,packlora", "workloads": "packlora,peft_packed", "schedule": "jobs,1,auto",
     "peers": "packlora,peft_bf16", "megatron": "plain", "speed": "", "parity": "", "dora-fidelity": "",
@@ -79,7 +79,8 @@ def test_every_benchmark_runs_its_smallest_case(
         assert all(key.startswith("part_") for key in content["summary"]), "a part must not look like the whole"
         for row in content["rows"]:
             notes = {contender for contender in row.get("notes", {}) if contender.startswith("packlora")}
-            assert name not in ("layer", "dora", "model", "vlm") or notes, f"{name}: what packlora did is not said"
+            timed = name in ("layer", "dora", "model", "vlm") and "frozen" in row["ms"]
+            assert not timed or notes, f"{name}: what packlora did is not said"
 
 
 def test_labels_of_all_cases_differ_and_the_first_contender_is_the_one_to_compare_with() -> None:
@@ -179,17 +180,17 @@ def test_a_run_goes_on_where_it_was_and_keeps_the_cases_that_it_is_not_asked_for
 
 
 def test_a_file_keeps_the_rows_of_other_numbers_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `--only` those of the same number go, whatever their labels were."""
+    """Without `--only` rows of the same table go, also those of units that it has no more."""
     out, mesh = tmp_path / "toy.json", OneProcess()
     mesh.size = 2
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(harness, "processes", lambda: contextlib.nullcontext(mesh))
     bench = replace(toy([]), where="processes", by_case=True)
     monkeypatch.setattr(harness, "choose_device", lambda device: CPU)
-    rows = [{"case": f"old {size}", "processes": size, "failed": {}} for size in (2, 4)]
+    rows = [{"case": label, "failed": {}} for label in ("a T1 unit 9", "x4 unit 1")]
     harness.write_results(out, "toy-cpu", "how", rows, {}, CPU, asked={"quick": True, "layers": None, "named": False})
     assert harness.run("toy", bench, out, quick=True, device="cpu") == 0
-    assert [row["case"] for row in json.loads(out.read_text())["rows"]] == ["old 4", "a T1", "a T2", "b T2"]
+    assert [row["case"] for row in json.loads(out.read_text())["rows"]] == ["x4 unit 1", "a T1", "a T2", "b T2"]
 
 
 def test_only_chooses_contenders_and_cases() -> None:
