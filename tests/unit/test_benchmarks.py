@@ -53,7 +53,8 @@ def nothing() -> None:
 
 SMALLEST = {
     "layer": "T64,packlora,peft_bf16", "multi": "packlora,peft_bf16", "model": "layer,Llama-3.1-8B,packlora",
-    "dora": "layer,norm,compose,packlora,packlora_stepped,packlora_accelerate,paper,copy,kernel_both", "graphs": "packlora_merged",
+    "dora": "layer,norm,compose,packlora,packlora_stepped,packlora_accelerate,paper,copy,kernel_both",
+    "graphs": "packlora_merged",
     "quantised": "4jobs,lora_r16,packlora", "experts": "1job,dora_r16,packlora", "vlm": "forward,bf16,packlora",
     "small": "dora,compiled,packlora", "workloads": "packlora,peft_packed", "schedule": "jobs,1,auto",
     "peers": "packlora,peft_bf16", "megatron": "plain", "speed": "", "parity": "", "dora-fidelity": "",
