@@ -245,55 +245,55 @@ def run(
         )
     with processes() if several else nullcontext(OneProcess()) as mesh:
 
-        def asked() -> tuple[Options, list[str], list[Case], _File]:
-            chosen = torch.device("cpu") if bench.where == "cpu" else choose_device(device)
-            if chosen.type == "cpu" and bench.where != "cpu" and not (quick and device == "cpu"):
-                raise InputError(f"{name} measures a GPU; --quick --device cpu tries it with toy sizes on the CPU")
-            options = Options(chosen, quick, layers, bool(only), mesh=mesh, out=out)
+        def opened() -> tuple[_File, list[str], list[Case]]:
+            options = Options(_device(name, bench, quick, device), quick, layers, bool(only), mesh=mesh, out=out)
             names, cases, named = choose(only, bench, bench.cases(options))
             file = _File(name, bench, out, replace(options, named=named))
             if mesh.is_first and (only or resume or several):
                 file.read()
-            if not (only or resume):  # rows of other tables stay, those of this one are measured again
-                own = {one.label.partition(" unit ")[0] for one in cases}
-                file.rows = {key: row for key, row in file.rows.items() if key.partition(" unit ")[0] not in own}
-            file.wanted += [one.label for one in cases]
-            return file.options, names, cases, file
+            file.begin(cases, keep=bool(only or resume))
+            return file, names, cases
 
-        options, names, cases, file = together(mesh, asked)
+        file, names, cases = together(mesh, opened)
         done = [label for label, row in file.rows.items() if resume and not row.get("failed")]
         done, began = mesh.gather(done)[0], time.monotonic()
         for number, one in enumerate(one for one in cases if one.label not in done):
             if seconds is not None and mesh.gather(number > 0 and time.monotonic() - began > seconds)[0]:
                 break
-            row = {"case": one.label, **one.values, **bench.measure(one, names, options)}
+            row = {"case": one.label, **one.values, **bench.measure(one, names, file.options)}
             file.rows[one.label] = row
-            free_memory(options.device)
+            free_memory(file.options.device)
             if mesh.is_first:
                 print(progress_line(row), flush=True)
                 file.write()
-        options.kept.clear()
-        if not mesh.is_first:
-            return 0
-        for key, value in json.loads(out.read_text())["summary"].items():
-            print(f"{key}: {value}")
-        if plots and bench.plot is not None:
-            bench.plot(list(file.rows.values()), out)
-        return report_failures(file.rows.values())
+        file.options.kept.clear()
+        return _ended(bench, file, plots) if mesh.is_first else 0
+
+
+def _device(name: str, bench: Benchmark, quick: bool, device: str) -> torch.device:
+    """Raises InputError where the benchmark needs a GPU and there is none."""
+    chosen = torch.device("cpu") if bench.where == "cpu" else choose_device(device)
+    if chosen.type == "cpu" and bench.where != "cpu" and not (quick and device == "cpu"):
+        raise InputError(f"{name} measures a GPU; --quick --device cpu tries it with toy sizes on the CPU")
+    return chosen
+
+
+def _ended(bench: Benchmark, file: _File, plots: bool) -> int:
+    """Print the figures and every contender that failed; 1 if there is one."""
+    for key, value in json.loads(file.out.read_text())["summary"].items():
+        print(f"{key}: {value}")
+    if plots and bench.plot is not None:
+        bench.plot(list(file.rows.values()), file.out)
+    failed = [(row["case"], *one) for row in file.rows.values() for one in row.get("failed", {}).items()]
+    for label, name, error in failed:
+        print(f"failed: {label}: {name}: {error}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def label_of(row: Row) -> str:
     """The label of a row's case; older files of `anchors` name the contender beside it."""
     label, contender = row["case"], row.get("contender", "")
     return label if label.endswith(contender) else f"{label} {contender}"
-
-
-def report_failures(rows: Any) -> int:
-    """Print every contender that failed; 1 if there is one."""
-    failed = [(row["case"], name, error) for row in rows for name, error in row.get("failed", {}).items()]
-    for label, name, error in failed:
-        print(f"failed: {label}: {name}: {error}", file=sys.stderr)
-    return 1 if failed else 0
 
 
 class _File:
@@ -327,6 +327,13 @@ class _File:
         asked = self.name, device_name(self.options.device), self.asked
         if found != asked:
             raise InputError(f"out: {self.out} is of {found}, this is {asked}; name another file")
+
+    def begin(self, cases: Sequence[Case], keep: bool) -> None:
+        """Expect these cases. Where rows are not kept, those of this table go; rows of other tables always stay."""
+        self.wanted += [one.label for one in cases]
+        if not keep:
+            own = {one.label.partition(" unit ")[0] for one in cases}
+            self.rows = {key: row for key, row in self.rows.items() if key.partition(" unit ")[0] not in own}
 
     def write(self) -> None:
         """Write rows in the order of the table, behind rows of other tables (of another number of processes)."""
