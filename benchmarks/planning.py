@@ -139,7 +139,6 @@ def plan_once(samples: int) -> dict[str, Any]:
         for key in counts:
             counts[key] += getattr(window.report, key)
     seconds = time.perf_counter() - begun
-    planner.close()
     return {
         "seconds": seconds, "first_window_s": first, **counts,
         "rss_mib": _resident_mib("VmHWM") - before, "cpu_s": _cpu_s() - cpu,

@@ -57,7 +57,6 @@ from packlora.parallel.stages import Stage, load_stage
 from packlora.runtime import profiler
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
-from packlora.runtime.head_cost import measure_head
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory, synchronize
 from packlora.runtime.microbatch import MicrobatchResult
@@ -74,6 +73,7 @@ from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
 from packlora.schedule.verify import check, with_noops
 from packlora.schedule.wire import window_from_json, window_to_json
+from packlora.tune.head import measure_head
 
 WARMUP, UNITS = 2, 3
 """Units that are not counted: in the first sizes of microbatches come for the first time, in the second the last of them are

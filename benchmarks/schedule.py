@@ -67,7 +67,6 @@ def measure_schedule(one: Case, names: list[str], options: Options) -> Row:
     else:
         planner = Planner(jobs, CAPACITY, stages=one.stages, cost=cost, method=one.method)
         windows = list(planner.windows())
-        planner.close()
         plan = [microbatch for window in windows for microbatch in window.microbatches]
         reports = [window.report for window in windows]
         packs = [pack for report in reports for pack in report.packs]

@@ -175,7 +175,6 @@ def measure_train(one: Case, names: list[str], options: Options) -> Row:
         compiled = OneShape(shared_copy(frozen), most, width, rows, modes(device)[-1])
         ways["peft_compiled"] = Way(compiled.unit, peer_units, WARMUP)
         in_turn(one.label, ways, LEAD)
-        planner.close()
     if device.type == "cuda":
         print(use_liger(device), flush=True)
         again = peft_ways(Peft(build(config, device), data, configs, budget), peer_units, WARMUP, tail="_liger")

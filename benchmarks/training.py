@@ -441,7 +441,6 @@ def microbatches(trainer: Trainer) -> dict[str, int]:
         orders = [job.data.planned for job in trainer.jobs]
         planner = Planner(orders, trainer.budget.tokens, method=method, window_rounds=window)
         out[name] = sum(len(planner.window(start).microbatches) for start in range(0, WINDOW_ROUNDS, window))
-        planner.close()
     return out
 
 
@@ -595,7 +594,6 @@ def measure_speed(one: Case, names: list[str], options: Options) -> Row:
         }
         ways = {name: Way(calls[name], units(1, 1 + steps), 1) for name in names}
         in_turn(one.label, ways)
-        planner.close()
     return row_of(ways)
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import typer
 
 from packlora.errors import InputError, ProcessError, WriteError, unwritten
-from packlora.later import load_later
 from packlora.terminal import say, settle
 
 
@@ -71,12 +70,10 @@ def loads() -> bool:
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Around the import of large libraries. It makes a million objects that stay, and to look for garbage among them, again and
-    again, takes a seventh of its time, and a third of a second whenever it is done later. PEFT imports bitsandbytes where it is
-    there, and that torch's compiler: another one.
+    again, takes a seventh of its time, and a third of a second whenever it is done later.
 
     Ctrl-C in the middle ends it at once, or, where a library swallows that (what is raised in a __del__ is lost), at its end.
     """
-    load_later("bitsandbytes")
     asked: list[int] = []
 
     def ask(number: int, frame: types.FrameType | None) -> None:

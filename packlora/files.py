@@ -48,8 +48,10 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         temporary.chmod(stat.S_IMODE(mode))
         sync(temporary)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # which the system does not say of a full disk
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # which the system does not say of a full disk
         raise
     os.replace(temporary, path)
     sync(path.parent)

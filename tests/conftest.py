@@ -132,7 +132,9 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
     def make(family: str = "llama") -> str:
         if family not in made:
             folder = tmp_path_factory.mktemp(f"base-{family}")
-            tiny_model(family).save_pretrained(folder)
+            model = tiny_model(family)
+            model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+            model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             made[family] = str(folder)
         return made[family]

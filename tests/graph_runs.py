@@ -102,16 +102,16 @@ class Run:
 
     def train(self, times: int = 1, evaluate: bool = False) -> list[torch.Tensor]:
         """What the jobs have become, and their losses. Jobs step after every second microbatch, if they own tokens of it."""
-        sums = []
+        sums: list[torch.Tensor] = []
         numbers = [number for number in range(times * len(MICROBATCHES)) if self.owned(number)]
         packed = [self.packed(number) for number in numbers]
         for at, number in enumerate(numbers):
-            sums.append(run_microbatch(self.executor, packed[at], SCALES).sums)
+            sums.append(torch.stack([*run_microbatch(self.executor, packed[at], SCALES).sums.values()]))
             self.collect({owner for owner, _ in self.owned(number)}, step=number % 2 == 1)
             for following in packed[at + 1 : at + 2]:
                 self.executor.prepare(following, SCALES)
             if evaluate:  # after a forward that may have been launched ahead
-                sums.append(self.executor.evaluate(packed[at][-1:], 3).sums)
+                sums += self.executor.evaluate(packed[at][-1:]).sums.values()
         return [*(p.detach().clone() for p in self.parameters()), *sums]
 
 

@@ -80,9 +80,7 @@ def broken_rule(microbatches: Sequence[Microbatch], stages: int) -> str | None:
     return None
 
 
-def wrong_contents(
-    microbatches: Sequence[Microbatch], jobs: Sequence[Lengths], capacity: int, multiple: int = 1
-) -> str | None:
+def wrong_contents(microbatches: Sequence[Microbatch], jobs: Sequence[Lengths], capacity: int) -> str | None:
     """What is wrong with the samples, the loads or the completed batches, if anything."""
     wanted = Counter(
         (job.name, number, sample, length)
@@ -94,12 +92,7 @@ def wrong_contents(
     if have != wanted:
         return f"missing {wanted - have}, too many {have - wanted}"
     for slot, microbatch in enumerate(microbatches):
-        load = 0
-        for name in {item.job for item in microbatch.samples}:
-            tokens = sum(item.length for item in microbatch.samples if item.job == name)
-            while tokens % multiple:
-                tokens += 1
-            load += tokens
+        load = sum(item.length for item in microbatch.samples)
         if load > capacity:
             return f"slot {slot} holds {load} of {capacity}"
     ends: dict[tuple[str, int], int] = {}

@@ -110,7 +110,7 @@ class Training:
     def microbatch(self, rank: int, number: int) -> torch.Tensor:
         """Losses of a microbatch whose gradients are added up."""
         weights = np.full(len(self.adapters), 0.01)
-        return run_microbatch(self.executor, self.samples(rank, number), weights).sums
+        return torch.stack([*run_microbatch(self.executor, self.samples(rank, number), weights).sums.values()])
 
     def step(self) -> list[torch.Tensor]:
         """The gradients of this rank, which are then summed over the ranks for a step of all jobs."""
@@ -135,13 +135,13 @@ class Training:
                 self.keep_step(backward=False)
             else:
                 seen.append(self.microbatch(rank, 2 * step + 1))
-                seen.append(self.executor.evaluate(self.samples(rank, 50 + step), len(self.adapters)).sums)
+                seen += self.executor.evaluate(self.samples(rank, 50 + step)).sums.values()
             seen += self.step()
         return [*seen, *(parameter.detach().clone() for parameter in self.parameters())]
 
     def keep_step(self, backward: bool) -> None:
         if isinstance(self.storage, Shards):
-            self.storage.keep_step(self.attached, backward)
+            self.storage.idle(self.attached, backward)
 
 
 def difference(rank: int, folder: str, case: Case, steps: int = STEPS) -> tuple[int, float]:

@@ -244,7 +244,8 @@ def learn(case: Case, group: Any = None) -> Learnt:
                 assert told is not None, job.failure
                 losses[f"{step} {job.name}"] = torch.tensor(told.loss, dtype=torch.float64)
                 norms[f"{step} {job.name}"] = torch.tensor(told.grad_norm, dtype=torch.float64)
-    losses["evaluated"] = executor.evaluate(samples_of(case.steps, 0, jobs), len(jobs)).sums
+    evaluated = executor.evaluate(samples_of(case.steps, 0, jobs)).sums
+    losses["evaluated"] = torch.stack([evaluated[owner] for owner in sorted(evaluated)])
     parameters = {f"{job.name} {name}": value for job in jobs for name, value in whole(job.adapter).items()}
     assert all(not job.untrained for job in jobs)
     if group is not None:

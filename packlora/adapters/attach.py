@@ -11,21 +11,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_layout import frozen_at, is_scaled
-from packlora.adapters.expert_part import part_of
-from packlora.adapters.experts import (
-    ExpertWeights,
-    adapt_experts,
-    adapted_experts,
-    adapted_router,
-    router_path,
-    shapes_at,
-)
+from packlora.adapters.expert_layout import adapted_experts, router_path
 from packlora.adapters.flat import UNDECAYED, FlatLayout
 from packlora.adapters.kinds import PARAMETERS, as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
@@ -35,7 +26,7 @@ from packlora.adapters.routed import WEIGHTS, CopyWeights, Routed, RoutedRows, R
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
-from packlora.adapters.weights import AdapterWeights, parameter_shapes
+from packlora.adapters.weights import AdapterWeights, parameter_shapes, shapes_at
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import Storage
 from packlora.ops.lora_linear.quantized import QuantizedLinear
@@ -43,6 +34,9 @@ from packlora.ops.modules import beside_decoder
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash
+
+if TYPE_CHECKING:
+    from packlora.adapters.experts import ExpertWeights
 
 
 @dataclass(slots=True)
@@ -101,6 +95,15 @@ class Adapter:
     def num_parameters(self) -> int:
         """Elements of them all, of all slices."""
         return sum(map(math.prod, self.whole_shapes.values()))
+
+    def own_of(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This process's parts of whole tensors, by the names of `named_parameters`."""
+        own = {}
+        for name, tensor in whole.items():
+            path, _, attribute = name.rpartition("/")
+            if path in self.weights:
+                own[name] = self.weights[path].own(attribute, tensor)
+        return own
 
     @property
     def on_experts(self) -> int:
@@ -307,12 +310,9 @@ def _adapter(
         module, layer, at = spec.modules[path], own.get(path), stable_hash("start", seed, path)
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
         if layer is None:
-            owner, _, leaf = path.rpartition(".")
-            experts = model.get_submodule(owner)
-            frozen_experts = partial(frozen_at, experts, leaf)
-            own_experts = ExpertWeights(module, frozen_experts, at, room, part_of(experts), is_scaled(experts))
-            adapt_experts(model, path, attached, number, own_experts)
-            weights[path] = own_experts
+            from packlora.adapters.experts import adapt_experts
+
+            weights[path] = adapt_experts(model, path, attached, number, module, at, room)
             continue
         if isinstance(layer, AdaptedLinear):
             weights[path] = layer.adapters[number] = AdapterWeights(module, layer.base, at, room)
@@ -385,6 +385,8 @@ def _replace(
         parent = model.get_submodule(parent_path)
         there = getattr(parent, leaf)
         if isinstance(there, torch.nn.Parameter):
+            from packlora.adapters.experts import adapted_router
+
             layers[path, True] = adapted_router(model, path, attached, chooser[path])
             continue
         of_rows = path in attached.of_rows or there is model.get_output_embeddings()

@@ -1,28 +1,25 @@
-"""A module of experts as transformers has it: how its weights lie, and its forward around products that a caller makes.
+"""A module of experts as transformers has it: how its weights lie.
 
 Most are called through transformers' registry of experts' functions, with hidden states, chosen experts and their weights.
 Those of Llama 4 are given every token once for every expert, multiplied with the router's weight, which is 0 where the token
 does not go there; they add nothing to such rows, so the others are all that is computed here.
 
-Shapes: T tokens, k experts a token, S rows sorted by expert, T k of a registry's, D width, E experts.
+Shapes: T tokens, K inputs, N outputs, D width, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from packlora.ops.lora_experts.routing import Routing
-from packlora.ops.lora_experts.types import ExpertWeight
-from packlora.ops.lora_experts.weighted import weighted_sums
-
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What transformers' registry of experts' functions notes of a module that it calls through them."""
-
-
+STATE = "_packlora_experts"
+"""The attribute of a module of experts that holds what is adapted of it; no module and no buffer, so in no state dict."""
+ROUTED = "packlora_product"
+"""The name of a router's AdaptedLinear among its modules."""
 SCALED = ("transformers.models.llama4.modeling_llama4.Llama4TextExperts",)
 """Classes of modules of experts that are given every token times the router's weight, [E T, D], and give as many rows. Their
 weights are [E, K, N], and PEFT takes them to be [E, N, K]: in its files A and B have changed places."""
@@ -48,69 +45,13 @@ def weight_names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj"
 
 
-def frozen_at(experts: Any, name: str) -> ExpertWeight:
-    """One weight of all experts as the operator takes it."""
-    if is_scaled(experts):
-        return ExpertWeight(getattr(experts, name), None, True)
-    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    return ExpertWeight(getattr(experts, name), bias, bool(experts.is_transposed))
+def adapted_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    """Modules of experts that have adapters, or had some, with what is adapted of them."""
+    for module in model.modules():
+        if (state := vars(module).get(STATE)) is not None:
+            yield module, state
 
 
-def sorted_outputs(
-    experts: Any, x: torch.Tensor, product: Callable[[torch.Tensor, str, bool], torch.Tensor]
-) -> torch.Tensor:
-    """What experts give, without the routers' weights, by sorted rows [S, D].
-
-    Args:
-        x: hidden states [T, D].
-        product: of what is given to a weight, the weight's name, and whether what is given is of tokens, [T, K], and not of
-            sorted rows, [S, K]; gives [S, N].
-    """
-    first, last = weight_names(experts)
-    inner = product(x, first, True)
-    if is_scaled(experts):
-        gate, up = inner.chunk(2, dim=-1)
-        return product(experts.act_fn(gate) * up, last, False)
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    y_SD = product(inner, last, False)
-    # not in every transformers that is supported
-    return experts.post_expert_norm(y_SD) if getattr(experts, "has_post_expert_norm", False) else y_SD
-
-
-def outputs(
-    experts: Any, hidden_states: torch.Tensor, top_k_weights: torch.Tensor, routing: Routing,
-    product: Callable[[torch.Tensor, str, bool], torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
-    """The forward of a module of experts, [T, D].
-
-    Args:
-        hidden_states: [T, D].
-        top_k_weights: of the chosen experts, [T, k].
-        product: see sorted_outputs.
-    """
-    y_SD = sorted_outputs(experts, hidden_states, product)
-    return weighted_sums(y_SD, top_k_weights, routing, hidden_states.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledRows:
-    """Those rows of what a module of SCALED is given that a router sends to its experts, in the order of the experts.
-
-    x: [S, D]. expert, token: of each, [S].
-    """
-
-    x: torch.Tensor
-    expert: torch.Tensor
-    token: torch.Tensor
-
-    @staticmethod
-    def of(hidden_states: torch.Tensor, experts: int) -> ScaledRows:
-        """hidden_states: [E T, D]. How many rows there are the host learns from the device."""
-        x_ETD = hidden_states.view(experts, -1, hidden_states.shape[-1])
-        expert, token = x_ETD.detach().ne(0).any(-1).nonzero(as_tuple=True)
-        return ScaledRows(x_ETD[expert, token], expert, token)
-
-    def back(self, y_SD: torch.Tensor, like: torch.Tensor, experts: int) -> torch.Tensor:
-        """What experts give for these rows, and zeros for all others, [E T, D]. like: what the module was given."""
-        place = self.expert * (len(like) // experts) + self.token
-        return y_SD.new_zeros(like.shape).index_copy(0, place, y_SD)
+def router_path(path: str) -> str:
+    """The path of the weight of a router, from that of its AdaptedLinear; any other path as it is."""
+    return f"{path.removesuffix(ROUTED)}weight" if path.endswith(f".{ROUTED}") else path

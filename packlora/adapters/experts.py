@@ -8,7 +8,7 @@ A router's product with its weight is an AdaptedLinear; what the router makes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,15 +17,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from packlora.adapters.expert_layout import ScaledRows, frozen_at, is_scaled, sorted_outputs
+from packlora.adapters.expert_forward import ScaledRows, frozen_at, sorted_outputs
+from packlora.adapters.expert_layout import ROUTED, STATE, is_scaled
 from packlora.adapters.expert_part import ExpertPart, part_of
 from packlora.adapters.expert_rows import sent_to_experts
 from packlora.adapters.expert_targets import RouterProduct, router_product
-from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import ModuleSpec
-from packlora.adapters.weights import first_factors, parameter_shapes
+from packlora.adapters.weights import first_factors
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms, sums_dtype
@@ -37,10 +37,6 @@ from packlora.plans.select import PlanChooser
 
 IMPLEMENTATION = "packlora"
 """Under this name the function is in transformers' registry."""
-STATE = "_packlora_experts"
-"""The attribute of a module of experts that holds what is adapted of it; no module and no buffer, so in no state dict."""
-ROUTED = "packlora_product"
-"""The name of a router's AdaptedLinear among its modules."""
 
 
 class ExpertWeights:
@@ -133,30 +129,11 @@ class AdaptedExperts:
         return sorted(every if owners is None else every & owners.adapters)
 
 
-def shapes_at(model: torch.nn.Module, path: str, spec: ModuleSpec) -> dict[str, tuple[int, ...]]:
-    """Of the trainable parameters of one adapter on what is at a path, by name; the model may be without weights."""
-    owner, _, leaf = path.rpartition(".")
-    if spec.kind not in PARAMETERS:
-        return parameter_shapes(spec, model.get_submodule(path))
-    if spec.kind == "router":
-        N, K = getattr(model.get_submodule(owner), leaf).shape
-        with torch.device("meta"):
-            return parameter_shapes(spec, torch.nn.Linear(K, N, bias=False))
-    E, N, K = frozen_at(model.get_submodule(owner), leaf).shape
-    ins, outs = (N, K) if is_scaled(model.get_submodule(owner)) else (K, N)
-    shapes: dict[str, tuple[int, ...]] = {"A": (E * spec.rank, ins), "B": (outs, spec.rank * E)}
-    return shapes | ({"magnitude": (E, N)} if spec.use_dora else {})
-
-
-def adapted_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, AdaptedExperts]]:
-    """Modules of experts that have adapters, or had some, with what is adapted of them."""
-    for module in model.modules():
-        if (state := vars(module).get(STATE)) is not None:
-            yield module, state
-
-
-def adapt_experts(model: PreTrainedModel, path: str, attached: Attached, number: int, weights: ExpertWeights) -> None:
-    """Put an adapter onto the weight of experts at a path.
+def adapt_experts(
+    model: PreTrainedModel, path: str, attached: Attached, number: int, spec: ModuleSpec, seed: int,
+    room: Mapping[str, torch.Tensor],
+) -> ExpertWeights:  # fmt: skip
+    """Put an adapter onto the weight of experts at a path. seed, room: see ExpertWeights.
 
     Raises:
         RuntimeError: transformers does not call the model's experts by a function that it is given.
@@ -166,7 +143,9 @@ def adapt_experts(model: PreTrainedModel, path: str, attached: Attached, number:
     compute_here(model, owner)
     if STATE not in vars(experts):
         setattr(experts, STATE, AdaptedExperts(owner, attached))
+    weights = ExpertWeights(spec, partial(frozen_at, experts, leaf), seed, room, part_of(experts), is_scaled(experts))
     vars(experts)[STATE].adapters.setdefault(leaf, {})[number] = weights
+    return weights
 
 
 def compute_here(model: PreTrainedModel, path: str) -> None:
@@ -197,11 +176,6 @@ def adapted_router(model: PreTrainedModel, path: str, attached: Attached, choose
     router.add_module(ROUTED, adapted)
     router.forward = _Routed(router.forward, lambda: getattr(router, leaf), adapted)
     return adapted
-
-
-def router_path(path: str) -> str:
-    """The path of the weight of a router, from that of its AdaptedLinear; any other path as it is."""
-    return f"{path.removesuffix(ROUTED)}weight" if path.endswith(f".{ROUTED}") else path
 
 
 class _Routed:

@@ -28,11 +28,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.experts import shapes_at
 from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
 from packlora.adapters.names import owners, resolve
 from packlora.adapters.sharded import shard_of
 from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, from_everywhere, is_doubled
+from packlora.adapters.weights import shapes_at
 from packlora.config import AdapterConfig
 from packlora.config.adapter import STARTS
 from packlora.errors import InputError, quoted, shown

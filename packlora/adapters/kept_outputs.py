@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from packlora.adapters.experts import router_path
+from packlora.adapters.expert_layout import router_path
 from packlora.adapters.linear import AdaptedLinear
 
 LIGER = ("liger_kernel", "packlora.base.liger")

@@ -49,13 +49,13 @@ def resolve(
     """
     twin = twin_of(model)
     if twin is None:
-        return one_class.resolve(peft, model, job, base_dropped)
+        return one_class.resolve(peft, model, job, base_dropped, of_folder=bool(keys))
     of_twin = _is_of_twin(peft, keys, model, twin)
     if of_twin:
-        found = one_class.resolve(peft, twin.model, job, base_dropped, _paths(model))
-        found.modules = {_here(path, twin, model, job): own for path, own in found.modules.items()}
+        found = one_class.resolve(peft, twin.model, job, base_dropped, _paths(model), bool(keys))
+        found.modules = dict(_here(path, own, twin, model, job) for path, own in found.modules.items())
     else:
-        found = one_class.resolve(peft, model, job, base_dropped, _paths(twin.model))
+        found = one_class.resolve(peft, model, job, base_dropped, _paths(twin.model), bool(keys))
     found.modules = {path: _with_both(path, own, twin, model, job) for path, own in found.modules.items()}
     found.peft = _for_both(found, model, twin, of_twin)
     return found
@@ -66,7 +66,7 @@ def _is_of_twin(peft: LoraConfig, keys: Collection[str], model: PreTrainedModel,
     here, there = _names(model), _names(twin.model)
     if keys:
         named = {next((one for one in owners(key) if one in here or one in there), "") for key in keys}
-        return bool(named & (there - here)) and not named & (here - there)
+        return bool(named & (there - here)) and not (twin.is_own and named & (here - there))
     if isinstance(peft.target_modules, str) and peft.target_modules.lower() == "all-linear":
         return False
     choose = copy.copy(peft)
@@ -92,14 +92,22 @@ def owners(key: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
-def _here(path: str, twin: Twin, model: PreTrainedModel, job: str) -> str:
-    """The model's name of what the twin has at a path."""
+def _here(path: str, own: ModuleSpec, twin: Twin, model: PreTrainedModel, job: str) -> tuple[str, ModuleSpec]:
+    """The model's name of what the twin has at a path, and what is trained there."""
     if (found := twin.here(path)) is None:
         raise InputError(
             f"job {job!r}: the adapter changes {path} of {type(twin.model).__name__}; {type(model).__name__}, which is trained "
             "and run here, has no such module. Leave it out, or fold the adapter in with packlora merge"
         )
-    return found
+    return found, own if own.stored_at is None else replace(own, stored_at=_stored(own, path, found))
+
+
+def _stored(own: ModuleSpec, path: str, other: str) -> str:
+    """Under which path files have the tensors of what is trained at a path, by its other name."""
+    if own.stored_at is None:
+        return other
+    owner, there = (one.rpartition(".")[0] for one in (path, other))
+    return there + own.stored_at.removeprefix(owner)
 
 
 def _with_both(path: str, own: ModuleSpec, twin: Twin, model: PreTrainedModel, job: str) -> ModuleSpec:
@@ -110,11 +118,7 @@ def _with_both(path: str, own: ModuleSpec, twin: Twin, model: PreTrainedModel, j
             f"job {job!r}: {path} of {type(model).__name__} has no place in {type(twin.model).__name__}, which other programs "
             "build of the base model; leave it out"
         )
-    stored = own.stored_at or path
-    also: str | None = None
-    if other is not None:
-        owner, there = (one.rpartition(".")[0] if own.kind in PARAMETERS else one for one in (path, other))
-        also = there + stored.removeprefix(owner)
+    stored, also = own.stored_at or path, None if other is None else _stored(own, path, other)
     if twin.is_own and also is not None:
         stored, also = also, stored
     return replace(own, stored_at=stored, also_at=None if also == stored else also)

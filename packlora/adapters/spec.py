@@ -157,7 +157,12 @@ def whole_number(number: float) -> Any:
 
 
 def resolve(
-    peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bool = True, twins: Collection[str] = ()
+    peft: LoraConfig,
+    model: PreTrainedModel,
+    job: str,
+    base_dropped: bool = True,
+    twins: Collection[str] = (),
+    of_folder: bool = False,
 ) -> AdapterSpec:
     """Find the layers of the model that the configuration adapts.
 
@@ -167,6 +172,7 @@ def resolve(
     Args:
         base_dropped: DoRA under dropout scales the base product of the dropped inputs, as PEFT does.
         twins: paths of modules and parameters in the model's twin (names.py), which the configuration may name as well.
+        of_folder: target_modules may name what the model does not have, as PEFT lets it: the tensors say what is adapted.
 
     Raises:
         InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds.py), PEFT
@@ -177,6 +183,8 @@ def resolve(
     every = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     _try_patterns(peft, every, job)
     asked, peft = peft, as_peft_takes_it(peft, model, job)
+    if of_folder:
+        peft = _without_idle(peft, [*every, *twins])
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
@@ -222,11 +230,25 @@ def resolve(
     return spec
 
 
+def _without_idle(peft: LoraConfig, every: Collection[str]) -> LoraConfig:
+    """The configuration without names of target_modules that match none of these paths, where others do."""
+    if isinstance(peft.target_modules, str):
+        return peft
+    named = {name for name in peft.target_modules or () if any(_is_named(path, name) for path in every)}
+    out = copy.copy(peft)
+    out.target_modules = named or peft.target_modules
+    return out
+
+
+def _is_named(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
 def _excluding_nothing(excluded: str | set[str], every: Iterable[str]) -> str | set[str]:
     """Of exclude_modules: an expression, or those names, that match no path."""
     if isinstance(excluded, str):
         return "" if any(re.fullmatch(excluded, path) for path in every) else excluded
-    return {name for name in excluded if not any(path == name or path.endswith(f".{name}") for path in every)}
+    return {name for name in excluded if not any(_is_named(path, name) for path in every)}
 
 
 def _low_rank(peft: LoraConfig, name: str, kind: Kind, base_dropped: bool, job: str) -> ModuleSpec:
@@ -312,7 +334,7 @@ def _targets(
             + _meant(targets, leaves)
         )
     for target in [] if isinstance(targets, str) else sorted(targets or ()):
-        if not any(name == target or name.endswith(f".{target}") for name in (*names, *twins)):
+        if not any(_is_named(name, target) for name in (*names, *twins)):
             near = difflib.get_close_matches(target, leaves.split(", "), 1)
             raise InputError(
                 f"job {job!r}: target_modules names {quoted(target, 300)}, which matches nothing in the model; "

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from packlora.adapters import convolution
-from packlora.adapters.kinds import copied, sizes
+from packlora.adapters.expert_layout import is_scaled
+from packlora.adapters.kinds import PARAMETERS, copied, sizes
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.sharded import shard_of
-from packlora.adapters.spec import ModuleSpec
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.types import LowRank
+
+if TYPE_CHECKING:
+    from packlora.adapters.spec import ModuleSpec
 
 
 def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
@@ -136,3 +139,20 @@ class AdapterWeights:
         """||W + s B A|| by row, [N], for the present values."""
         assert self.A is not None and self.B is not None
         return self._norm.point(self._frozen(), self.A, self.B, self.spec.scaling).get()
+
+
+def shapes_at(model: torch.nn.Module, path: str, spec: ModuleSpec) -> dict[str, tuple[int, ...]]:
+    """Of the trainable parameters of one adapter on what is at a path, by name; the model may be without weights."""
+    owner, _, leaf = path.rpartition(".")
+    if spec.kind not in PARAMETERS:
+        return parameter_shapes(spec, model.get_submodule(path))
+    if spec.kind == "router":
+        N, K = getattr(model.get_submodule(owner), leaf).shape
+        with torch.device("meta"):
+            return parameter_shapes(spec, torch.nn.Linear(K, N, bias=False))
+    from packlora.adapters.expert_forward import frozen_at
+
+    E, N, K = frozen_at(model.get_submodule(owner), leaf).shape
+    ins, outs = (N, K) if is_scaled(model.get_submodule(owner)) else (K, N)
+    shapes: dict[str, tuple[int, ...]] = {"A": (E * spec.rank, ins), "B": (outs, spec.rank * E)}
+    return shapes | ({"magnitude": (E, N)} if spec.use_dora else {})

@@ -75,23 +75,17 @@ def without_weights(cls: Any, config: Any) -> PreTrainedModel:
     return model
 
 
-def twin_of_trained(config: Any) -> Twin | None:
-    """What the model that is trained is put together with; None of most."""
-    own = own_class(config)
-    return None if own is None else Twin(lambda: _pair(_trained_class(config), own, config)[1:], is_own=True)
-
-
-def twin_of_own(config: Any) -> Twin | None:
-    """The same of a model of own_class."""
-    own = own_class(config)
+def twin_for(cls: Any, config: Any) -> Twin | None:
+    """What a model of the class that is trained, or of own_class, is put together with: the other of the two. None of most."""
+    own, trained = own_class(config), _trained_class(config)
     if own is None:
         return None
 
-    def build() -> tuple[Any, dict[str, str]]:
-        trained, _, names = _pair(_trained_class(config), own, config)
-        return trained, {theirs: name for name, theirs in names.items()}
+    def build() -> tuple[PreTrainedModel, dict[str, str]]:
+        text, whole, names = _pair(trained, own, config)
+        return (text, {theirs: name for name, theirs in names.items()}) if cls is own else (whole, names)
 
-    return Twin(build, is_own=False)
+    return Twin(build, is_own=cls is not own)
 
 
 def _trained_class(config: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from packlora.base.classes import auto_class, own_class, twin_of_own, twin_of_trained, without_weights
+from packlora.base.classes import auto_class, own_class, twin_for, without_weights
 from packlora.base.demo_model import DEMO_MODEL, base_path
 from packlora.base.shape import check_sizes
 from packlora.base.stored import as_stored, read_as_floats, stored_as
@@ -85,7 +85,7 @@ def own_skeleton(path: str, revision: str | None) -> tuple[PreTrainedModel, Any]
     if (own := own_class(config)) is None:
         return read_skeleton(path, revision), config
     model = load_part("model", path, lambda: without_weights(own, config))
-    set_twin(model, twin_of_own(config))
+    set_twin(model, twin_for(own, config))
     return model, config
 
 
@@ -109,7 +109,8 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool = False
 
 
 def model_of(config: Any, path: str, trust_remote_code: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model that a configuration describes, with random weights. path: for messages. dtype: None is the configuration's."""
+    """The model that a configuration describes, with random weights, and with the generation settings of its folder or hub id.
+    dtype: None is the configuration's."""
     model = load_part(
         "model",
         path,
@@ -121,8 +122,14 @@ def model_of(config: Any, path: str, trust_remote_code: bool, dtype: torch.dtype
         ),
     )
     assert isinstance(model, PreTrainedModel)
-    set_twin(model, load_part("model", path, lambda: twin_of_trained(config)))
+    set_twin(model, load_part("model", path, lambda: twin_for(type(model), config)))
+    load_part("generation settings", path, lambda: _set_generation(model, path, getattr(config, "_commit_hash", None)))
     return model
+
+
+def _set_generation(model: PreTrainedModel, path: str, revision: str | None) -> None:
+    with contextlib.suppress(OSError):  # there is no file: the configuration's own stay
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path, revision=revision)
 
 
 def read_model(
@@ -163,7 +170,7 @@ def read_model(
         )
     check_weights(path, found, vocabulary_of(config))
     assert isinstance(model, PreTrainedModel)
-    set_twin(model, load_part("model", path, lambda: (twin_of_own if own else twin_of_trained)(config)))
+    set_twin(model, load_part("model", path, lambda: twin_for(type(model), config)))
     return model
 
 

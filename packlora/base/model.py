@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,13 +20,13 @@ from packlora.base.liger import use_liger
 from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
-from packlora.base.quantized import check_stored, read_quantised
 from packlora.base.shape import check_row
-from packlora.base.stored import stored_as
-from packlora.base.vision import Vision
-from packlora.base.vision_proof import check_images, own_images
+from packlora.base.stored import check_stored, stored_as
 from packlora.config import QuantizationConfig, Run
 from packlora.ops.lora_linear.frozen import InMemory, Storage
+
+if TYPE_CHECKING:
+    from packlora.base.vision import Vision
 
 
 @dataclass(slots=True)
@@ -73,6 +73,8 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     if quantization is None:
         model = read_model(path, run.revision, dtype, run.trust_remote_code).to(device)
     else:
+        from packlora.base.quantized import read_quantised
+
         stored = stored_as(config, path)
         model = read_quantised(path, run.revision, quantization, stored, dtype, device, run.trust_remote_code, notes)
     check_row(model, run.max_tokens_per_microbatch, path)
@@ -107,7 +109,11 @@ def ready_base(
         InputError: packing would train it wrongly.
     """
     known, own = looked_at or look_at(run, model, path, longest, storage.is_whole)
-    images = None if vision is None else own_images(model, path, vision)
+    images = None
+    if vision is not None:
+        from packlora.base.vision_proof import check_images, own_images
+
+        images = own_images(model, path, vision)
     notes = prepare_model(model, run.gradient_checkpointing)
     replaced = use_liger(model, run.liger, storage.each)
     fused_loss = check_packing(model, own, path, longest, notes)

@@ -20,8 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from packlora.base.diagnosis import Unpackable
 from packlora.base.mixers import mix_by_sample
 from packlora.base.rotary import rotate_by_sample
-from packlora.base.shape import scaled_by_place
-from packlora.base.vision import attention_of_text, fast_towers
+from packlora.base.shape import attention_of_text, fast_towers, scaled_by_place
 from packlora.ops.attention.attention import packed_attention
 from packlora.ops.attention.blocks import SampleBlocks
 

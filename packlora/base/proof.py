@@ -23,8 +23,7 @@ from packlora.base.diagnosis import of_places, reason_of, where_samples_meet
 from packlora.base.layer_kinds import first_layers, layers_of_each_kind
 from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import hidden_states, packed_logits
-from packlora.base.shape import plain_head, scaled_by_place, vocabulary
-from packlora.base.vision import attention_of_text
+from packlora.base.shape import attention_of_text, plain_head, scaled_by_place, vocabulary
 from packlora.errors import InputError
 
 PROBE_TOKENS = 48

@@ -18,10 +18,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_bitsandbytes_available, is_torchao_available
 
 from packlora.base.load import read_model
-from packlora.base.stored import Stored, read_as_floats, stored_as
+from packlora.base.stored import Stored, stored_as
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError
-from packlora.ops.lora_linear.library_codes import library_codes
 from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, QuantizedLinear, codes_of, state_of
 from packlora.ops.twin import twin_of
 
@@ -35,8 +34,6 @@ LIBRARIES = {
     "fp8": ((), ""),
 }  # fmt: skip
 """By method the modules that read it, and how they are installed; the others are bitsandbytes'."""
-MADE = ("nf4", "fp4", "int8", "torchao")
-"""Methods whose codes are made while a model is loaded."""
 DEFAULT_GROUP = 128
 PACKS_INT4 = ("cuda",)
 """Devices for which torchao packs 4 bits. K is filled up to a multiple of INT4_COLUMNS and N to one of INT4_ROWS."""
@@ -75,29 +72,6 @@ def _check_bitsandbytes(device: torch.device, said: str) -> None:
     known: set[str] = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
     if device.type not in known:
         raise InputError(f"{said}bitsandbytes {bitsandbytes.__version__} has nothing for {device.type}; it has {known}")
-
-
-def check_stored(asked: QuantizationConfig | None, config: Any, path: str) -> QuantizationConfig | None:
-    """How the base model of a run is quantised. Raises InputError where it is saved in another way than it is asked for."""
-    stored = stored_as(config, path)
-    if asked is None:
-        return None if stored is None else stored.as_asked
-    if read_as_floats(config):
-        raise InputError(
-            f"quantization is {asked.described}, but base_model {path!r} is saved as mxfp4, of which floats are made; leave "
-            "the key out"
-        )
-    if stored is not None and asked != stored.as_asked:
-        raise InputError(
-            f"quantization is {asked.described}, but base_model {path!r} is saved as {stored.as_asked.described}; leave the "
-            "key out"
-        )
-    if stored is None and asked.method not in MADE:
-        raise InputError(
-            f"quantization is {asked.described}, which is not made while a model is loaded, and base_model {path!r} is saved "
-            "as floats; give one that is saved so, or ask for nf4, fp4, int8 or torchao"
-        )
-    return asked
 
 
 # --- what it takes -----------------------------------------------------------------------------------------------------
@@ -293,6 +267,8 @@ def own_layers(
 
 
 def _quantised(model: torch.nn.Module) -> Iterator[tuple[str, Any, Codes]]:
+    from packlora.ops.lora_linear.library_codes import library_codes
+
     kinds: tuple[type, ...] = ()
     if importlib.util.find_spec("bitsandbytes") is not None:
         from bitsandbytes.nn import Linear4bit, Linear8bitLt
@@ -354,6 +330,8 @@ def codes_made_of(weight_NK: torch.Tensor, quantization: QuantizationConfig, dty
     weight_NK = weight_NK.to(made_of(dtype))
     if quantization.method == "torchao":
         from torchao.quantization import quantize_
+
+        from packlora.ops.lora_linear.library_codes import library_codes
 
         layer = torch.nn.Linear(weight_NK.shape[1], weight_NK.shape[0], False, "meta")
         layer.weight = torch.nn.Parameter(weight_NK, requires_grad=False)

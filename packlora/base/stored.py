@@ -20,6 +20,8 @@ from packlora.errors import InputError, quoted
 
 BITSANDBYTES, SKIPPED = ("nf4", "fp4", "int8"), "llm_int8_skip_modules"
 """Its methods, and its name for layers that are left out; also of 4 bits."""
+MADE = ("nf4", "fp4", "int8", "torchao")
+"""Methods whose codes are made while a model is loaded."""
 TAKEN = "floats, and what bitsandbytes, torchao, gptq, awq, compressed-tensors, fp8 (in blocks) and mxfp4 make"
 
 
@@ -233,3 +235,26 @@ def as_stored() -> Iterator[None]:
             yield
     finally:
         AUTO_QUANTIZER_MAPPING.update(before)
+
+
+def check_stored(asked: QuantizationConfig | None, config: Any, path: str) -> QuantizationConfig | None:
+    """How the base model of a run is quantised. Raises InputError where it is saved in another way than it is asked for."""
+    stored = stored_as(config, path)
+    if asked is None:
+        return None if stored is None else stored.as_asked
+    if read_as_floats(config):
+        raise InputError(
+            f"quantization is {asked.described}, but base_model {path!r} is saved as mxfp4, of which floats are made; leave "
+            "the key out"
+        )
+    if stored is not None and asked != stored.as_asked:
+        raise InputError(
+            f"quantization is {asked.described}, but base_model {path!r} is saved as {stored.as_asked.described}; leave the "
+            "key out"
+        )
+    if stored is None and asked.method not in MADE:
+        raise InputError(
+            f"quantization is {asked.described}, which is not made while a model is loaded, and base_model {path!r} is saved "
+            "as floats; give one that is saved so, or ask for nf4, fp4, int8 or torchao"
+        )
+    return asked

@@ -163,21 +163,3 @@ def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device, dtype: 
         name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=True)
         for name, tensor in tensors.items()
     }
-
-
-def attention_of_text(model: PreTrainedModel, name: str) -> str | Mapping[str, str]:
-    """How a model's language model is to attend, as set_attn_implementation takes it: a vision tower keeps its own way."""
-    config = model.config
-    if getattr(config, "vision_config", None) is None:
-        return name
-    own = [key for key in config.sub_configs if getattr(config, key, None) is config.get_text_config()]
-    return {"": name, **dict.fromkeys(own, name)}
-
-
-def fast_towers(model: PreTrainedModel) -> None:
-    """Let a vision tower attend by torch's fused attention, where its class says that it can: scores of all pairs of thousands
-    of patches would not fit."""
-    config = getattr(model.config, "vision_config", None)
-    towers = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module.config is config]
-    if config is not None and towers and all(getattr(tower, "_supports_sdpa", False) for tower in towers):
-        model.set_attn_implementation({"vision_config": "sdpa"})

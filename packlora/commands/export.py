@@ -24,6 +24,7 @@ from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from packlora.adapters.expert_layout import is_scaled
 from packlora.adapters.files import (
@@ -52,7 +53,7 @@ from packlora.commands.as_served import (
     why_not,
     with_peft,
 )
-from packlora.commands.gguf_file import check_architecture, write_gguf
+from packlora.commands.gguf_file import gguf_names, write_gguf
 from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
 from packlora.files import write_file, write_folder, write_json, write_tensors
 from packlora.ops.modules import beside_decoder
@@ -65,6 +66,8 @@ PROGRAM = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank, which is 16 where it is not given."""
 VLLM_RANK = 16
+VLLM_FUSED = ("gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe")
+"""By model_type, models of whose experts vLLM takes adapters as PEFT writes them, without a switch."""
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """What a dtype loses of a tensor at most, as a share of it."""
 
@@ -114,8 +117,7 @@ def export_adapter(
         _check_ends(opened, target)
         _check_parameters(opened, target)
         opened = plain(opened)
-    if target == "gguf":
-        check_architecture(opened.skeleton.config, opened.base)
+    names = gguf_names(opened) if target == "gguf" else {}
     base_dtype = opened.skeleton.config.dtype or torch.float32
     opened = replace(opened, tensors=_cast(opened, base_dtype if dtype == "auto" else getattr(torch, dtype)))
 
@@ -134,7 +136,7 @@ def export_adapter(
         path = Path(os.path.realpath(out))  # a link stays, and what it leads to is written
         path.parent.mkdir(parents=True, exist_ok=True)
         if target == "gguf":
-            write_file(path, lambda file: write_gguf(file, opened))
+            write_file(path, lambda file: write_gguf(file, opened, names))
         else:
             write_folder(path, write)
     except (OSError, SafetensorError) as error:
@@ -244,6 +246,11 @@ def _check_parameters(opened: AdapterFolder, target: str) -> None:
         raise InputError(
             f"{opened.path} adapts {routers[0]}: whether vLLM reads adapters of routers is not known; {remedy}"
         )
+    if of and (stored := _published(opened, path := next(iter(of)))) is not None:
+        raise InputError(
+            f"{opened.path} adapts {path}, which published files name {stored}: vLLM goes by their names, and would pass the "
+            f"adapter over without a word; {remedy}"
+        )
     pairs: dict[str, list[str]] = {}
     for path in of:
         if is_scaled(opened.skeleton.get_submodule(path.rpartition(".")[0])):
@@ -257,6 +264,12 @@ def _check_parameters(opened: AdapterFolder, target: str) -> None:
             raise InputError(
                 f"{opened.path} adapts {paths[0]} alone: vLLM reads adapters of all weights of {owner}, or of none; {remedy}"
             )
+
+
+def _published(opened: AdapterFolder, path: str) -> str | None:
+    """The first name in published files of the weight of experts at a path, where their block has another path there."""
+    stored = next(iter(revert_weight_conversion(opened.skeleton, {path: opened.skeleton.get_parameter(path)})))
+    return None if stored.startswith(path.rsplit(".", 2)[0] + ".") else str(stored)
 
 
 def plain(opened: AdapterFolder) -> AdapterFolder:
@@ -306,6 +319,12 @@ def _to_know(opened: AdapterFolder, target: str) -> list[str]:
         )
         notes.append(
             f"it adapts {beside[0]}, beside the language model: {PROGRAM[target]} {reads} says so at most in its log"
+        )
+    kind = opened.base_config.model_type
+    if opened.spec.parameter is not None and target == "vllm" and kind not in VLLM_FUSED:
+        notes.append(
+            f"it adapts experts of {kind}: start vLLM with --enable-mixed-moe-lora-format, and load the adapter with "
+            "is_3d_lora_weight: true"
         )
     if target != "vllm" or rank <= VLLM_RANK:
         return notes

@@ -35,8 +35,8 @@ from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
 from packlora.base.load import read_model, read_tokenizer
-from packlora.base.quantized import MADE, check_quantization, dequantised, quantised_paths, read_quantised
-from packlora.base.stored import Stored, stored_as
+from packlora.base.quantized import check_quantization, dequantised, quantised_paths, read_quantised
+from packlora.base.stored import MADE, Stored, stored_as
 from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of
 from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
 from packlora.commands.as_served import as_trained, classes, compare, not_compared, told_apart, why_not

@@ -102,7 +102,6 @@ def figures(
     known: Profile,
     method: str,
     stages: int = 1,
-    padding_multiple: int = 1,
     told: Told = silent,
     cost: CostModel | None = None,
 ) -> tuple[Figures, list[Microbatch]]:
@@ -113,31 +112,28 @@ def figures(
         cost: that a pipeline is planned by; None: the profile's.
 
     Raises:
-        InputError: the budget holds no sample of the run once it is padded.
+        InputError: the budget holds no sample of the run.
     """
     orders = [job.data.planned for job in prepared.jobs]
     ahead = sum(order.num_batches * min(order.global_batch_size, len(order.lengths)) for order in orders)
     planner = Planner(
-        orders, prepared.budget, stages=stages, method=method, padding_multiple=padding_multiple,
+        orders, prepared.budget, stages=stages, method=method,
         time_limit_s=prepared.run.schedule.time_limit_s, cost=(cost or known.cost) if stages > 1 else None,
     )  # fmt: skip
     out, samples = Figures(method, prepared.budget), 0
     planned: list[Microbatch] = []
-    try:
-        told(f"planning microbatches, {method}")
-        for window in planner.windows():
-            report = window.report
-            out.bound += report.bound
-            out.stopped[report.stopped] += 1
-            out.planning_s += report.seconds
-            out.groups = out.groups or report.groups
-            planned += window.microbatches
-            samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
-            told(f"planning microbatches, {method}: samples", samples, max(samples, min(ahead, SAMPLES_SHOWN)))
-            if samples >= SAMPLES_SHOWN:
-                break
-    finally:
-        planner.close()
+    told(f"planning microbatches, {method}")
+    for window in planner.windows():
+        report = window.report
+        out.bound += report.bound
+        out.stopped[report.stopped] += 1
+        out.planning_s += report.seconds
+        out.groups = out.groups or report.groups
+        planned += window.microbatches
+        samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
+        told(f"planning microbatches, {method}: samples", samples, max(samples, min(ahead, SAMPLES_SHOWN)))
+        if samples >= SAMPLES_SHOWN:
+            break
     timeline = simulate(planned, known.cost)
     real = [microbatch for microbatch in planned if not microbatch.is_noop]
     sizes = [microbatch.num_tokens for microbatch in real]
@@ -239,7 +235,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     other = "auto" if run.schedule.method == "solo" else run.schedule.method
     methods = []
     for method in ("solo", other):
-        made, shown = figures(prepared, known, method, stages, run.schedule.padding_multiple, told, cost)
+        made, shown = figures(prepared, known, method, stages, told, cost)
         methods.append(made)
     layouts = None
     if gpus is not None and taken is not None:

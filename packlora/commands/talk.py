@@ -24,9 +24,9 @@ from packlora.adapters.linear import Attached
 from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
-from packlora.base.quantized import MADE, check_quantization, read_quantised
+from packlora.base.quantized import check_quantization, read_quantised
 from packlora.base.shape import context_of
-from packlora.base.stored import stored_as
+from packlora.base.stored import MADE, stored_as
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.commands.asked_images import AskedImages
 from packlora.config import QuantizationConfig

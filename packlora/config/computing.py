@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from packlora.config.shared import MOST_PATTERNS, MOST_TOKENS, Strict, check_regex
+from packlora.config.shared import MOST_PATTERNS, Strict, check_regex
 
 
 class QuantizationConfig(Strict):
@@ -70,7 +70,7 @@ class ScheduleConfig(Strict):
 
     method: Literal["auto", "greedy", "milp", "solo"] = "auto"
     """solo: jobs never share a microbatch. greedy: best fit. milp: integer programs. auto: these where greedy may be beaten."""
-    padding_multiple: int = Field(1, ge=1, le=MOST_TOKENS)
-    """Of a job's tokens in a microbatch, as some kernels need it; only `packlora plan` takes another than 1, to compare."""
+    padding_multiple: Literal[1] = 1
+    """Nothing is padded. The key is taken from older run files."""
     time_limit_s: float = Field(10, ge=1e-3, le=1e6)
     """Emergency stop of an integer program; it normally ends earlier, at a number of nodes."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from packlora.config import DataConfig
-from packlora.data.images import Images, Shown
 from packlora.data.places import check_variables, names_of
 from packlora.data.rows import Row, with_system
 from packlora.data.spans import learn
@@ -24,6 +23,9 @@ from packlora.data.template import EndlessTemplateError, Spans, Template
 from packlora.data.tokens import ended, tokens_and_offsets
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
+
+if TYPE_CHECKING:
+    from packlora.data.images import Images, Shown
 
 ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""
@@ -88,7 +90,7 @@ class Sample:
                 while sum(self.images.counts[first:files]) < tokens:
                     files += 1
                 if tokens:
-                    own = Images(self.images.files[first:files], self.images.counts[first:files], self.images.token_id)
+                    own = self.images.part(first, files)
             out.append(Sample(ids, is_label, images=own))
             start += length
         return out

@@ -214,7 +214,7 @@ def forms(messages: list[Message], names: list[str]) -> Iterator[list[Message]]:
 def _plain(message: Message) -> Message:
     out = {key: value for key, value in message.items() if key != "weight"}
     for key in ("tool_calls", *THOUGHTS):
-        if key in out and not out[key]:
+        if key in out and not (out[key].strip() if isinstance(out[key], str) else out[key]):
             del out[key]
     thoughts = [key for key in THOUGHTS if key in out]
     for key in thoughts[1:]:  # transformers fills these from the first

@@ -7,16 +7,18 @@ microbatch, and a pair is placed as any sample is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.encode import Encoded, Notes, Preference, Sample, encode_rows, encoded_rows, noted
-from packlora.data.images import Images, Shown
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
+
+if TYPE_CHECKING:
+    from packlora.data.images import Shown
 
 ALIKE = "the chosen and the rejected completion are the same tokens, so there is no preference to learn"
 
@@ -140,7 +142,8 @@ def _joined(parts: Sequence[Sample], row: Row, trainer: str, limit: int) -> Samp
         is_label = is_label | is_context
     desirable = bool(row.label) if trainer == "kto" else True
     preference = Preference(tuple(part.num_tokens for part in parts), desirable, is_context, limit)
-    return Sample(ids, is_label, preference, Images.joined([part.images for part in parts]))
+    images = [part.images for part in parts if part.images is not None]
+    return Sample(ids, is_label, preference, images[0].joined(images) if images else None)
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:

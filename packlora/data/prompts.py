@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.encode import encode_rows
-from packlora.data.images import Images, Shown
 from packlora.data.places import prompt_text
 from packlora.data.rows import Row, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
+
+if TYPE_CHECKING:
+    from packlora.data.images import Images, Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +103,32 @@ def encode_prompts(
 
 def answer_ends(tokenizer: Any, said: int | list[int] | None) -> list[int]:
     """Tokens that end an answer: what the model's generation settings say, and what training puts behind a turn."""
-    ends = {*(said if isinstance(said, list) else [said]), tokenizer.eos_token_id} - {None}
     call = {"type": "function", "function": {"name": "c", "arguments": {}}}
-    turns = [Row("a turn", prompt="a", completion="b")]
+    ends = {*listed(said), tokenizer.eos_token_id, taught_end(tokenizer)}
     if tokenizer.chat_template:
         asked = {"role": "user", "content": "a"}
-        turns.append(Row("a call", messages=[asked, {"role": "assistant", "content": "", "tool_calls": [call]}]))
-    for row in turns:
-        with contextlib.suppress(InputError):  # a template that takes no such conversation
-            (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 2**31, "chat").samples
-            last = int(sample.ids[-1])
-            if last in tokenizer.added_tokens_decoder:
-                ends.add(last)
-    return sorted(ends)
+        calls = Row("a call", messages=[asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        ends.add(_end_of(calls, tokenizer))
+    return sorted(ends - {None})
+
+
+def taught_end(tokenizer: Any) -> int | None:
+    """The token that training puts behind an answer; None where the chat template ends none with a token of its own."""
+    return _end_of(Row("a turn", prompt="a", completion="b"), tokenizer)
+
+
+def listed(said: int | list[int] | None) -> list[int]:
+    """The end tokens that generation settings name: one, several or none."""
+    return said if isinstance(said, list) else [] if said is None else [said]
+
+
+def _end_of(row: Row, tokenizer: Any) -> int | None:
+    """The last token of a row that is learnt, white space aside, if it is one of the tokenizer's own."""
+    with contextlib.suppress(InputError):  # a template that takes no such conversation
+        (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 2**31, "chat").samples
+        for token in sample.ids[sample.is_label][::-1].tolist():
+            if token in tokenizer.added_tokens_decoder:
+                return int(token)
+            if tokenizer.decode([token]).strip():
+                break
+    return None

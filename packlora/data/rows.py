@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from packlora.data import flags
-from packlora.data.images import with_images
+from packlora.data.image_rows import with_images
 from packlora.data.messages import FLAGS, ROLES, WEIGHT, check_messages, check_single_calls, check_tools, last_alone
 from packlora.data.pairs import halves
 from packlora.data.values import Bad, check_text, holds_something, integers

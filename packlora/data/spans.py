@@ -199,6 +199,8 @@ class _Turns:
         gap, header = self.text[floor:first], self.around.header
         prompt = self._prompt(number, gap)
         lead = common(gap, prompt) if prompt is not None else ""
+        if number and prompt and lead != prompt:
+            lead = max(lead, common(gap, self._prompt_in_words(number)), key=len)
         is_strange = prompt is None or bool(prompt and not lead)
         cut = header if is_strange or (header.strip() and header in gap[len(lead) :]) else ""
         while cut and cut not in gap:  # the model does not write the header, or what its turn shares with it
@@ -217,6 +219,13 @@ class _Turns:
         before = self.groups[number - 1][-1]
         near = self.windows.near(owner, before.part.message)
         return self._agreed(owner, near, before, gap, generation=True)
+
+    def _prompt_in_words(self, number: int) -> str:
+        """As `_prompt`, of the messages with their words: a template may show some again there, as a call's name above its
+        result."""
+        owner, before = self.owners[number], self.groups[number - 1][-1]
+        near = [self.found.marked[other] for other in self.windows.near(owner, before.part.message)]
+        return tail(attempt(self.found.template, near, True), before.part.last, before.number) or ""
 
     def _agreed(
         self, stop: int, near: Sequence[int], place: Place, gap: str, generation: bool, up_to_next: bool = False
@@ -280,7 +289,10 @@ class _Turns:
         owner, last = self.owners[number], self.groups[number][-1].stop
         token = _token_of(self.found.template)
         if is_last and last + len(end) >= len(self.text.rstrip()):
-            stop = token.match(self._next_header(number) or "", len(end))
+            header = self._next_header(number)
+            if header is None:  # a thought that is left out before another message
+                header = end + self.windows.behind_an_answer(A_USER)
+            stop = token.match(header, len(end))
             self.text = self.text[: last + len(end)] + (stop[0] if stop else "")
         else:
             stop, header = token.match(gap, len(end)), self.around.header.strip()

@@ -122,15 +122,10 @@ class Template:
         return str(text), spans[0] if spans else []
 
     def _in_blocks(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether contents are to be lists: one is, or the template shows no others."""
-        given = any(isinstance(message.get("content"), list) for message in messages)
-        if self._tried(given):
-            if given:
-                raise InputError(
-                    "the chat template writes the list of a content's blocks as it is, and is not for images"
-                )
-            return True
-        return given
+        """Whether texts are to be lists of blocks: the template shows no others."""
+        if any(isinstance(message.get("content"), list) for message in messages) and self._tried(True):
+            raise InputError("the chat template writes the list of a content's blocks as it is, and is not for images")
+        return self._tried(False)
 
     def _tried(self, given: bool) -> bool:
         """By trial, whether the template takes blocks alone; `given`: whether it writes them as Python does."""

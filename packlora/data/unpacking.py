@@ -6,6 +6,7 @@ to; what dictionaries repeat is counted row by row, before it becomes Python's o
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,47 +69,39 @@ def _sizes(array: Any) -> np.ndarray:
     return np.full(len(array), 8)
 
 
-def _chunks(metadata: Any, read: list[str]) -> Iterator[tuple[Any, int]]:
-    """Column chunks that are read of a .parquet file, each with the rows of its group."""
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for column in range(group.num_columns):
-            if group.column(column).path_in_schema.split(".")[0] in read:
-                yield group.column(column), group.num_rows
-
-
 def claimed_by_parquet(metadata: Any, read: list[str]) -> int:
-    """Bytes that columns of a .parquet file say they unpack to, what dictionaries repeat not counted."""
-    return sum(chunk.total_uncompressed_size for chunk, _ in _chunks(metadata, read))
+    """Bytes that columns of a .parquet file say they unpack to, what their encodings repeat not counted."""
+    groups = range(metadata.num_row_groups)
+    return sum(chunk.total_uncompressed_size for group in groups for chunk in _chunks(metadata, group, read))
 
 
 def rows_at_once(metadata: Any, file: Path, read: list[str], most_rows: int) -> int:
-    """Rows of one read of a .parquet file, such that its dictionaries stay within memory, however often they are repeated."""
+    """Rows of one read of a .parquet file, such that texts stay within memory, however often an encoding repeats them.
+
+    Dictionaries are read as such, with the first row of each group. A text that begins as the one before (DELTA_BYTE_ARRAY) is
+    no longer than all that its column chunk spells.
+    """
+    import pyarrow.parquet
+
     most = 1.0
-    with file.open("rb") as opened:
-        for chunk, rows in _chunks(metadata, read):
-            if chunk.has_dictionary_page and (chunk.dictionary_page_offset or 0) > 0 and rows:
-                opened.seek(chunk.dictionary_page_offset)
-                size = min(_page_size(opened.read(16)), chunk.total_uncompressed_size)
-                most = max(most, size * max(1.0, chunk.num_values / rows))
+    for number in range(metadata.num_row_groups):
+        chunks, rows = list(_chunks(metadata, number, read)), metadata.row_group(number).num_rows
+        if not rows:
+            continue
+        shared = [chunk for chunk in chunks if "DELTA_BYTE_ARRAY" in chunk.encodings]
+        repeated = sum(chunk.total_uncompressed_size for chunk in shared)
+        if known := [one.path_in_schema for one in chunks if one.has_dictionary_page and one not in shared]:
+            with pyarrow.parquet.ParquetFile(file, metadata=metadata, read_dictionary=known, memory_map=True) as table:
+                repeated += sum(batch.nbytes for batch in itertools.islice(table.iter_batches(1, [number], known), 1))
+        most = max(most, repeated * max([1.0, *(chunk.num_values / rows for chunk in chunks)]))
     return int(min(most_rows, max(1, UNPACKED_AT_ONCE // most)))
 
 
-def _page_size(header: bytes) -> int:
-    """Bytes that a page of a .parquet file unpacks to; 2**31 where its header is none.
-
-    They are the second number of the header (PageHeader of parquet.thrift, in Thrift's compact protocol).
-    """
-    numbers, at = list[int](), 0
-    while at < len(header) and len(numbers) < 2 and header[at] == 0x15:  # the next field, a number of 32 bits
-        value, shift, at = 0, 0, at + 1
-        while at < len(header):
-            value |= (header[at] & 0x7F) << shift
-            shift, at = shift + 7, at + 1
-            if not header[at - 1] & 0x80:
-                break
-        numbers.append(value >> 1)  # zigzag, of a number that is not negative
-    return numbers[1] if len(numbers) == 2 else 2**31
+def _chunks(metadata: Any, number: int, read: list[str]) -> Iterator[Any]:
+    """Column chunks of a row group that are read."""
+    group = metadata.row_group(number)
+    chunks = map(group.column, range(group.num_columns))
+    return (chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in read)
 
 
 def claimed_by_message(message: Any) -> int:

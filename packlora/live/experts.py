@@ -17,16 +17,8 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from packlora.adapters.expert_layout import (
-    ScaledRows,
-    by_registry,
-    frozen_at,
-    is_experts,
-    is_scaled,
-    outputs,
-    sorted_outputs,
-    weight_names,
-)
+from packlora.adapters.expert_forward import ScaledRows, frozen_at, outputs, sorted_outputs
+from packlora.adapters.expert_layout import by_registry, is_experts, is_scaled, weight_names
 from packlora.adapters.norms import RowNorms
 from packlora.live.adapter import DTYPES, observed, parameter_adapter
 from packlora.live.forward import ASKED_FOR, OwnForward

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from packlora.live.adapter import observed
 from packlora.live.wrapped import UNITS, NotWhole, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.frozen import FrozenWeight
-from packlora.ops.lora_linear.library_codes import library_codes
 from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, Quantized, codes_of, state_of
 
 
@@ -62,7 +61,13 @@ def stored_weight(base: Any, kind: type | None, known: StoredWeight | None) -> S
         return reason
     if known is not None and known.is_of(base):
         return known
-    codes: Codes | None = library_codes(base) if kind is None else codes_of(base)
+    codes: Codes | None
+    if kind is None:
+        from packlora.ops.lora_linear.library_codes import library_codes
+
+        codes = library_codes(base)
+    else:
+        codes = codes_of(base)
     if codes is None:
         return f"its base layer is a {name}, whose codes are not read here"
     if getattr(codes, "quantises_inputs", False):

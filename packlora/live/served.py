@@ -12,13 +12,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from packlora.adapters.kinds import Kind, kind_of_parameter
 from packlora.adapters.norms import RowNorms
-from packlora.live.dora import ConvolutionForward, EmbeddingForward
-from packlora.live.experts import ExpertsForward
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerForward
 from packlora.live.quantized import quantised_kinds
-from packlora.live.routers import router_forward
-from packlora.live.tokens import TokensForward
 from packlora.live.wrapped import kind_of
 from packlora.plans.ask import Ask
 
@@ -53,16 +49,26 @@ def forward_for(
         case "linear":
             return LayerForward(layer, path, norms, asks[path])
         case "embedding":
+            from packlora.live.dora import EmbeddingForward
+
             return EmbeddingForward(layer, path, norms)
         case "convolution":
+            from packlora.live.dora import ConvolutionForward
+
             return ConvolutionForward(layer, path, norms)
         case "experts":
+            from packlora.live.experts import ExpertsForward
+
             around, _, leaf = path.rpartition(".")
             outer = others.get(around) if leaf == "base_layer" else None
             return ExpertsForward(layer, path, norms, outer if isinstance(outer, ExpertsForward) else None)
         case "tokens":
+            from packlora.live.tokens import TokensForward
+
             return TokensForward(layer, path, norms)
         case "router":
+            from packlora.live.routers import router_forward
+
             return router_forward(layer, path, norms)
         case _:
             return NOT_LORA

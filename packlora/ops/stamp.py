@@ -20,14 +20,19 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors whose data are where they say; others may be spread over devices."""
 
 
+def stamp(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Where its data lie, and its version; None where it counts no versions, as a tensor made in inference mode: what is made
+    of it never stands."""
+    return None if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
+
+
 def stamps(tensors: Iterable[torch.Tensor]) -> Stamps:
-    """Where their data lie, and their versions; None where one counts no versions, as a tensor made in inference mode: what is
-    made of it never stands."""
+    """The same of several; None where that of one is."""
     found = []
     for tensor in tensors:
-        if tensor.is_inference():
+        if (own := stamp(tensor)) is None:
             return None
-        found.append((tensor.data_ptr(), tensor._version))
+        found.append(own)
     return found
 
 

@@ -143,13 +143,3 @@ def joined(adapter: Adapter, group: dist.ProcessGroup, flat: torch.Tensor) -> di
         shard, slices = adapter.weights[path].shard, [own[name] for own in views]
         whole[name] = slices[0] if shard is None else shard.joined(leaf, slices)
     return whole
-
-
-def cut(adapter: Adapter, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What of tensors that `joined` gave is this process's, in any number of processes that they were joined from."""
-    own = {}
-    for name, tensor in whole.items():
-        path, leaf = _split_name(name)
-        if path in adapter.weights:
-            own[name] = adapter.weights[path].own(leaf, tensor)
-    return own

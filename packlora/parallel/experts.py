@@ -41,9 +41,6 @@ class ExpertSlices(InMemory):
 
     is_whole = False
 
-    def keep_step(self, attached: Attached, backward: bool) -> None:
-        """A process has no microbatch while others run one: nothing, as it has those of the others."""
-
 
 class ExchangedExperts(ExpertSlices):
     """The same where each process has tokens of its own. All processes of the group exchange rows in the same layers, in one
@@ -53,7 +50,7 @@ class ExchangedExperts(ExpertSlices):
         self.model = model
         model.get_input_embeddings().register_forward_hook(with_gradient)
 
-    def keep_step(self, attached: Attached, backward: bool) -> None:
+    def idle(self, attached: Attached, backward: bool) -> None:
         """Exchange rows with processes that run a microbatch, forward, and backward."""
         run_nobody(self.model, self.model.device, attached, backward)
 

@@ -30,14 +30,23 @@ class Alone:
     tokens go to one another's experts. alike: then, the processes with the same experts, None where it is one. shards: those
     that hold the other rows of its weights, itself included, None where it holds all rows. base: those that hold the base model
     together with it, once; None where it is alone.
+
+    stages: of the pipeline that a replica is; 1: it is none. is_first: whether this process is of the first stage. beside: the
+    processes of its stage, None where it is one.
     """
 
     rank, size, processes, leads, saves, exchanges, is_repeated = 0, 1, 1, True, True, False, False
+    stages = 1
+    beside: dist.ProcessGroup | None = None
     model: dist.ProcessGroup | None = None
     layers: dist.ProcessGroup | None = None
     alike: dist.ProcessGroup | None = None
     shards: dist.ProcessGroup | None = None
     base: dist.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return True
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each that a process gives."""

@@ -7,7 +7,7 @@ holds the model.
 
 All ranks gather the same layers in the same order, or they wait for one another for ever. What a run must do for that:
 
-    the same number of forwards and backwards on every rank; a rank that has no microbatch calls `Shards.keep_step`
+    the same number of forwards and backwards on every rank; a rank that has no microbatch calls `Shards.idle`
     backwards that reach the same layers: `Shards.adapted` sees to it
     no rank goes on by itself after an error in a forward or a backward (out of memory): the run ends
 """
@@ -116,7 +116,7 @@ class Shards:
         InputError: a parameter cannot be shared, or the model has no weights beside its layers to tell its device by.
     """
 
-    is_whole = False
+    is_whole, is_stage = False, False
 
     def __init__(
         self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str],
@@ -221,7 +221,7 @@ class Shards:
 
     # --- a rank without a microbatch -------------------------------------------------------------------------------------
 
-    def keep_step(self, attached: Attached, backward: bool) -> None:
+    def idle(self, attached: Attached, backward: bool) -> None:
         """Gather what a microbatch gathers, for the other ranks: a forward, and a backward, of a few tokens of nobody."""
         run_nobody(self.model, self.device, attached, backward)
 

@@ -15,14 +15,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from packlora.ops.lora_linear.plan import CHAIN, Plan
-from packlora.plans import identity, kernel_sizes
+from packlora.plans import identity
 from packlora.plans.device_file import DeviceFile
-from packlora.plans.measure import Measured
+
+if TYPE_CHECKING:
+    from packlora.plans.measure import Measured
 
 SCHEMA = 2
 """Of the file. It changes where the list of plans does: a case that was measured among others is to be measured again."""
@@ -68,8 +70,11 @@ class PlanCache:
     def __init__(self, device: torch.device, path: Path | None = None) -> None:
         self.path = path or identity.cache_path(device)
         versions = identity.measured_versions()
-        if (sizes := kernel_sizes.identity(device)) is not None:
-            versions["kernels"] = sizes
+        if identity.has_kernels(device):
+            from packlora.plans import kernel_sizes
+
+            if (sizes := kernel_sizes.identity(device)) is not None:
+                versions["kernels"] = sizes
         self.identity = {"schema": SCHEMA, "device": identity.device_name(device), "versions": versions}
         self._file = DeviceFile(self.path, self.identity, "cases", _records, asdict)
         self._records: dict[str, Record] | None = None

@@ -48,3 +48,8 @@ def measured_versions() -> dict[str, str]:
     except PackageNotFoundError:
         out["triton"] = "none"
     return out
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether the kernels may have sizes that were measured on this device: a GPU that is here."""
+    return device.type == "cuda" and torch.cuda.is_available()

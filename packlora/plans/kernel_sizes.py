@@ -24,6 +24,7 @@ import torch
 
 from packlora.ops.lora_linear.kernels.candidates import KERNELS, Fields, combined, described
 from packlora.ops.lora_linear.kernels.config import use, usual
+from packlora.plans import identity as identity_of
 from packlora.plans.device_file import DeviceFile
 from packlora.plans.identity import cache_path, device_name, measured_versions
 
@@ -104,15 +105,10 @@ def _record(value: Any) -> Record:
 # --- use ---------------------------------------------------------------------------------------------------------------
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether there may be sizes of its own: for a GPU that is here."""
-    return device.type == "cuda" and torch.cuda.is_available()
-
-
 @functools.cache
 def tuned(device: torch.device) -> dict[str, Fields]:
     """Sizes that are not the usual ones, by kernel; read once for a device and process."""
-    if not has_kernels(device):
+    if not identity_of.has_kernels(device):
         return {}
     return {name: record.fields for name, record in KernelCache(device).read().items() if record.fields}
 

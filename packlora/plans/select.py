@@ -13,11 +13,11 @@ import torch
 
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered, why_not
 from packlora.ops.lora_linear.types import Layer, Segment
+from packlora.plans import identity
 from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.cache import PlanCache, fastest
 from packlora.plans.case import Case
 from packlora.plans.cost import flops, machine, s_bytes, seconds
-from packlora.plans.kernel_sizes import use_tuned
 from packlora.plans.space import legal_plans
 
 Origin = Literal["measured", "estimated", "not measured", "only one", "flops", "asked for", "gave way"]
@@ -66,7 +66,10 @@ class PlanChooser:
 
     def __init__(self, device: torch.device, cache: PlanCache | None = None, ask: Ask = MEASURED) -> None:
         self.device, self.estimates, self.ask = device, device.type == "cuda", ask
-        use_tuned(device)
+        if identity.has_kernels(device):
+            from packlora.plans.kernel_sizes import use_tuned
+
+            use_tuned(device)
         self.cache = cache or PlanCache(device)
         self.choices: dict[Case, Choice] = {}
         """By case, in the order in which they were first asked for."""

@@ -128,7 +128,7 @@ class JsonLines:
     def __init__(self, path: Path, failed: Callable[[str, OSError], None]) -> None:
         self.path, self._failed = path, failed
         self._file: int | None = None
-        self._torn = False
+        self._torn = self._grown = False
         with contextlib.suppress(OSError):  # the first line tries again
             self._open()
 
@@ -137,7 +137,7 @@ class JsonLines:
         text = json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
         data = ("\n" * self._torn + text).encode()
         try:
-            file = self._open()
+            file, self._grown = self._open(), True
             while data:
                 data = data[os.write(file, data) :]
                 self._torn = bool(data)
@@ -150,9 +150,12 @@ class JsonLines:
         return self._file
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk."""
+        """Wait until all lines are on the disk; where there is no new one, they are."""
+        if not self._grown:
+            return
         try:
             os.fsync(self._open())
+            self._grown = False
         except OSError as error:
             self._failed(self.path.name, error)
 

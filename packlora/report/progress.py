@@ -5,6 +5,7 @@ Progress is a subscriber: all that it knows comes from the events of the run.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -57,7 +58,8 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class _Shown:
-    """What is shown of a job, from the events so far. recent: its last steps, each with the time it was told at."""
+    """What is shown of a job, from the events so far. recent: its last steps, each with the time it was told at. rate: tokens
+    per second over these steps."""
 
     name: str
     status: str
@@ -65,16 +67,25 @@ class _Shown:
     num_steps: int
     tokens: int
     recent: deque[tuple[float, Stepped]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+    rate: float = 0.0
     eval_loss: float | None = None
 
-    def rate(self, start: float) -> float:
-        """Tokens per second, over its last steps; start: of training."""
-        if not self.recent:
-            return 0.0
+    def take(self, event: Stepped, now: float, start: float) -> float:
+        """Take a step. start: of training.
+
+        Returns:
+            When the job will be done, if it keeps its rate; 0 after its last step, infinite where it has no rate.
+        """
+        self.step = event.step
+        self.recent.append((now, event))
         if len(self.recent) == 1:
-            return self.recent[0][1].tokens / max(self.recent[0][0] - start, 1e-9)
-        tokens = sum(event.tokens for _, event in list(self.recent)[1:])
-        return tokens / max(self.recent[-1][0] - self.recent[0][0], 1e-9)
+            tokens, began = event.tokens, start
+        else:
+            tokens, began = sum(event.tokens for _, event in list(self.recent)[1:]), self.recent[0][0]
+        self.rate = tokens / max(now - began, 1e-9)
+        if self.step >= self.num_steps:
+            return 0.0
+        return now + self.tokens * (1 - self.step / self.num_steps) / self.rate if self.rate else math.inf
 
 
 class Progress:
@@ -83,6 +94,8 @@ class Progress:
     def __init__(self, console: Screen | None = None) -> None:
         self.console = console or Screen(file=standard_output())
         self.jobs: dict[str, _Shown] = {}
+        self._ends: dict[str, float] = {}
+        """When each job will be done, if it keeps its rate: 0 where it takes no more steps, infinite before its first one."""
         self._start = time.perf_counter()
         self._live: Live | None = None
         self._steps = LoggedSteps()
@@ -114,14 +127,14 @@ class Progress:
                 if self._live is None:
                     self._print(f"{job}  step {step}  held-out loss {loss:.4f}")
             case JobJoined(job, round_, steps, tokens):
-                self.jobs[job] = _Shown(job, "running", 0, steps, tokens)
+                self.jobs[job], self._ends[job] = _Shown(job, "running", 0, steps, tokens), math.inf
                 self._print(f"{job} joins at round {round_}, for {steps} steps")
             case JobFailed(job, step):
-                self.jobs[job].status, self.jobs[job].step = "failed", step
+                self.jobs[job].status, self.jobs[job].step, self._ends[job] = "failed", step, 0.0
                 others = any(own.status == "running" for own in self.jobs.values())
                 self._print(event.text + "; the other jobs go on" * others)
             case JobDone(job):
-                self.jobs[job].status = "done"
+                self.jobs[job].status, self._ends[job] = "done", 0.0
             case Note(text) | MemoryRanOut(text=text):
                 self._print(f"note: {text}")
             case StopAsked():
@@ -131,6 +144,8 @@ class Progress:
 
     def _begin(self, event: RunBegan) -> None:
         self.jobs = {job.name: _Shown(job.name, job.status, job.step, job.num_steps, job.tokens) for job in event.jobs}
+        trains = {job.name: job.status == "running" and job.step < job.num_steps for job in event.jobs}
+        self._ends = {name: math.inf if own else 0.0 for name, own in trains.items()}
         self._start = time.perf_counter()
         if self.console.is_interactive:
             self._live = Live(get_renderable=self._table, console=self.console, refresh_per_second=4)
@@ -140,13 +155,12 @@ class Progress:
 
     def _stepped(self, event: Stepped, logged: bool) -> None:
         job = self.jobs[event.job]
-        job.step = event.step
-        job.recent.append((time.perf_counter(), event))
+        self._ends[job.name] = job.take(event, time.perf_counter(), self._start)
         if self._live is None and logged:
             left = self.time_left()
             self._print(
                 f"{job.name}  step {job.step}/{job.num_steps}  loss {event.loss:.4f}  "
-                f"grad norm {event.grad_norm:.3g}  lr {event.lr:.3g}  {self.rate(job.name):.0f} tokens/s"
+                f"grad norm {event.grad_norm:.3g}  lr {event.lr:.3g}  {job.rate:.0f} tokens/s"
                 + (f"  {duration(left)} left" if left is not None else "")
             )
 
@@ -154,21 +168,10 @@ class Progress:
         """A line that stays above the table; a terminal breaks it between words."""
         self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
-    def rate(self, job: str) -> float:
-        """Tokens per second of a job, over its last steps."""
-        return self.jobs[job].rate(self._start)
-
     def time_left(self) -> float | None:
         """Seconds from now until the last job is done, if the jobs keep their rates; None before the first step of one."""
-        now = time.perf_counter()
-        left = []
-        for job in self.jobs.values():
-            if job.status == "running" and job.step < job.num_steps:
-                if not (rate := job.rate(self._start)):
-                    return None
-                rest = job.tokens * (1 - job.step / job.num_steps) / rate
-                left.append(max(0.0, rest - (now - job.recent[-1][0])))
-        return max(left, default=0.0)
+        end = max(self._ends.values(), default=0.0)
+        return None if end == math.inf else max(0.0, end - time.perf_counter())
 
     def _table(self) -> Group:
         every = list(self.jobs.values())
@@ -189,7 +192,7 @@ class Progress:
         foot = f"{duration(time.perf_counter() - self._start)} elapsed"
         if running := [job for job in every if job.status == "running"]:
             left = self.time_left()
-            foot += f", {sum(job.rate(self._start) for job in running):.0f} tokens/s"
+            foot += f", {sum(job.rate for job in running):.0f} tokens/s"
             foot += f", {duration(left)} left" if left is not None else ""
         if len(jobs) < len(every):
             foot += f", {len(every) - len(jobs)} of {len(every)} jobs not shown"
@@ -206,7 +209,7 @@ class Progress:
             "held-out": f"{job.eval_loss:.4f}" if job.eval_loss is not None else "",
             "lr": f"{last.lr:.3g}" if last else "",
             "grad norm": f"{last.grad_norm:.3g}" if last else "",
-            "tokens/s": "failed" if job.status == "failed" else f"{job.rate(self._start):.0f}",
+            "tokens/s": "failed" if job.status == "failed" else f"{job.rate:.0f}",
         }
 
 

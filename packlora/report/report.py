@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from packlora.report.page import whole_page
 
 PATIENCE = 100
 """Times as long as the last page took, before the next one is made while a run trains."""
+LONGEST = 1.0
+"""Seconds: where the last page took longer, none is made while a run trains, which would stand still for it."""
 
 
 def write_report(output_dir: Path) -> Path:
@@ -31,7 +34,8 @@ class ReportPage:
     """Keeps a run's report.html, a subscriber; it reads what the subscribers before it have written.
 
     The page is made from all that a run has logged. It is written at the beginning and at the end, and at save points so
-    seldom that it takes a hundredth of the time; `packlora report` and `packlora watch` make it when they are asked.
+    seldom that it takes a hundredth of the time, while it takes no more than a second; `packlora report` and `packlora watch`
+    make it when they are asked.
     """
 
     def __init__(self, output_dir: Path, files: BestEffort, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,4 +49,5 @@ class ReportPage:
             began = self._clock()
             self._files.write("report.html", lambda: write_report(self.output_dir))
             ended = self._clock()
-            self._next = ended + PATIENCE * (ended - began)
+            took = ended - began
+            self._next = ended + PATIENCE * took if took <= LONGEST else math.inf

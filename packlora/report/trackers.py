@@ -73,6 +73,8 @@ class Tracker:
     ) -> None:
         self._open, self._tells_all = open_job, tells_all
         self._runs: dict[str, JobRun] = {}
+        self._logged: set[str] = set()
+        """Jobs with numbers that were logged since they were last flushed."""
         self._run, self._group = "", ""
         self._steps = LoggedSteps()
 
@@ -95,8 +97,9 @@ class Tracker:
             case Evaluated(job=name, step=step, eval_loss=loss, metrics=more):
                 self._log(name, step, {"eval_loss": loss} | _known(more))
             case SavePointReached():
-                for run in self._runs.values():
-                    run.flush()
+                for name in self._logged & self._runs.keys():
+                    self._runs[name].flush()
+                self._logged.clear()
             case JobDone(job=name) | JobFailed(job=name):
                 if name in self._runs:
                     self._runs.pop(name).finish("done" if isinstance(event, JobDone) else "failed")
@@ -112,6 +115,7 @@ class Tracker:
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
         if job in self._runs and finite:
             self._runs[job].log(step, finite)
+            self._logged.add(job)
 
 
 def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:

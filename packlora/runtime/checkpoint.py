@@ -41,7 +41,6 @@ from packlora.files import (
     write_json,
     write_tensors,
 )
-from packlora.parallel.adapter import cut
 from packlora.runtime import history
 from packlora.runtime.history import Pieces
 from packlora.runtime.job import Job, trainer_state
@@ -408,7 +407,7 @@ def _flat(file: Path, job: Job) -> torch.Tensor:
     whole = {name: tensors[key] for key, name in keyed(job.adapter, names).items()}
     flat = torch.zeros_like(job.adapter.flat)
     views = job.adapter.layout.views(flat)
-    for name, own in cut(job.adapter, whole).items():
+    for name, own in job.adapter.own_of(whole).items():
         views[name].copy_(own)
     return flat
 
@@ -470,7 +469,7 @@ def _take_slices(file: Path, job: Job, state: dict[str, dict[str, torch.Tensor]]
                     f"job {job.name!r}: {file}: {name}/{leaf} is {tuple(value.shape)}, should be {shapes[name]}"
                 )
     for leaf in MOMENTS:
-        for name, own in cut(job.adapter, {name: moments[leaf] for name, moments in state.items()}).items():
+        for name, own in job.adapter.own_of({name: moments[leaf] for name, moments in state.items()}).items():
             state[name][leaf] = own
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from packlora.adapters.owners import MIN_ROWS, Noise, TokenOwners
-from packlora.base.vision import Vision
 from packlora.data.encode import Sample
 from packlora.ops.dropout.keys import packed_token_keys
 from packlora.runtime.balance import Balanced
-from packlora.runtime.images import BatchImages, in_batch
 from packlora.runtime.objective import Objective
+
+if TYPE_CHECKING:
+    from packlora.base.vision import Vision
+    from packlora.runtime.images import BatchImages
 
 IGNORE = -100
 ALIGNED = 16
@@ -197,6 +200,10 @@ def _fillers(tokens: int, longest: int) -> list[int]:
 
 
 def _images(samples: Sequence[PackedSample], vision: Vision | None, device: torch.device) -> BatchImages | None:
+    if vision is None:
+        return None
+    from packlora.runtime.images import in_batch
+
     draws = [None if item.dropout_key is None else (item.dropout_key, item.step, item.number) for item in samples]
     return in_batch([item.sample for item in samples], [item.owner for item in samples], draws, vision, device)
 

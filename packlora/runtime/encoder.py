@@ -6,17 +6,15 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
-from packlora.data import stream as streams
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_some
-from packlora.data.images import Shown
 from packlora.data.mixture import joined, mixed
 from packlora.data.preference import encode_for
 from packlora.data.prompts import Prompt, encode_prompts
@@ -27,6 +25,9 @@ from packlora.runtime.balance import coefficient_of
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told, silent
+
+if TYPE_CHECKING:
+    from packlora.data.images import Shown
 
 
 @dataclass(slots=True)
@@ -75,6 +76,8 @@ class Encoder:
         self, job: JobConfig, spec: AdapterSpec, eval_rows: list[Rows], budget: int, told: Told
     ) -> tuple[PreparedJob, list[str]]:
         """As `job`, of one whose rows are read in training."""
+        from packlora.data import stream as streams
+
         seed, size, own = self.run.seed_of(job), job.train.global_batch_size, job.data
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
 

@@ -81,7 +81,7 @@ class Forwards:
                 lacking = microbatches[number].num_tokens
                 break
             name = placed[0].job
-            sums[number] = done.sums[max(owners[name], 0)].cpu()
+            sums[number] = done.sums[owners[name]].cpu()
             if done.logps is not None:
                 logps[name][[own.sample for own in placed]] = done.logps.cpu()
         if lacking := self.team.agree(lacking, []):
@@ -103,5 +103,4 @@ class Forwards:
             PackedSample(owners[placed.job], samples[placed.job][placed.sample], 0, 0, None)
             for placed in microbatch.samples
         ]
-        count = 1 + max(0, *owners.values())
-        return self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate(packed, count))
+        return self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate(packed))

@@ -375,7 +375,7 @@ class GraphedDevice:
         head = plain_head(base.model)
         assert head is not None
         losses_L, total = fused_losses(hidden_TD[batch.rows_L], head, batch, batch.weights_L)
-        pending = Pending(batch, losses_L, total, len(ready.weights))
+        pending = Pending(batch, losses_L, total)
         return Waiting(pending, hidden_TD, body, ready.samples, ready.weights)
 
     def backward(self, pending: Pending | Waiting) -> MicrobatchResult:
@@ -397,14 +397,14 @@ class GraphedDevice:
         self._checked += not pending.body.recorded
         return result
 
-    def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
+    def evaluate(self, samples: Sequence[PackedSample]) -> MicrobatchResult:
         try:
-            return self.single.evaluate(samples, num_owners)
+            return self.single.evaluate(samples)
         except torch.OutOfMemoryError:
             if not self._bodies:
                 raise
         self._drop()  # when nothing refers to the error any more, nor to what it held in memory
-        return self.single.evaluate(samples, num_owners)
+        return self.single.evaluate(samples)
 
     def idle(self, backward: bool) -> None:
         self.single.idle(backward)

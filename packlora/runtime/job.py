@@ -27,9 +27,9 @@ from packlora.data.prompts import Prompt
 from packlora.runtime.balance import BalanceSum
 from packlora.runtime.collate import Compared
 from packlora.runtime.history import Pieces
-from packlora.runtime.library_optimizer import optimizer_of
 from packlora.runtime.memory import on_host, on_their_way
 from packlora.runtime.objective import Objective
+from packlora.runtime.optimizer import optimizer_of
 from packlora.seeding import stable_hash
 
 IDLE_STEPS = 3

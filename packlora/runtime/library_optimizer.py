@@ -7,53 +7,17 @@ parameter that is trained in part (adapters/starts.py) the library has the part.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers.optimization import Adafactor
 
-from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import SLOW, UNDECAYED, FlatLayout
-from packlora.config import JobConfig, TrainConfig
-from packlora.errors import InputError
-from packlora.runtime.optimizer import FlatAdamW
+from packlora.config import TrainConfig
 
 CONSTANT = ("qmap1", "qmap2", "RMS")
 """Parts of a state that a library makes anew."""
-
-
-def check_optim(job: JobConfig, device: torch.device, dtype: str) -> None:
-    """Raises InputError where the optimizer of a job cannot be had on a device."""
-    name = job.train.optim
-    if not of_bitsandbytes(name):
-        return
-    said = f"job {job.name!r}: train.optim: {name}"
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(f"{said} needs bitsandbytes, which is not installed; pip install 'packlora[quant]'")
-    if dtype == "float64":
-        raise InputError(f"{said} keeps no float64; use adamw_torch, adafactor or sgd, or another dtype")
-    import bitsandbytes
-
-    known: set[str] = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
-    if device.type not in known:
-        raise InputError(
-            f"{said}: bitsandbytes {bitsandbytes.__version__} has nothing for {device.type}; use adamw_torch"
-        )
-    if name.startswith("paged_") and device.type == "cpu":
-        raise InputError(f"{said} pages its state between GPU and host, and this run is on the CPU; use {name[6:]}")
-
-
-def of_bitsandbytes(name: str) -> bool:
-    return "8bit" in name or "lion" in name or name.startswith("paged_")
-
-
-def optimizer_of(adapter: Adapter, config: TrainConfig) -> FlatAdamW | LibraryOptimizer:
-    """The optimizer of a job that has taken no step."""
-    if config.optim.startswith("adamw_torch"):
-        return FlatAdamW(adapter.flat, adapter.layout, config)
-    return LibraryOptimizer(adapter.flat, adapter.layout, config, adapter.trained_parts, adapter.copied_embeddings)
 
 
 class _Kind(NamedTuple):

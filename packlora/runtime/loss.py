@@ -170,15 +170,13 @@ def row_factors(losses_L: torch.Tensor, groups: Groups | None) -> torch.Tensor |
     return torch.cat([*found, found[0].new_ones(1)])[groups.index_L]
 
 
-def sum_by_owner(losses_L: torch.Tensor, batch: PackedBatch, num_owners: int) -> torch.Tensor:
-    """Sums [num_owners] in float64, on the device, which is not waited for: of label tokens, or of samples with preferences.
+def sum_by_owner(losses_L: torch.Tensor, batch: PackedBatch) -> dict[int, torch.Tensor]:
+    """Sums [] in float64, on the device, which is not waited for: of label tokens, or of samples with preferences.
 
     One sum per owner over its own rows, in row order: index_add on a GPU would add in any order.
     """
     parts = losses_L.detach().double().split(list(batch.num_rows.values()))
-    own = dict(zip(batch.num_rows, parts, strict=True))
-    nothing = losses_L.new_zeros((), dtype=torch.float64)
-    sums = {owner: part.sum() for owner, part in own.items()}
+    sums = {owner: part.sum() for owner, part in zip(batch.num_rows, parts, strict=True)}
     if (groups := batch.groups) is not None and groups.given_N9 is not None:
         sums |= {owner: losses_n.sum() for owner, losses_n, _ in preference_losses(logps_of(losses_L, groups), groups)}
-    return torch.stack([sums.get(owner, nothing) for owner in range(num_owners)])
+    return sums

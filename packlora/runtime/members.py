@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -24,14 +24,12 @@ from packlora.errors import InputError, WriteError, reason_of, refusing
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import OneProcess
 from packlora.parallel.replicas import Alone
-from packlora.parallel.stages import Stage, check_stages
 from packlora.plans.ask import Ask
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Event, JobJoined, Note
 from packlora.runtime.balance import BalanceSum
 from packlora.runtime.changes import START, Change, joined_rounds, leaves, with_jobs
-from packlora.runtime.graphs import GraphedDevice, buffers_of, why_no_graphs, why_unfit
 from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import Executor, SingleDevice
@@ -40,9 +38,11 @@ from packlora.runtime.prepare import asks_of_more, prepare_more
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord, described_job
-from packlora.runtime.stage import StageDevice
 from packlora.runtime.starts import float_weights
-from packlora.runtime.wholeness import needs_whole
+
+if TYPE_CHECKING:
+    from packlora.runtime.graphs import GraphedDevice
+    from packlora.runtime.stage import StageDevice
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
@@ -141,11 +141,17 @@ class Members:
         """These are the jobs on the model now: graphs and kept outputs are made for them."""
         if self.run.keep_outputs:
             self.base.kept_outputs = keep_outputs(self.base.model)
-        if isinstance(self.executor, GraphedDevice) and jobs:
+        if self._has_graphs and jobs:
+            from packlora.runtime.graphs import buffers_of, why_no_graphs
+
             dropout = any(job.dropout_key is not None for job in jobs)
-            self.executor.change(
+            cast("GraphedDevice", self.executor).change(
                 buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), any(job.noise for job in jobs)
             )
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self.executor is not self.single
 
     # --- joining and leaving ---------------------------------------------------------------------------------------------
 
@@ -161,7 +167,9 @@ class Members:
             budget.tokens if self.run.max_tokens_per_microbatch == "auto" else int(self.run.max_tokens_per_microbatch)
         )
         items, self.doubts = prepare_more(self.prepared, list(configs), most)
-        if self.run.cuda_graphs is True and isinstance(self.executor, GraphedDevice):
+        if self.run.cuda_graphs is True and self._has_graphs:
+            from packlora.runtime.graphs import why_unfit
+
             for item in items:
                 if found := why_unfit(item.spec, item.router_coefficient):
                     raise InputError(
@@ -174,13 +182,18 @@ class Members:
                         f"job {item.config.name!r}: DoRA with dropout beside other jobs has no CUDA graphs, and cuda_graphs is "
                         "true; set adapter.dora_dropout: low_rank, or lora_dropout: 0"
                     )
-        if not self.base.storage.is_whole:
+        storage = self.base.storage
+        if not storage.is_whole:
+            from packlora.runtime.wholeness import needs_whole
+
             for item in items:
-                if found := needs_whole(item, self.prepared, isinstance(self.base.storage, Stage)):
+                if found := needs_whole(item, self.prepared, storage.is_stage):
                     raise InputError(
                         f"job {item.config.name!r}: {found}, but every device has a part of the base model; leave that out"
                     )
-        if isinstance(self.base.storage, Stage) and self.prepared.encoder is not None:
+        if storage.is_stage and self.prepared.encoder is not None:
+            from packlora.parallel.stages import check_stages
+
             adapted = {item.config.name: list(item.spec.modules) for item in items}
             check_stages(self.prepared.encoder.skeleton, self.prepared.shape.layers, adapted)
         return items

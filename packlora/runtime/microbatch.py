@@ -18,8 +18,6 @@ import torch
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
-from packlora.parallel.experts import ExpertSlices
-from packlora.parallel.sharded import Shards
 from packlora.runtime.balance import with_balance
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import logps_of, sum_by_owner, token_losses, told_of
@@ -30,12 +28,12 @@ NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchResult:
-    """sums: of the losses of label tokens, or of samples with preferences, by owner, float64 on the device. tokens, samples: by
-    owner that took part. logps: of samples with preferences, in their order, [N, 3] as of objective.Scores; None where there
-    are none. told: by owner, of those in training, see Objective.told. balance: by owner with a load-balancing loss, its sum
-    over samples, [] float64; in `sums` with its share."""
+    """Results by owner that took part. sums: of the losses of label tokens, or of samples with preferences, [] float64 on the
+    device. tokens, samples: how many. logps: of samples with preferences, in their order, [N, 3] as of objective.Scores; None
+    where there are none. told: of those in training, see Objective.told. balance: of owners with a load-balancing loss, its
+    sum over samples, [] float64; in `sums` with its share."""
 
-    sums: torch.Tensor
+    sums: Mapping[int, torch.Tensor]
     tokens: Mapping[int, int]
     samples: Mapping[int, int]
     logps: torch.Tensor | None = None
@@ -64,7 +62,7 @@ class Executor(Protocol):
     def backward(self, pending: Any) -> MicrobatchResult:
         """Add the gradients of what `forward` returned to the parameters of its owners."""
 
-    def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
+    def evaluate(self, samples: Sequence[PackedSample]) -> MicrobatchResult:
         """Losses alone, without gradients."""
 
     def idle(self, backward: bool) -> None:
@@ -87,12 +85,11 @@ class Pending:
     batch: PackedBatch
     losses_L: torch.Tensor
     total: torch.Tensor
-    num_owners: int
     balance: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def result(self) -> MicrobatchResult:
         batch, groups = self.batch, self.batch.groups
-        sums = sum_by_owner(self.losses_L, batch, self.num_owners)
+        sums = sum_by_owner(self.losses_L, batch)
         for one in batch.balanced:
             sums[one.owner] += one.share * self.balance[one.owner]
         if groups is None:
@@ -123,9 +120,9 @@ class SingleDevice:
             with self.attached.active(batch.owners):
                 losses_L, total = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
             if routed is None:
-                return Pending(batch, losses_L, total, len(weights))
+                return Pending(batch, losses_L, total)
             total, balance = with_balance(total, routed, batch.balanced, model.num_experts_per_tok)
-            return Pending(batch, losses_L, total, len(weights), balance)
+            return Pending(batch, losses_L, total, balance)
 
     def backward(self, pending: Pending) -> MicrobatchResult:
         with one_error_for_memory():
@@ -135,22 +132,19 @@ class SingleDevice:
             return pending.result()
 
     @torch.no_grad()
-    def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
+    def evaluate(self, samples: Sequence[PackedSample]) -> MicrobatchResult:
         with one_error_for_memory():
             batch = collate(samples, self.base.device, total=self._total(samples), vision=self.base.vision)
             with self.attached.active(batch.owners):
                 losses_L, total = token_losses(self.base.model, batch, fused=self.base.fused_loss)
-            return Pending(batch, losses_L, total, num_owners).result()
+            return Pending(batch, losses_L, total).result()
 
     def _total(self, samples: Sequence[PackedSample]) -> int:
         tokens = max(MIN_ROWS, sum(item.sample.num_tokens for item in samples))
         return -(-tokens // self.multiple) * self.multiple
 
     def idle(self, backward: bool) -> None:
-        if isinstance(
-            self.base.storage, Shards | ExpertSlices
-        ):  # the others gather weights or exchange rows, which takes all
-            self.base.storage.keep_step(self.attached, backward)
+        self.base.storage.idle(self.attached, backward)
 
     def plans(self) -> list[dict[str, Any]]:
         return [line for chooser in self.attached.choosers for line in chooser.record()]

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packlora.adapters.files import save_adapter
 from packlora.base.model import Base
@@ -19,7 +19,6 @@ from packlora.parallel.mesh import OneProcess
 from packlora.parallel.replicas import Alone
 from packlora.report.events import Event, Note
 from packlora.report.metrics import BestEffort
-from packlora.report.sweep import FILE
 from packlora.result import JobResult
 from packlora.run_file import changed_job, parse_jobs
 from packlora.runtime.changes import START, Change
@@ -31,8 +30,10 @@ from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord
-from packlora.runtime.stage import StageDevice
-from packlora.runtime.sweep import Sweep
+
+if TYPE_CHECKING:
+    from packlora.runtime.stage import StageDevice
+    from packlora.runtime.sweep import Sweep
 
 
 @dataclass(slots=True)
@@ -57,6 +58,8 @@ class OpenMembers(Members):
         self.control = Control(output_dir)
         self.sweep: Sweep | None = None
         if run.sweep is not None:
+            from packlora.runtime.sweep import Sweep
+
             self.sweep = Sweep(run)
             self.sweep.follow(changes)
             self.sweep.read(output_dir, list(prepared.left_out))
@@ -119,7 +122,7 @@ class OpenMembers(Members):
                 self.sweep.see(job)
             sweep = self.sweep
             if self.group.leads:
-                files.write(FILE, lambda: sweep.write(self.output_dir))
+                files.write("sweep.json", lambda: sweep.write(self.output_dir))
         if self.group.leads:
             self.control.refuse_all("the run has ended")
 

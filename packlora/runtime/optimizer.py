@@ -8,15 +8,22 @@ and biases another, unless a part of the adapter got no gradient in some step, o
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.adamw import adamw
 
+from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import SLOW, UNDECAYED, FlatLayout
-from packlora.config import TrainConfig
+from packlora.config import JobConfig, TrainConfig
+from packlora.errors import InputError
+
+if TYPE_CHECKING:
+    from packlora.runtime.library_optimizer import LibraryOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of every element, by torch's names."""
@@ -134,3 +141,37 @@ class FlatAdamW:
             names = tuple(members)
             spans.append(_Span(names, places[names[0]].start, places[names[-1]].stop, decayed, ratio, count))
         return spans
+
+
+def check_optim(job: JobConfig, device: torch.device, dtype: str) -> None:
+    """Raises InputError where the optimizer of a job cannot be had on a device."""
+    name = job.train.optim
+    if not of_bitsandbytes(name):
+        return
+    said = f"job {job.name!r}: train.optim: {name}"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(f"{said} needs bitsandbytes, which is not installed; pip install 'packlora[quant]'")
+    if dtype == "float64":
+        raise InputError(f"{said} keeps no float64; use adamw_torch, adafactor or sgd, or another dtype")
+    import bitsandbytes
+
+    known: set[str] = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
+    if device.type not in known:
+        raise InputError(
+            f"{said}: bitsandbytes {bitsandbytes.__version__} has nothing for {device.type}; use adamw_torch"
+        )
+    if name.startswith("paged_") and device.type == "cpu":
+        raise InputError(f"{said} pages its state between GPU and host, and this run is on the CPU; use {name[6:]}")
+
+
+def of_bitsandbytes(name: str) -> bool:
+    return "8bit" in name or "lion" in name or name.startswith("paged_")
+
+
+def optimizer_of(adapter: Adapter, config: TrainConfig) -> FlatAdamW | LibraryOptimizer:
+    """The optimizer of a job that has taken no step."""
+    if config.optim.startswith("adamw_torch"):
+        return FlatAdamW(adapter.flat, adapter.layout, config)
+    from packlora.runtime.library_optimizer import LibraryOptimizer
+
+    return LibraryOptimizer(adapter.flat, adapter.layout, config, adapter.trained_parts, adapter.copied_embeddings)

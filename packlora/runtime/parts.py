@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
 from packlora.adapters.attach import Adapter
-from packlora.parallel.adapter import WholeGradient, joined
-from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import Alone
-from packlora.parallel.stages import across_stages
 from packlora.runtime.job import Job
+
+if TYPE_CHECKING:
+    from packlora.parallel.pipeline import Links
 
 
 def holders(group: Alone) -> dist.ProcessGroup | None:
     """The processes that hold the layers of this one together with it; None where it holds them alone."""
-    return group.beside if isinstance(group, Links) else group.model
+    return group.model if group.stages == 1 else group.beside
 
 
 def parts_of(adapters: Sequence[Adapter], group: Alone) -> Callable[[Job], None]:
     """What makes jobs of these adapters whole. All processes of the replica call it, before the adapters' values are read."""
-    beside = holders(group)
-    across = across_stages(adapters, group) if isinstance(group, Links) else {}
+    if group.processes == 1:
+        return lambda job: None
+    from packlora.parallel.adapter import WholeGradient, joined
+
+    beside, across = holders(group), dict[str, Any]()
+    if group.stages > 1:
+        from packlora.parallel.stages import across_stages
+
+        across = across_stages(adapters, cast("Links", group))
 
     def whole(job: Job) -> None:
         if beside is not None:

@@ -162,20 +162,17 @@ class PipelinedTrainer(Trainer):
             return None
         own = self.runner.own(wave)
         self.times.entered(wave.window.first_round, own)
-        batches = {placed.job: placed.batch for one in wave.microbatches for placed in one.samples}
-        due = [job for job in self.jobs if job.name in batches and job.is_due(batches[job.name])]
+        due = self.runner.due(wave)
         if not due:
             return Slot(runs=False, steps=False)
-        assert all(job.step == batches[job.name] for job in due), (
-            "a global batch would begin before the step it follows"
-        )
+        assert all(job.step == batch for job, batch in due), "a global batch would begin before the step it follows"
         complete = [(self.by_name[name], batch) for name, batch in wave.completes if self.by_name[name].is_due(batch)]
-        if not self.evaluator.learn(self.runner.due(wave)):  # all stages are here; they have agreed on a stop
+        if not self.evaluator.learn(due):  # all stages are here; they have agreed on a stop
             self._quiet = True
             return None
-        for job in due:
+        for job, _ in due:
             self.runner.began.setdefault(job.name, self._elapsed())
-        self._inside[slot] = _Inside(wave, own, complete, due)
+        self._inside[slot] = _Inside(wave, own, complete, [job for job, _ in due])
         return Slot(runs=own is not None, steps=bool(complete))
 
     def _noop(self, slot: int) -> None:
@@ -312,7 +309,7 @@ class PipelinedTrainer(Trainer):
             return
         job.log_history[-1] |= {"seconds": seconds, "elapsed": elapsed}
         self._unconfirmed[job.name] = made
-        self.stepped.append(job)
+        self.stepped[job.name] = job
         self.events.emit(event_of(job.name, job.log_history[-1]))
         self._quiet |= (
             job.step >= job.data.num_steps

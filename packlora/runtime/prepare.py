@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
@@ -20,26 +21,28 @@ from packlora.base.device import choose_device, settle_dtype
 from packlora.base.held import check_held
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
-from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
-from packlora.base.stored import read_as_floats, stored_as
-from packlora.base.vision import Vision
+from packlora.base.stored import MADE, check_stored, read_as_floats, stored_as
 from packlora.config import JobConfig, QuantizationConfig, Run
-from packlora.data.images import Shown
+from packlora.data.prompts import listed, taught_end
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
 from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.head_cost import known_head
-from packlora.runtime.library_optimizer import check_optim
+from packlora.runtime.optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.starts import check_start_of_weights
-from packlora.runtime.sweep import Sweep, check_compared, doubts
-from packlora.runtime.wholeness import check_parallel, check_parameters, whole_alone
 from packlora.terminal import Told, silent
+
+if TYPE_CHECKING:
+    from packlora.base.vision import Vision
+
+LOOKED_AT = 1000
+"""Samples of a job that are looked at for how answers end."""
 
 
 def prepare(
@@ -57,11 +60,7 @@ def prepare(
         budgets: of jobs that joined a run whose budget is its own choice, the most tokens of a sample.
         moment: what a chat template sees as now.
     """
-    device = choose_device(run.device)
-    settle_dtype(run)
-    check_liger(run.liger, device, run.dtype)
-    if run.quantization is not None and run.quantization.method in MADE:
-        check_quantization(run.quantization, device)
+    device = _check_device(run)
     gone, budgets = gone or {}, budgets or {}
     left_out = _jobs_without_data(run, gone) if resumed else {}
     run_jobs = [job for job in trained(run) if job.name not in left_out and job.name not in gone]
@@ -94,6 +93,8 @@ def prepare(
     encoder = Encoder.of(run, skeleton, tokenizer, max_steps)
     vision = vision_of(run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some])
     if vision is not None:
+        from packlora.data.images import Shown
+
         encoder.shown = Shown(vision)
         tokenizer.chat_template = vision.chat_template or tokenizer.chat_template
     jobs = []
@@ -103,38 +104,73 @@ def prepare(
         jobs.append(one)
         warnings += doubts
     prepared = PreparedRun(
-        run, tokenizer, budget, shape, jobs, warnings, {**left_out, **gone}, asks, quantization, encoder, vision, in_codes,
-        known_head(run, shape, device),
+        run, tokenizer, budget, shape, jobs, warnings + _unstopped(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
+        quantization, encoder, vision, in_codes, known_head(run, shape, device),
     )  # fmt: skip
-    check_parallel(prepared, skeleton)
-    check_compared(run, jobs)
+    if run.parallel.in_parts or run.parallel.is_sharded or quantization is not None:
+        from packlora.runtime.wholeness import check_parallel
+
+        check_parallel(prepared, skeleton)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
-    if run.sweep is not None and not resumed:
-        prepared.warnings += _try_candidates(prepared, Sweep(run))
+    if run.sweep is not None:
+        _check_sweep(prepared, resumed)
     return prepared
+
+
+def _check_device(run: Run) -> torch.device:
+    """The device of a run. Raises InputError where it has not what the run asks for."""
+    device = choose_device(run.device)
+    settle_dtype(run)
+    check_liger(run.liger, device, run.dtype)
+    if run.quantization is not None and run.quantization.method in MADE:
+        from packlora.base.quantized import check_quantization
+
+        check_quantization(run.quantization, device)
+    return device
+
+
+def _unstopped(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:
+    """A note where answers are learnt with an end at which generation with the base's own settings goes on."""
+    end, settings = taught_end(tokenizer), getattr(skeleton, "generation_config", None)
+    ends = listed(getattr(settings, "eos_token_id", None))
+    samples = (sample for job in jobs for sample in job.encoded.samples[:LOOKED_AT])
+    if end is None or end in ends or not any((sample.ids[sample.is_label] == end).any() for sample in samples):
+        return []
+    return [
+        f"answers are learnt to end with {quoted(tokenizer.convert_ids_to_tokens(end))} (token {end}), and the base's "
+        f"generation settings stop at {', '.join(map(str, ends)) or 'no token'}; packlora's own answers stop at it; to serve "
+        f"the adapters elsewhere, add {end} to eos_token_id in generation_config.json of the base or the merged model"
+    ]
 
 
 def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the run cannot train the adapter."""
-    check_parameters(run, job.name, spec)
+    if spec.parameter is not None and run.cuda_graphs is True:
+        raise InputError(
+            f"job {job.name!r} adapts {spec.parameter}, experts or a router, which cuda_graphs: true does not serve in this "
+            "version; leave that out, or name linear layers alone in target_modules"
+        )
     check_start_of_weights(run, job, spec, skeleton)
 
 
-def _try_candidates(prepared: PreparedRun, sweep: Sweep) -> list[str]:
-    """What cannot be wrong with the first candidates of a sweep may be with later ones. Raises InputError.
+def _check_sweep(prepared: PreparedRun, resumed: bool) -> None:
+    """Raises InputError where candidates cannot be compared or, of a run that begins, cannot all be trained."""
+    from packlora.runtime.sweep import Sweep, check_compared, doubts
 
-    Returns:
-        What should be known of the sweep.
-    """
-    later, _ = prepare_more(prepared, sweep.unlike(), prepared.budget)
-    return doubts(sweep, later)
+    check_compared(prepared.run, prepared.jobs)
+    if not resumed:
+        sweep = Sweep(prepared.run)
+        later, _ = prepare_more(prepared, sweep.unlike(), prepared.budget)
+        prepared.warnings += doubts(sweep, later)
 
 
 def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Vision | None:
     """What the base model is given for images, where rows have some. Raises InputError where it reads none here."""
     if not any(half.images for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
+    from packlora.base.vision import Vision
+
     return Vision.of(base_path(run.base_model), run.revision, skeleton.config)
 
 
@@ -151,14 +187,18 @@ def _quantization(
     with other settings."""
     path = base_path(run.base_model)
     found = check_stored(run.quantization, skeleton.config, path)
-    saved = stored_as(skeleton.config, path) is not None
-    if found is not None and (run.quantization is None or found.method not in MADE or saved):
+    if found is None:
+        check_held(path, skeleton)
+        return None, (0, 0)
+    from packlora.base.quantized import check_quantization, codes_in
+
+    if run.quantization is None or found.method not in MADE or stored_as(skeleton.config, path) is not None:
         check_quantization(found, device, f"base_model {path!r}")
         try:
             run.check_quantized(f"base_model {path!r} is saved as {found.described}")
         except ValueError as error:
             raise InputError(str(error)) from None
-    taken = (0, 0) if found is None else codes_in(skeleton, found, path, getattr(torch, run.dtype))
+    taken = codes_in(skeleton, found, path, getattr(torch, run.dtype))
     check_held(path, skeleton)
     return found, taken
 
@@ -184,8 +224,11 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
         _check_spec(run, job, spec, encoder.skeleton)
-        if prepared.quantization is not None and (found := whole_alone(spec, encoder.skeleton, quantized=True)):
-            raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
+        if prepared.quantization is not None:
+            from packlora.runtime.wholeness import whole_alone
+
+            if found := whole_alone(spec, encoder.skeleton, quantized=True):
+                raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
         out.append(one)
         notes += spec.notes + doubts

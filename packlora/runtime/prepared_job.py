@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.adapters.expert_layout import is_experts
-from packlora.adapters.experts import shapes_at
 from packlora.adapters.spec import AdapterSpec
+from packlora.adapters.weights import shapes_at
 from packlora.base.shape import decoder_layers
 from packlora.config import JobConfig
 from packlora.data.dataset import JobData

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from packlora.base.vision import Vision
 from packlora.config import QuantizationConfig, Run
 from packlora.plans.ask import Ask
 from packlora.runtime.encoder import Encoder
 from packlora.runtime.prepared_job import ModelShape, PreparedJob
+
+if TYPE_CHECKING:
+    from packlora.base.vision import Vision
 
 
 @dataclass(slots=True)

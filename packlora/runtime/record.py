@@ -22,7 +22,7 @@ from packlora.config import JobConfig, Run
 from packlora.data.template import clock_of
 from packlora.files import write_json
 from packlora.parallel.layout import Layout
-from packlora.plans.kernel_sizes import tuned
+from packlora.plans.identity import has_kernels
 from packlora.report.events import (
     CheckpointSaved,
     Event,
@@ -75,6 +75,15 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
     }
 
 
+def _kernels(device: torch.device) -> dict[str, Any]:
+    """Sizes of kernels that are not the usual ones."""
+    if not has_kernels(device):
+        return {}
+    from packlora.plans.kernel_sizes import tuned
+
+    return {name: dict(fields) for name, fields in tuned(device).items()}
+
+
 def run_record(
     prepared: PreparedRun, base: Base, known: Profile, saved: SavedRun | None = None, layout: Layout | None = None
 ) -> dict[str, Any]:
@@ -107,7 +116,7 @@ def run_record(
         "versions": versions(),
         "device": device_name(base.device),
         "commit": source_commit(),
-        "kernels": {name: dict(fields) for name, fields in tuned(base.device).items()},
+        "kernels": _kernels(base.device),
         "model": {
             "path": base.path,
             "parameters": prepared.shape.parameters,

@@ -20,7 +20,6 @@ from packlora.files import lock_folder
 from packlora.parallel.agreement import same, together
 from packlora.parallel.mesh import OneProcess, started
 from packlora.report.events import Subscriber
-from packlora.report.trackers import check_trackers
 from packlora.result import Result
 from packlora.run_file import load_run, run_from
 from packlora.runtime.events import name_of
@@ -100,13 +99,11 @@ def _output_folder(path: Path) -> Iterator[None]:
 def _checked(run: Run | InputError, mesh: OneProcess) -> Run:
     if isinstance(run, InputError):
         raise run
-    if run.schedule.padding_multiple != 1:
-        raise InputError(
-            f"schedule: padding_multiple is {run.schedule.padding_multiple}, but training packs samples without padding, "
-            "which no kernel here needs; leave it at 1. `packlora plan` shows what padding would cost"
-        )
     run.parallel.check(mesh.size)
-    check_trackers(run.trackers)
+    if run.trackers:
+        from packlora.report.trackers import check_trackers
+
+        check_trackers(run.trackers)
     if run.sweep is not None and mesh.size > 1 and run.parallel.stages == 1:
         raise InputError(
             f"sweep: candidates join and leave on one process, or on the stages of pipelines that share all jobs, but "

@@ -11,8 +11,9 @@ come to, and what else is on its way waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -22,13 +23,15 @@ from packlora.base.model import Base
 from packlora.base.packing import packed_logits
 from packlora.data.prompts import Prompt, answer_ends
 from packlora.parallel.replicas import ALONE, Alone
-from packlora.parallel.stages import Stage
 from packlora.report.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
 from packlora.runtime.evaluate import is_multiple
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory
 from packlora.runtime.microbatch import one_error_for_memory
+
+if TYPE_CHECKING:
+    from packlora.parallel.stages import Stage
 
 MOST_TOKENS = 4096
 """Of prompts with their answers that run together, where there are several."""
@@ -39,7 +42,7 @@ class Sampler:
 
     Args:
         base, attached: the model, with the adapters of the jobs on it.
-        jobs: those that train; some may join.
+        jobs: those that train, by name; some may join.
         every: optimizer steps between evaluations, of jobs that do not say so themselves.
         events: are told of the texts. Where the run is to end no more are made; --resume makes them.
         known: jobs and steps of which there are texts; the same on all processes of group.
@@ -47,7 +50,7 @@ class Sampler:
     """
 
     def __init__(
-        self, base: Base, attached: Attached, jobs: Sequence[Job], every: int, events: Emitter,
+        self, base: Base, attached: Attached, jobs: Mapping[str, Job], every: int, events: Emitter,
         known: Collection[tuple[str, int]], group: Alone = ALONE,
     ) -> None:  # fmt: skip
         self.base, self.attached, self.jobs, self.every, self.events = base, attached, jobs, every, events
@@ -58,12 +61,10 @@ class Sampler:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunBegan):
-            for job in self.jobs:
+            for job in self.jobs.values():
                 self._sample(job, is_judged=False)
-        elif isinstance(event, JobJoined | Stepped | Evaluated):
-            for job in self.jobs:
-                if job.name == event.job:
-                    self._sample(job, isinstance(event, Evaluated))
+        elif isinstance(event, JobJoined | Stepped | Evaluated) and event.job in self.jobs:
+            self._sample(self.jobs[event.job], isinstance(event, Evaluated))
 
     def _sample(self, job: Job, is_judged: bool) -> None:
         """Tell the texts of a job, if they are due, or that there are none, and why."""
@@ -150,6 +151,6 @@ class Sampler:
         with self.attached.active(owners):
             at = (self.base.model, ids_T, positions_T, sizes, last_L)
             storage = self.base.storage
-            logits_LV = storage.logits(*at) if isinstance(storage, Stage) else packed_logits(*at)
+            logits_LV = cast("Stage", storage).logits(*at) if storage.is_stage else packed_logits(*at)
         found: list[int] = [0] * len(lengths) if logits_LV is None else logits_LV[: len(lengths)].argmax(-1).tolist()
         return found

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,39 +20,32 @@ import torch.distributed as dist
 from packlora.adapters.attach import attach
 from packlora.adapters.kept_outputs import keep_outputs
 from packlora.adapters.noise import noisy_embeddings
-from packlora.base.device import choose_device, usual_dtype
+from packlora.base.device import usual_dtype
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
-from packlora.parallel.cut import load_cut
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh, OneProcess
-from packlora.parallel.pipeline import Links
-from packlora.parallel.replicas import ALONE, Alone, Replicas
-from packlora.parallel.sharded import load_sharded
-from packlora.parallel.stages import Stage, load_stage
+from packlora.parallel.replicas import ALONE, Alone
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
-from packlora.report.trackers import trackers
 from packlora.result import Result
 from packlora.runtime import profiler
 from packlora.runtime.changes import Change, leaves, whole_run
 from packlora.runtime.control import Refusal
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
-from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
 from packlora.runtime.members import make_job, place
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.parts import holders, parts_of
-from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
@@ -64,7 +57,6 @@ from packlora.runtime.record import (
     versions,
     write_record,
 )
-from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.resume import (
     SavedRun,
     began,
@@ -78,14 +70,13 @@ from packlora.runtime.resume import (
     same_data,
     starting_steps,
 )
-from packlora.runtime.sampling import Sampler
-from packlora.runtime.signals import stop_signals
-from packlora.runtime.spread import choose, one_device
-from packlora.runtime.stage import StageDevice
-from packlora.runtime.sweep import Sweep, begun, check_open
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.terminal import Activity, Told, silent
+
+if TYPE_CHECKING:
+    from packlora.parallel.stages import Stage
+    from packlora.runtime.stage import StageDevice
 
 CLOSED = (
     "output_dir {}: jobs have joined this run or left it while it trained, or are to do so now, which one process can do, or "
@@ -142,32 +133,23 @@ class Session:
         Returns:
             How the whole run ended, on every process.
         """
-        trainer, mesh = self.set_up(), self.mesh
-        told = trainer.events if trainer is not None else Emitter()
-        with contextlib.ExitStack() as held:
-            outer, hub = told, None
-            if isinstance(mesh, Mesh) and mesh.is_first:
-                outer = Emitter()
-                hub = Hub(mesh, self.layout, outer, told, [job.name for job in self.run.jobs], self.logged)
-                told.subscribe(hub)
-            elif isinstance(mesh, Mesh) and self.group.leads:
-                told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
-            if mesh.is_first:
-                outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
-            generates = self.group.leads or self.layout.is_in_parts
-            if trainer is not None and generates:
-                told.subscribe(self._sampler(trainer))
-            result = trainer.fit() if trainer is not None else None
-            if isinstance(mesh, Mesh):
-                with stop_signals(outer):
-                    if hub is not None:
-                        result = hub.finish()
-                    else:
-                        await_end(mesh)
-        if not isinstance(mesh, Mesh):
-            assert result is not None
-            return result
-        return result_from(mesh.gather(result_of(result))[0])
+        trainer = self.set_up()
+        if isinstance(self.mesh, Mesh):
+            from packlora.runtime.several import train_together
+
+            parts = (self.run, self.mesh, self.layout, self.group, trainer, self.logged)
+            return train_together(*parts, lambda events: self._listening(events, subscribers), self._sample)
+        assert trainer is not None
+        with self._listening(trainer.events, subscribers):
+            self._sample(trainer)
+            return trainer.fit()
+
+    @contextlib.contextmanager
+    def _listening(self, events: Emitter, subscribers: Sequence[Subscriber]) -> Iterator[None]:
+        """Let files, the terminal and subscribers hear the events of all jobs."""
+        with Progress() as progress:
+            events.subscribe(*self.writers, progress, *subscribers)
+            yield
 
     def set_up(self) -> Trainer | None:
         """Everything before the first step; run.json is the first thing that is written. None for a process without jobs."""
@@ -178,22 +160,17 @@ class Session:
         self.run, self.new = whole_run(run, self.saved) if self.saved is not None else (run, [])
         self.changes = self.saved.changes if self.saved is not None else []
         if self.saved is None:
-            self.run, self.changes = together(mesh, lambda: begun(run))
+            self.run, self.changes = together(mesh, lambda: _with_candidates(run))
         elif self.new and run.sweep is not None:
+            from packlora.runtime.sweep import Sweep
+
             Sweep(run).refuse_names(self.new)
         run = self.run
         self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
         self.starts, prepared = together(mesh, self._prepare)
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
-        self.layout, self.group = self._choose_layout(prepared), ALONE
-        check_open(run, self._is_open, self.layout.devices_per_job, mesh.size)
-        if isinstance(mesh, Mesh):
-            self.group = self._group(mesh)
-        if self.saved is not None and not self._is_open and (self.changes or self.new):
-            raise InputError(CLOSED.format(self.output_dir))
-        names = self.layout.groups[self.layout.group_of(mesh.rank)]
-        own = replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
+        own = self._share_out(prepared)
 
         # 2. Load the base model once and put the jobs' adapters on it.
         base, self.single, jobs = together(mesh, lambda: self._load(prepared, own))
@@ -201,7 +178,7 @@ class Session:
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
         events = Emitter()
-        executor = graphed(run, base, self.single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
+        executor = self._executor(base, jobs, prepared.budget, events)
 
         # 4. Continue where checkpoints say, or start.
         record = run_record(prepared, base, known, self.saved, self.layout)
@@ -223,16 +200,48 @@ class Session:
             return None
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
         more: dict[str, Any] = {"members": members, "tokens_of_gone": tokens}
-        if isinstance(self.group, Links):
+        if self.group.stages > 1:
+            from packlora.runtime.pipelined import PipelinedTrainer
+
             more["cost"] = profiler.planning_cost(run, prepared, self.group.stages)
             return PipelinedTrainer(*loop, **more)
         return Trainer(*loop, **more)
+
+    def _share_out(self, prepared: PreparedRun) -> PreparedRun:
+        """Choose which process trains which jobs. Returns what this one trains."""
+        run, mesh = self.run, self.mesh
+        self.layout, self.group = Layout((tuple(job.data.name for job in prepared.jobs),)), ALONE
+        if isinstance(mesh, Mesh):
+            from packlora.runtime.several import choose_layout, group_of
+
+            self.layout = choose_layout(run, mesh, prepared)
+            if run.sweep is not None and not self._is_open:
+                raise InputError(
+                    "sweep: candidates join and leave pipelines that share all jobs, but parallel.devices_per_job is "
+                    f"{self.layout.devices_per_job}; set it to {mesh.size}"
+                )
+            self.group = group_of(run, mesh, self.layout)
+        if self.saved is not None and not self._is_open and (self.changes or self.new):
+            raise InputError(CLOSED.format(self.output_dir))
+        names = self.layout.groups[self.layout.group_of(mesh.rank)]
+        return replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
+
+    def _executor(self, base: Base, jobs: Sequence[Job], budget: int, events: Emitter) -> Executor:
+        if self.run.cuda_graphs is not True and base.device.type != "cuda":
+            return self.single
+        from packlora.runtime.graphs import graphed
+
+        return graphed(self.run, base, self.single, jobs, budget, lambda text: events.emit(Note(text)))
 
     def _writers(self, folder: OutputFolder, writer: RunRecord, closed: bool) -> tuple[list[Subscriber], list[str]]:
         """Who hears of the run on its first process, and what to tell of those that cannot. closed: no job may join."""
         out: list[Subscriber] = [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
         if closed:
             out.append(Refusal(self.output_dir, self.mesh.size))
+        if not self.run.trackers:
+            return out, []
+        from packlora.report.trackers import trackers
+
         told, failed = trackers(self.run.trackers, self.output_dir)
         return out + told, failed
 
@@ -260,47 +269,25 @@ class Session:
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
 
-    def _choose_layout(self, prepared: PreparedRun) -> Layout:
-        """By what the first process knows of memory, and the least that a device has."""
-        if self.mesh.size == 1:
-            return one_device(prepared)
-        known = profiler.profile(self.run, prepared)
-        told = self.mesh.gather([float(known.kept_bytes), float(known.bytes_per_token), known.room])
-        kept, each, _ = told[0]
-        known = replace(known, kept_bytes=kept, bytes_per_token=each, room=min(room for *_, room in told))
-        taken = choose(prepared, self.mesh.size, known)
-        if taken.layout.sharded and not self.run.parallel.is_sharded:
-            prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
-        if taken.layout.pipeline > self.run.parallel.stages:
-            prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
-        return taken.layout
+    def _sample(self, trainer: Trainer) -> None:
+        """Texts are generated by the process that leads these jobs, or by all where none has a whole model."""
+        from packlora.runtime.sampling import Sampler
 
-    def _sampler(self, trainer: Trainer) -> Sampler:
-        """What generates texts, a subscriber of the process that leads these jobs, or of all where none has a whole model."""
         group = self.group if self.layout.is_in_parts else ALONE
         lines = read_lines(self.output_dir / SAMPLES, "job", "step")
         known = {(str(job), step) for job, step in group.told([[line["job"], line["step"]] for line in lines])}
-        parts = (trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events)
-        return Sampler(*parts, known, group)
-
-    def _group(self, mesh: Mesh) -> Replicas:
-        if self.layout.pipeline == 1:
-            return Replicas(mesh, self.layout)
-        device = choose_device(self.run.device)
-        own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-        return Links(mesh, self.layout, own)
+        parts = (trainer.base, self.single.attached, trainer.by_name, self.run.eval_every, trainer.events)
+        trainer.events.subscribe(Sampler(*parts, known, group))
 
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
         with self._told() as told:
             told(f"loading {self.run.base_model}")
-            if isinstance(self.group, Links):
-                counts = profiler.stage_layers(self.run, prepared, self.group.stages)
-                base = load_stage(self.run, prepared.tokenizer, prepared.longest_run, self.mesh, self.group, counts)
-            elif self.group.model is not None:
-                base = load_cut(self.run, prepared.tokenizer, prepared.longest_run, self.group)
-            elif self.group.shards is not None:
-                base = load_sharded(self.run, prepared.tokenizer, prepared.longest_run, self.group.shards)
-            else:
+            base = None
+            if isinstance(self.mesh, Mesh):
+                from packlora.runtime.several import load_part
+
+                base = load_part(self.run, prepared, self.mesh, self.group)
+            if base is None:
                 base = load_base(self.run, prepared.tokenizer, prepared.longest_run, prepared.vision)
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
@@ -386,7 +373,7 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
         base.storage,
         None if base.vision is None else base.vision.example,
     )
-    if not isinstance(replica, Links) or replica.is_first:
+    if replica.is_first:
         noisy_embeddings(base.model, attached)
     jobs, whole, group = [], parts_of(adapters, replica), holders(replica)
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
@@ -396,8 +383,10 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
     if prepared.run.keep_outputs:
         base.kept_outputs = keep_outputs(base.model)
     multiple = dist.get_world_size(group) if group is not None and prepared.run.parallel.sequence_parallel else 1
-    if isinstance(base.storage, Stage):
-        return StageDevice(base, attached, base.storage, multiple), jobs
+    if base.storage.is_stage:
+        from packlora.runtime.stage import StageDevice
+
+        return StageDevice(base, attached, cast("Stage", base.storage), multiple), jobs
     return SingleDevice(base, attached, multiple), jobs
 
 
@@ -422,3 +411,12 @@ def choose_budget(
 def _of_one_dtype(run: Run, mesh: OneProcess) -> Run:
     """A copy with what its dtype stands for, by the first process: others may not see the output folder yet."""
     return run.model_copy(update={"dtype": mesh.gather(together(mesh, lambda: usual_dtype(run)))[0]})
+
+
+def _with_candidates(run: Run) -> tuple[Run, list[Change]]:
+    """A run with the first candidates of its sweep, and the changes that they are."""
+    if run.sweep is None:
+        return run, []
+    from packlora.runtime.sweep import begun
+
+    return begun(run)

@@ -33,17 +33,16 @@ class StagePending:
     incoming: torch.Tensor | None
     root: torch.Tensor
     losses_L: torch.Tensor | None
-    num_owners: int
     gradient: torch.Tensor | None = None
     routing: StageRouting | None = None
     balance: dict[int, torch.Tensor] = field(default_factory=dict)
     """As MicrobatchResult has it; nothing where the losses are on another stage."""
 
-    def sums(self) -> torch.Tensor:
+    def sums(self) -> dict[int, torch.Tensor]:
         """Of losses by owner, as MicrobatchResult has them; zeros where the losses are on another stage."""
         if self.losses_L is None:
-            return torch.zeros(self.num_owners, dtype=torch.float64, device=self.root.device)
-        sums = sum_by_owner(self.losses_L, self.batch, self.num_owners)
+            return dict.fromkeys(self.batch.num_rows, torch.zeros((), dtype=torch.float64, device=self.root.device))
+        sums = sum_by_owner(self.losses_L, self.batch)
         for one in self.batch.balanced:
             sums[one.owner] += one.share * self.balance[one.owner]
         return sums
@@ -142,10 +141,10 @@ class StageDevice:
         """incoming: hidden states [1, T, D] of the stage below; None on the first stage. below: see StageRouting."""
         with one_error_for_memory():
             batch = collate(samples, self.base.device, weights, self._total(samples))
-            return self._run(batch, incoming, len(weights), below)
+            return self._run(batch, incoming, below)
 
     def _run(
-        self, batch: PackedBatch, incoming: torch.Tensor | None, num_owners: int, below: torch.Tensor | None = None
+        self, batch: PackedBatch, incoming: torch.Tensor | None, below: torch.Tensor | None = None
     ) -> StagePending:
         if incoming is not None and torch.is_grad_enabled():
             incoming.requires_grad_()
@@ -158,7 +157,7 @@ class StageDevice:
                 hidden_states(model, batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, routed=routed)
                 assert self.stage.outgoing is not None
                 root, self.stage.outgoing = self.stage.outgoing.contiguous(), None
-        pending = StagePending(batch, incoming, root, losses_L, num_owners)
+        pending = StagePending(batch, incoming, root, losses_L)
         if batch.balanced:
             pending.routing = StageRouting(
                 routed or [], batch.balanced, below, *self._routers, self._wide, self.base.device
@@ -186,13 +185,13 @@ class StageDevice:
             )
 
     @torch.no_grad()
-    def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
+    def evaluate(self, samples: Sequence[PackedSample]) -> MicrobatchResult:
         """All stages call it for the same microbatches."""
         links, shape = self.stage.links, self.shape(sum(item.sample.num_tokens for item in samples))
         incoming = None if links.is_first else links.up.receive(shape, self.stage.dtype)
         with one_error_for_memory():
             batch = collate(samples, self.base.device, total=self._total(samples))
-            pending = self._run(batch, incoming, num_owners)
+            pending = self._run(batch, incoming)
         if not links.is_last:
             links.up.send(pending.root, shape, self.stage.dtype)
         return MicrobatchResult(pending.sums(), pending.batch.num_tokens, pending.batch.num_samples, pending.logps())

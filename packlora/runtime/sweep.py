@@ -7,11 +7,13 @@ or a reward with the other sign.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
 import shutil
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,8 @@ NEEDS_OPTUNA = "sweep.method: optuna needs the package optuna: pip install 'pack
 
 @dataclass(slots=True)
 class Trial:
-    """A candidate. joined: round of its first global batch. num_steps: that it is to take. evals: cost by step; of a failed
-    step infinite. reason: why it ended early. metric: what is compared.
+    """A candidate. joined: round of its first global batch. num_steps: that it is to take. evals: cost by step, rising; of a
+    failed step infinite. reason: why it ended early. metric: what is compared.
     """
 
     number: int
@@ -58,12 +60,15 @@ class Trial:
     metric: str = "eval_loss"
 
     def see(self, step: int, status: str, num_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
-        """How it stands now."""
+        """How it stands now. Of its log history, what came since the last look is read."""
+        new = list(itertools.takewhile(lambda line: line["step"] >= self.step, reversed(history)))
         self.step, self.status, self.num_steps = step, status, num_steps
-        found = {line["step"]: line.get(self.metric) for line in history if "eval_loss" in line}
-        self.evals = {
-            step: math.inf if value is None else sign_of(self.metric) * value for step, value in found.items()
-        }
+        if status == "failed":  # which may have taken a step back
+            self.evals = {at: cost for at, cost in self.evals.items() if at <= step}
+        for line in reversed(new):
+            if "eval_loss" in line:
+                value = line.get(self.metric)
+                self.evals[line["step"]] = math.inf if value is None else sign_of(self.metric) * value
 
     def has_ended(self, given: int) -> bool:
         """Whether it had taken its last step before round `given`. Of a failed one, which may have taken a step back, this is
@@ -72,19 +77,17 @@ class Trial:
             return self.joined + self.step + 2 <= given
         return self.joined + self.num_steps <= given
 
-    def seen(self, age: int, every: int) -> list[tuple[int, float]]:
-        """(step, cost) of the evaluations that were due up to a step, without that before the first."""
-        return [(step, self.evals[step]) for step in sorted(self.evals) if 0 < step <= age and step % every == 0]
+    def seen(self, age: int, every: int) -> Iterator[float]:
+        """The costs of the evaluations that were due up to a step, without that before the first; the last one first."""
+        return (self.evals[step] for step in reversed(self.evals) if 0 < step <= age and step % every == 0)
 
     def value(self, age: int, every: int) -> float | None:
-        found = self.seen(age, every)
-        return found[-1][1] if found else None
+        return next(self.seen(age, every), None)
 
     @property
     def last(self) -> float | None:
         """The cost of its adapter."""
-        steps = [step for step in self.evals if 0 < step <= self.step]
-        return self.evals[max(steps)] if steps and self.status != "failed" else None
+        return self.value(self.step, 1) if self.status != "failed" else None
 
 
 class Sweep:
@@ -233,8 +236,10 @@ class Sweep:
         there = [trial for trial in self.trials.values() if not trial.has_left]
         out = {trial.name: "" for trial in there if trial.has_ended(given)}
         running = [trial for trial in there if trial.name not in out and given > trial.joined]
+        others = functools.cache(lambda age: self._values(age, given))  # the same of all candidates of an age
+        first = self._reached_target(given)
         for trial in running:
-            if reason := self._why_stop(trial, given):
+            if reason := self._why_stop(trial, given - trial.joined, first, others):
                 out[trial.name] = reason
         return out
 
@@ -244,38 +249,40 @@ class Sweep:
             return []
         return self._next(self.config.concurrent - sum(not trial.has_left for trial in self.trials.values()))
 
-    def _why_stop(self, trial: Trial, given: int) -> str:
-        rule, age = self.config.stopping, given - trial.joined
-        seen = trial.seen(age, self.every)
-        if rule.method == "target" and (first := self._reached_target(given)) is not None:
+    def _why_stop(self, trial: Trial, age: int, first: Trial | None, others: Callable[[int], list[float]]) -> str:
+        """Why a candidate ends at a step; empty where it goes on.
+
+        Args:
+            first: that has reached the target, if any has.
+            others: costs at a step, rising, of all candidates that had come as far.
+        """
+        rule = self.config.stopping
+        if first is not None:
             return f"{first.name} has reached the {self.named} {rule.target:g}"
         if rule.method == "patience":
             best, since = math.inf, 0
-            for _, cost in seen:
+            for cost in reversed(list(trial.seen(age, self.every))):
                 best, since = (cost, 0) if cost < best - rule.min_delta else (best, since + 1)
             if since >= rule.patience:
                 side = "under" if self.sign > 0 else "over"
                 return f"patience: no {self.named} {side} {self.sign * best:.4f} for {since} evaluations"
-        if rule.method == "median" and seen and age > rule.n_warmup_steps:
-            others = self._values(age, given)
-            if len(others) >= rule.n_startup_trials:
-                median, best = statistics.median(others), min(cost for _, cost in seen)
-                if best > median:
-                    best, median = self.sign * best, self.sign * median
-                    return f"median: {self.named} {best:.4f} at step {age}, where the median is {median:.4f}"
+        if rule.method == "median" and age > rule.n_warmup_steps and len(others(age)) >= rule.n_startup_trials:
+            median, best = statistics.median(others(age)), min(trial.seen(age, self.every), default=-math.inf)
+            if best > median:
+                best, median = self.sign * best, self.sign * median
+                return f"median: {self.named} {best:.4f} at step {age}, where the median is {median:.4f}"
         if rule.method == "successive_halving":
-            return self._why_halved(trial, given)
+            return self._why_halved(trial, age, others)
         return ""
 
-    def _why_halved(self, trial: Trial, given: int) -> str:
-        rule, age = self.config.stopping, given - trial.joined
+    def _why_halved(self, trial: Trial, age: int, others: Callable[[int], list[float]]) -> str:
+        rule = self.config.stopping
         rung = rule.min_resource
         while rung < trial.num_steps:
             at = -(-rung // self.window) * self.window
-            value = trial.value(at, self.every)
-            if at == age and value is not None:
-                others = sorted(self._values(at, given))
-                bound = others[max(1, len(others) // rule.reduction_factor) - 1]
+            value = trial.value(at, self.every) if at == age else None
+            if value is not None:
+                bound = others(at)[max(1, len(others(at)) // rule.reduction_factor) - 1]
                 if value > bound:
                     value, bound, way = self.sign * value, self.sign * bound, "up" if self.sign > 0 else "down"
                     return (
@@ -286,17 +293,17 @@ class Sweep:
         return ""
 
     def _values(self, age: int, given: int) -> list[float]:
-        """Costs at a step of all candidates that had come as far before round `given`."""
+        """Costs at a step, rising, of all candidates that had come as far before round `given`."""
         came = [own for own in self.trials.values() if own.joined + age <= given and own.step >= age]
         values = [own.value(age, self.every) for own in came]
-        return [value for value in values if value is not None]
+        return sorted(value for value in values if value is not None)
 
     def _reached_target(self, given: int) -> Trial | None:
-        target = self.config.stopping.target
-        for trial in self.trials.values():
-            seen = trial.seen(given - trial.joined, self.every)
-            if target is not None and any(cost <= self.sign * target for _, cost in seen):
-                return trial
+        """The first candidate that has, where there is one to be reached."""
+        if (target := self.config.stopping.target) is not None:
+            for trial in self.trials.values():
+                if any(cost <= self.sign * target for cost in trial.seen(given - trial.joined, self.every)):
+                    return trial
         return None
 
     # --- the end ---------------------------------------------------------------------------------------------------------
@@ -410,15 +417,6 @@ def _never_ends(sweep: Sweep, steps: int) -> str:
             f"{last // every}"
         )
     return ""
-
-
-def check_open(run: Run, is_open: bool, devices_per_job: int, processes: int) -> None:
-    """Raises InputError where there is a sweep and jobs may not join and leave. is_open: whether they may."""
-    if run.sweep is not None and not is_open:
-        raise InputError(
-            "sweep: candidates join and leave pipelines that share all jobs, but parallel.devices_per_job is "
-            f"{devices_per_job}; set it to {processes}"
-        )
 
 
 def begun(run: Run) -> tuple[Run, list[Change]]:

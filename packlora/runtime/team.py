@@ -6,13 +6,16 @@ A process alone is a team of one, for which nothing of this costs anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.replicas import Alone
 from packlora.runtime.events import StopRequest
 from packlora.runtime.job import Job
+
+if TYPE_CHECKING:
+    from packlora.parallel.adapter import SharedGradient
 
 
 class Team:
@@ -32,8 +35,12 @@ class Team:
     @property
     def is_asked(self) -> bool:
         """Whether this process was asked for what the others do not know of yet."""
-        names = {job.name for job in self.jobs}
-        return (self._asked.asked and not self.stop.asked) or not names.isdisjoint(self._asked.jobs)
+        return (self._asked.asked and not self.stop.asked) or self._is_to_end_jobs
+
+    @property
+    def _is_to_end_jobs(self) -> bool:
+        asked = self._asked.jobs
+        return bool(asked) and any(job.name in asked for job in self.jobs)
 
     def agree(self, tokens: int, complete: Sequence[Job]) -> int:
         """After a wave: whether it was too large for a process, who was asked to stop, and which parameters got gradients.
@@ -47,18 +54,20 @@ class Team:
         """
         if self.group.processes == 1:
             return tokens
-        asked, names = self._asked, [job.name for job in self.jobs]
-        told = [tokens, 1 + (asked.signal or 0) if asked.asked else 0, *(int(name in asked.jobs) for name in names)]
+        asked = self._asked
+        told = [tokens, 1 + (asked.signal or 0) if asked.asked else 0, int(self._is_to_end_jobs)]
         found = [int(name not in job.without) for job in complete for name in job.parameters]
         most = iter(self.group.most(told + found))
-        tokens, stop = next(most), next(most)
+        tokens, stop, ends_jobs = next(most), next(most), next(most)
         if stop and not self.stop.asked:
             self.stop.ask(stop - 1 or None)
-        for name in names:
-            if next(most):
-                self.stop.jobs.setdefault(name, asked.jobs.pop(name, "a subscriber"))
         for job in complete:
             job.without = {name for name in job.parameters if not next(most)}
+        if ends_jobs:
+            names = [job.name for job in self.jobs]
+            for name, is_asked in zip(names, self.group.most([int(name in asked.jobs) for name in names]), strict=True):
+                if is_asked:
+                    self.stop.jobs.setdefault(name, asked.jobs.pop(name, "a subscriber"))
         return tokens
 
     def add_up(self, jobs: Sequence[Job]) -> None:
@@ -72,6 +81,8 @@ class Team:
         ]
         summed = torch.cat(numbers)
         if self.group.exchanges:
+            from packlora.parallel.adapter import SharedGradient
+
             for job, gradient in zip(jobs, gradients, strict=True):
                 if job.name not in self._shared:
                     self._shared[job.name] = SharedGradient(job.adapter, self.group.alike)

@@ -93,7 +93,7 @@ class Trainer:
         self.evaluator = Evaluator(Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every)
         self.runner = Runner(executor, jobs, self.team, self.budget, profile, logged, self._elapsed)
         self.by_name = self.runner.by_name
-        self.stepped: list[Job] = []
+        self.stepped: dict[str, Job] = {}
         """Jobs that have stepped since evaluations and checkpoints were last seen to."""
         self.tokens_of_gone = tokens_of_gone
         self.start = time.perf_counter()
@@ -122,7 +122,7 @@ class Trainer:
     def _train(self) -> None:
         self._evaluate(self.jobs)  # before the first step, and those that an interruption left undone
         _end_between_steps(self.jobs, self.stop, self.events, self.folder)
-        self._settle()
+        self._settle(self.jobs)
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan(compiles=self.base.device.type == "cuda" and self._is_running()))
         self._change(undecided(self.run, self.jobs))
@@ -156,7 +156,7 @@ class Trainer:
         """
         waves = waves_of(window, self.team.group.size, self.budget.tokens)
         for wave, following in itertools.zip_longest(waves, waves[1:]):
-            if wave.jobs & {job.name for job in self.stepped}:
+            if not self.stepped.keys().isdisjoint(wave.jobs):
                 self._after_steps()  # before anything of these jobs' next global batches
                 if self.stop.asked:
                     break  # evaluations that the stop cut short are made after --resume, at this step
@@ -190,7 +190,7 @@ class Trainer:
             self.events.emit(event)
         for job in (own for own in changed.left if own.status == "running"):
             self.folder.save_checkpoint(job)
-        self._settle()
+        self._settle(self.jobs)
         if plan is not None:
             plan.follow(self.jobs)
         for job in self.members.take_off(self.jobs, given):
@@ -228,15 +228,16 @@ class Trainer:
             if result is None:
                 self._fail(job)
                 continue
-            self.stepped.append(job)
+            self.stepped[job.name] = job
             self.events.emit(event_of(job.name, job.log_history[-1]))
             if result.notice is not None:
                 self.events.emit(Note(f"job {job.name!r}: {result.notice}"))
 
     def _after_steps(self) -> None:
-        """Evaluations and checkpoints of the jobs that have stepped, together where they have done so together."""
+        """Evaluations and checkpoints of the jobs that have stepped, together where they have done so together. Of the others
+        nothing is due."""
         self.folder.check()
-        stepped, self.stepped = self.stepped, []
+        stepped, self.stepped = list(self.stepped.values()), {}
         every = self.run.save_every
         due = {job.name for job in stepped if job.step >= job.data.num_steps or is_multiple(job.step, every)}
         if not self.stop.asked:
@@ -246,14 +247,14 @@ class Trainer:
             if job.name in due and job.status == "running":
                 self.folder.save_checkpoint(job)
         if not self.stop.asked:
-            self._settle()
+            self._settle(stepped)
         if due:
             self.events.emit(SavePointReached())
 
-    def _settle(self) -> None:
+    def _settle(self, jobs: Sequence[Job]) -> None:
         """Make the evaluations that are due and write the results of jobs that have taken their last step."""
-        _end_between_steps(self._evaluate(self.jobs), self.stop, self.events, self.folder)
-        for job in self.jobs:
+        _end_between_steps(self._evaluate(jobs), self.stop, self.events, self.folder)
+        for job in jobs:
             if job.status == "running" and job.step >= job.data.num_steps and not self.stop.asked:
                 self.folder.finish(job)  # its last checkpoint is of its last step, whatever its result is
                 job.status = "done"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,16 +22,13 @@ MEASURED_EVERY = 1.0
 """Seconds between two looks at memory."""
 
 
-def num_owners(jobs: Iterable[Job]) -> int:
-    """Length of what is kept by the numbers of the jobs' adapters; some numbers may be those of jobs that have left."""
-    return 1 + max(job.adapter.number for job in jobs)
-
-
 class Packer:
     """Microbatches as the executor is given them: the same objects where one was packed ahead."""
 
     def __init__(self, jobs: Mapping[str, Job]) -> None:
         self.jobs = jobs
+        self.num_owners = 0
+        """Length of what is kept by the numbers of the jobs' adapters; some may be those of jobs that have left."""
         self._last: tuple[Microbatch, tuple[list[PackedSample], np.ndarray]] | None = None
 
     def packed(self, microbatch: Microbatch) -> tuple[list[PackedSample], np.ndarray]:
@@ -39,7 +36,7 @@ class Packer:
         that of a sample with a preference."""
         if self._last is not None and self._last[0] is microbatch:
             return self._last[1]
-        weights, per_token, shares = np.zeros(num_owners(self.jobs.values())), dict[str, float](), dict[str, float]()
+        weights, per_token, shares = np.zeros(self.num_owners), dict[str, float](), dict[str, float]()
         for name, batch in {(sample.job, sample.batch) for sample in microbatch.samples}:
             job = self.jobs[name]
             weights[job.adapter.number] = job.grad_scale / job.loss_units(batch)
@@ -113,6 +110,7 @@ class Runner:
         """The jobs are others now."""
         self.by_name.clear()
         self.by_name.update({job.name: job for job in self.jobs})
+        self.packer.num_owners = 1 + max((job.adapter.number for job in self.jobs), default=0)
 
     def run(self, wave: Wave) -> int:
         """Gradients go to the parameters, losses to the jobs. Of a job a wave holds samples of one global batch only.
@@ -132,7 +130,7 @@ class Runner:
             self.executor.idle(backward=True)
         lacking = self._run(own) if own is not None else 0
         if self.team.group.exchanges:
-            self._collect_for_others(due, own)
+            self._collect_for_others(wave, due, own)
         if lacking := self.team.agree(lacking, complete):
             return lacking
         for rank, microbatch in enumerate(wave.microbatches):
@@ -145,8 +143,8 @@ class Runner:
     def due(self, wave: Wave) -> list[tuple[Job, int]]:
         """Jobs whose samples in a wave count, with their global batches."""
         batches = {placed.job: placed.batch for microbatch in wave.microbatches for placed in microbatch.samples}
-        own = [(job, batches[job.name]) for job in self.jobs if job.name in batches]
-        return [(job, batch) for job, batch in own if job.is_due(batch)]
+        own = [(self.by_name[name], batch) for name, batch in batches.items() if self.by_name[name].is_due(batch)]
+        return sorted(own, key=lambda found: found[0].adapter.number)
 
     def prepare(self, wave: Wave | None) -> None:
         """Let the executor make ready what comes next, if anything does and is known before the steps that are being taken."""
@@ -194,13 +192,11 @@ class Runner:
                 job.discard()
         return 0
 
-    def _collect_for_others(self, due: Sequence[Job], own: Microbatch | None) -> None:
+    def _collect_for_others(self, wave: Wave, due: Sequence[Job], own: Microbatch | None) -> None:
         """Where experts here have computed tokens of other replicas: collect their gradients of jobs that have none here."""
-        here = set() if own is None else {placed.job for placed in own.samples}
-        for job in self.jobs:
-            if job.name in here:
-                continue
-            if job in due:
+        here, counted = set() if own is None else {placed.job for placed in own.samples}, {job.name for job in due}
+        for job in (self.by_name[name] for name in sorted(wave.jobs - here)):
+            if job.name in counted:
                 job.collect(torch.zeros((), dtype=torch.float64, device=job.adapter.flat.device))
             for parameter in job.parameters.values():
                 parameter.grad = None

@@ -8,22 +8,13 @@ from packlora.adapters.kinds import PARAMETERS, is_linear
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
-from packlora.config import CUT_OPTIMS, Run
+from packlora.config import CUT_OPTIMS
 from packlora.errors import InputError
 from packlora.parallel.experts import check_experts, experts_of
 from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
-
-
-def check_parameters(run: Run, job: str, spec: AdapterSpec) -> None:
-    """Raises InputError where experts or routers are adapted together with what does not serve them."""
-    if spec.parameter is not None and run.cuda_graphs is True:
-        raise InputError(
-            f"job {job!r} adapts {spec.parameter}, experts or a router, which cuda_graphs: true does not serve in this "
-            "version; leave that out, or name linear layers alone in target_modules"
-        )
 
 
 def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:

@@ -1,83 +1,58 @@
-"""Windows made ahead of time by processes of their own, so that a training step never waits for the scheduler.
+"""Windows made ahead of time by a process beside this one, so that a training step never waits for the scheduler.
 
     with BackgroundPlanner(planner) as background:
         for window in background.windows(): ...
 
 The windows are those of the planner itself, bit for bit: a window depends on nothing but its task, and the no-ops that the one
-before it asks for are put in here. Where a process fails, its window is made in this process, and a warning says so.
+before it asks for are put in here. Where the process fails, its window is made in this one, and a warning says so.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from queue import SimpleQueue
 from types import TracebackType
 
 from packlora.schedule.planner import Planner
-from packlora.schedule.process import Worker, WorkerError
+from packlora.schedule.process import PlanningError, PlanningProcess
 from packlora.schedule.solve import Task, finish, solve_window
-from packlora.schedule.types import Carry, ScheduleError, Window
-from packlora.schedule.wire import task_to_json, window_from_json
+from packlora.schedule.types import Carry, Window
 
-
-@dataclass(slots=True)
-class _Pending:
-    task: Task
-    window: Future[Window]
+SECONDS = 600.0
+"""Most time that one window takes before its process is given up."""
 
 
 class BackgroundPlanner:
-    """Plans windows ahead in `workers` processes.
+    """Plans one window ahead.
 
     Args:
         planner: whose windows are wanted. Jobs may be added to it and removed from it on the way.
-        workers: processes, 1 or more, each of which has one window in work.
-        seconds: after which a process is given up; None: never.
-        command: of the processes; for tests.
-
-    Raises:
-        ScheduleError: fewer than one process.
+        seconds: after which the process is given up.
+        command: of the process; for tests.
     """
 
-    def __init__(
-        self, planner: Planner, workers: int = 1, seconds: float | None = 600.0, command: list[str] | None = None
-    ) -> None:
-        if workers < 1:
-            raise ScheduleError(f"schedule: workers is {workers}, but must be 1 or more")
-        self.planner, self.seconds = planner, seconds
-        self._workers = [Worker("window", command) for _ in range(workers)]
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="packlora-schedule")
-        self._broken = False
-        self._closing = False
+    def __init__(self, planner: Planner, seconds: float = SECONDS, command: list[str] | None = None) -> None:
+        self.planner, self.process = planner, PlanningProcess(seconds, command)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="packlora-schedule")
+        self._ahead: tuple[Task, Future[Window]] | None = None
 
     def windows(self, start_round: int = 0) -> Iterator[Window]:
-        """As Planner.windows; while one is used, the next ones are made."""
+        """As Planner.windows; while one is used, the next one is made."""
         first, carry = self.planner.window_start(start_round), Carry()
-        pending: deque[_Pending] = deque()
         while first < self.planner.num_rounds:
-            self._plan_ahead(pending, first)
-            task, window = self._take(pending)
-            window = finish(window, task, carry)
+            task = self.planner.task(first)
+            window = finish(self._made(task), task, carry)
             first, carry = first + window.num_rounds, window.carry
             self.planner.gave(first)
-            self._plan_ahead(pending, first)
+            if first < self.planner.num_rounds:
+                self._begin(self.planner.task(first))
             yield window
 
     def close(self) -> None:
-        """End the processes, whatever they are at."""
-        self._closing = True
-        for worker in self._workers:
-            worker.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
+        """End the process, whatever it is at."""
+        self.process.close()
+        self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> BackgroundPlanner:
         return self
@@ -87,38 +62,21 @@ class BackgroundPlanner:
     ) -> None:
         self.close()
 
-    def _plan_ahead(self, pending: deque[_Pending], first: int) -> None:
-        """Have as many windows in work as there are processes; those that a new or gone job changes are begun again."""
-        for number in range(len(self._workers)):
-            start = first + number * self.planner.window_rounds
-            if number < len(pending) and (
-                start >= self.planner.num_rounds or pending[number].task != self.planner.task(start)
-            ):
-                while len(pending) > number:
-                    pending.pop().window.cancel()
-            if number >= len(pending) and start < self.planner.num_rounds:
-                task = self.planner.task(start)
-                pending.append(_Pending(task, self._threads.submit(self._make, task)))
+    def _begin(self, task: Task) -> Future[Window]:
+        future = self._thread.submit(self.process.ask, task)
+        self._ahead = task, future
+        return future
 
-    def _take(self, pending: deque[_Pending]) -> tuple[Task, Window]:
-        item = pending.popleft()
+    def _made(self, task: Task) -> Window:
+        """The window of a task. One that was begun before a job came or went is made again."""
+        ahead, self._ahead = self._ahead, None
+        future = ahead[1] if ahead is not None and ahead[0] == task else self._begin(task)
         try:
-            return item.task, item.window.result()
-        except WorkerError as error:
-            if not self._broken:
-                warnings.warn(
-                    f"a process that plans microbatches failed ({error}); the window is planned in the training process",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-            self._broken = error.kind == "missing"
-            return item.task, solve_window(item.task, self.planner.solver_or_none())
-
-    def _make(self, task: Task) -> Window:
-        worker = self._idle.get()
-        try:
-            if self._closing:
-                raise WorkerError("closed", "the planner was closed")
-            return window_from_json(worker.ask({"task": task_to_json(task)}, self.seconds))
-        finally:
-            self._idle.put(worker)
+            return future.result()
+        except PlanningError as error:
+            warnings.warn(
+                f"a process that plans microbatches failed ({error}); the window is planned in the training process",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return solve_window(task)

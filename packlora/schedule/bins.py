@@ -10,8 +10,6 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from packlora.schedule.bounds import padded
-
 MAX_SUBSET = 64
 """Samples that are looked at to fill one bin; keeps the work linear in the number of samples."""
 MAX_SQUEEZED = 40
@@ -221,67 +219,3 @@ def _some(indices: list[int]) -> list[int]:
     if len(indices) <= MAX_SUBSET:
         return indices
     return [indices[k * len(indices) // MAX_SUBSET] for k in range(MAX_SUBSET)]
-
-
-def pack_padded(
-    lengths: Sequence[int],
-    owners: Sequence[int],
-    capacity: int,
-    multiple: int,
-    room: int,
-    allowed: Sequence[bool] | None,
-) -> Packing:
-    """The same where a bin's tokens are padded per job to a multiple: best fit, then the emptiest bin into the others.
-
-    Args:
-        owners: the job of each sample. The open bin holds none of these jobs.
-    """
-    loads: list[dict[int, int]] = [{}]
-    bins: list[list[int]] = [[]]
-    left = [room]
-
-    def added(number: int, index: int) -> int:
-        have = loads[number].get(owners[index], 0)
-        return padded(have + lengths[index], multiple) - padded(have, multiple)
-
-    def place(number: int, index: int) -> None:
-        left[number] -= added(number, index)
-        loads[number][owners[index]] = loads[number].get(owners[index], 0) + lengths[index]
-        bins[number].append(index)
-
-    def fullest(index: int, without: int = -1) -> int | None:
-        best: tuple[int, int] | None = None
-        for number in range(len(bins)):
-            if number == without or (number == 0 and allowed is not None and not allowed[index]):
-                continue
-            rest = left[number] - added(number, index)
-            if rest >= 0 and (best is None or (rest, number) < best):
-                best = rest, number
-        return None if best is None else best[1]
-
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        number = fullest(index)
-        if number is None:
-            bins.append([])
-            loads.append({})
-            left.append(capacity)
-            number = len(bins) - 1
-        place(number, index)
-    while len(bins) > 2:
-        tail = max(range(1, len(bins)), key=lambda number: left[number])
-        moved = False
-        for index in list(bins[tail]):
-            number = fullest(index, tail)
-            if number is not None:
-                place(number, index)
-                left[tail] -= padded(loads[tail][owners[index]] - lengths[index], multiple)
-                left[tail] += padded(loads[tail][owners[index]], multiple)
-                loads[tail][owners[index]] -= lengths[index]
-                bins[tail].remove(index)
-                moved = True
-        if not bins[tail]:
-            del bins[tail], loads[tail], left[tail]
-        elif not moved:
-            break
-    order = sorted(range(1, len(bins)), key=lambda number: left[number])
-    return Packing(bins[0], [bins[number] for number in order])

@@ -1,8 +1,8 @@
-"""Integer programs for one packing problem, solved by HiGHS through scipy; runs in a process that can be killed.
+"""Integer programs for one packing problem, solved by HiGHS through scipy.
 
 First the fewest bins, then, with their number fixed, the emptiest last one (LoRAFusion's two stages). Only fewer bins than the
-heuristics found are looked for. Without padding the first stage chooses among patterns (columns.py). With padding, and in the
-second stage, each sample is assigned to a bin: samples of the same length are one integer variable per bin instead of a binary
+heuristics found are looked for. The first stage chooses among patterns (columns.py). In the second stage each sample is
+assigned to a bin: samples of the same length are one integer variable per bin instead of a binary
 each, and the i-th longest sample goes into one of the first i bins, since bins have no names. Node limits stop a search, so
 that the result does not depend on the machine; a time limit is for emergencies, and what it stops is thrown away.
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from packlora.schedule.bounds import padded
 from packlora.schedule.columns import Class, choose_patterns, make_patterns
 
 SMALL = 250
@@ -29,9 +28,7 @@ class Problem:
     """A unit to pack, see solve.py. opened and bins: what the heuristics found."""
 
     lengths: list[int]
-    owners: list[int]
     capacity: int
-    multiple: int
     room: int
     allowed: list[bool] | None
     bound: int
@@ -41,20 +38,11 @@ class Problem:
     emptiest: bool
 
     def load(self, content: list[int]) -> int:
-        tokens: dict[int, int] = {}
-        for index in content:
-            owner = self.owners[index] if self.multiple > 1 else 0
-            tokens[owner] = tokens.get(owner, 0) + self.lengths[index]
-        return sum(padded(count, self.multiple) for count in tokens.values())
-
-
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Of the solver's process: see solve."""
-    return solve(request["problem"], request["time_limit_s"])
+        return sum(self.lengths[index] for index in content)
 
 
 def solve(tree: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
-    """Answer of a solver: opened, bins (None: keep what the heuristics found), a bound of new bins, and why it stopped.
+    """Returns opened, bins (None: keep what the heuristics found), a bound of new bins, why it stopped, and perhaps a note.
 
     stopped: optimal (no better packing exists), no patterns (those made give none, others may), node limit, time limit, failed.
     """
@@ -65,14 +53,11 @@ def solve(tree: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
     problem.bound -= len(too_long)
     opened, bins, better, stopped = problem.opened, others, False, "optimal"
     if len(others) > max(problem.bound, 0):
-        if problem.multiple == 1:
-            found, stopped = _by_patterns(problem, others, end)
-            if stopped in ("no patterns", "node limit") and len(problem.lengths) * len(others) <= SMALL:
-                fewest = len(others) if found is None else len(found) - 1
-                fewer, stopped = _program(problem, fewest - 1, False, end)
-                found = found if fewer is None else fewer
-        else:
-            found, stopped = _program(problem, len(others) - 1, False, end)
+        found, stopped = _by_patterns(problem, others, end)
+        if stopped in ("no patterns", "node limit") and len(problem.lengths) * len(others) <= SMALL:
+            fewest = len(others) if found is None else len(found) - 1
+            fewer, stopped = _program(problem, fewest - 1, False, end)
+            found = found if fewer is None else fewer
         if found is not None:
             (opened, *bins), better = found, True
             bins = [content for content in bins if content]
@@ -90,7 +75,10 @@ def solve(tree: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
             (opened, *bins), better = found, True
         stopped = why if stopped == "optimal" else stopped
     bound = problem.bound + len(too_long)
-    if not better or stopped == "time limit":
+    if stopped == "time limit":
+        note = f"integer program: stopped by the time limit of {time_limit_s:g} s"
+        return {"opened": None, "bins": None, "stopped": stopped, "bound": bound, "note": note}
+    if not better:
         return {"opened": None, "bins": None, "stopped": stopped, "bound": bound}
     bins = sorted(too_long + bins, key=lambda content: -problem.load(content))
     return {"opened": opened, "bins": bins, "stopped": stopped, "bound": bound}
@@ -163,31 +151,25 @@ def _stopped(status: int, message: str) -> str:
 class _Assignment:
     """The integer program that puts every sample in a bin; the open bin is number 0.
 
-    Variables: y[class, bin], samples of a class (of one length, which may go into the same bins); with padding k[owner, bin],
-    multiples that an owner's tokens are padded to; for the fewest bins u[bin], 1 where a new bin is used.
+    Variables: y[class, bin], samples of a class (of one length, which may go into the same bins); for the fewest bins u[bin],
+    1 where a new bin is used.
     """
 
     def __init__(self, problem: Problem, bins: int, emptiest: bool) -> None:
         self.problem, self.bins, self.emptiest = problem, bins, emptiest
-        self.members: dict[tuple[int, int, bool], list[int]] = {}
+        self.members: dict[Class, list[int]] = {}
         for index in sorted(range(len(problem.lengths)), key=lambda i: (-problem.lengths[i], i)):
             length = problem.lengths[index]
             if length <= problem.capacity:
-                owner = problem.owners[index] if problem.multiple > 1 else 0
                 may = problem.room > 0 and (problem.allowed is None or problem.allowed[index])
-                self.members.setdefault((owner, length, may), []).append(index)
-        self.classes = sorted(self.members, key=lambda key: (-key[1], key[0], key[2]))
-        self.owners = sorted({owner for owner, _, _ in self.classes})
+                self.members.setdefault((length, may), []).append(index)
+        self.classes = sorted(self.members, key=lambda key: (-key[0], key[1]))
         self.places = bins + 1
-        self.first_k = len(self.classes) * self.places
-        self.first_u = self.first_k + (len(self.owners) * self.places if problem.multiple > 1 else 0)
+        self.first_u = len(self.classes) * self.places
         self.size = self.first_u + (0 if emptiest else bins)
 
     def y(self, c: int, b: int) -> int:
         return c * self.places + b
-
-    def k(self, a: int, b: int) -> int:
-        return self.first_k + a * self.places + b
 
     def u(self, b: int) -> int:
         return self.first_u + b - 1
@@ -195,11 +177,10 @@ class _Assignment:
     def upper(self) -> Any:
         """Upper bounds of the variables: the i-th longest sample goes into one of the first i bins."""
         upper = np.zeros(self.size)
-        upper[self.first_k : self.first_u] = self.problem.capacity // self.problem.multiple
         upper[self.first_u :] = 1
         seen = 0
         alike = self.bins - 1 if self.emptiest else self.bins  # the last one is not, where it is to be emptied
-        for c, (_, length, may) in enumerate(self.classes):
+        for c, (length, may) in enumerate(self.classes):
             count = len(self.members[self.classes[c]])
             seen += count
             for b in range(self.places):
@@ -227,8 +208,6 @@ class _Assignment:
             rows.append(([(self.y(c, b), 1.0) for b in range(self.places)], count, count))
         for b in range(self.places):
             load = self._load(b)
-            if self.problem.multiple > 1:
-                rows += self._padding(b)
             capacity = float(self.problem.capacity if b else self.problem.room)
             if b and not self.emptiest:
                 rows.append(([*load, (self.u(b), -capacity)], -math.inf, 0.0))
@@ -242,17 +221,7 @@ class _Assignment:
 
     def _load(self, b: int) -> list[tuple[int, float]]:
         """Tokens in a bin."""
-        if self.problem.multiple > 1:
-            return [(self.k(a, b), float(self.problem.multiple)) for a in range(len(self.owners))]
-        return [(self.y(c, b), float(key[1])) for c, key in enumerate(self.classes)]
-
-    def _padding(self, b: int) -> list[tuple[list[tuple[int, float]], float, float]]:
-        """An owner's tokens in a bin are no more than its multiples."""
-        rows = []
-        for a, owner in enumerate(self.owners):
-            mine = [(self.y(c, b), float(key[1])) for c, key in enumerate(self.classes) if key[0] == owner]
-            rows.append(([*mine, (self.k(a, b), -float(self.problem.multiple))], -math.inf, 0.0))
-        return rows
+        return [(self.y(c, b), float(length)) for c, (length, _) in enumerate(self.classes)]
 
     def objective(self) -> Any:
         """New bins, or tokens in the last one."""

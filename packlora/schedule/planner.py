@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from packlora.schedule.cost import CostModel
-from packlora.schedule.process import MilpSolver
-from packlora.schedule.solve import JobRounds, Solver, Task, finish, solve_window
+from packlora.schedule.solve import JobRounds, Solver, Task, by_programs, finish, solve_window
 from packlora.schedule.types import METHODS, Carry, JobBatches, ScheduleError, Window
 
 WINDOW_ROUNDS = 16
@@ -42,15 +41,14 @@ class Planner:
 
     Args:
         jobs: in the order in which their samples stand in a microbatch.
-        capacity: most tokens of a microbatch, padding included.
+        capacity: most tokens of a microbatch.
         stages: of the pipeline; 1: no pipeline.
         method: one of METHODS.
-        padding_multiple: tokens of each job in a microbatch are padded to a multiple of this; 1: no padding.
         time_limit_s: for one integer program, as an emergency brake: what it stops is reported, and the greedy result taken.
         cost: what a microbatch costs on each stage; with it, the schedule of a pipeline has the shortest simulated time, and
             microbatches may be filled less than they could be; without it, schedules have the fewest slots.
         window_rounds: rounds planned at once. Windows begin at its multiples.
-        solver: of integer programs; None: HiGHS in a process of its own.
+        solver: of integer programs.
 
     Raises:
         ScheduleError: an unknown method, a number out of range, or two jobs of one name.
@@ -63,25 +61,22 @@ class Planner:
         *,
         stages: int = 1,
         method: str = "auto",
-        padding_multiple: int = 1,
         time_limit_s: float = 10.0,
         cost: CostModel | None = None,
         window_rounds: int = WINDOW_ROUNDS,
-        solver: Solver | None = None,
+        solver: Solver = by_programs,
     ) -> None:
         if method not in METHODS:
             raise ScheduleError(f"schedule method {method!r} is not known; there are {', '.join(METHODS)}")
-        least = {"stages": stages, "padding_multiple": padding_multiple, "window_rounds": window_rounds}
+        least = {"stages": stages, "capacity": capacity, "window_rounds": window_rounds}
         for name, value in least.items():
             if value < 1:
                 raise ScheduleError(f"schedule: {name} is {value}, but must be 1 or more")
-        if capacity < padding_multiple:
-            raise ScheduleError(f"schedule: a microbatch of {capacity} tokens holds no multiple of {padding_multiple}")
         if time_limit_s <= 0:
             raise ScheduleError(f"schedule: time_limit_s is {time_limit_s:g}, but must be above 0")
         if cost is not None and cost.stages != stages:
             raise ScheduleError(f"schedule: the cost model is of {cost.stages} stages, the pipeline has {stages}")
-        self.capacity, self.stages, self.method, self.multiple = capacity, stages, method, padding_multiple
+        self.capacity, self.stages, self.method = capacity, stages, method
         self.time_limit_s, self.cost, self.window_rounds = time_limit_s, cost, window_rounds
         self._solver = solver
         self._members: dict[str, _Member] = {}
@@ -135,7 +130,7 @@ class Planner:
             ScheduleError: a sample that fits no microbatch.
         """
         task = self.task(first_round)
-        return finish(solve_window(task, self.solver_or_none()), task, carry)
+        return finish(solve_window(task, self._solver), task, carry)
 
     def windows(self, start_round: int = 0) -> Iterator[Window]:
         """All windows from the one that holds start_round, whole; each with the no-ops that the one before it asks for.
@@ -162,21 +157,10 @@ class Planner:
                 )
                 jobs.append(JobRounds(name, start - member.joined, start, batches))
         return Task(
-            first_round, end - first_round, tuple(jobs), self.capacity, self.stages, self.method, self.multiple,
-            self.time_limit_s, NODE_LIMIT, self.cost,
+            first_round, end - first_round, tuple(jobs), self.capacity, self.stages, self.method, self.time_limit_s,
+            NODE_LIMIT, self.cost,
         )  # fmt: skip
 
     def gave(self, round_: int) -> None:
         """Rounds below this one were handed out and can no longer change."""
         self._given = max(self._given, round_)
-
-    def solver_or_none(self) -> Solver | None:
-        """The solver of integer programs, where the method has a use for it. Its process starts with the first program."""
-        if self._solver is None and self.method in ("auto", "milp"):
-            self._solver = MilpSolver()
-        return self._solver
-
-    def close(self) -> None:
-        """End the solver's process, if there is one; the next program starts another."""
-        if isinstance(self._solver, MilpSolver):
-            self._solver.close()

@@ -2,24 +2,23 @@
 
 Several groupings, and for a pipeline several fills of a microbatch, are laid out by heuristics; the one with the shortest
 simulated time (the fewest slots where there is no cost model) is taken. Only that one is laid out again with the integer
-program, where the method asks for it. On one device its slots are then put in the order of soonest.py.
+program, where the method asks for it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from packlora.schedule import bounds
-from packlora.schedule.bins import Packing, pack, pack_padded, repack
+from packlora.schedule.bins import Packing, pack, repack
 from packlora.schedule.compact import compact
 from packlora.schedule.cost import CostModel
 from packlora.schedule.group import JobShape, groupings
 from packlora.schedule.simulate import makespan
-from packlora.schedule.soonest import soonest
 from packlora.schedule.stream import Item, Packer, Room, SlotLayout, Unit, lay_out, slot_tokens
 from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Window, WindowReport
 from packlora.schedule.verify import carry_after, check, with_noops
@@ -55,35 +54,36 @@ class Task:
     capacity: int
     stages: int = 1
     method: str = "auto"
-    multiple: int = 1
     time_limit_s: float = 10.0
     node_limit: int = 2000
     cost: CostModel | None = None
 
 
-class Solver(Protocol):
-    """Packs a unit by integer programs; see milp.py for the fields."""
-
-    def solve(self, problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
-        """{"opened", "bins", "stopped"}; bins is None where nothing better was found, and stopped says why."""
-        ...
+Solver = Callable[[dict[str, Any], float], dict[str, Any]]
+"""Packs a unit by integer programs, as milp.solve does."""
 
 
-def solve_window(task: Task, solver: Solver | None = None) -> Window:
+def by_programs(problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
+    """Answer as milp.solve does, which is loaded when the first unit needs it."""
+    from packlora.schedule import milp
+
+    return milp.solve(problem, time_limit_s)
+
+
+def solve_window(task: Task, solver: Solver = by_programs) -> Window:
     """The window without any carry; `finish` puts the no-ops in that the slots before it make necessary.
 
     Args:
         task: what to plan.
-        solver: of integer programs; None: heuristics alone, whatever the method says, and the report says so.
+        solver: of integer programs.
     """
     begun = time.perf_counter()
     _check_task(task)
-    capacity = task.capacity // task.multiple * task.multiple
     lengths = [[[length for _, length in batch] for batch in job.batches] for job in task.jobs]
-    bound = bounds.window_bound(lengths, task.capacity, task.stages, task.multiple, task.method == "solo")
+    bound = bounds.window_bound(lengths, task.capacity, task.stages, task.method == "solo")
     best: _Candidate | None = None
     stopped = "all candidates tried"
-    for candidate in _candidates(task, capacity, lengths):
+    for candidate in _candidates(task, lengths):
         if best is None or candidate.score < best.score:
             best = candidate
         over = len(best.microbatches) - bound
@@ -96,8 +96,6 @@ def solve_window(task: Task, solver: Solver | None = None) -> Window:
     notes: list[str] = []
     if _wants_solver(task, best, stopped):
         best, stopped = _solve_again(task, best, solver, notes, stopped)
-    if task.stages == 1:
-        best.microbatches = to_microbatches(task, _soonest(task, best.layout))
     noops = best.noops
     report = WindowReport(
         method=task.method, bound=bound, microbatches=len(best.microbatches) - noops, noops=noops, stopped=stopped,
@@ -117,7 +115,7 @@ def finish(window: Window, task: Task, carry: Carry | None) -> Window:
     """
     microbatches = with_noops(window.microbatches, task.stages, carry)
     wanted = {job.name: {job.first_batch + n: batch for n, batch in enumerate(job.batches)} for job in task.jobs}
-    check(microbatches, task.stages, wanted, task.capacity, task.multiple, carry)
+    check(microbatches, task.stages, wanted, task.capacity, carry)
     report = replace(window.report, noops=sum(mb.is_noop for mb in microbatches))
     return replace(
         window, microbatches=tuple(microbatches), report=report, carry=carry_after(microbatches, task.stages, carry)
@@ -140,7 +138,7 @@ class _Candidate:
     merge: bool
 
 
-def _candidates(task: Task, capacity: int, lengths: list[list[list[int]]]) -> Iterator[_Candidate]:
+def _candidates(task: Task, lengths: list[list[list[int]]]) -> Iterator[_Candidate]:
     present = [number for number, job in enumerate(task.jobs) if job.batches]
     if not present:
         return
@@ -149,17 +147,17 @@ def _candidates(task: Task, capacity: int, lengths: list[list[list[int]]]) -> It
     else:
         grouped = [
             [[present[job] for job in group] for group in groups]
-            for groups in groupings([JobShape.of(lengths[job]) for job in present], capacity, task.stages)
+            for groups in groupings([JobShape.of(lengths[job]) for job in present], task.capacity, task.stages)
         ]
     for groups in grouped:
         queues = _queues(task, groups)
-        best, worse, fullest = None, 0, capacity + 1
+        best, worse, fullest = None, 0, task.capacity + 1
         for part in FILLS if task.stages > 1 and task.cost is not None else FILLS[:1]:
-            fill = max(int(capacity * part) // task.multiple, 1) * task.multiple
+            fill = max(int(task.capacity * part), 1)
             if fill >= fullest:  # nothing was filled so far: the layout would be the same
                 continue
-            candidate = _lay_out(task, groups, queues, fill, partial(_greedy, task, fill))
-            fullest = max(slot_tokens(slot, task.multiple) for slot in candidate.layout.slots)
+            candidate = _lay_out(task, groups, queues, fill, partial(_greedy, fill))
+            fullest = max(slot_tokens(slot) for slot in candidate.layout.slots)
             yield candidate
             if best is None or candidate.score < best:
                 best, worse = candidate.score, 0
@@ -168,7 +166,7 @@ def _candidates(task: Task, capacity: int, lengths: list[list[list[int]]]) -> It
             if worse == PATIENCE:
                 break
         if task.method != "solo" and len(groups) > 1 and task.stages > 1 and task.cost is not None:
-            yield _lay_out(task, groups, queues, capacity, partial(_greedy, task, capacity), merge=False)
+            yield _lay_out(task, groups, queues, task.capacity, partial(_greedy, task.capacity), merge=False)
 
 
 def _queues(task: Task, groups: Sequence[Sequence[int]]) -> list[list[Unit]]:
@@ -199,9 +197,9 @@ def _lay_out(
 ) -> _Candidate:
     """The better of the layout and the layout compacted. merge: whether groups may share a microbatch."""
     shared = merge and task.method != "solo"
-    layout = lay_out(queues, fill, task.stages, task.multiple, shared, packer)
+    layout = lay_out(queues, fill, task.stages, shared, packer)
     best = _scored(task, groups, fill, layout, merge)
-    if shared and task.multiple == 1 and len(layout.slots) > 1:
+    if shared and len(layout.slots) > 1:
         slots = [list(slot) for slot in layout.slots]
         compact(slots, fill, task.stages)
         best = min(
@@ -222,12 +220,6 @@ def _scored(task: Task, groups: list[list[int]], fill: int, layout: SlotLayout, 
     else:
         score = float(again), count - noops
     return _Candidate(groups, fill, layout, microbatches, noops, again - count + noops, score, merge)
-
-
-def _soonest(task: Task, layout: SlotLayout) -> SlotLayout:
-    """The layout in the order of soonest.py; that of a pipeline stays as its time was simulated."""
-    ahead = [job.first_round - job.first_batch for job in task.jobs]
-    return SlotLayout(soonest(layout.slots, lambda batch: ahead[batch[0]] + batch[1]), layout.packs)
 
 
 def to_microbatches(task: Task, layout: SlotLayout) -> list[Microbatch]:
@@ -253,40 +245,26 @@ def to_microbatches(task: Task, layout: SlotLayout) -> list[Microbatch]:
 # --- packing a unit --------------------------------------------------------------------------------------------------------
 
 
-def _greedy(task: Task, fill: int, unit: Unit, room: Room) -> tuple[Packing, int, str]:
+def _greedy(fill: int, unit: Unit, room: Room) -> tuple[Packing, int, str]:
     """Bins by heuristics, the lower bound, and `at the bound` or `greedy`."""
     lengths = [item.length for item in unit.items]
-    if task.multiple > 1 and len(unit.jobs) > 1:
-        packing = pack_padded(
-            lengths, [item.job for item in unit.items], fill, task.multiple, room.tokens, room.allowed
-        )
-        bound = _bound(task, fill, unit, room, len(packing.bins))
-    else:
-        tokens = room.tokens // task.multiple * task.multiple
-        packing = pack(lengths, fill, tokens, room.allowed)
-        bound = _bound(task, fill, unit, room, len(packing.bins))
-        if len(packing.bins) > bound:
-            packing = repack(packing, bound, lengths, fill, tokens, room.allowed)
+    packing = pack(lengths, fill, room.tokens, room.allowed)
+    bound = _bound(fill, unit, room, len(packing.bins))
+    if len(packing.bins) > bound:
+        packing = repack(packing, bound, lengths, fill, room.tokens, room.allowed)
     return packing, bound, "at the bound" if len(packing.bins) <= bound else "greedy"
 
 
-def _bound(task: Task, fill: int, unit: Unit, room: Room, found: int) -> int:
+def _bound(fill: int, unit: Unit, room: Room, found: int) -> int:
     """Fewest new bins; the cheap bound where it is reached already."""
     lengths = [item.length for item in unit.items]
-    tokens = room.tokens // task.multiple * task.multiple
     may = lengths if room.allowed is None else [n for n, ok in zip(lengths, room.allowed, strict=True) if ok]
-    most = min(tokens, sum(may))
+    most = min(room.tokens, sum(may))
     total = sum(min(n, fill) for n in lengths)
     least = bounds.volume_bound(max(total - most, 0), fill)
     if found <= least:
         return least
-    if task.multiple > 1:
-        by_job: dict[int, int] = {}
-        for item in unit.items:
-            by_job[item.job] = by_job.get(item.job, 0) + min(item.length, fill)
-        total = sum(bounds.padded(count, task.multiple) for count in by_job.values())
-        least = max(least, bounds.volume_bound(max(total - tokens, 0), fill))
-    return max(least, bounds.opened_bound(lengths, fill, tokens, bounds.reachable(may, most)))
+    return max(least, bounds.opened_bound(lengths, fill, room.tokens, bounds.reachable(may, most)))
 
 
 def _wants_solver(task: Task, best: _Candidate, stopped: str) -> bool:
@@ -296,14 +274,14 @@ def _wants_solver(task: Task, best: _Candidate, stopped: str) -> bool:
 
 
 def _solve_again(
-    task: Task, best: _Candidate, solver: Solver | None, notes: list[str], stopped: str
+    task: Task, best: _Candidate, solver: Solver, notes: list[str], stopped: str
 ) -> tuple[_Candidate, str]:
     """The chosen candidate once more with integer programs; kept where it is no worse."""
 
     work = 0
 
     def packer(unit: Unit, room: Room) -> tuple[Packing, int, str]:
-        packing, bound, why = _greedy(task, best.fill, unit, room)
+        packing, bound, why = _greedy(best.fill, unit, room)
         if task.method == "auto" and len(packing.bins) <= bound:
             return packing, bound, why
         if not packing.bins:
@@ -312,23 +290,20 @@ def _solve_again(
         work += len(unit.items) * len(packing.bins)
         if work > MAX_CHOICES and task.method == "auto":
             return packing, bound, "work limit"
-        if solver is None:
-            return packing, bound, "no solver"
         lengths = [item.length for item in unit.items]
         problem = {
-            "lengths": lengths, "owners": [item.job for item in unit.items], "capacity": best.fill,
-            "multiple": task.multiple, "room": room.tokens, "allowed": room.allowed, "bound": bound,
+            "lengths": lengths, "capacity": best.fill, "room": room.tokens, "allowed": room.allowed, "bound": bound,
             "opened": packing.opened, "bins": packing.bins, "node_limit": task.node_limit,
             "emptiest": task.method == "milp",
         }  # fmt: skip
-        answer = solver.solve(problem, task.time_limit_s)
+        answer = solver(problem, task.time_limit_s)
         if answer.get("note"):
             notes.append(f"round {unit.round}: {answer['note']}; the greedy packing stays")
         bound = max(bound, answer.get("bound", bound))
         if answer["bins"] is None:
             return packing, bound, answer["stopped"]
         found = Packing(answer["opened"], answer["bins"])
-        if not _is_packing(task, found, best.fill, unit, room):
+        if not _is_packing(found, best.fill, unit, room):
             notes.append(f"round {unit.round}: integer program: the answer is no packing; the greedy packing stays")
             return packing, bound, "wrong answer"
         return found, bound, answer["stopped"]
@@ -339,31 +314,28 @@ def _solve_again(
     return best, stopped
 
 
-def _is_packing(task: Task, packing: Packing, fill: int, unit: Unit, room: Room) -> bool:
+def _is_packing(packing: Packing, fill: int, unit: Unit, room: Room) -> bool:
     """Whether each sample is in one bin, and none takes more than it can."""
     if sorted([*packing.opened, *(i for content in packing.bins for i in content)]) != list(range(len(unit.items))):
         return False
     if room.allowed is not None and not all(room.allowed[i] for i in packing.opened):
         return False
-    opened = slot_tokens([unit.items[i] for i in packing.opened], task.multiple)
+    opened = slot_tokens([unit.items[i] for i in packing.opened])
     return opened <= room.tokens and all(
-        len(content) == 1 or slot_tokens([unit.items[i] for i in content], task.multiple) <= fill
-        for content in packing.bins
+        len(content) == 1 or slot_tokens([unit.items[i] for i in content]) <= fill for content in packing.bins
     )
 
 
 def _check_task(task: Task) -> None:
-    usable = task.capacity // task.multiple * task.multiple
     for job in task.jobs:
         for number, batch in enumerate(job.batches, job.first_batch):
             if not batch:
                 raise ScheduleError(f"job {job.name!r}: global batch {number} has no samples; each takes one or more")
             for sample, length in batch:
-                if length > usable:
-                    rounded = f" (whole multiples of {task.multiple})" if usable != task.capacity else ""
+                if length > task.capacity:
                     raise ScheduleError(
                         f"job {job.name!r}: sample {sample} has {length} tokens, but a microbatch takes at most "
-                        f"{usable}{rounded}; raise max_tokens_per_microbatch, or shorten the sample"
+                        f"{task.capacity}; raise max_tokens_per_microbatch, or shorten the sample"
                     )
                 if length < 1:
                     raise ScheduleError(f"job {job.name!r}: sample {sample} has {length} tokens; it takes one or more")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from packlora.schedule.bins import Packing
-from packlora.schedule.bounds import padded
 from packlora.schedule.types import PackReport
 
 
@@ -55,9 +54,7 @@ Packer = Callable[[Unit, Room], tuple[Packing, int, str]]
 """Bins of a unit, a lower bound of the new ones, and why nothing better was sought."""
 
 
-def lay_out(
-    queues: Sequence[Sequence[Unit]], capacity: int, stages: int, multiple: int, merge: bool, packer: Packer
-) -> SlotLayout:
+def lay_out(queues: Sequence[Sequence[Unit]], capacity: int, stages: int, merge: bool, packer: Packer) -> SlotLayout:
     """Slots for all units.
 
     Args:
@@ -84,7 +81,7 @@ def lay_out(
         unit = queues[group][heads[group]]
         heads[group] += 1
         slots.extend([] for _ in range(ready[group] - len(slots)))
-        room = _room(slots, unit, capacity, stages, multiple, last) if merge else Room()
+        room = _room(slots, unit, capacity, stages, last) if merge else Room()
         packing, bound, stopped = packer(unit, room)
         if packing.opened:
             slots[-1].extend(unit.items[index] for index in packing.opened)
@@ -97,10 +94,10 @@ def lay_out(
         layout.packs.append(PackReport(unit.round, group, bound, len(packing.bins), stopped))
 
 
-def _room(slots: list[list[Item]], unit: Unit, capacity: int, stages: int, multiple: int, last: dict[int, int]) -> Room:
+def _room(slots: list[list[Item]], unit: Unit, capacity: int, stages: int, last: dict[int, int]) -> Room:
     if not slots or not slots[-1]:
         return Room()
-    left = capacity - slot_tokens(slots[-1], multiple)
+    left = capacity - slot_tokens(slots[-1])
     if left <= 0:
         return Room()
     at = len(slots) - 1
@@ -110,11 +107,5 @@ def _room(slots: list[list[Item]], unit: Unit, capacity: int, stages: int, multi
     return Room(left, tuple(item.job not in early for item in unit.items) if early else None)
 
 
-def slot_tokens(slot: Sequence[Item], multiple: int) -> int:
-    """Tokens of a slot, padded per job."""
-    if multiple == 1:
-        return sum(item.length for item in slot)
-    tokens: dict[int, int] = {}
-    for item in slot:
-        tokens[item.job] = tokens.get(item.job, 0) + item.length
-    return sum(padded(count, multiple) for count in tokens.values())
+def slot_tokens(slot: Sequence[Item]) -> int:
+    return sum(item.length for item in slot)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from packlora.schedule.bounds import padded
 from packlora.schedule.types import NOOP, Carry, Microbatch, ScheduleError
 
 Batches = Mapping[str, Mapping[int, Sequence[tuple[int, int]]]]
@@ -53,7 +52,6 @@ def check(
     stages: int,
     batches: Batches | None = None,
     capacity: int | None = None,
-    multiple: int = 1,
     carry: Carry | None = None,
 ) -> None:
     """Prove the schedule valid. O(samples).
@@ -63,7 +61,6 @@ def check(
         stages: of the pipeline.
         batches: what must be scheduled, each sample once; None: not checked.
         capacity: most tokens of a microbatch; None: not checked.
-        multiple: of the padding of each job in a microbatch.
         carry: the slots before.
 
     Raises:
@@ -75,13 +72,13 @@ def check(
     done: dict[tuple[str, int], int] = {}
     for slot, microbatch in enumerate(microbatches):
         here: dict[str, int] = {}
-        tokens: Counter[str] = Counter()
+        load = 0
         for placed in microbatch.samples:
             if here.setdefault(placed.job, placed.batch) != placed.batch:
                 raise ScheduleError(
                     f"job {placed.job!r}: batches {here[placed.job]} and {placed.batch} share the microbatch of slot {slot}"
                 )
-            tokens[placed.job] += placed.length
+            load += placed.length
         for job, batch in here.items():
             if job not in current or current[job] != batch:
                 if job in current and batch != current[job] + 1:
@@ -107,7 +104,6 @@ def check(
             if here.get(job) != batch:
                 raise ScheduleError(f"job {job!r}: batch {batch} ends in slot {slot} without samples there")
             done[job, batch] = slot
-        load = sum(padded(count, multiple) for count in tokens.values())
         if capacity is not None and load > capacity:
             raise ScheduleError(
                 f"slot {slot}, jobs {', '.join(here)}: {load} tokens in a microbatch of at most {capacity}"

@@ -137,7 +137,7 @@ class _Operands:
         finally:
             use(self.x_TK.device, before)
         own, x, keys = prepared.operands, self.x_TK, self.keys_T2
-        wanted, _ = call.wanted(True, (True,) * len(prepared.flat))
+        wanted, _ = call.wanted(True, (True,) * len(call.slots))
 
         def down() -> torch.Tensor:
             return call.down.down(call, own, x, keys, {})

@@ -31,10 +31,11 @@ from packlora.plans.measure import Measured, candidates, group_maker, measure
 from packlora.plans.space import legal_plans
 from packlora.report.progress import duration
 from packlora.report.screen import Screen
-from packlora.runtime.head_cost import measure_head, remember
+from packlora.runtime.head_cost import remember
 from packlora.runtime.memory import synchronize
 from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import AUTO_BUDGET, ModelShape
+from packlora.tune.head import measure_head
 from packlora.tune.kernels import tune_sizes
 
 SMALLEST = 8

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 import packlora
 from packlora.config import TrainConfig
 from packlora.errors import InputError
+from packlora.runtime import evaluate, history
+from packlora.runtime.evaluate import HeldOut
 from packlora.runtime.job import Judged, judged
 
 
@@ -109,3 +111,44 @@ def test_the_result_is_the_adapter_of_the_best_evaluation_and_an_interruption_ch
     assert again.jobs["best"].eval_after == result.jobs["best"].eval_after
     with pytest.raises(InputError, match=r"job 'best' train\.eval_steps"):
         packlora.train(tree("parts", eval_steps=3), resume=True)
+
+
+# --- broken off ----------------------------------------------------------------------------------------------------------
+
+LOSSES = (5.0, 4.0, 3.0, 3.5, 2.0, 2.5, 2.4, 2.2, 2.1, 1.0)
+"""By step. With a patience of 3 the run ends after step 7, and its best step is 4."""
+
+
+def test_patience_and_the_best_adapter_are_the_same_wherever_a_run_is_broken_off(
+    tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the checkpoint of the best evaluation, while no better one comes, and after the last. The
+    evaluations that decide are in pieces of the log history by then."""
+    monkeypatch.setattr(history, "PIECE", 2)
+    monkeypatch.setattr(evaluate, "_told", lambda job, *_: HeldOut(LOSSES[job.step], {}))
+    rows = write_rows("rows", 6)
+    train = {"max_steps": 9, "global_batch_size": 2, "learning_rate": 1e-2, "eval_steps": 1}
+    train |= {"load_best_model_at_end": True, "early_stopping_patience": 3}
+    tree = {
+        "base_model": tiny_base("llama"), "output_dir": str(tmp_path / "whole"), "save_every": 1, "save_total_limit": None,
+        "jobs": [{"name": "a", "data": {"path": rows, "eval_path": rows}, "adapter": {"r": 2}, "train": train}],
+    }  # fmt: skip
+    result, whole = packlora.train(tree), tmp_path / "whole"
+    assert (result.jobs["a"].step, result.jobs["a"].eval_after) == (7, 2.0)
+    assert same(whole / "a", whole / "a" / "checkpoint-4") and not same(whole / "a", whole / "a" / "checkpoint-7")
+    for step in (4, 6, 7):
+        out = tmp_path / str(step)
+        shutil.copytree(whole, out)
+        for path in (out / "a").iterdir():
+            if path.is_file():
+                path.unlink()
+            elif path.name.startswith("checkpoint-") and int(path.name.partition("-")[2]) > step:
+                shutil.rmtree(path)
+        record = json.loads((out / "run.json").read_text())
+        (out / "run.json").write_text(json.dumps({**record, "saved": {"a": step}, "result": None}))
+        again = packlora.train({**tree, "output_dir": str(out)}, resume=True).jobs["a"]
+        assert (again.status, again.step, again.eval_after) == ("done", 7, 2.0), step
+        assert same(out / "a", whole / "a"), step
+        ours, theirs = (json.loads((own / "a" / "trainer_state.json").read_text()) for own in (out, whole))
+        for key in ("best_global_step", "best_metric", "stopped", "global_step"):
+            assert ours[key] == theirs[key], (step, key)

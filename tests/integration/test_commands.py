@@ -55,7 +55,7 @@ def test_plan_shows_what_training_then_does_and_trains_nothing(run_file: Path) -
 def test_plan_writes_its_figures_as_json_and_as_a_picture(run_file: Path, tmp_path: Path) -> None:
     figures, picture = tmp_path / "new" / "plan.json", tmp_path / "plan.png"
     command = ["plan", str(run_file), "--stages", "2", "--json", str(figures), "--plot", str(picture)]
-    out = CliRunner().invoke(app, [*command, "--set", "schedule.padding_multiple=16"])
+    out = CliRunner().invoke(app, command)
     assert out.exit_code == 0, out.output
     plan = json.loads(figures.read_text())
     assert plan["stages"] == 2

@@ -312,7 +312,7 @@ EVALUATE, PAGE = "packlora.runtime.forwards:", "packlora.report.report:write_rep
 MICROBATCH, EXECUTOR = "packlora.runtime.wave:run_microbatch", "packlora.runtime.microbatch:"
 PHASES = {
     "evaluation before the first step": f"{EXECUTOR}collate#1",
-    "planning": "packlora.schedule.background:BackgroundPlanner._take",
+    "planning": "packlora.schedule.background:BackgroundPlanner._made",
     "first step": MICROBATCH,
     "evaluation": f"{EVALUATE}Forwards._try#2",
     "inside an evaluation": f"{EXECUTOR}SingleDevice.evaluate#6",

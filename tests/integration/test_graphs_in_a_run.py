@@ -20,7 +20,7 @@ from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber, WindowPlanned
-from packlora.runtime import graphs, members
+from packlora.runtime import graphs
 from packlora.runtime.control import Add, StopJob
 from packlora.runtime.graphs import GraphedDevice, Recorder
 from packlora.runtime.job import Job
@@ -109,7 +109,6 @@ def test_a_run_by_graphs_is_one_without_and_has_its_bits_whatever_becomes_of_it(
 def test_graphs_are_recorded_anew_for_the_jobs_that_have_joined_and_left(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "why_no_graphs", lambda *_: None)
     monkeypatch.setattr("packlora.runtime.windows.Planner", partial(Planner, window_rounds=1))
     tree["jobs"][0]["train"]["num_train_epochs"] = 2
     c = {

@@ -26,6 +26,10 @@ def state(folder: Path) -> dict[str, Any]:
     return found
 
 
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "PIECE", PIECE)
@@ -123,6 +127,27 @@ def test_a_piece_that_is_not_what_was_written_costs_lines_of_a_log_and_no_bit(
     assert lines == list(range(1, STEPS + 1))  # the log keeps what it had
     (said,) = [text for text in json.loads((out / "run.json").read_text())["warnings"] if "log history" in text]
     assert said.startswith(f"job 'a': {first} is not what was written: the log history lacks the steps up to {upto}")
+
+
+def test_a_checkpoint_that_was_copied_alone_is_an_adapter_and_goes_on_without_its_earlier_lines(
+    whole: dict[str, Any], tmp_path: Path
+) -> None:
+    tree, out = broken_off(whole, tmp_path)
+    copy = tmp_path / "elsewhere" / "mine"
+    shutil.copytree(out / "a" / "checkpoint-30", copy)
+    job = {**tree["jobs"][0], "adapter": {"init_from": str(copy)}}
+    other = {**tree, "output_dir": str(tmp_path / "other"), "jobs": [job]}
+    first = packlora.train(other, max_steps=1).jobs["a"].eval_before
+    assert first == next(line["eval_loss"] for line in lines_of(out / "evals.jsonl") if line["step"] == 30)
+
+    shutil.rmtree(out / "a")
+    shutil.copytree(copy, out / "a" / "checkpoint-30")
+    assert packlora.train(tree, resume=True).status == "done"
+    weights = "a/adapter_model.safetensors"
+    assert (out / weights).read_bytes() == (Path(whole["output_dir"]) / weights).read_bytes()
+    assert [line["step"] for line in lines_of(out / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    (said,) = [text for text in json.loads((out / "run.json").read_text())["warnings"] if "log history" in text]
+    assert said.startswith(f"job 'a': {out / 'a' / 'history'}/") and "which no number depends on" in said
 
 
 def test_a_piece_whose_evaluations_decide_something_is_not_gone_without_a_refusal(

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import packlora
+from packlora.base.load import load_skeleton
 from packlora.cli import app
 from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.parallel.sharded import empty_model
 from packlora.runtime.prepare import prepare
 from packlora.terminal import Activity
 
@@ -83,6 +86,32 @@ def test_held_out_samples_that_are_the_training_samples_are_noted_also_through_a
         os.makedirs(tmp_path / "out", exist_ok=True)
         (warning,) = prepare(make({"data": {"eval_path": path}})).warnings
         assert warning.startswith("job 'first': eval_path is the training data itself")
+
+
+def test_an_end_at_which_generation_goes_on_is_noted_once_where_it_is_learnt(
+    make: Make, tiny_base: Callable[[str], str], tmp_path: Path
+) -> None:
+    """A chat tokenizer beside a base that stops at the end of a text alone."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny_base("llama"), base)
+    settings = json.loads((base / "generation_config.json").read_text())
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a dog"}\n' * 8)
+
+    def notes(ends: Any, *jobs: dict[str, Any]) -> list[str]:
+        (base / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": ends}))
+        run = make(base_model=str(base), **({"jobs": list(jobs)} if jobs else {}))
+        assert load_skeleton(run).generation_config.eos_token_id == ends
+        assert empty_model(str(base), None, torch.float32).generation_config.eos_token_id == ends
+        return prepare(run).warnings
+
+    end, chats = settings["eos_token_id"][-1], {"path": str(tmp_path / "rows.jsonl")}
+    assert notes(settings["eos_token_id"]) == notes(end) == []
+    assert notes(2, {"name": "one", "data": {"path": str(text)}}) == []
+    for ends, told in ((2, "at 2;"), ([2, 7], "at 2, 7;"), (None, "at no token;")):
+        jobs = ({"name": name, "data": chats, "train": {"global_batch_size": 4}} for name in ("one", "two"))
+        (note,) = notes(ends, *jobs)
+        assert f"'<|im_end|>' (token {end})" in note and told in note and f"add {end} to eos_token_id" in note
 
 
 def test_the_notes_of_a_run_are_recorded(make: Make, tmp_path: Path) -> None:

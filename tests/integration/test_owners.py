@@ -96,7 +96,7 @@ class Trained:
         self.pending[number] = self.executor.forward(self.samples(number, True), np.array([0.1, 0.2, 0.3]))
 
     def evaluate(self, number: int) -> None:
-        self.evaluated.append(self.executor.evaluate(self.samples(number, False), len(JOBS)).sums)
+        self.evaluated += self.executor.evaluate(self.samples(number, False)).sums.values()
 
     def backward(self, number: int) -> None:
         self.results[number] = self.executor.backward(self.pending.pop(number))
@@ -113,7 +113,11 @@ class Trained:
         for action in order.split():
             calls[action[0]](int(action[1:]))
         assert not self.pending
-        return [*self.parameters(), *(self.results[number].sums for number in sorted(self.results)), *self.evaluated]
+        return [
+            *self.parameters(),
+            *(own for number in sorted(self.results) for own in self.results[number].sums.values()),
+            *self.evaluated,
+        ]
 
 
 def same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:

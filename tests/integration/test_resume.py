@@ -141,6 +141,29 @@ def test_old_checkpoints_are_removed_and_folders_that_are_not_its_own_stay(begun
     assert not list(out.glob("**/.tmp-*"))
 
 
+def test_a_stray_beside_the_checkpoints_is_neither_removed_nor_taken_for_one(
+    whole: dict[str, Any], begun: Copy, tmp_path: Path
+) -> None:
+    tree = begun(tmp_path)
+    out = out_of(tree)
+    strays = ["checkpoint-04", "checkpoint-9.bak", "checkpoint-", "my-checkpoint-9", "checkpoint-9 (copy)"]
+    for name in strays:
+        shutil.copytree(out / "a" / "checkpoint-2", out / "a" / name)
+    before = content(out / "a" / "checkpoint-2")
+    assert train({**tree, "save_every": 1, "save_total_limit": 1}, resume=True).status == "done"
+    same_bits(out_of(whole), out)
+    assert checkpoints(out / "a") == sorted([*strays, "checkpoint-6"])
+    assert all(content(out / "a" / name) == before for name in strays)
+    (
+        out / "a" / "checkpoint-9"
+    ).mkdir()  # somebody's, or one whose files are gone: it is not passed over without a word
+    (out / "a" / "manifest.json").unlink()
+    assert refusal(tree) == (
+        f"job 'a': {out / 'a' / 'checkpoint-9' / 'manifest.json'} is missing, so nothing tells whether checkpoint-9 is whole; "
+        "checkpoint-6 is whole: go on from it with --resume --from a=6"
+    )
+
+
 def test_all_checkpoints_are_kept_where_no_limit_is_set(whole: dict[str, Any]) -> None:
     for job in "ab":
         found = sorted(path.name for path in (out_of(whole) / job).glob("checkpoint-*"))

@@ -16,7 +16,6 @@ import torch
 from seeds import SOAK
 from test_training import JOBS, adapter, config, distance, same_bits, steps, train
 
-import packlora
 from packlora.config import Run
 from packlora.parallel.mesh import OneProcess
 from packlora.runtime import microbatch, profiler, wave, windows
@@ -324,10 +323,3 @@ def test_what_was_measured_is_remembered_and_a_failure_in_training_is_added_to_i
     assert known.fits(points[-2].tokens)
     cache.path.write_text("{")
     assert profiler.profile(run, prepared).origin == "estimated"
-
-
-def test_padding_is_for_plans_and_refused_in_training(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
-    tree = config(tiny_base(), tmp_path / "out", write_rows, JOBS[:1], schedule={"padding_multiple": 64})
-    with pytest.raises(packlora.InputError, match="padding_multiple is 64, but training packs samples without padding"):
-        train(tree)
-    assert not (tmp_path / "out").exists()

@@ -329,7 +329,7 @@ def test_rows_of_images_that_do_not_lie_together_are_noticed(vision_base: Any, m
             rows["model.visual.merger.mlp.0"] = rows["model.visual.merger.mlp.0"].flip(0)
         return found
 
-    monkeypatch.setattr("packlora.base.model.own_images", mixed)
+    monkeypatch.setattr("packlora.base.vision_proof.own_images", mixed)
     with pytest.raises(InputError, match=r"in model\.visual\.merger\.mlp\.0 the rows of an image do not lie together"):
         load_base(run, None, {}, vision)
 

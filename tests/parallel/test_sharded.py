@@ -261,7 +261,7 @@ def counted_gathers(rank: int, folder: str, case: Case, reach: bool) -> list[lis
     own = [[item for item in training.samples(0, 1) if item.owner == owner] for owner in (0, 1)]
     run = [lambda own=own: sharded_step(training, own) for own in own]
     trained = [gathers(one) for one in run] + ([gathers(lambda: training.keep_step(True))] if reach else [])
-    held = [gathers(lambda: training.executor.evaluate(own[0], 2)), gathers(lambda: training.keep_step(False))]
+    held = [gathers(lambda: training.executor.evaluate(own[0])), gathers(lambda: training.keep_step(False))]
     return [trained, held]
 
 
@@ -305,7 +305,7 @@ def counted_norms(rank: int, folder: str, case: Case, dense: bool) -> tuple[int,
             for run in (
                 lambda step=step: training.microbatch(rank, 2 * step),
                 lambda step=step: training.microbatch(rank, 2 * step + 1),
-                lambda: training.executor.evaluate(training.samples(rank, 9), len(training.adapters)),
+                lambda: training.executor.evaluate(training.samples(rank, 9)),
             ):  # fmt: skip
                 computed = 0
                 if len(counts) == 4:
@@ -345,7 +345,7 @@ def in_inference_mode(rank: int, folder: str, case: Case) -> bool:
             own.append(training.microbatch(rank, step))
             if training is evaluated:
                 with torch.inference_mode():
-                    training.executor.evaluate(training.samples(rank, 9), 1)
+                    training.executor.evaluate(training.samples(rank, 9))
             own += training.step()
         sums.append(own)
     return all(torch.equal(a, b) for a, b in zip(*sums, strict=True))

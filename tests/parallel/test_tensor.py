@@ -50,7 +50,7 @@ from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.parallel import adapter as parallel_adapter
 from packlora.parallel import collectives, tensor, vocabulary
-from packlora.parallel.adapter import cut, joined
+from packlora.parallel.adapter import joined
 from packlora.parallel.collectives import copied
 from packlora.parallel.tensor import shard
 from packlora.parallel.vocabulary import part_of
@@ -324,7 +324,7 @@ def test_folders_hold_whole_adapters_and_are_read_in_any_number_of_slices(ranks:
 
 def cut_again(rank: int, case: Case) -> bool:
     (adapter,) = started(case, dist.group.WORLD)
-    again = cut(adapter, joined(adapter, dist.group.WORLD, adapter.flat))
+    again = adapter.own_of(joined(adapter, dist.group.WORLD, adapter.flat))
     return all(torch.equal(again[name], own) for name, own in adapter.named_parameters().items())
 
 

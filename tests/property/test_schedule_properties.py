@@ -25,7 +25,7 @@ from schedule_cases import (
 from seeds import SOAK
 
 from packlora.schedule import bounds, milp
-from packlora.schedule.bins import best_subset, pack, pack_padded
+from packlora.schedule.bins import best_subset, pack
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import check_causality, makespan, simulate
 from packlora.schedule.solve import Solver
@@ -47,33 +47,27 @@ def cases(count: int) -> Any:
     return decorate
 
 
-class Here:
-    """The integer programs without a process of their own."""
-
-    def solve(self, problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
-        return milp.solve(problem, time_limit_s)
+def nothing(problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
+    """Solve no integer program."""
+    return {"opened": None, "bins": None, "stopped": "nothing"}
 
 
-class Nothing:
-    """A solver that finds nothing."""
-
-    def solve(self, problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
-        return {"opened": None, "bins": None, "stopped": "nothing"}
-
-
-def some_planner(draw: random.Random, solver: Solver | None = None, method: str | None = None) -> tuple[Planner, int]:
-    """A planner of random jobs and settings; and its multiple."""
+def some_planner(draw: random.Random, solver: Solver = nothing, method: str | None = None) -> Planner:
+    """A planner of random jobs and settings."""
     capacity = draw.choice([6, 12, 20, 40, 100])
-    multiple = draw.choice([1, 1, 1, 2, 4])
     stages = draw.choice([1, 1, 2, 3, 4, 6])
-    jobs = some_jobs(draw, capacity // multiple * multiple, 4, 4, 6)
+    jobs = some_jobs(draw, capacity, 4, 4, 6)
     cost = some_cost(draw, stages) if draw.random() < 0.5 else None
     method = method or draw.choice(["greedy", "greedy", "solo", "auto"])
-    planner = Planner(
-        jobs, capacity, stages=stages, method=method, padding_multiple=multiple, cost=cost,
-        window_rounds=draw.randint(1, 5), solver=solver or Nothing(),
-    )  # fmt: skip
-    return planner, multiple
+    return Planner(
+        jobs,
+        capacity,
+        stages=stages,
+        method=method,
+        cost=cost,
+        window_rounds=draw.randint(1, 5),
+        solver=solver,
+    )
 
 
 def jobs_of(planner: Planner) -> list[Lengths]:
@@ -89,16 +83,16 @@ def slots(windows: list[Window]) -> list[Microbatch]:
 
 @cases(3000)
 def test_every_sample_once_nothing_over_capacity_and_no_stale_weights(seed: int) -> None:
-    planner, multiple = some_planner(random.Random(seed))
+    planner = some_planner(random.Random(seed))
     plan = slots(list(planner.windows()))
-    assert wrong_contents(plan, jobs_of(planner), planner.capacity, multiple) is None
+    assert wrong_contents(plan, jobs_of(planner), planner.capacity) is None
     assert broken_rule(plan, planner.stages) is None
 
 
 @cases(700)
 def test_on_no_stage_a_forward_begins_before_the_step_that_it_needs(seed: int) -> None:
     draw = random.Random(seed)
-    planner, _ = some_planner(draw)
+    planner = some_planner(draw)
     plan = slots(list(planner.windows()))
     cost = some_cost(draw, planner.stages)
     timeline = simulate(plan, cost, planner.stages, transfer=draw.choice([0.0, 0.5]))
@@ -128,7 +122,7 @@ def test_on_no_stage_a_forward_begins_before_the_step_that_it_needs(seed: int) -
 @cases(500)
 def test_jobs_that_join_and_leave_take_exactly_their_rounds(seed: int) -> None:
     draw = random.Random(seed)
-    planner, multiple = some_planner(draw)
+    planner = some_planner(draw)
     wanted = {job.name: job.batches for job in jobs_of(planner)}
     changed, given = False, 0
     plan = []
@@ -137,7 +131,7 @@ def test_jobs_that_join_and_leave_take_exactly_their_rounds(seed: int) -> None:
         given = window.first_round + window.num_rounds
         if not changed and draw.random() < 0.5:
             changed = True
-            late = some_jobs(draw, planner.capacity // multiple * multiple, 2, prefix="late")
+            late = some_jobs(draw, planner.capacity, 2, prefix="late")
             for job in late:
                 planner.add(job, given + draw.randint(0, 3))
                 wanted[job.name] = job.batches
@@ -148,7 +142,7 @@ def test_jobs_that_join_and_leave_take_exactly_their_rounds(seed: int) -> None:
             wanted[name] = wanted[name][: max(at - joined, 0)]
     assert broken_rule(slots(plan), planner.stages) is None
     left = [Lengths(name, batches) for name, batches in wanted.items()]
-    assert wrong_contents(slots(plan), left, planner.capacity, multiple) is None
+    assert wrong_contents(slots(plan), left, planner.capacity) is None
     with pytest.raises(ScheduleError, match="handed out already"):
         planner.add(Lengths("too-late", [[1]]), given - 1)
 
@@ -156,7 +150,7 @@ def test_jobs_that_join_and_leave_take_exactly_their_rounds(seed: int) -> None:
 @cases(500)
 def test_a_plan_begun_at_any_round_has_the_same_microbatches_from_its_window_on(seed: int) -> None:
     draw = random.Random(seed)
-    planner, _ = some_planner(draw)
+    planner = some_planner(draw)
     whole = list(planner.windows())
     if not whole:
         return
@@ -171,7 +165,7 @@ def test_a_plan_begun_at_any_round_has_the_same_microbatches_from_its_window_on(
 
 @cases(300)
 def test_a_window_survives_the_trip_to_another_process(seed: int) -> None:
-    planner, _ = some_planner(random.Random(seed))
+    planner = some_planner(random.Random(seed))
     task = planner.task(0)
     assert task_from_json(task_to_json(task)) == task
     window = planner.window(0)
@@ -180,7 +174,7 @@ def test_a_window_survives_the_trip_to_another_process(seed: int) -> None:
 
 @cases(700)
 def test_no_window_is_below_its_lower_bound_and_the_report_counts_right(seed: int) -> None:
-    planner, _ = some_planner(random.Random(seed))
+    planner = some_planner(random.Random(seed))
     for window in planner.windows():
         report = window.report
         real = [mb for mb in window.microbatches if not mb.is_noop]
@@ -195,7 +189,7 @@ def test_no_window_is_below_its_lower_bound_and_the_report_counts_right(seed: in
 
 @cases(500)
 def test_within_a_microbatch_jobs_are_contiguous_and_samples_keep_the_order_of_the_global_batch(seed: int) -> None:
-    planner, _ = some_planner(random.Random(seed))
+    planner = some_planner(random.Random(seed))
     rank = {job.name: number for number, job in enumerate(jobs_of(planner))}
     for microbatch in slots(list(planner.windows())):
         places = [(rank[item.job], item.sample) for item in microbatch.samples]
@@ -212,10 +206,7 @@ def test_packings_hold_every_sample_once_respect_room_and_who_may_use_it(seed: i
     lengths = some_lengths(draw, draw.randint(1, 14), capacity + draw.choice([0, 3]))
     room = draw.randint(0, capacity)
     allowed = [draw.random() < 0.7 for _ in lengths] if draw.random() < 0.5 else None
-    for packing in (
-        pack(lengths, capacity, room, allowed),
-        pack_padded(lengths, [draw.randrange(3) for _ in lengths], capacity, 1, room, allowed),
-    ):
+    for packing in (pack(lengths, capacity, room, allowed),):
         assert sorted([*packing.opened, *itertools.chain.from_iterable(packing.bins)]) == list(range(len(lengths)))
         assert sum(lengths[i] for i in packing.opened) <= room
         assert allowed is None or all(allowed[i] for i in packing.opened)
@@ -242,7 +233,7 @@ def test_auto_and_milp_find_the_optimum_of_one_global_batch(seed: int) -> None:
     lengths = [draw.randint(max(capacity // 5, 1), max(capacity * 3 // 5, 1)) for _ in range(draw.randint(2, 10))]
     optimum = fewest_bins(lengths, capacity)
     for method in ("auto", "milp"):
-        window = Planner([Lengths("a", [lengths])], capacity, method=method, solver=Here()).window(0)
+        window = Planner([Lengths("a", [lengths])], capacity, method=method).window(0)
         assert window.report.microbatches == optimum
         assert window.report.bound <= optimum
 
@@ -250,9 +241,9 @@ def test_auto_and_milp_find_the_optimum_of_one_global_batch(seed: int) -> None:
 @cases(150)
 def test_integer_programs_pack_as_validly_as_heuristics_do(seed: int) -> None:
     draw = random.Random(seed)
-    planner, multiple = some_planner(draw, Here(), draw.choice(["auto", "milp"]))
+    planner = some_planner(draw, milp.solve, draw.choice(["auto", "milp"]))
     plan = slots(list(planner.windows()))
-    assert wrong_contents(plan, jobs_of(planner), planner.capacity, multiple) is None
+    assert wrong_contents(plan, jobs_of(planner), planner.capacity) is None
     assert broken_rule(plan, planner.stages) is None
 
 
@@ -423,7 +414,7 @@ def test_patterns_prove_and_reach_the_optimum_beside_an_open_microbatch(seed: in
         if sum(lengths[i] for i in some) <= room
     )
     tree = {
-        "lengths": lengths, "owners": [0] * len(lengths), "capacity": capacity, "multiple": 1, "room": room,
+        "lengths": lengths, "capacity": capacity, "room": room,
         "allowed": allowed, "bound": 0, "opened": [], "bins": [[index] for index in range(len(lengths))],
         "node_limit": 1000, "emptiest": False,
     }  # fmt: skip

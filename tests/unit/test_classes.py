@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from whole_models import EXPERTS, QWEN, TEXT, VISION, whole_config
 
-from packlora.base.classes import auto_class, own_class, twin_of_own, twin_of_trained, without_weights
+from packlora.base.classes import auto_class, own_class, twin_for, without_weights
 from packlora.base.load import own_skeleton, read_skeleton
 from packlora.ops.twin import twin_of
 
@@ -99,7 +99,7 @@ def test_what_is_trained_finds_its_weights_in_files_of_the_whole_model(kind: str
     )
     config.architectures = [whole]
     assert auto_class(config) is (AutoModelForCausalLM if trains_text else AutoModelForImageTextToText)
-    twin = twin_of_trained(config)
+    twin = twin_for(getattr(transformers, text if trains_text else whole), config)
     assert (twin is not None) == trains_text == (own_class(config) is not None)
     if twin is not None:
         assert type(twin.model).__name__ == whole
@@ -110,12 +110,15 @@ def test_what_is_trained_finds_its_weights_in_files_of_the_whole_model(kind: str
             other = twin.there(path)
             assert other is not None and type(twin.model.get_submodule(other)) is type(module)
             assert twin.here(other) == path
-        back = twin_of_own(config)
+        back = twin_for(own_class(config), config)
         assert back is not None
         assert back.there("model.language_model.embed_tokens") == "model.embed_tokens"
         assert not [path for path, _ in twin.model.named_modules() if ".visual." in path and twin.here(path)]
     config.architectures = [text]
-    assert auto_class(config) is AutoModelForCausalLM and own_class(config) is twin_of_trained(config) is None
+    assert (
+        auto_class(config) is AutoModelForCausalLM
+        and own_class(config) is twin_for(getattr(transformers, text), config) is None
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])

@@ -51,11 +51,6 @@ def test_every_row_of_the_readme_s_table_leads_to_its_figures_with_commit_and_da
         assert re.search(r"\.json\), commits? [0-9a-f]{7}(, [0-9a-f]{7})*, \d{4}-\d\d-\d\d", section), title
 
 
-def test_the_readme_is_short() -> None:
-    shown = re.sub(r"<!--.*?-->\n\n?", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len(shown.splitlines()) <= 140
-
-
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
 def test_a_drawing_is_what_its_script_draws(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == drawings.DRAWINGS[name](), "run python docs/drawings.py"

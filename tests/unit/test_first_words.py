@@ -142,20 +142,17 @@ def test_the_last_picture_of_the_live_table_has_no_rate_and_no_time_left() -> No
     assert "tokens/s" not in foot and "left" not in foot
 
 
-def test_the_time_left_runs_down_between_two_steps() -> None:
+def test_the_time_left_runs_down_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     progress = shown(job("a"))
-    own, now = progress.jobs["a"], time.perf_counter()
-
-    def steps_ended(seconds_ago: float) -> None:
-        own.step = 2
-        own.recent.clear()
-        own.recent.extend([(now - seconds_ago - 10, stepped("a", 1)), (now - seconds_ago, stepped("a", 2))])
-
-    steps_ended(0)
-    assert progress.time_left() == pytest.approx(20, abs=1)  # two steps of four are left, ten seconds each
-    steps_ended(8)
-    assert progress.time_left() == pytest.approx(12, abs=1)
-    steps_ended(88)
+    for step in (1, 2):
+        now = 10.0 * step
+        progress(stepped("a", step))
+    assert progress.time_left() == pytest.approx(20)  # two steps of four are left, ten seconds each
+    now += 8
+    assert progress.time_left() == pytest.approx(12)
+    now += 80
     assert progress.time_left() == 0
 
 

@@ -19,10 +19,12 @@ from typer.testing import CliRunner
 
 from packlora.cli import app
 from packlora.config import Run
-from packlora.runtime import head_cost, profiler
-from packlora.runtime.head_cost import HeadCost, known_head, measure_head, remember
+from packlora.runtime import profiler
+from packlora.runtime.head_cost import HeadCost, known_head, remember
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import ModelShape
+from packlora.tune import head
+from packlora.tune.head import measure_head
 
 CPU = torch.device("cpu")
 JOB = {"name": "job", "adapter": {"r": 2}, "train": {"max_steps": 2, "global_batch_size": 2}}
@@ -53,7 +55,7 @@ def test_what_is_measured_is_a_layer_and_the_head(family: str, tree: dict[str, A
     checkpointing = family == "llama"
     run = Run.model_validate(tree | {"gradient_checkpointing": checkpointing})
     shape = prepare(run).shape
-    with mock.patch.object(head_cost, "_seconds", operations):
+    with mock.patch.object(head, "_seconds", operations):
         cost = measure_head(run, shape, CPU)
     weights = (shape.linear_parameters + shape.routed_parameters) / shape.layers
     assert cost.tokens == 1024

@@ -22,7 +22,7 @@ from packlora.ops.lora_linear.kernels.candidates import KERNELS, Limits, combine
 from packlora.ops.lora_linear.kernels.config import BITS_16, FLOAT_32, LARGE_16, Sizes, sizes_for, use, usual
 from packlora.ops.lora_linear.plan import ROUTED, Plan
 from packlora.ops.lora_linear.prepared import GroupState
-from packlora.plans import kernel_sizes
+from packlora.plans import identity, kernel_sizes
 from packlora.plans.cache import PlanCache
 from packlora.plans.kernel_sizes import KernelCache, Record
 from packlora.plans.timing import Timing, Timings
@@ -358,7 +358,7 @@ def test_a_file_of_another_device_or_driver_or_a_broken_one_is_ignored_with_a_wa
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, cache: KernelCache) -> Callable[[], torch.device]:
     """As if the CPU were a GPU that has this cache."""
     monkeypatch.setattr(kernel_sizes, "KernelCache", lambda device: cache)
-    monkeypatch.setattr(kernel_sizes, "has_kernels", lambda device: True)
+    monkeypatch.setattr(identity, "has_kernels", lambda device: True)
     kernel_sizes.tuned.cache_clear()
     yield lambda: CPU  # type: ignore[misc]
     kernel_sizes.forget(CPU)

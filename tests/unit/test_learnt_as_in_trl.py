@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as pillow
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from packlora.config import DataConfig
-from packlora.data.encode import encode_rows
+from packlora.data.encode import Sample, encode_rows
+from packlora.data.images import Shown
+from packlora.data.prompts import answer_ends, taught_end
 from packlora.data.rows import check_row
 from packlora.errors import InputError
 
@@ -71,6 +74,7 @@ CONVERSATIONS: dict[str, Turns] = {
     "says and calls": [ASKED, answer("asay", tool_calls=[PARIS]), DONE, answer("aone")],
     "calls last": [ASKED, CALLS],
     "reasons": [ASKED, answer("aone", reasoning_content="rone")],
+    "thought alone": [ASKED, answer("", reasoning_content="rone")],
     "thinks": [ASKED, answer("<think>\nrone\n</think>\n\naone")],
     "thinks loosely": [ASKED, answer("<think>rone</think>aone")],
     "opens": [answer("aone"), ASKED, answer("atwo")],
@@ -111,12 +115,20 @@ def tokenizer_of(source: str) -> PreTrainedTokenizerFast:
     return out
 
 
-def learnt(tokenizer: Any, turns: Turns) -> list[str]:
-    row = check_row({"messages": turns}, "row 1", "j")
-    (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 10**6, "j").samples
+def encoded(tokenizer: Any, turns: Turns, folder: Path | None = None, shown: Shown | None = None) -> Sample:
+    row = check_row({"messages": turns}, "row 1", "j", str(folder))
+    (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 10**6, "j", shown=shown).samples
+    return sample
+
+
+def pieces_of(tokenizer: Any, sample: Sample) -> list[str]:
     marked = zip(sample.ids.tolist(), sample.is_label.tolist(), strict=True)
     groups = itertools.groupby(marked, key=lambda item: item[1])
     return [str(tokenizer.decode([token for token, _ in group])) for is_label, group in groups if is_label]
+
+
+def learnt(tokenizer: Any, turns: Turns) -> list[str]:
+    return pieces_of(tokenizer, encoded(tokenizer, turns))
 
 
 # --- what judges it ----------------------------------------------------------------------------------------------------------
@@ -232,6 +244,119 @@ def test_what_is_learnt_is_what_trl_marks_and_every_part_of_the_assistant_alone(
     headers = headers_of(file.read_text(), tokenizer)
     wrong = {name: judged(name, turns, file, tokenizer, headers) for name, turns in CONVERSATIONS.items()}
     assert not {name: problem for name, problem in wrong.items() if problem}
+
+
+@pytest.mark.skipif(not FILES, reason="TRL's wheel is not there; make test installs it, without what it needs")
+@pytest.mark.parametrize("name", ["gptoss", "muse_glimmer", "qwen3"])
+def test_a_thought_of_white_space_is_none_and_a_content_that_is_null_is_empty(name: str) -> None:
+    (file,) = (file for file in FILES if file.stem == name)
+    tokenizer = tokenizer_of(file.read_text())
+    plain, blank = ([ASKED, answer("aone", **more)] for more in ({}, {"reasoning_content": " \n"}))
+    assert encoded(tokenizer, blank).ids.tolist() == encoded(tokenizer, plain).ids.tolist()
+    null = [ASKED, {"role": "assistant", "content": None, "reasoning_content": "rone"}]
+    assert learnt(tokenizer, null) == learnt(tokenizer, CONVERSATIONS["thought alone"])
+
+
+STOPS = {
+    "qwen": ["<|im_end|>", "<|endoftext|>"], "lfm2": ["<|im_end|>"], "nemotron": ["<|im_end|>"],
+    "gptoss": ["<|return|>", "<|call|>"], "glm4moe": ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    "phi3": ["<eos>", "<|assistant|>", "<|end|>"],
+    "llama3": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "deepseek": ["<｜end▁of▁sentence｜>"], "llava": ["</s>"],
+    "gemma4": ["<eos>", "<turn|>", "<|tool_response>"], "diffusion_gemma": ["<eos>", "<turn|>", "<|tool_response>"],
+    "gemma": ["<eos>", "<end_of_turn>"], "cohere": ["<|END_OF_TURN_TOKEN|>"], "idefics3": ["<end_of_utterance>"],
+    "smolvlm": ["<end_of_utterance>"], "muse": ["<|eot|>"],
+}  # fmt: skip
+"""Tokens that end an answer of models, by how the names of their templates begin. Not all models' settings name them: the
+config.json of Idefics3 has those of Llama 3 alone, so its answers run on past their end."""
+
+
+@pytest.mark.skipif(not FILES, reason="TRL's wheel is not there; make test installs it, without what it needs")
+def test_answers_are_learnt_to_end_with_a_token_at_which_their_models_stop() -> None:
+    for file in FILES:
+        tokenizer, name = tokenizer_of(file.read_text()), next(filter(file.stem.startswith, STOPS))
+        tokenizer.add_tokens(STOPS[name], special_tokens=True)
+        end = taught_end(tokenizer)
+        assert end in tokenizer.convert_tokens_to_ids(STOPS[name]), file.stem
+        assert end in answer_ends(tokenizer, None)
+
+
+# --- images in turns ---------------------------------------------------------------------------------------------------------
+
+SEEN = {
+    "qwen2_5_vl": ("<|image_pad|>", "{}"), "qwen3_vl": ("<|image_pad|>", "{}"), "qwen3_5": ("<|image_pad|>", "{}"),
+    "qwen3_8": ("<|image_pad|>", "{}"), "gemma3": ("<start_of_image>", "\n\n<start_of_image>{}<end_of_image>\n\n"),
+    "gemma4_v5": ("<|image|>", "<|image>{}<image|>"), "diffusion_gemma": ("<|image|>", "<|image>{}<image|>"),
+    "idefics3": ("<image>", "<fake_token_around_image><global-img>{}<fake_token_around_image>"),
+    "smolvlm": ("<image>", "<fake_token_around_image><global-img>{}<fake_token_around_image>"),
+    "llava_next": ("<image>", "{}"), "lfm2_2_5_vl": ("<image>", "<|image_start|>{}<|image_end|>"), "muse": ("<|patch|>", "{}"),
+}  # fmt: skip
+"""What published templates write for an image, by how their names begin, and what processors put around its tokens."""
+SOFT = "<image_soft_token>"
+NO_RESULTS = ("does not show its tool_calls", "roles must alternate", "Only user and assistant roles")
+"""Said of templates that know no results."""
+
+
+class Vision:
+    """An image is as many tokens as it is wide."""
+
+    def __init__(self, tokenizer: Any, mark: str, around: str) -> None:
+        tokenizer.add_tokens([SOFT, mark, *TAG.findall(around)], special_tokens=True)
+        self.image_mark, self.around, self.token_id = mark, around, tokenizer.convert_tokens_to_ids(SOFT)
+
+    def text_of(self, image: pillow.Image) -> str:
+        return self.around.format(SOFT * image.width)
+
+    def count(self, text: str) -> int:
+        return text.count(SOFT)
+
+
+def blocks(*parts: int | str, **more: Any) -> dict[str, Any]:
+    """A message of texts and of images, which are given as their widths."""
+    made = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "path": f"{part}.png"}
+        for part in parts
+    ]
+    return {"role": "user", "content": made, **more}
+
+
+TOOL = {"role": "tool", "name": "weather"}
+WITH_IMAGES: dict[str, Turns] = {
+    "two": [blocks(2, "uone"), answer("aone"), blocks("see", 3, "and", 5, "utwo"), answer("atwo")],
+    "no words": [blocks(2), answer("aone"), blocks(3, 5), answer("atwo")],
+    "behind": [SYSTEM, blocks("uone", 2), answer("aone"), AGAIN, answer("atwo"), blocks("uthree", 3), answer("athree")],
+    "a result": [ASKED, CALLS, blocks("tresult", 2, **TOOL), answer("aone"), blocks(3, "utwo"), answer("atwo")],
+    "a result without words": [blocks("uone", 3), CALLS, blocks(2, **TOOL), answer("aone")],
+}
+
+
+@pytest.mark.skipif(not FILES, reason="TRL's wheel is not there; make test installs it, without what it needs")
+@pytest.mark.parametrize("family", SEEN)
+def test_images_in_turns_and_results_are_never_learnt_and_move_what_is(family: str, tmp_path: Path) -> None:
+    """Judged by the same conversation with a word in the place of each image."""
+    mark, around = SEEN[family]
+    for width in (2, 3, 5):
+        pillow.new("RGB", (width, 4)).save(tmp_path / f"{width}.png")
+    for file in (file for file in FILES if file.stem.startswith(family)):
+        tokenizer = tokenizer_of(file.read_text())
+        shown = Shown(Vision(tokenizer, mark, around))
+        for name, turns in WITH_IMAGES.items():
+            widths = [int(block["path"][0]) for turn in turns for block in turn["content"] if "path" in block]
+            worded = [
+                turn | {"content": "".join(block.get("text", "imageword") for block in turn["content"])}
+                if isinstance(turn["content"], list)
+                else turn
+                for turn in turns
+            ]
+            try:
+                sample = encoded(tokenizer, turns, tmp_path, shown)
+            except InputError as error:
+                problem = str(error)
+                if "result" in name and any(what in problem for what in NO_RESULTS):
+                    continue
+                raise
+            assert pieces_of(tokenizer, sample) == learnt(tokenizer, worded), (file.stem, name)
+            text = str(tokenizer.decode(sample.ids.tolist()))
+            assert text.count(SOFT) == sum(widths) and SOFT not in "".join(pieces_of(tokenizer, sample))
 
 
 @pytest.mark.skipif(not FILES, reason="TRL's wheel is not there; make test installs it, without what it needs")

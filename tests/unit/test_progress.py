@@ -55,7 +55,7 @@ def test_every_job_is_shown_with_its_loss_rate_and_status(terminal: bool) -> Non
         progress(JobFailed("second", 2, "loss nan"))
         progress(Note("the disk is slow"))
         progress(StopAsked("SIGTERM"))
-        assert progress.rate("first[red]") > 0
+        assert progress.jobs["first[red]"].rate > 0
         left = progress.time_left()
         assert left is not None
         assert left >= 0
@@ -103,13 +103,15 @@ def test_time_left_is_unknown_before_every_running_job_has_stepped_and_nothing_w
     assert progress.time_left() == 0.0
 
 
-def test_time_left_follows_the_tokens_that_remain() -> None:
+def test_time_left_follows_the_tokens_that_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     progress = shown(job("a"))
-    now = time.perf_counter()
-    progress.jobs["a"].recent.extend((now + 100 * (n - 3), stepped("a", n)) for n in range(1, 4))
-    progress.jobs["a"].step = 3
-    assert progress.rate("a") == pytest.approx(0.2)  # 20 tokens each 100 seconds
-    assert progress.time_left() == pytest.approx(100, abs=1)  # one step of four is left
+    for step in range(1, 4):
+        now = 100.0 * step
+        progress(stepped("a", step))
+    assert progress.jobs["a"].rate == pytest.approx(0.2)  # 20 tokens each 100 seconds
+    assert progress.time_left() == pytest.approx(100)  # one step of four is left
 
 
 def test_durations() -> None:

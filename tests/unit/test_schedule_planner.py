@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from schedule_cases import Lengths, broken_rule, some_jobs, wrong_contents
+from schedule_cases import Lengths, broken_rule, wrong_contents
 
 from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.cost import CostModel
@@ -50,9 +45,6 @@ def test_a_sample_that_fits_no_microbatch_is_refused_by_job_and_sample() -> None
         ScheduleError, match=r"job 'long': sample 2 has 101 tokens, but a microbatch takes at most 100;"
     ):
         list(Planner(jobs, 100).windows())
-    with pytest.raises(ScheduleError, match=r"sample 0 has 97 tokens.*at most 96 \(whole multiples of 32\)"):
-        Planner([Lengths("a", [[97]])], 100, padding_multiple=32).window(0)
-    assert Planner([Lengths("a", [[96]])], 100, padding_multiple=32).window(0).report.microbatches == 1
 
 
 def test_a_global_batch_without_samples_and_a_sample_without_tokens_are_refused() -> None:
@@ -67,8 +59,6 @@ def test_a_global_batch_without_samples_and_a_sample_without_tokens_are_refused(
     [
         ({"method": "cbc"}, "method 'cbc' is not known; there are auto, greedy, milp, solo"),
         ({"stages": 0}, "stages is 0"),
-        ({"padding_multiple": 0}, "padding_multiple is 0"),
-        ({"padding_multiple": 128}, "a microbatch of 100 tokens holds no multiple of 128"),
         ({"window_rounds": 0}, "window_rounds is 0"),
         ({"time_limit_s": 0}, "time_limit_s is 0"),
         ({"stages": 2, "cost": CostModel()}, "the cost model is of 1 stages, the pipeline has 2"),
@@ -77,12 +67,6 @@ def test_a_global_batch_without_samples_and_a_sample_without_tokens_are_refused(
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         Planner([Lengths("a", [[3]])], 100, **settings)
-
-
-@pytest.mark.parametrize("workers", [-1, 0])
-def test_planning_ahead_needs_a_process(workers: int) -> None:
-    with pytest.raises(ScheduleError, match=f"workers is {workers}, but must be 1 or more"):
-        BackgroundPlanner(Planner([Lengths("a", [[3]])], 100), workers)
 
 
 def test_names_are_unique_and_only_jobs_that_are_there_leave() -> None:
@@ -115,7 +99,6 @@ def test_one_to_sixty_four_jobs_of_different_numbers_of_batches(jobs: int, stage
     plan = [mb for window in planner.windows() for mb in window.microbatches]
     assert wrong_contents(plan, some, 1000) is None
     assert broken_rule(plan, stages) is None
-    planner.close()
 
 
 def test_one_job_in_a_pipeline_waits_between_its_batches_and_smaller_microbatches_shorten_that() -> None:
@@ -156,21 +139,6 @@ def test_tails_of_consecutive_batches_share_a_microbatch() -> None:
     assert window.report.microbatches == window.report.bound == 15
 
 
-def test_on_one_device_the_batch_that_needs_the_fewest_tokens_is_complete_first_round_after_round() -> None:
-    jobs = [Lengths("long", [[95, 96], [95, 96]]), Lengths("short", [[90], [40]]), Lengths("tail", [[60, 60], [55]])]
-    (window,) = Planner(jobs, 100, method="greedy").windows()
-    done = [complete for microbatch in window.microbatches for complete in microbatch.completes]
-    assert done == [("short", 0), ("tail", 0), ("long", 0), ("short", 1), ("tail", 1), ("long", 1)]
-    assert window.report.microbatches == 8
-
-
-def test_padding_counts_against_the_capacity() -> None:
-    jobs = [Lengths(name, [[33, 33]] * 4) for name in "ab"]
-    plain = sum(w.report.microbatches for w in Planner(jobs, 128).windows())
-    padded = sum(w.report.microbatches for w in Planner(jobs, 128, padding_multiple=64).windows())
-    assert (plain, padded) == (6, 8)
-
-
 def test_a_job_joins_and_another_leaves_a_running_plan() -> None:
     planner = Planner([Lengths("a", [[1]] * 6), Lengths("b", [[1]] * 6)], 10, window_rounds=2)
     seen: list[list[tuple[str, int]]] = []
@@ -192,32 +160,30 @@ def test_a_job_joins_and_another_leaves_a_running_plan() -> None:
 # --- planning ahead --------------------------------------------------------------------------------------------------------
 
 
-def windows_of(planner: Planner, workers: int) -> Iterator[Window]:
-    """Made in this process, or ahead by `workers` others."""
-    if not workers:
+def windows_of(planner: Planner, ahead: bool) -> Iterator[Window]:
+    """Made in this process, or ahead by another."""
+    if not ahead:
         yield from planner.windows()
         return
-    with BackgroundPlanner(planner, workers) as background:
+    with BackgroundPlanner(planner) as background:
         yield from background.windows()
 
 
-def test_plans_are_the_same_whatever_the_number_of_workers() -> None:
-    jobs = random_jobs(3, 500, batches=13, size=9)
-    plans = []
-    for workers in (0, 1, 3):
-        planner = Planner(jobs, 500, stages=3, window_rounds=4, method="auto")
-        plans.append(list(windows_of(planner, workers)))
-        planner.close()
+def test_plans_made_ahead_are_the_same() -> None:
+    plans = [
+        list(windows_of(Planner(random_jobs(3, 500, batches=13, size=9), 500, stages=3, window_rounds=4), ahead))
+        for ahead in (False, True)
+    ]
     assert len(plans[0]) == 4
-    assert same(plans[0], plans[1]) and same(plans[0], plans[2])
+    assert same(*plans)
 
 
 def test_jobs_join_and_leave_while_windows_are_planned_ahead() -> None:
     plans = []
-    for workers in (0, 2):
+    for ahead in (False, True):
         planner = Planner(random_jobs(4, 300), 300, stages=2, window_rounds=3, method="greedy")
         windows = []
-        for window in windows_of(planner, workers):
+        for window in windows_of(planner, ahead):
             windows.append(window)
             if window.first_round == 3:
                 planner.add(random_jobs(5, 300, 5)[-1], 7)
@@ -228,30 +194,18 @@ def test_jobs_join_and_leave_while_windows_are_planned_ahead() -> None:
     assert max(last) == 5
 
 
-HANGS = "print('{\"ready\": true}', flush=True); import time; time.sleep(100)"
-"""A process that says that it is ready and then nothing more."""
-
-
-def test_a_planning_process_killed_with_sigkill_at_work_is_replaced_by_this_one_and_a_warning_says_so() -> None:
-    jobs = random_jobs(6, 300, batches=4)
-    wanted = list(Planner(jobs, 300, window_rounds=4, method="greedy").windows())
-    planner = Planner(jobs, 300, window_rounds=4, method="greedy")
-    with BackgroundPlanner(planner, command=[sys.executable, "-c", HANGS]) as background:
-
-        def kill() -> None:
-            while (process := background._workers[0].process) is None:
-                time.sleep(0.01)
-            time.sleep(0.3)
-            os.kill(process.pid, signal.SIGKILL)
-
-        thread = threading.Thread(target=kill)
-        thread.start()
-        with pytest.warns(
-            RuntimeWarning, match=r"was killed by SIGKILL\); the window is planned in the training process"
-        ):
-            windows = list(background.windows())
-        thread.join()
-    assert same(windows, wanted)
+def test_a_planning_process_that_dies_or_cannot_start_is_replaced_by_this_one_and_a_warning_says_so() -> None:
+    jobs = random_jobs(7, 300, batches=4)
+    wanted = list(Planner(jobs, 300, window_rounds=2, method="greedy").windows())
+    kills_itself = "import os, signal; input(); os.kill(os.getpid(), signal.SIGKILL)"
+    for command, words in (
+        ([sys.executable, "-c", kills_itself], r"killed by SIGKILL\); the window is planned in the training process"),
+        ([sys.executable, "-c", "raise SystemExit(3)"], "ended with exit code 3"),
+        (["/nowhere/python"], "cannot start"),
+    ):
+        planner = Planner(jobs, 300, window_rounds=2, method="greedy")
+        with BackgroundPlanner(planner, command=command) as background, pytest.warns(RuntimeWarning, match=words):
+            assert same(list(background.windows()), wanted)
 
 
 def test_a_planning_process_killed_between_two_windows_is_started_again() -> None:
@@ -260,35 +214,23 @@ def test_a_planning_process_killed_between_two_windows_is_started_again() -> Non
     with BackgroundPlanner(Planner(jobs, 300, window_rounds=2, method="greedy")) as background:
         plans = background.windows()
         windows = [next(plans)]
-        time.sleep(0.5)  # the next one is made by now, and nothing is in work
-        process = background._workers[0].process
+        assert background._ahead is not None
+        background._ahead[1].result()  # nothing is in work
+        process = background.process.process
         assert process is not None
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
-        with warnings.catch_warnings(record=True):  # it may have been at work on a slow machine
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             windows += plans
-        assert background._workers[0].process is not process
+        assert background.process.process is not process
     assert same(windows, wanted)
-
-
-def test_a_planning_process_that_never_answers_or_cannot_start_is_given_up() -> None:
-    jobs = random_jobs(7, 300, batches=4)
-    wanted = list(Planner(jobs, 300, window_rounds=2, method="greedy").windows())
-    for command, words in (
-        ([sys.executable, "-c", HANGS], "no answer in 0.2 s"),
-        (["/nowhere/python"], "cannot start"),
-    ):
-        planner = Planner(jobs, 300, window_rounds=2, method="greedy")
-        background = BackgroundPlanner(planner, seconds=0.2, command=command)
-        with background, pytest.warns(RuntimeWarning, match=words):
-            assert same(list(background.windows()), wanted)
 
 
 def test_an_input_error_of_a_window_planned_ahead_is_the_same_error() -> None:
     planner = Planner([Lengths("a", [[3], [11]])], 10, window_rounds=1)
-    windows = windows_of(planner, 1)
     with pytest.raises(ScheduleError, match="job 'a': sample 1 has 11 tokens"), warnings.catch_warnings():
-        list(windows)
+        list(windows_of(planner, True))
 
 
 def test_no_module_of_the_scheduler_imports_torch() -> None:
@@ -301,26 +243,3 @@ def test_no_module_of_the_scheduler_imports_torch() -> None:
         assert not heavy, heavy
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=Path(__file__).parents[2])
-
-
-def test_random_plans_of_one_process_prove_themselves() -> None:
-    draw = random.Random(8)
-    jobs = some_jobs(draw, 50, 4, 6, 8)
-    planner = Planner(jobs, 50, stages=3, window_rounds=2, method="greedy")
-    plan = [mb for window in windows_of(planner, 1) for mb in window.microbatches]
-    assert wrong_contents(plan, jobs, 50) is None
-    assert broken_rule(plan, 3) is None
-
-
-def test_a_plan_that_is_left_early_ends_its_processes_at_once() -> None:
-    planner = Planner(random_jobs(9, 300), 300, window_rounds=2, method="greedy")
-    background = BackgroundPlanner(planner, workers=2, command=[sys.executable, "-c", HANGS])
-    background._plan_ahead(background_pending := deque(), 0)
-    while any(worker.process is None for worker in background._workers):
-        time.sleep(0.01)
-    processes = [worker.process for worker in background._workers]
-    begun = time.monotonic()
-    background.close()
-    assert time.monotonic() - begun < 30
-    assert all(process is not None and process.poll() is not None for process in processes)
-    assert all(isinstance(pending.window.exception(), Exception) for pending in background_pending)

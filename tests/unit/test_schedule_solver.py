@@ -1,15 +1,9 @@
-"""Integer programs: their process killed, late, missing or mistaken; the greedy packing stays and the report says why."""
+"""Integer programs: what they gain; where they are late or mistaken the greedy packing stays, and the report says why."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import subprocess
-import sys
-import textwrap
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +11,7 @@ from schedule_cases import Lengths
 
 from packlora.schedule import milp
 from packlora.schedule.planner import Planner
-from packlora.schedule.process import MilpSolver, Worker, WorkerError
+from packlora.schedule.solve import Solver
 from packlora.schedule.types import Window
 
 HARD = [27, 27, 26, 23, 21, 19, 18, 16, 14, 14, 13, 12, 11, 9]
@@ -39,49 +33,34 @@ def above() -> list[int]:
             if min(parts) >= 120:
                 lengths += parts
         draw.shuffle(lengths)
-        if plan(lengths, None, "greedy").report.microbatches > 4:
+        if plan(lengths, "greedy").report.microbatches > 4:
             return lengths
     raise AssertionError("heuristics pack everything")
 
 
-def plan(
-    lengths: list[int], solver: Any, method: str = "auto", time_limit_s: float = 30.0, capacity: int = CAPACITY
-) -> Window:
-    planner = Planner([Lengths("a", [lengths])], capacity, method=method, solver=solver, time_limit_s=time_limit_s)
-    return planner.window(0)
-
-
-def fake_solver(code: str) -> list[str]:
-    """A command whose process says that it is ready, then runs the code for every request `line`."""
-    body = textwrap.indent(textwrap.dedent(code), "    ")
-    head = "import json, os, sys, time\nprint('{\"ready\": true}', flush=True)\nfor line in sys.stdin:\n"
-    return [sys.executable, "-c", head + body]
+def plan(lengths: list[int], method: str = "auto", capacity: int = CAPACITY, solver: Solver = milp.solve) -> Window:
+    return Planner([Lengths("a", [lengths])], capacity, method=method, solver=solver).window(0)
 
 
 def test_auto_solves_what_heuristics_leave_above_the_bound(above: list[int]) -> None:
-    greedy = plan(above, None, "greedy")
+    greedy = plan(above, "greedy")
     assert (greedy.report.bound, greedy.report.microbatches) == (4, 5)
     assert [pack.stopped for pack in greedy.report.packs] == ["greedy"]
-    solver = MilpSolver()
-    window = plan(above, solver)
-    solver.close()
+    window = plan(above)
     assert (window.report.microbatches, window.report.gap, window.report.stopped) == (4, 0.0, "solver")
     assert window.report.notes == ()
 
 
 def test_what_is_at_its_bound_is_never_sent_to_the_solver() -> None:
-    class Never:
-        def solve(self, problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
-            raise AssertionError("asked")
+    def never(problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
+        raise AssertionError("asked")
 
-    assert plan(HARD, Never(), capacity=100).report.microbatches == 3
+    assert plan(HARD, capacity=100, solver=never).report.microbatches == 3
 
 
 def test_the_second_program_empties_the_last_microbatch() -> None:
     lengths = [60, 60, 50, 45, 35, 30]  # 280 in three bins of 100: the last one could hold 80
-    solver = MilpSolver()
-    window = plan(lengths, solver, "milp", capacity=100)
-    solver.close()
+    window = plan(lengths, "milp", capacity=100)
     loads = sorted(mb.num_tokens for mb in window.microbatches)
     assert len(loads) == 3 and loads[0] == min_last(lengths, 100, 3)
 
@@ -96,116 +75,40 @@ def min_last(lengths: list[int], capacity: int, bins: int) -> int:
     return best
 
 
-def test_a_solver_killed_twice_while_it_works_leaves_the_greedy_packing(above: list[int]) -> None:
-    solver = MilpSolver(fake_solver("os.kill(os.getpid(), 9)"))
-    window = plan(above, solver)
-    assert window.report.microbatches == 5
-    assert [pack.stopped for pack in window.report.packs] == ["killed"]
-    assert "killed by SIGKILL; the greedy packing stays" in window.report.notes[0]
-
-
-def test_a_late_solver_is_killed_at_the_deadline(above: list[int]) -> None:
-    solver = MilpSolver(fake_solver("time.sleep(60)"), grace_s=0.1)
-    begun = time.monotonic()
-    window = plan(above, solver, time_limit_s=0.2)
-    assert time.monotonic() - begun < 20  # most of it starts the process
-    assert window.report.microbatches == 5
-    assert [pack.stopped for pack in window.report.packs] == ["late"]
-    assert "no answer in 0.3 s; the process was killed" in window.report.notes[0]
-    assert solver.worker.process is None
-
-
-def test_a_solver_that_fails_three_times_is_not_asked_again(above: list[int]) -> None:
-    solver = MilpSolver(fake_solver("sys.exit(7)"))
-    notes = [plan(above, solver).report.notes for _ in range(5)]
-    assert "ended with exit code 7" in notes[0][0]
-    assert [bool(note) for note in notes] == [True] * 3 + [False] * 2
-    assert solver.gave_up == "killed"
-
-
-def test_without_scipy_the_greedy_packing_stays_and_the_report_says_so(above: list[int], tmp_path: Path) -> None:
-    (tmp_path / "scipy").mkdir()
-    (tmp_path / "scipy" / "__init__.py").write_text("raise ImportError('no scipy here')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['worker', 'milp']; " \
-        "import packlora.schedule.worker as worker; worker.main()"  # fmt: skip
-    solver = MilpSolver([sys.executable, "-c", code])
-    window = plan(above, solver)
-    assert [pack.stopped for pack in window.report.packs] == ["missing"]
-    assert "scipy cannot be used (no scipy here)" in window.report.notes[0]
-    assert window.report.microbatches == 5
-
-
 def test_where_no_better_packing_exists_the_greedy_one_stays_and_is_known_to_be_optimal() -> None:
     lengths = [40] * 5  # two fit, so three bins; the volume asks for two
-    solver = MilpSolver()
-    window = plan(lengths, solver, capacity=100)
-    solver.close()
+    window = plan(lengths, capacity=100)
     assert window.report.microbatches == 3
     assert all(pack.stopped in ("optimal", "at the bound") for pack in window.report.packs)
 
 
 @pytest.mark.parametrize("bins", [[[0, 1, 2]], [[n] for n in range(11)], [list(range(12))], [[n] for n in range(13)]])
 def test_an_answer_that_is_no_packing_is_not_used(above: list[int], bins: list[list[int]]) -> None:
-    wrong = json.dumps({"answer": {"opened": [], "bins": bins, "stopped": "optimal"}})
-    solver = MilpSolver(fake_solver(f"print({wrong!r}, flush=True)"))
-    window = plan(above, solver)
-    solver.close()
+    window = plan(above, solver=lambda problem, seconds: {"opened": [], "bins": bins, "stopped": "optimal"})
     assert window.report.microbatches == 5
     assert [pack.stopped for pack in window.report.packs] == ["wrong answer"]
     assert "the answer is no packing; the greedy packing stays" in window.report.notes[0]
-
-
-def test_an_error_in_the_process_is_reported_and_the_process_goes_on() -> None:
-    worker = Worker("milp")
-    with pytest.raises(WorkerError, match="KeyError"):
-        worker.ask({"kind": "milp"}, 60)
-    assert worker.process is not None and worker.process.poll() is None
-    worker.close()
-
-
-def test_the_process_ends_when_the_one_that_started_it_is_killed(tmp_path: Path) -> None:
-    code = """
-        import sys, time
-        from packlora.schedule.process import Worker
-        worker = Worker("window")
-        worker._start()
-        print(worker.process.pid, flush=True)
-        time.sleep(100)
-    """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    end = time.monotonic() + 20
-    while _runs(child):
-        assert time.monotonic() < end, "the process outlived its parent"
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_programs_stop_at_the_node_limit_and_at_the_time_limit() -> None:
     draw = random.Random(1)
     lengths = [draw.randint(250, 420) for _ in range(40)]
     tree = {
-        "lengths": lengths, "owners": [number % 2 for number in range(40)], "capacity": 1000, "multiple": 8, "room": 0,
-        "allowed": None, "bound": -(-sum(lengths) // 1000), "opened": [], "bins": [[i] for i in range(40)], "node_limit": 1,
-        "emptiest": False,
+        "lengths": lengths, "capacity": 1000, "room": 0, "allowed": None, "bound": -(-sum(lengths) // 1000), "opened": [],
+        "bins": [[i] for i in range(40)], "node_limit": 1, "emptiest": False,
     }  # fmt: skip
-    assert milp.solve({**tree, "node_limit": 0}, 60.0)["stopped"] == "node limit"
-    for multiple in (1, 8):
-        answer = milp.solve({**tree, "multiple": multiple, "node_limit": 10**6}, 0.0)
-        assert (answer["bins"], answer["stopped"]) == (None, "time limit")
+    assert milp.solve(tree, 60.0)["stopped"] == "node limit"
+    answer = milp.solve({**tree, "node_limit": 10**6}, 0.0)
+    assert (answer["bins"], answer["stopped"]) == (None, "time limit")
+
+
+def test_a_program_that_the_time_limit_stops_leaves_the_greedy_packing_and_a_note(above: list[int]) -> None:
+    window = plan(above, solver=lambda problem, seconds: milp.solve(problem, 1e-9))
+    assert window.report.microbatches == 5
+    assert [pack.stopped for pack in window.report.packs] == ["time limit"]
+    assert "stopped by the time limit of 1e-09 s; the greedy packing stays" in window.report.notes[0]
 
 
 def test_the_same_program_gives_the_same_packing(above: list[int]) -> None:
-    solver = MilpSolver()
-    first, second = plan(above, solver), plan(above, solver)
-    solver.close()
+    first, second = plan(above), plan(above)
     assert first.microbatches == second.microbatches

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-GROUND = {"config", "errors", "files", "later", "result", "run_file", "seeding", "terminal"}
+GROUND = {"config", "errors", "files", "result", "run_file", "seeding", "terminal"}
 """Files beside the rooms that every room but ops may use; they use only one another."""
 FACE = {"", "cli", "command_line", "__main__", "callbacks"}
 """What users call; no room imports it."""
@@ -29,10 +29,6 @@ MAY_USE: dict[str, set[str]] = {
 }
 MAY_USE["tune"] = {*MAY_USE}
 MAY_USE["commands"] = {*MAY_USE, "commands"}
-OPTIONAL = {"triton", "matplotlib", "liger_kernel", "datasets", "megatron"}
-"""Packages without which packlora works: a file that needs one may be imported where it is used."""
-ENTRY_POINTS = {"packlora.schedule.worker"}
-"""Modules that import their room late: a process gives its first sign of life before it imports what takes time."""
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FUNCTION = 250, 60
 
 Arrows = dict[str, set[str]]
@@ -83,21 +79,6 @@ def room(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def needs_optional(module: str) -> bool:
-    """Whether a module cannot be imported without an optional package."""
-    seen, todo = set(), [module]
-    while todo:
-        one = todo.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        for node in modules()[one].body:
-            if any(name.split(".")[0] in OPTIONAL for name in named(node)):
-                return True
-        todo += arrows()[0].get(one, ())
-    return False
-
-
 def test_no_arrow_goes_against_the_rule() -> None:
     wrong = []
     for module in modules():
@@ -135,15 +116,6 @@ def _reached(graph: Arrows, module: str) -> set[str]:
             seen.add(one)
             todo += graph[one]
     return seen
-
-
-def test_inside_a_room_imports_stand_at_the_top_but_for_what_needs_an_optional_package() -> None:
-    late = {
-        f"{module} imports {other} in a function"
-        for module, others in arrows()[1].items() for other in others
-        if room(module) == room(other) and not needs_optional(other) and module not in ENTRY_POINTS
-    }  # fmt: skip
-    assert not late, "\n".join(sorted(late))
 
 
 def test_classes_and_functions_can_be_read_on_one_screen() -> None:

@@ -187,18 +187,26 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_text_that_a_parquet_file_repeats_too_often_is_not_unpacked(nested: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["by a dictionary", "in messages", "as what the text before begins with"])
+def test_a_text_that_a_parquet_file_repeats_too_often_is_not_unpacked(how: str, tmp_path: Path) -> None:
     column = repeated("ab" * 2**14, 1000)
+    nested, options = how == "in messages", dict[str, Any]()
+    if how.startswith("as"):
+        options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+        column = column.dictionary_decode()
     if nested:
         said = pyarrow.StructArray.from_arrays(
             [column.dictionary_decode(), column.dictionary_decode()], ["role", "content"]
         )
         column = pyarrow.ListArray.from_arrays([*range(0, 1001, 10)], said)
     path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"messages" if nested else "text": column}), path, compression="zstd")
+    table = pyarrow.table({"messages" if nested else "text": column})
+    pyarrow.parquet.write_table(table, path, compression="zstd", **options)
     size = os.path.getsize(path)
     assert size < 5000
+    (name,), each = table.column_names, 2**15 * (20 if nested else 1)
+    at_once = unpacking.rows_at_once(pyarrow.parquet.read_metadata(path), path, [name], 1000)
+    assert at_once == 1 or at_once * each <= unpacking.UNPACKED_AT_ONCE
     with mock.patch.object(tables, "_values", wraps=tables._values) as made:
         assert f"{path} has {size} bytes and unpacks to more than" in refusal(path)
     rows = sum(len(call.args[1]) for call in made.call_args_list)

@@ -68,24 +68,25 @@ def lora_group(
     if not HAS_TRITON and plan.needs_triton:
         raise ValueError(f"plan {plan.name} needs triton, which is not installed")
     prepared = (state or GroupState()).prepared(x, layers, plan)
+    call = prepared.call(x, segments, salt, plan, moving if moving is not None and moving.moves else None)
     if moving is None:
-        prepared.refresh()
+        prepared.refresh(call)
     else:
         moving.serve(prepared)
-    call = prepared.call(x, segments, salt, plan, moving if moving is not None and moving.moves else None)
     if not torch.is_grad_enabled():  # nobody asks for gradients: no node, and nothing is kept
         x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
         return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
     hooks = saving_hooks()
     if hooks is None:
-        outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.flat)
+        outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.owned(call))
         return outputs
     if is_checkpoint(hooks):  # makes x again anyway, which is then alive no longer than its block's backward
         recompute = None
-    if prepared.trains_magnitude():
-        outputs = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.flat)
+    owned = prepared.owned(call)
+    if any(slot.name == "magnitude" and owned[slot.at].requires_grad for slot in call.slots):  # it needs more than S
+        outputs = _apply(x, keys_T2, recompute, prepared, call, True, *owned)
         return outputs
-    *placeholders, S = _apply(x, keys_T2, recompute, prepared, call, False, *prepared.flat)
+    *placeholders, S = _apply(x, keys_T2, recompute, prepared, call, False, *owned)
     x_TK = rows_of(x.detach())
 
     def make() -> Sequence[torch.Tensor]:
@@ -96,12 +97,13 @@ def lora_group(
 
 
 class Group(torch.autograd.Function):
-    """The node. Its tensors are x, the dropout keys and the operands; what else it is given was settled before."""
+    """The node. Its tensors are x, the dropout keys and the operands of the adapters that own tokens: autograd looks at each in
+    the backward, also where it has no gradient. What else it is given was settled before."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, keys_T2: torch.Tensor | None, recompute: Recompute | None, prepared: Prepared, call: Call,
-        with_outputs: bool, *flat: torch.Tensor,
+        with_outputs: bool, *owned: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         """The outputs; where they are made by `Outputs`, placeholders and S."""
         shape = x.shape
@@ -113,11 +115,9 @@ class Group(torch.autograd.Function):
         else:
             outputs = [placeholder(x, layer.frozen.shape[0]) for layer in prepared.layers]
         ctx.set_materialize_grads(False)
-        # operands of the adapters that own tokens: autograd checks that nobody changes them before the backward; those of other
-        # jobs may step by then. Where x is recomputed its operands, which autograd may drop and bring back; else the view of x,
-        # which has x's version
+        # autograd checks that nobody changes the operands before the backward; those of other jobs may step by then. Where x is
+        # recomputed its operands, which autograd may drop and bring back; else the view of x, which has x's version
         source, function = ((x_TK,), None) if recompute is None else (recompute.operands, recompute.function)
-        owned = [flat[slot.at] for slot in call.slots]
         ctx.save_for_backward(keys_T2, S if call.keeps_S else None, *kept, *source, *owned)
         ctx.made = prepared, call, prepared.turn, shape, function, len(source)
         if with_outputs:
@@ -137,7 +137,7 @@ class Group(torch.autograd.Function):
             return (None,) * len(needed)
         x_TK = rest[layers] if function is None else rows_of(recomputed(function, tuple(rest[layers : layers + count])))
         if turn != prepared.turn:
-            prepared.serve(turn)
+            prepared.serve(turn, call)
         dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:])
         return (dx if dx is None or dx.ndim == len(shape) else dx.view(shape), None, None, None, None, None, *grads)
 
@@ -164,7 +164,8 @@ def outputs_of(
     own = prepared.operands
     trained: Collection[int] = ()
     if keep and call.composed:
-        trained = [s.layer for s in call.slots if s.name == "magnitude" and prepared.flat[s.at].requires_grad]
+        owned = prepared.owned(call)
+        trained = [slot.layer for slot in call.slots if slot.name == "magnitude" and owned[slot.at].requires_grad]
     outputs: list[torch.Tensor] = []
     kept: list[torch.Tensor | None] = []
     for index, path in enumerate(call.up):
@@ -181,15 +182,15 @@ def outputs_of(
 
 def gradients(
     prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
-    kept: Gradients, d: Gradients, need_x: bool, need_flat: tuple[bool, ...],
+    kept: Gradients, d: Gradients, need_x: bool, need_owned: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
-    """dx [T, K] or as x, and the gradients of `prepared.flat`, None where not needed. S and kept: from the forward; S None:
-    recomputed. d: as the outputs are."""
+    """dx [T, K] or as x, and the gradients of `prepared.owned(call)`, None where not needed. S and kept: from the forward; S
+    None: recomputed. d: as the outputs are."""
     own, layout = prepared.operands, call.layout
     d = [None if grad is None else grad.contiguous() for grad in d]
     # by what was trained in the forward: it may have been frozen, or another unfrozen, since. Where nothing came back there is
     # no gradient, rather than one of zeros
-    wanted, slots = call.wanted(need_x, need_flat)
+    wanted, slots = call.wanted(need_x, need_owned)
     if S is None and call.needs_S(wanted):
         S = call.down.down(call, own, x_TK, keys_T2, {})
     e, dS, dB, sums, dA = call.grads.grads(call, own, x_TK, keys_T2, S, d, kept, wanted)
@@ -198,9 +199,10 @@ def gradients(
     finally:
         forget()
     dA = dA_inputs if dA is None else dA
-    out: list[torch.Tensor | None] = [None] * len(need_flat)
+    out: list[torch.Tensor | None] = [None] * len(need_owned)
+    owned = prepared.owned(call)
     A_blocks: dict[int, tuple[torch.Tensor, ...]] = {}
-    for at, index, number, name, place, block in slots:
+    for at, index, number, name, place, block, _ in slots:
         grad: torch.Tensor | None = None
         if d[index] is None:
             continue
@@ -216,7 +218,7 @@ def gradients(
             grad = sums[index][number].dm
         elif name == "bias":
             grad = sums[index][number].d
-        dtype = prepared.flat[at].dtype
+        dtype = owned[at].dtype
         out[at] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
     return dx, out
 

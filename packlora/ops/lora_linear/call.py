@@ -72,8 +72,9 @@ class Stack(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """An operand that may get a gradient, of an adapter that owns tokens: where it stands among `Prepared.flat`, its layer,
-    adapter and name, its place in the layout (None of a bias) and which of the adapter's layers it is (Layout.a_blocks)."""
+    """An operand that may get a gradient, of an adapter that owns tokens: where it stands among these, its layer, adapter and
+    name, its place in the layout (None of a bias), which of the adapter's layers it is (Layout.a_blocks), and where it stands
+    among the operands of all adapters (Prepared.flat)."""
 
     at: int
     layer: int
@@ -81,6 +82,7 @@ class Slot(NamedTuple):
     name: str
     place: Place | None
     block: int
+    source: int
 
 
 @dataclass(slots=True)
@@ -313,16 +315,16 @@ class Call:
             for stack in self.stacked
         ]
 
-    def wanted(self, need_x: bool, need_flat: tuple[bool, ...]) -> tuple[Wanted, tuple[Slot, ...]]:
+    def wanted(self, need_x: bool, need_owned: tuple[bool, ...]) -> tuple[Wanted, tuple[Slot, ...]]:
         """What a backward is for that needs the gradients of x and of these operands, and the slots of the latter."""
-        found = self.wants.get((need_x, need_flat))
+        found = self.wants.get((need_x, need_owned))
         if found is None:
-            slots = tuple(slot for slot in self.slots if need_flat[slot.at])
+            slots = tuple(slot for slot in self.slots if need_owned[slot.at])
             layers: dict[str, set[int]] = {"A": set(), "B": set(), "magnitude": set(), "bias": set()}
             for slot in slots:
                 layers[slot.name].add(slot.layer)
             wanted = Wanted(need_x, bool(layers["A"]), bool(layers["B"]), layers["magnitude"], layers["bias"])
-            found = self.wants[need_x, need_flat] = wanted, slots
+            found = self.wants[need_x, need_owned] = wanted, slots
         return found
 
     def needs_S(self, wanted: Wanted) -> bool:

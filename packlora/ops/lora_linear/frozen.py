@@ -9,7 +9,7 @@ weights of a whole model lie.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import linear
@@ -169,11 +169,23 @@ class Storage(Protocol):
     def holds(self, path: str) -> bool:
         """Whether what is trained on the module at this path of the model is trained here, if the module is."""
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether these are the weights of some layers, a stage of a pipeline."""
+
+    def idle(self, context: Any, backward: bool) -> None:
+        """Take part in a forward of the other processes, and in its backward, where they need this one for weights or tokens.
+
+        Args:
+            context: what the adapted layers share.
+        """
+
 
 class InMemory:
     """The Storage of a model that is whole on its device."""
 
     is_whole = True
+    is_stage = False
 
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         return iter(paths)
@@ -186,6 +198,9 @@ class InMemory:
 
     def holds(self, path: str) -> bool:
         return True
+
+    def idle(self, context: Any, backward: bool) -> None:
+        pass
 
 
 def accumulator_dtype(x_TK: torch.Tensor) -> torch.dtype:

@@ -115,9 +115,10 @@ class MovingSegments:
             self._copies.setdefault(adapter, _Copies()).add(into, source)
 
     def refresh(self) -> None:
-        """Bring the operands of all calls up to date with their parameters, adapter by adapter: jobs step by themselves."""
-        for copies in self._copies.values():
-            copies.refresh()
+        """Bring the operands of the adapters that own tokens now up to date with their parameters, in all calls."""
+        for number in dict.fromkeys(number for number, _, _ in self._boundaries):
+            if number in self._copies:
+                self._copies[number].refresh()
         for operands in self._operands.values():
             operands.refresh_scales()
 

@@ -10,7 +10,7 @@ dtype) are used where they are. Caches of launches (ops/launcher.py) know addres
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from packlora.ops.lora_linear.settle import settle
 from packlora.ops.lora_linear.tables import GroupTables, make_group_tables
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment, check_layers
 from packlora.ops.recent import Recent
-from packlora.ops.stamp import Stamps, Unchanged, stamps
+from packlora.ops.stamp import Unchanged, stamp
 
 OUTSIDE = -1
 """Instead of the number of a backward pass where none is running."""
@@ -93,7 +93,7 @@ class Prepared:
             for number, low in layer.adapters.items()
             for name in low.operands()
         ]
-        """Layer, adapter and name of every operand that gets a gradient; `flat` has the operands."""
+        """Layer, adapter and name of every operand that may get a gradient; `flat` has the operands."""
         self.flat = tuple(layers[index].adapters[number].operands()[name] for index, number, name in self.slots)
         dtypes = {t.dtype for t in self.flat}
         self.wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -104,12 +104,15 @@ class Prepared:
             [None] * len(layers), {},
         )  # fmt: skip
         self._sources = tuple(self._sources_of(layers))
-        self._tensors = [source.operand for source in self._sources]
-        self._seen: Stamps = None
-        """Stamps of the sources when the operands were made."""
+        self._of_adapter: dict[int, list[int]] = {}
+        """By adapter, its sources."""
+        for at, source in enumerate(self._sources):
+            self._of_adapter.setdefault(source.number, []).append(at)
+        self._seen: list[tuple[int, int] | None] = [None] * len(self._sources)
+        """By source, its stamp when it was copied; None where that is to be done at the next call."""
         self._copies: dict[int, torch.Tensor] = {}
         """By source, where it is copied to; those without are used where they are."""
-        self._addresses: list[int | None] = [None] * len(self._tensors)
+        self._addresses: list[int | None] = [None] * len(self._sources)
         """By source, where one lies that is used there: whatever is written into it, nothing has to be made."""
         self._owned: set[str | int] = set()
         """Which buffers were made here: "A", and the B's by layer."""
@@ -166,16 +169,20 @@ class Prepared:
         self._last = key, call
         return call
 
-    def trains_magnitude(self) -> bool:
-        """Whether a backward may need products of the forward beside S."""
-        named = zip(self.slots, self.flat, strict=True)
-        return any(name == "magnitude" and operand.requires_grad for (_, _, name), operand in named)
+    def owned(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """The operands of the adapters that own tokens of a call."""
+        return tuple(self.flat[slot.source] for slot in call.slots)
 
-    def refresh(self) -> None:
-        """Bring the operands up to date with the parameters."""
+    def refresh(self, call: Call | None = None) -> None:
+        """Bring the operands up to date with the parameters. call: once all have been made, those that it reads, where the
+        others' changes are counted and so seen later."""
         with _REFRESHING:
+            sources: Iterable[int] = range(len(self._sources))
+            if call is not None and self.turn and self.version_counted:
+                numbers = dict.fromkeys(segment.adapter for segment in call.segments)
+                sources = [at for number in numbers for at in self._of_adapter.get(number, ())]
             self.turn, self._pass = self.turn + 1, _backward_pass()
-            self._pack()
+            self._pack(sources)
             self.refresh_scales()
 
     def refresh_scales(self) -> None:
@@ -187,10 +194,10 @@ class Prepared:
         """Adapter, place and source of every operand that is copied to where products read it."""
         return [(self._sources[at].number, into, self._sources[at].operand) for at, into in self._copies.items()]
 
-    def serve(self, turn: int) -> None:
-        """Be ready for a backward whose forward was at this turn."""
+    def serve(self, turn: int, call: Call) -> None:
+        """Be ready for the backward of a call whose forward was at this turn."""
         if turn != self.turn and (self._pass == OUTSIDE or self._pass != _backward_pass()):
-            self.refresh()
+            self.refresh(call)
 
     # --- A's and B's -----------------------------------------------------------------------------------------------------
 
@@ -204,35 +211,33 @@ class Prepared:
             found.append(_Source(low.B, "B", number, index, place, only))
         return found
 
-    def _pack(self) -> None:
-        """Copy what has changed into the buffers, by one call for all."""
-        if not self._copies and self._addresses == [tensor.data_ptr() for tensor in self._tensors]:
-            return
-        before, now = self._seen, stamps(self._tensors) if self.version_counted else None
-        if now is not None and now == before:
-            return
-        self._seen = None  # until all is copied
-        into: list[torch.Tensor] = []
-        out_of: list[torch.Tensor] = []
-        for at, source in enumerate(self._sources):
-            if self._addresses[at] is not None and self._addresses[at] == source.operand.data_ptr():
+    def _pack(self, sources: Iterable[int]) -> None:
+        """Copy what has changed of these sources into the buffers, by one call for all."""
+        changed: dict[int, tuple[int, int] | None] = {}
+        for at in sources:
+            source = self._sources[at]
+            address = source.operand.data_ptr()
+            if self._addresses[at] == address:
                 continue
-            if now is not None and before is not None and now[at] == before[at]:
+            now = stamp(source.operand) if self.version_counted else None
+            if now is not None and now == self._seen[at]:
                 continue
             if self._lies_as_it_should(source):
                 self._use_in_place(at, source)
-                self._addresses[at] = source.operand.data_ptr()
+                self._addresses[at] = address
                 continue
-            self._addresses[at] = None
+            self._addresses[at] = self._seen[at] = None  # until it is copied
             if at not in self._copies:
                 with torch.inference_mode(False):
                     self._copies[at] = self._make_room(source)
-            into.append(self._copies[at])
-            out_of.append(source.operand)
-        if into:
+            changed[at] = now
+        if changed:
             with torch.no_grad():
-                torch._foreach_copy_(into, out_of)
-        self._seen = now
+                torch._foreach_copy_(
+                    [self._copies[at] for at in changed], [self._sources[at].operand for at in changed]
+                )
+            for at, now in changed.items():
+                self._seen[at] = now
 
     def _lies_as_it_should(self, source: _Source) -> bool:
         return (

@@ -185,10 +185,9 @@ def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _slots(layout: Layout, slots: Sequence[tuple[int, int, str]], segments: Sequence[Segment]) -> tuple[Slot, ...]:
-    present = {segment.adapter for segment in segments}
-    found = []
-    for at, (index, number, name) in enumerate(slots):
+    present, found = {segment.adapter for segment in segments}, list[Slot]()
+    for source, (index, number, name) in enumerate(slots):
         if number in present:
             place = layout.places.get((number, index))
-            found.append(Slot(at, index, number, name, place, _block(layout, number, index)))
+            found.append(Slot(len(found), index, number, name, place, _block(layout, number, index), source))
     return tuple(found)
