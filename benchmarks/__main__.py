@@ -1,12 +1,10 @@
 """Run a benchmark by its name, in a checkout:
 
-    python -m benchmarks layer --out layer-h200.json
-    python -m benchmarks layer --quick --out layer-cpu.json         # toy sizes in seconds, on any device
-    python -m benchmarks anchors --only s8 --out anchors-h100.json
-    torchrun --nproc-per-node 2 -m benchmarks replicas --out replicas-h200.json
-    python -m benchmarks tables                                     # write the tables of README and docs again
-
-`python -m benchmarks NAME --help` lists the options of one benchmark.
+python -m benchmarks layer --out layer-h200.json
+python -m benchmarks layer --quick --device cpu --out layer.json       # toy sizes in seconds, on any machine
+python -m benchmarks model --only layer,T8192 --out model-h200.json    # these cases again; the file's others stay
+torchrun --nproc-per-node 2 -m benchmarks replicas --out replicas-h200.json
+python -m benchmarks tables                                            # write the tables of README and docs again
 """
 
 from __future__ import annotations
@@ -18,39 +16,58 @@ from pathlib import Path
 
 from packlora.errors import InputError
 
-STUDIES = {
-    "anchors": "benchmarks.anchors",
-    "command": "benchmarks.studies.command",
-    "dora-convergence": "benchmarks.studies.dora_convergence",
-    "dora-fidelity": "benchmarks.studies.dora_fidelity",
-    "halving": "benchmarks.studies.sweep",
-    "model-profile": "benchmarks.studies.model_profile",
-    "parity": "benchmarks.studies.parity_cpu",
-    "plan-memory": "benchmarks.studies.plan_memory",
-    "short-jobs": "benchmarks.studies.short_jobs",
-    "small-updates": "benchmarks.studies.small_updates",
-    "speed": "benchmarks.studies.speed_cpu",
-    "tables": "benchmarks.tables.write",
-    "trl": "benchmarks.studies.trl_losses",
-}
-"""Benchmarks with options of their own, by the module whose `main` runs them."""
+NAMES = {
+    "layer": "layers:LAYER", "multi": "layers:MULTI", "dora": "layers:DORA", "model": "models:MODEL", "graphs": "models:GRAPHS",
+    "small": "small:SMALL", "schedule": "schedule:SCHEDULE", "workloads": "training:WORKLOADS",
+    "replicas": "replicas:REPLICAS", "pipeline": "replicas:PIPELINE", "tensor-parallel": "tensor_parallel:TENSOR_PARALLEL",
+    "megatron": "megatron:MEGATRON", "peers": "peer_block:PEERS", "anchors": "commands:ANCHORS", "command": "commands:COMMAND",
+    "parity": "quality:PARITY", "dora-fidelity": "quality:FIDELITY", "dora-convergence": "quality:CONVERGENCE",
+    "sweep": "quality:SWEEP", "speed": "training:SPEED",
+    "quantised": "models:QUANTISED", "experts": "models:EXPERTS", "vlm": "models:VLM",
+}  # fmt: skip
+"""Benchmarks by module and name."""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Returns the exit code: 0, 1 where a contender failed, 2 for arguments that mean nothing."""
-    words = sys.argv[1:] if arguments is None else arguments
-    name = words[0] if words else "--help"
-    if name in ("-h", "--help"):
-        from benchmarks.run import NAMES
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=[*NAMES, "tables"], metavar="NAME", help=", ".join([*NAMES, "tables"]))
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file to write")
+    parser.add_argument("--quick", action="store_true", help="a part in seconds or minutes; toy sizes on a CPU")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<number>")
+    parser.add_argument("--only", default="", help="contenders, packlora:PLAN, words of cases; commas between")
+    parser.add_argument("--layers", type=int, help="models of so many layers")
+    parser.add_argument("--resume", action="store_true", help="go on with the cases that FILE does not have")
+    parser.add_argument("--seconds", type=float, help="begin no case after so many")
+    parser.add_argument("--plots", action="store_true", help="draw the picture that docs show, beside FILE")
+    args = parser.parse_args(words)
+    if args.name == "tables":
+        from benchmarks import tables
 
-        print(f"{__doc__}\npaired: {', '.join(NAMES)}\nstudies: {', '.join(STUDIES)}")
+        tables.write()
         return 0
-    if name in STUDIES:
-        sys.argv = [f"python -m benchmarks {name}", *words[1:]]
-        importlib.import_module(STUDIES[name]).main()
-        return 0
+    if args.out is None:
+        parser.error("--out FILE is missing")
+    from benchmarks.harness import run
+
+    module, _, name = NAMES[args.name].partition(":")
+    bench = getattr(importlib.import_module(f"benchmarks.{module}"), name)
+    only = [word.strip() for word in args.only.split(",") if word.strip()]
     try:
-        return _paired(words)
+        return run(
+            args.name,
+            bench,
+            args.out,
+            args.quick,
+            args.device,
+            only,
+            args.layers,
+            args.resume,
+            args.seconds,
+            args.plots,
+        )
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -59,32 +76,5 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _paired(words: list[str]) -> int:
-    """One of the benchmarks that time contenders in turn inside one loop."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {words[0]}", description="See docs/benchmarks.md.")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
-    parser.add_argument("--quick", action="store_true", help="a subset in seconds, with toy sizes on a CPU")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<number>")
-    parser.add_argument("--only", help="contenders, packlora:PLAN, words of cases; commas between")
-    parser.add_argument("--layers", type=_number, help="models of so many layers")
-    parser.add_argument("--parts", help="only these are measured; rows of other parts stay in FILE; commas between")
-    parser.add_argument("--shape", help="replicas: 0.6B, 1.7B or 8B; pipeline: 70B or 32B")
-    parser.add_argument("--units", type=_number, help="pipeline: count so many units")
-    parser.add_argument("--lengths", help="pipeline: of samples: short, or a set of schedule")
-    parser.add_argument("--resume", action="store_true", help="go on where a run that was ended left off")
-    parser.add_argument("--seconds", type=_number, help="begin no case after so many; --resume goes on")
-    parser.add_argument("--plots", action="store_true", help="also write pictures beside FILE")
-    parser.add_argument("--ncu", action="store_true", help="layer: print the command lines that count DRAM traffic")
-    from benchmarks.run import run_bench
-
-    return run_bench(words[0], **vars(parser.parse_args(words[1:])))
-
-
-def _number(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -1,19 +1,17 @@
-"""`benchmarks megatron`: feed-forward layers of Megatron-Core, frozen, with packlora's adapters, with plain ones beside.
+"""`megatron`: feed-forward layers of Megatron-Core, frozen, with packlora's adapters, with plain ones beside.
 
     python -m benchmarks megatron --out megatron-h200.json
     torchrun --nproc-per-node 2 -m benchmarks megatron --out megatron-h200.json
 
-Needs `packlora[megatron]` and nothing of Transformer Engine. Tensor parallelism is over all processes; a run with another
-number of processes adds its rows to the file. Megatron-Core's process groups are made here and are gone afterwards.
-
-Shapes: T tokens, D hidden size, F features between the layers.
+Needs `packlora[megatron]` and nothing of Transformer Engine. Tensor parallelism is over all processes. Megatron-Core's process
+groups are made here and are gone afterwards. Shapes: T tokens, D hidden size, F features between the layers.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,43 +19,30 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 
-from benchmarks.layer import show
-from benchmarks.options import Options, Outcome, choose
-from benchmarks.processes import alarm, measured_rows, messages, together
-from benchmarks.processes import message_table as table
-from benchmarks.processes import part_of as part_of
+from benchmarks.harness import Benchmark, Case, Options, Row, case, timed
+from benchmarks.processes import aligned, messages
 from packlora.errors import InputError
 from packlora.parallel.collectives import GATHER, SCATTER
-from packlora.parallel.mesh import Mesh, OneProcess
-from packlora.plans.timing import Contender, Work, paired
+from packlora.plans.timing import Work
 
 RANK, DROPOUT = 16, 0.1
 SHAPES = {"8B": (4096, 14336, 8192), "tiny": (32, 48, 16)}
 """D, F and T."""
-CONTENDERS = ["frozen", "packlora", "packlora_dora", "plain"]
-ROUNDS, QUICK_ROUNDS = 20, 8
-PROTOCOL = (
-    "A column-parallel and a row-parallel layer of Megatron-Core with the sizes of Llama-3.1-8B's feed-forward layers and no "
-    "activation between them, random bfloat16 weights, 8192 tokens, cut over the processes, plain or with tokens of their own "
-    "between the layers (sp); forward and backward. frozen: no adapter. packlora: LoRA r 16, alpha 32, dropout 0.1 on both by "
-    "packlora.megatron.apply_lora, float32, B not zero; _dora: DoRA. plain: an A and a B of bfloat16 beside each layer, by "
-    "torch, with messages of their own. Contenders run in turn inside one loop, random order each round, the GPUs of all "
-    "processes aligned before each run, CUDA events, medians, ratios within a round. messages: collectives of a forward and "
-    "backward by this process, and sent: their bytes where messages go round in a ring. Figures are process 0's."
-)
+ROUNDS = {False: 20, True: 8}
+"""Rounds, which must be as many on every process; of --quick."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """sequence: processes have tokens of their own between the layers."""
-
-    shape: str
-    processes: int
-    sequence: bool
-
-    @property
-    def label(self) -> str:
-        return f"{self.shape} {'sp' if self.sequence else 'plain'} tp{self.processes}"
+def cases(options: Options) -> list[Case]:
+    """Raises InputError where Megatron-Core is not installed."""
+    try:
+        import megatron.core  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"megatron needs megatron-core ({error}): pip install 'packlora[megatron]'") from None
+    shape, size = "tiny" if options.tiny else "8B", options.mesh.size
+    return [
+        case(f"{shape} {'sp' if sequence else 'plain'} tp{size}", shape=shape, processes=size, sequence=sequence)
+        for sequence in (False, True)[: 1 + (size > 1 and _splits_tokens())]
+    ]
 
 
 class FeedForward(torch.nn.Module):
@@ -120,25 +105,6 @@ class Plain(torch.nn.Module):
         return torch.nn.functional.linear(self._down(at, x), self.B[at]) * 2.0
 
 
-def measured_row(case: Case, names: list[str], options: Options, mesh: OneProcess) -> dict[str, Any]:
-    """A case's row of the results."""
-    D, _, T = SHAPES[case.shape]
-    torch.manual_seed(1)
-    tokens = T // case.processes if case.sequence else T
-    x, dy = (torch.randn(tokens, 1, D, device=options.device, dtype=torch.bfloat16) for _ in range(2))
-    x.requires_grad_()
-    made: dict[str, Work] = {}
-    rounds = 2 if options.tiny else QUICK_ROUNDS if options.quick else ROUNDS
-    contenders = [_contender(name, case, x, dy, mesh, made) for name in names]
-    timings = paired(contenders, options.device, rounds=(rounds, rounds))  # as many on every process
-    with by_name():
-        sent = messages(made)
-    return {
-        "case": case.label, "processes": case.processes, "shape": case.shape, "sequence": case.sequence, "T": T,
-        **timings.row(), "messages": sent,
-    }  # fmt: skip
-
-
 @contextlib.contextmanager
 def by_name() -> Iterator[None]:
     """Megatron-Core, which holds collectives that it has imported, asks torch for them, as whoever counts them needs it."""
@@ -154,26 +120,10 @@ def by_name() -> Iterator[None]:
         yield
 
 
-def _contender(
-    name: str, case: Case, x: torch.Tensor, dy: torch.Tensor, mesh: OneProcess, made: dict[str, Work]
-) -> Contender:
-    """By name: one of CONTENDERS. Its work is left in `made`."""
-
-    def make() -> Work:
-        work = _work(name, case, x, dy)
-        if isinstance(mesh, Mesh):
-            alarm()
-            work = together(work, mesh, x.device)
-        made[name] = work
-        return work
-
-    return Contender(name, make)
-
-
-def _work(name: str, case: Case, x: torch.Tensor, dy: torch.Tensor) -> Work:
+def _work(name: str, one: Case, x: torch.Tensor, dy: torch.Tensor) -> Work:
     from packlora.megatron import apply_lora
 
-    model: torch.nn.Module = FeedForward(case.shape, case.sequence, x.device)
+    model: torch.nn.Module = FeedForward(one.shape, one.sequence, x.device)
     if name.startswith("packlora"):
         dora = name.endswith("dora")
         config = LoraConfig(
@@ -185,7 +135,7 @@ def _work(name: str, case: Case, x: torch.Tensor, dy: torch.Tensor) -> Work:
                 parameter.add_(torch.randn_like(parameter), alpha=0.002)
     elif name == "plain":
         assert isinstance(model, FeedForward)
-        model = Plain(model, case.sequence)
+        model = Plain(model, one.sequence)
 
     def clear() -> None:
         x.grad = None
@@ -197,33 +147,25 @@ def _work(name: str, case: Case, x: torch.Tensor, dy: torch.Tensor) -> Work:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def run(options: Options, mesh: OneProcess | None = None) -> Outcome:
-    """Measure; the first process prints a line per case.
-
-    Raises:
-        InputError: Megatron-Core is not installed.
-    """
-    try:
-        import megatron.core  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"bench megatron needs megatron-core ({error}): pip install 'packlora[megatron]'") from None
-    mesh, size = mesh or OneProcess(), 1 if mesh is None else mesh.size
-    shape = "tiny" if options.tiny else "8B"
-    every = [Case(shape, size, sequence) for sequence in (False, True)[: 1 + (size > 1 and _splits_tokens())]]
-    names, chosen = choose(options.only, CONTENDERS, [], every)
+def measure(one: Case, names: list[str], options: Options) -> Row:
+    D, _, T = SHAPES[one.shape]
+    torch.manual_seed(1)
+    tokens = T // one.processes if one.sequence else T
+    x, dy = (torch.randn(tokens, 1, D, device=options.device, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    made: dict[str, Work] = {}
     with _groups(options.device):
-        if isinstance(mesh, Mesh):
-            rows = measured_rows(chosen, lambda case: measured_row(case, names, options, mesh), options, mesh)
-        else:
-            rows = list(options.kept)
-            for case in options.each(chosen, rows):
-                rows.append(measured_row(case, names, options, mesh))
-                show(rows[-1], options.device)
-    return Outcome(PROTOCOL, rows, options.keys(summary(rows)), table(rows))
+        contenders = [
+            aligned(name, partial(_work, name, one, x, dy), options.mesh, options.device, made) for name in names
+        ]
+        row = timed(contenders, options, rounds=(ROUNDS[options.quick],) * 2)
+        with by_name():
+            sent = messages(made)
+    return {"T": T, **row, "messages": sent}
 
 
 def _splits_tokens() -> bool:
-    """Whether Megatron-Core's sequence parallelism runs here: it asks which GPU is the current one."""
+    """Return whether Megatron-Core's sequence parallelism runs here: it asks which GPU is the current one."""
     try:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError):
@@ -249,11 +191,24 @@ def _groups(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Times over that of the frozen layers, by contender and processes, with _sp of those cases; None where it was not
-    measured."""
+def summary(rows: list[Row]) -> Row:
+    """Times over that of the frozen layers, by contender and processes, with _sp of those cases."""
     return {
-        f"{name}_over_frozen_tp{row['processes']}{'_sp' if row['sequence'] else ''}": row["over_frozen"].get(name)
+        f"{name}_over_frozen_tp{row['processes']}{'_sp' * row['sequence']}": row["over_frozen"].get(name)
         for row in rows
-        for name in CONTENDERS[1:]
+        for name in ("packlora", "packlora_dora", "plain")
     }
+
+
+MEGATRON = Benchmark(
+    cases, measure, summary,
+    "A column-parallel and a row-parallel layer of Megatron-Core with the sizes of Llama-3.1-8B's feed-forward "
+    "layers and no activation between them, random bfloat16 weights, 8192 tokens, cut over the processes, plain or "
+    "with tokens of their own between the layers (sp); forward and backward. frozen: no adapter. packlora: LoRA r "
+    "16, alpha 32, dropout 0.1 on both by packlora.megatron.apply_lora, float32, B not zero; _dora: DoRA. plain: an "
+    "A and a B of bfloat16 beside each layer, by torch, with messages of their own. Contenders run in turn inside "
+    "one loop, random order each round, the GPUs of all processes aligned before each run, CUDA events, medians, "
+    "ratios within a round. messages: collectives of a forward and backward by this process, and sent: their bytes "
+    "where messages go round in a ring. Figures are process 0's.",
+    ["frozen", "packlora", "packlora_dora", "plain"], by_case=True, where="either",
+)  # fmt: skip

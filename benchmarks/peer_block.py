@@ -1,7 +1,7 @@
-"""`python -m benchmarks peers`: the linear layers of a decoder layer by packlora, PEFT, Unsloth, Axolotl and LoRAFusion.
+"""`peers`: the linear layers of a decoder layer by packlora, PEFT, Unsloth, Axolotl and LoRAFusion.
 
-    python -m benchmarks peers --out peers-h200.json                                      # or --parts lora, dropout, dora
-    python -m benchmarks peers --out peers.json --only T8192,p0,axolotl,peft_compiled     # words of cases, contenders
+    python -m benchmarks peers --out peers-h200.json
+    python -m benchmarks peers --only T8192,p0,axolotl,peft_compiled --out peers.json     # words of cases, contenders
 
 Other projects' kernels are fetched when they are first measured (peers/sources.py), peers/kernels.py puts them on PEFT's model.
 Every way's results are compared with PEFT's in float32 before it is timed.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,35 +19,31 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from benchmarks.layer import show
-from benchmarks.model import LLAMA_8B, TARGETS
-from benchmarks.modes import forget
-from benchmarks.options import PARTS, Options, Outcome, choose
+from benchmarks.contenders import forget
+from benchmarks.harness import Benchmark, Case, Options, Row, case, timed
 from benchmarks.peers.kernels import BLOCK_PEERS, use_peer
 from benchmarks.peers.sources import SOURCES, fetched
-from benchmarks.results import text_table
+from benchmarks.shapes import SHAPES, TARGETS
 from packlora.live.accelerate import accelerate
-from packlora.plans.timing import Contender, Work, paired
+from packlora.plans.timing import Contender, Work
 
 RANK, ALPHA = 16, 32
-CONTENDERS = ["frozen", "packlora", "packlora_recompute", "peft_bf16", "peft_compiled", *BLOCK_PEERS]
 WITHOUT_DORA, WITHOUT_DROPOUT = ("unsloth", "lorafusion", "lorafusion_tma"), ("unsloth",)
 """Projects that leave such layers to PEFT's forward, so that their kernels would not be measured."""
 TIMES_PEFT, LEAST = 3.0, 1e-5
 """A result is wrong, not rounded, where it is so many times as far from PEFT in float32 as PEFT in the same dtype is, and more
 than LEAST."""
-PROTOCOL = (
-    "q, k, v, o, gate, up and down of a decoder layer of Llama-3.1-8B's shape, random weights, {dtype}: q, k, v on one "
-    "input, o on another, gate, up and down with SwiGLU ({swiglu} for all but Unsloth and Axolotl, which have their own, "
-    "and PEFT compiled) on a third; T tokens each, forward and backward from random upstream gradients. frozen: no adapter,"
-    " forward and gradients of inputs. LoRA or DoRA r {rank}, alpha {alpha}, adapters in the weights' dtype, B not zero; p:"
-    " dropout. packlora: packlora.accelerate on the PEFT model (_recompute: with recompute=True); peft_compiled: "
-    "torch.compile; {peers}. Kernels of other projects are their own files at these commits; lorafusion is without TMA, "
-    "lorafusion_tma with its TMA forward through Triton's present descriptors. Contenders run in turn inside one loop, "
-    "random order each round, L2 flushed, inputs restored before each run; medians, ratios within a round. ahead_: the GPU "
-    "alone, wall_: each run waited for. error: largest relative Frobenius distance of outputs and gradients to PEFT in "
-    "float32, without dropout."
-)
+
+
+def cases(options: Options) -> list[Case]:
+    """The most telling ones first."""
+    settings = [(T, dropout, False) for dropout in (0.0, 0.1) for T in (8192, 2048)] + [(8192, 0.0, True)]
+    if options.tiny:
+        settings = [(32, 0.0, False)]
+    return [
+        case(f"block T{T} p{dropout:g} {'dora' if dora else 'lora'}", T=T, dropout=dropout, dora=dora, r=RANK)
+        for T, dropout, dora in (settings[:1] if options.quick else settings)
+    ]
 
 
 # --- the block ---------------------------------------------------------------------------------------------------------
@@ -87,7 +82,7 @@ def plain_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def liger_swiglu(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Where it is installed and has a GPU."""
+    """Liger's product; None where it is not installed or has no GPU."""
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return None
     apply: Any = importlib.import_module("liger_kernel.ops").LigerSiLUMulFunction.apply
@@ -112,44 +107,14 @@ class Block(nn.Module):
         return (*self.attention(a), self.out(b), self.mlp(c))
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    T: int
-    dropout: float
-    dora: bool
-
-    @property
-    def part(self) -> str:
-        return "dora" if self.dora else "dropout" if self.dropout else "lora"
-
-    @property
-    def label(self) -> str:
-        return f"block T{self.T} p{self.dropout:g} {'dora' if self.dora else 'lora'}"
-
-
-def cases(options: Options) -> list[Case]:
-    """The most telling ones first; toys on a CPU."""
-    own = [Case(T, dropout, False) for dropout in (0.0, 0.1) for T in (8192, 2048)] + [Case(8192, 0.0, True)]
-    if options.tiny:
-        own = [Case(32, 0.0, False), Case(32, 0.1, False), Case(32, 0.0, True)]
-    elif options.quick:
-        own = own[:1]
-    return [case for case in own if options.wants(case.part)]
-
-
-def part_of(row: dict[str, Any]) -> str:
-    part: str = row["part"]
-    return part
-
-
 class Data:
     """Weights and adapters of the block; inputs and upstream gradients of a case."""
 
     def __init__(self, device: torch.device) -> None:
         gpu = device.type == "cuda"
         self.device, self.dtype = device, torch.bfloat16 if gpu else torch.float32
-        hidden = LLAMA_8B["hidden_size"] if gpu else 256
-        narrow, inner = (hidden // 4, LLAMA_8B["intermediate_size"]) if gpu else (256, 512)
+        hidden = SHAPES["Llama-3.1-8B"]["hidden_size"] if gpu else 256
+        narrow, inner = (hidden // 4, SHAPES["Llama-3.1-8B"]["intermediate_size"]) if gpu else (256, 512)
         widths = dict(zip(TARGETS, (hidden, narrow, narrow, hidden, inner, inner, hidden), strict=True))
         self.generator = torch.Generator(device).manual_seed(0)
         self.weights, self.A, self.B = {}, {}, {}
@@ -191,7 +156,7 @@ def peft_block(
 
 
 def built(name: str, data: Data, case: Case, dropout: float) -> tuple[Any, list[nn.Parameter], str]:
-    """What to call, what it trains, and a note.
+    """Make a contender: the module to call, the parameters that it trains, and a note.
 
     Raises:
         AssertionError: packlora left a module to PEFT.
@@ -283,73 +248,52 @@ def work(
     return Work(step, clear, note)
 
 
-def taking_part(case: Case, names: Sequence[str]) -> list[str]:
-    """Without those that would leave the case to PEFT's forward."""
-    without = {*(WITHOUT_DORA if case.dora else ()), *(WITHOUT_DROPOUT if case.dropout else ())}
+def taking_part(one: Case, names: Sequence[str]) -> list[str]:
+    """Leave out contenders that would leave the case to PEFT's forward."""
+    without = {*(WITHOUT_DORA if one.dora else ()), *(WITHOUT_DROPOUT if one.dropout else ())}
     return [name for name in names if name not in without]
 
 
-def run(options: Options) -> Outcome:
-    """Measure; prints a line per case.
-
-    Raises:
-        InputError: the sources of a project are not here and cannot be fetched.
-    """
-    names, chosen = choose(options.only, CONTENDERS, [], cases(options))
+def measure(one: Case, names: list[str], options: Options) -> Row:
+    """Raises InputError where the sources of a project are not here and cannot be fetched."""
     if options.tiny:
         names = [name for name in names if not name.startswith(("lorafusion", "unsloth"))]  # their kernels need a GPU
     for name in SOURCES:
         if any(contender.startswith(name) for contender in names):
             fetched(name)
-    data, rows = Data(options.device), list(options.kept)
-    for case in options.each(chosen, rows):
-        right, errors, tokens = Right(data, case), dict[str, float](), data.tokens(case.T)
-        contenders = [
-            Contender(name, partial(work, name, data, case, tokens, right, errors)) for name in taking_part(case, names)
-        ]
-        timings = paired(contenders, options.device, seconds=2.0, rounds=(9, 60), ahead=True, wall=True)
-        row = {
-            "part": case.part,
-            "case": case.label,
-            "T": case.T,
-            "dropout": case.dropout,
-            "dora": case.dora,
-            "r": RANK,
-        }
-        rows.append({**row, **timings.row(), "error": errors})
-        show(rows[-1], options.device)
-        del contenders, timings
-        forget(options.device)
-    rows.sort(key=lambda row: PARTS["peers"].index(part_of(row)))
-    protocol = PROTOCOL.format(
-        dtype=str(data.dtype).removeprefix("torch."), rank=RANK, alpha=ALPHA,
-        swiglu="torch's" if liger_swiglu(options.device) is None else "liger's",
-        peers=", ".join(f"{name} {source.commit[:7]}" for name, source in SOURCES.items()),
-    )  # fmt: skip
-    return Outcome(protocol, rows, options.keys(summary(rows), by_case=True), table(rows))
+    data: Data = options.shared("block", lambda: Data(options.device))
+    right, errors, tokens = Right(data, one), dict[str, float](), data.tokens(one.T)
+    contenders = [
+        Contender(name, partial(work, name, data, one, tokens, right, errors)) for name in taking_part(one, names)
+    ]
+    row = timed(contenders, options, seconds=2.0, rounds=(9, 60), ahead=True, wall=True)
+    del contenders
+    forget(options.device)
+    return row | {"error": errors}
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By case: every contender's time over frozen, of the GPU alone where that was measured, and on the wall."""
-    out: dict[str, Any] = {}
+def summary(rows: Sequence[Row]) -> Row:
+    """Figures by case: every contender's time over frozen, of the GPU alone where that was measured, and on the wall."""
+    out: Row = {}
     for row in rows:
         key = row["case"].replace("block ", "").replace(" ", "_")
         for kind, name in (("ahead_over_frozen", "gpu"), ("wall_over_frozen", "wall")):
-            for contender in CONTENDERS[1:]:
-                if contender in row.get(kind, {}):
-                    out[f"{contender}_{key}_over_frozen_{name}"] = row[kind][contender]
+            out |= {f"{contender}_{key}_over_frozen_{name}": ratio for contender, ratio in row.get(kind, {}).items()}
     return out
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Case, contender, ms, over frozen, of the GPU alone, on the wall, MiB beside what is resident, error."""
-    cells = []
-    for row in rows:
-        for name, ms in row["ms"].items():
-            ratios = [row.get(kind, {}).get(name) for kind in ("over_frozen", "ahead_over_frozen", "wall_over_frozen")]
-            peak, error = row["peak_mib"].get(name), row["error"].get(name)
-            cells.append([
-                row["case"], name, f"{ms:.3f}", *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
-                "" if peak is None else f"{peak:.0f}", "" if error is None else f"{error:.1e}",
-            ])  # fmt: skip
-    return text_table(["case", "contender", "ms", "/frozen", "GPU", "wall", "MiB", "error"], cells)
+PEERS = Benchmark(
+    cases, measure, summary,
+    "q, k, v, o, gate, up and down of a decoder layer of Llama-3.1-8B's shape, random bfloat16 weights: q, k, v on "
+    "one input, o on another, gate, up and down with SwiGLU (liger's where it is installed, else torch's, for all "
+    "but Unsloth and Axolotl, which have their own, and PEFT compiled) on a third; T tokens each, forward and "
+    "backward from random upstream gradients. frozen: no adapter, forward and gradients of inputs. LoRA or DoRA r "
+    f"{RANK}, alpha {ALPHA}, adapters in the weights' dtype, B not zero; p: dropout. packlora: packlora.accelerate "
+    "on the PEFT model (_recompute: with recompute=True); peft_compiled: torch.compile; "
+    f"{', '.join(f'{name} {source.commit[:7]}' for name, source in SOURCES.items())}. Kernels of other projects are "
+    "their own files at these commits; lorafusion is without TMA, lorafusion_tma with its TMA forward through "
+    "Triton's present descriptors. Contenders run in turn inside one loop, random order each round, L2 flushed, "
+    "inputs restored before each run; medians, ratios within a round. ahead_: the GPU alone, wall_: each run waited "
+    "for. error: largest relative Frobenius distance of outputs and gradients to PEFT in float32, without dropout.",
+    ["frozen", "packlora", "packlora_recompute", "peft_bf16", "peft_compiled", *BLOCK_PEERS], by_case=True,
+)  # fmt: skip

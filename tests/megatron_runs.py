@@ -1046,7 +1046,7 @@ def documented(rank: int, folder: str, page: str) -> dict[str, Any]:
 def sent(rank: int) -> dict[str, tuple[list[str], float, list[str], float]]:
     """Collectives and bytes of a forward and backward of a frozen model, and of one with LoRA, DoRA and dropout."""
     from benchmarks.megatron import by_name
-    from benchmarks.messages import counted
+    from benchmarks.processes import counted
 
     found = {}
     for layout in DENSE:
@@ -1082,14 +1082,14 @@ def divided(rank: int) -> tuple[int, float, int, float]:
 
 
 def benched(rank: int, out: Path) -> int:
-    from benchmarks.run import run_bench
+    from benchmarks.__main__ import main
 
     with megatron():
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
         try:
-            return run_bench("megatron", out, quick=True, device="cpu")
+            return main(["megatron", "--quick", "--device", "cpu", "--out", str(out)])
         finally:
             parallel_state.initialize_model_parallel()
 

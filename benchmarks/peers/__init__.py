@@ -1,1 +1,1 @@
-"""What packlora is compared with: PEFT's layers and batches, and the formulas of Scaling-DoRA."""
+"""Peers of packlora: kernels of other projects, the formulas of Scaling-DoRA, plain PyTorch operations."""

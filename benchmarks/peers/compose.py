@@ -3,9 +3,8 @@
     delta = (g - 1) base + g (s lora)          base = x W', lora = S B', g = m / |W + s B A|; the layer gives base + delta
 
 The paper composes two finished products in a pass of its own; this package's layers scale inside the product that ends them,
-y = g (base + s S B'), and never hold lora or delta. Here are the paper's form, so that both can be measured side by side, and
-the form that it warns of. Tier "eager" is made of torch's operations, "kernel" of one Triton kernel each way. The product
-of s comes first, then that of g, then the base is added, as the paper asks.
+y = g (base + s S B'), and never hold lora or delta. Tier "eager" is made of torch's operations, "kernel" of one Triton kernel
+each way. The product of s comes first, then that of g, then the base is added, as the paper asks.
 
 Shapes: M tokens, N outputs; base, lora, d [M, N], g [N].
 """
@@ -56,11 +55,6 @@ def compose(
     return out
 
 
-def compose_naive(base_MN: torch.Tensor, lora_MN: torch.Tensor, g_N: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The same by g (s lora + base) - base: near g = 1 two large numbers cancel, and what is left is their rounding."""
-    return (g_N * (lora_MN * scaling + base_MN) - base_MN).to(base_MN.dtype)
-
-
 class _Compose(torch.autograd.Function):
     """Saved are the two products, no third tensor of their size."""
 
@@ -84,47 +78,3 @@ class _Compose(torch.autograd.Function):
             gradients[0].contiguous(), base_MN, lora_MN, g_N, ctx.scaling, ctx.needs_input_grad[2]
         )
         return d_base, d_lora, None if d_g is None else d_g.to(g_N.dtype), None
-
-
-# --- how exact near g = 1 ----------------------------------------------------------------------------------------------
-
-
-def near_unity_errors(
-    dtype: torch.dtype, spread: float, size: tuple[int, int] = (2048, 8192), device: torch.device | None = None
-) -> dict[str, dict[str, float]]:
-    """Largest errors of a layer's output, and of the delta where there is one, for g = 1 + spread * normal noise.
-
-    Base, lora and g are random; the oracle is the same formula in float64 on the very same rounded operands, with the
-    float32 g. Forms:
-
-        naive        g (s lora + base) - base, in dtype, g rounded to it
-        rounded_g    (g - 1) base + g (s lora), in dtype, g rounded to it: what the paper's code runs
-        stable       the same with g and arithmetic in float32, delta rounded once
-        direct       y = g (base + s lora) in float32, rounded once: this package's layers; no delta exists
-
-    Args:
-        dtype: bfloat16 or float16.
-        size: M, N.
-
-    Returns:
-        By form: output (of base + delta, rounded to dtype) and delta, absolute; base has unit variance.
-    """
-    base, lora = torch.randn(size, device=device).to(dtype), (torch.randn(size, device=device) * 0.01).to(dtype)
-    g, scaling = 1.0 + spread * torch.randn(size[1], device=device), 2.0
-    exact = g.double() * (base.double() + scaling * lora.double())
-    narrow = g.to(dtype)
-    deltas = {
-        "naive": compose_naive(base, lora, narrow, scaling),
-        "rounded_g": compose(base, lora, narrow, scaling),
-        "stable": compose(base, lora, g, scaling),
-    }
-    out = {
-        form: {
-            "output": float((base + delta).double().sub_(exact).abs_().max()),
-            "delta": float(delta.double().sub_(exact - base.double()).abs_().max()),
-        }
-        for form, delta in deltas.items()
-    }
-    direct = (g * (base.float() + scaling * lora.float())).to(dtype)
-    out["direct"] = {"output": float(direct.double().sub_(exact).abs_().max())}
-    return out

@@ -19,7 +19,7 @@ bring 16 KiB of loads each, four programs backward (128 registers) 24 KiB each."
 LONGEST_STRIP = 64
 """Rows of a program at most in the backward: its partial sums are then under 1 % of what it reads and writes."""
 PROGRAMS = 1024
-"""That a backward should have at least, before strips get longer: seven for each multiprocessor of an H200."""
+"""Programs that a backward should have at least, before strips get longer: seven for each multiprocessor of an H200."""
 
 
 @triton.jit

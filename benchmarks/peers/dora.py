@@ -1,4 +1,4 @@
-"""What DoRA is measured against besides a whole PEFT layer: the three ways to the row norm, and the paper's layer.
+"""Peers of DoRA besides a whole PEFT layer: the three ways to the row norm, and the paper's layer.
 
 identity_norm is PEFT's own code. factored_norm and PaperLayer are this project's own code of the formulas of Scaling-DoRA
 (arXiv 2603.22276): float32 copies of W in chunks, the norm computed in every forward, base and low-rank product finished and

@@ -38,7 +38,7 @@ def forward(layer: AdaptedLinear, x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Here the model's adapted layers run `forward`."""
+    """Let the model's adapted layers run `forward` meanwhile."""
     layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     for layer in layers:
         layer.forward = partial(forward, layer)  # type: ignore[method-assign]

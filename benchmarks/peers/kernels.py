@@ -127,7 +127,7 @@ def _swiglu_backward(d: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
 
 
 class _Silent:
-    """In the place of loguru's logger."""
+    """Stand-in for loguru's logger."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None

@@ -16,7 +16,7 @@ from packlora.errors import InputError
 from packlora.plans.identity import cache_root
 
 TIMEOUT_S = 600
-"""Of one call of git."""
+"""Limit of one call of git."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ SOURCES = {
 
 
 def folder_of(name: str) -> Path:
-    """Where the source of a project lies once it is fetched."""
+    """Folder of a project's source once it is fetched."""
     return cache_root() / "peers" / f"{name}-{SOURCES[name].commit[:12]}"
 
 

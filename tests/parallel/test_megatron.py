@@ -46,7 +46,7 @@ from megatron_runs import (
     worst,
 )  # fmt: skip
 
-from benchmarks.run import run_bench
+from benchmarks.__main__ import main
 from packlora.config import AdapterConfig
 from packlora.errors import InputError
 from packlora.megatron.targets import config_of
@@ -295,7 +295,7 @@ def test_the_benchmark_writes_what_it_measures(ranks: Pool, tmp_path: Path) -> N
     """On one process, as on one GPU, and on two, plain and with sequence parallelism; adapters send what frozen layers do."""
     out = tmp_path / "megatron.json"
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
-        assert run_bench("megatron", out, quick=True, device="cpu") == 0
+        assert main(["megatron", "--quick", "--device", "cpu", "--out", str(out)]) == 0
     assert ranks(2).run(benched, tmp_path / "two.json") == [0, 0]
     written = [json.loads(file.read_text()) for file in (out, tmp_path / "two.json")]
     assert [row["case"] for file in written for row in file["rows"]] == [

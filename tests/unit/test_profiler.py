@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from benchmarks.studies.short_jobs import JOBS, Lengths, make_samples, prepared_on, trainer_of
+from benchmarks.training import JOBS, Lengths, make_samples, prepared_on, trainer_of
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
 from packlora.config import Run

@@ -1,6 +1,6 @@
-"""Processes of the anchors: the base model on disk, and the Hugging Face Trainer with PEFT, plain or accelerated.
+"""Processes of commands.py: the base model on disk, and the Hugging Face Trainer with PEFT, plain or accelerated.
 
-`python -m benchmarks.anchor_trainer FOLDER base|trainer_peft|accelerate`; `anchors.py` writes the folder and reads the
+`python -m benchmarks.trainer FOLDER base|trainer_peft|accelerate`; `commands.py` writes the folder and reads the
 last line that is printed: {"ends": seconds at which optimizer steps ended, "gib": peak of memory}.
 """
 
@@ -99,6 +99,7 @@ def main() -> None:
     case = json.loads((folder / "case.json").read_text())
     if what == "base":
         write_base(folder, case)
+        print("{}")
     else:
         print(json.dumps(train(folder, case, what == "accelerate")))
 

@@ -1,1 +1,0 @@
-"""Benchmarks that answer one question each, with options of their own. They write to benchmarks/results."""

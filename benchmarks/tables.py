@@ -1,0 +1,259 @@
+"""The tables of README.md and pages of docs, written from the files in benchmarks/results: no figure without its source.
+
+A comment before a table says what its rows are; its head is written by hand:
+
+    <!-- table
+    layer-h200 main=true T=8192: {K} x {N} | {ms[frozen]:.3f} | {over_frozen[packlora]:.2f}
+    layer-h200 summary: geometric mean | | {over_frozen_T8192_geomean:.2f}
+    -->
+
+Each line names a file, a view of it (its rows, unless another one is named) and what the rows must have, then the cells. A
+sentence with figures is written by hand too, with a comment in its paragraph that says which figures it must have:
+
+    <!-- check quantised-h200 summary: {one_job_vs_peft_bnb:.2f}x -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import MODES
+from benchmarks.harness import Row
+from benchmarks.small import OWN, PEER, against_peft, best_mode, wall
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/benchmarks.md", "docs/megatron.md")
+TABLE = re.compile(r"(<!-- table\n((?:.+\n)+?)-->\n\n\|.*\n\|[-|]+\|\n)(?:\|.*\n)*")
+CHECK = re.compile(r"<!-- check (\S+)([^:]*): (.*?) -->")
+LINK = re.compile(
+    r"(\[([\w-]+)\.json\]\(\.\./benchmarks/results/\2\.json\))(?:, commits? [0-9a-f]{7}(?:, [0-9a-f]{7})*, \d{4}-\d\d-\d\d)?"
+)
+TITLES = {
+    "frozen": "frozen", "packlora": "packlora", "packlora_recompute": "packlora, recompute=True, keep_outputs=True",
+    "packlora_stepped": "packlora, norms in every pass", "peft_bf16": "PEFT", "peft_fp32_autocast": "PEFT, fp32 adapters",
+    "peft_bnb": "PEFT with bitsandbytes", "sequential": "packlora, one job after the other", "peft_packed": "PEFT, packed",
+    "peft_rows": "PEFT, rows cut without regard to samples", "peft_packed_liger": "PEFT, packed, liger-kernel",
+    "peft_rows_liger": "PEFT, rows, liger-kernel", "peft_compiled": "PEFT, compiled, one shape",
+    "no_flush": "of all jobs, without a flush", "fixed_samples": "of all jobs, of a fixed number of samples",
+    "one_job": "of one job after the other, with a flush", "one_job_fixed": "the same, of a fixed number of samples",
+    "eager_no_flush": "of all jobs, without a flush, LoRA in plain operations",
+    "eager_fixed_samples": "the same, of a fixed number of samples",
+    "eager_one_job_fixed": "the same, of one job after the other, with a flush",
+    "fsdp2": "of one job after the other, on a sharded base",
+}  # fmt: skip
+"""Contenders and ways in words."""
+
+
+def results(name: str) -> Row:
+    """A results file. Raises ValueError for a part of a benchmark, which is not for pages."""
+    file: Row = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    if any(key.startswith("part_") for key in file["summary"]):
+        raise ValueError(f"{name}.json holds a part of the benchmark")
+    return file
+
+
+# --- views -------------------------------------------------------------------------------------------------------------
+
+
+def by_contender(file: Row) -> list[Row]:
+    """A row for each contender of a case that was timed: title, own_ms, over, own_gib."""
+    return [
+        row | {"title": TITLES[name], "own_ms": ms, "over": row["over_frozen"].get(name, 1.0), "own_gib": row["gib"][name]}
+        for row in file["rows"]
+        for name, ms in row["ms"].items()
+        if name in TITLES and "gib" in row
+    ]  # fmt: skip
+
+
+def by_case(file: Row) -> list[Row]:
+    """Anchors: a row for each case, with a cell for each contender."""
+    out: dict[str, Row] = {}
+    for row in file["rows"]:
+        own = out.setdefault(row["case"].split()[0], {"of": row["case"].split()[0]})
+        rate = row["tokens_per_s"]
+        own[row["contender"]] = row["error"] if rate is None else f"{rate:,.0f} ({row['gib']:.0f} GiB)"
+        own["others"] = ", ".join(f"{who} {figure:,}" for who, figure in row["published"].items()) or "-"
+    return list(out.values())
+
+
+def by_way(file: Row) -> list[Row]:
+    """A row for each way to train: rate, with_start, start and own, packlora's rate over it."""
+    return [
+        row | {"title": TITLES[way], "rate": rate, "with_start": row["with_start_tokens_per_s"][way],
+               "start": row["start_s"][way], "own": "" if way == OWN else f"{row['tokens_per_s'][OWN] / rate:.2f}x"}
+        for row in file["rows"] if isinstance(row.get("tokens_per_s"), dict)
+        for way, rate in row["tokens_per_s"].items() if way in TITLES
+    ]  # fmt: skip
+
+
+def by_mode(file: Row) -> list[Row]:
+    """Models of `small`: times of each contender in every mode, and PEFT's best over packlora's best."""
+    out = []
+    rows = [row for row in file["rows"] if row["part"] == "models"]
+    for of in dict.fromkeys(row["of"] for row in rows):
+        times = {row["mode"]: wall(row) for row in rows if row["of"] == of}
+        own: Row = {"of": of.removeprefix("model ").replace("_", " "), "best": against_peft(rows, of)}
+        for name in ("frozen", OWN, PEER):
+            own[name] = " / ".join(f"{times[mode][name]:.1f}" if name in times.get(mode, {}) else "-" for mode in MODES)
+        out.append(own)
+    return out
+
+
+def behind(file: Row) -> list[Row]:
+    """Single layers of `small` that PEFT computes faster on the wall, each side in its best mode, the worst first."""
+    rows = [row for row in file["rows"] if row["part"] == "layers"]
+    ratios = {of: against_peft(rows, of) for of in dict.fromkeys(row["of"] for row in rows)}
+    found = sorted((ratio, of) for of, ratio in ratios.items() if ratio is not None and ratio < 1)
+    return [
+        {
+            "of": of, "ratio": ratio, "ours": best_mode(rows, of, OWN), "theirs": best_mode(rows, of, PEER),
+            "count": len(found), "all": len(ratios),
+        }
+        for ratio, of in found
+    ]  # fmt: skip
+
+
+def worst(file: Row) -> list[Row]:
+    """Layers of `layer` in which PEFT's fastest way is ahead, the worst first."""
+    ratios = {row["case"]: min(row["vs_peft"]["packlora"].values()) for row in file["rows"]}
+    found = sorted((ratio, of) for of, ratio in ratios.items() if ratio < 1)
+    return [{"of": of, "ratio": ratio, "count": len(found), "all": len(ratios)} for ratio, of in found]
+
+
+def transposed(file: Row) -> list[Row]:
+    """`peers`: a row for each contender, with its ratios of the GPU alone / on the wall in every case."""
+    out = []
+    for name in dict.fromkeys(name for row in file["rows"] for name in row["over_frozen"]):
+        cells = [
+            [row.get(kind, {}).get(name) for kind in ("ahead_over_frozen", "wall_over_frozen")] for row in file["rows"]
+        ]
+        out.append(
+            {
+                "name": name,
+                "cells": ["-" if None in both else " / ".join(f"{one:.2f}" for one in both) for both in cells],
+            }
+        )
+    return out
+
+
+def wire(file: Row) -> list[Row]:
+    """`tensor-parallel`: what a step sends beside the frozen layers."""
+    out = []
+    for row in file["rows"]:
+        sent, stepped = (row["messages"].get(name) for name in ("frozen", "packlora_stepped"))
+        more = (
+            {"more": stepped["collectives"] - sent["collectives"], "wire": stepped["sent"] / sent["sent"]}
+            if sent and stepped
+            else {}
+        )
+        out.append(row | more | {"sp": "yes" if row["sequence"] else "no"})
+    return out
+
+
+def stages(file: Row) -> list[Row]:
+    """`pipeline`: medians over units by number of processes and way."""
+    out = []
+    for size in sorted({row["processes"] for row in file["rows"]}):
+        for way in TITLES:
+            own = [row[way] for row in file["rows"] if row["processes"] == size and way in row and "s" in row[way]]
+            if own:
+                bubbles = [one["bubble"] for one in own if "bubble" in one]
+                out.append({
+                    "processes": size, "title": TITLES[way], "s": statistics.median(one["s"] for one in own),
+                    "rate": statistics.median(one["tokens"] / one["s"] for one in own),
+                    "bubble": f"{statistics.median(bubbles):.1%}" if bubbles else "",
+                })  # fmt: skip
+    return out
+
+
+def cosines(file: Row) -> list[Row]:
+    """`dora-fidelity`: how far each cosine is from 1, in the mean and for the worst token."""
+    pairs = ("packlora_exact", "peft_exact", "base_exact")
+    return [
+        {"case": row["case"], **{pair: f"{1 - row[pair]['mean']:.1e} ({1 - row[pair]['min']:.1e})" for pair in pairs}}
+        for row in file["rows"]
+    ]
+
+
+VIEWS: dict[str, Callable[[Row], list[Row]]] = {
+    "rows": lambda file: file["rows"],
+    "summary": lambda file: [file["summary"]],
+    **{one.__name__: one for one in (
+        by_contender, by_case, by_way, by_mode, behind, worst, transposed, wire, stages, cosines,
+    )},
+}  # fmt: skip
+
+
+# --- pages -------------------------------------------------------------------------------------------------------------
+
+
+def lines_of(spec: str) -> list[list[str]]:
+    """Cells of the rows that a line of a comment stands for."""
+    head, _, template = spec.partition(": ")
+    name, *words = head.split()
+    view = words.pop(0) if words and "=" not in words[0] else "rows"
+    wanted = dict(word.split("=", 1) for word in words)
+    rows = [row for row in VIEWS[view](results(name)) if all(_holds(row, key, value) for key, value in wanted.items())]
+    if not rows:
+        raise ValueError(f"no row of {name}.json is meant by {spec!r}")
+    return [[cell(one.strip(), row) for one in template.split("|")] for row in rows]
+
+
+def _holds(row: Row, key: str, value: str) -> bool:
+    """Return whether a row has `key=value`, or for `key!=value` another one; spaces are written as underscores."""
+    own = str(row.get(key.rstrip("!"), False)).lower().replace(" ", "_")
+    return (own == value.lower()) != key.endswith("!")
+
+
+def cell(template: str, row: Row) -> str:
+    """A cell's text; {a/b} is a quotient. `failed` or a dash where there is no figure."""
+    try:
+        quotient = lambda match: format(row[match[1]] / row[match[2]], match[3])  # noqa: E731
+        return re.sub(r"\{(\w+)/(\w+):([^}]*)\}", quotient, template).format_map(row)
+    except (KeyError, TypeError):
+        named = re.search(r"\[([\w-]+)\]", template)
+        return "failed" if named and named[1] in row.get("failed", {}) else "-"
+
+
+def _table(match: re.Match[str]) -> str:
+    rows = [cells for spec in match[2].splitlines() for cells in lines_of(spec)]
+    return match[1] + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _dated(match: re.Match[str]) -> str:
+    """Put commits and day behind a link to results, for the code may have changed since."""
+    file = results(match[2])
+    made: list[Any] = [file, *(row.get("measured") for row in file["rows"])]
+    commits = dict.fromkeys(one["commit"][:7] for one in made if isinstance(one, dict) and "commit" in one)
+    return f"{match[1]}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {file['date'][:10]}"
+
+
+def filled(page: str) -> str:
+    """A page with its tables and the dates of its links brought up to date."""
+    return LINK.sub(_dated, TABLE.sub(_table, page))
+
+
+def missing(page: str) -> list[str]:
+    """Figures that sentences should have, and have not."""
+    out = []
+    for paragraph in page.split("\n\n"):
+        text = CHECK.sub("", paragraph)
+        for match in CHECK.finditer(paragraph):
+            first = lines_of(f"{match[1]}{match[2]}: {match[3].replace(' ', '|')}")[0]
+            out += [
+                f"{match[0]}: {figure}"
+                for figure in first
+                if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", text)
+            ]
+    return out
+
+
+def write() -> None:
+    """Write the pages again."""
+    for path in (ROOT / page for page in PAGES):
+        path.write_text(filled(path.read_text()))
