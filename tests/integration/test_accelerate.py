@@ -866,7 +866,7 @@ def test_an_adapter_added_through_transformers_without_a_peft_model() -> None:
 # --- torch.compile -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("p", [pytest.param(0.0, marks=pytest.mark.soak), 0.3])
 def test_compiled_without_a_graph_break_it_gives_the_same(p: float) -> None:
     model = lora("qwen2", depth=1, lora_dropout=p, bias="all")
     want = outcome(copy.deepcopy(model))

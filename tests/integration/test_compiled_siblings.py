@@ -115,6 +115,7 @@ EVALUATED = [kind for kind in KINDS[: len(BETWEEN)] if kind[0] not in TRAINS or 
 """The outputs of the others are those of the next test, too."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("between", "dora"), KINDS if SOAK else EVALUATED)
 def test_outputs_are_peft_s_whatever_happens_between_two_siblings(between: str, dora: bool) -> None:
     dtype = torch.float32 if between == "autocast" else torch.float64  # float64 is not cast

@@ -74,7 +74,9 @@ def test_one_job_owns_the_tokens_of_nobody_and_trains_as_without_them(
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("jobs", [("lora", "some modules"), ("lora",)], ids=["two jobs", "one job"])
+@pytest.mark.parametrize(
+    "jobs", [pytest.param(("lora", "some modules"), marks=pytest.mark.soak), ("lora",)], ids=["two jobs", "one job"]
+)
 def test_a_rehearsal_in_which_no_kernel_writes_anything_leaves_nothing_behind(
     jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +111,11 @@ def wanted(jobs: tuple[str, ...]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("owner", "name", "at"),
-    [(Prepared, "_make_room", 2), (torch, "_foreach_copy_", 1), (SegmentTables, "write", 1), (torch.nn.functional, "silu", 1)],
+    [
+        (Prepared, "_make_room", 2), (torch.nn.functional, "silu", 1),
+        pytest.param(torch, "_foreach_copy_", 1, marks=pytest.mark.soak),
+        pytest.param(SegmentTables, "write", 1, marks=pytest.mark.soak),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_a_rehearsal_that_fails_as_the_microbatch_does_not_leaves_nothing_half_made(

@@ -105,6 +105,7 @@ def alone(name: str, extra: Mapping[str, Any], samples: list[torch.Tensor]) -> t
     return torch.cat([model_of(name, extra)(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("kind", ROPES)
 def test_one_long_sample_does_not_change_its_neighbours(kind: str, checkpointing: bool, tmp_path: Path) -> None:

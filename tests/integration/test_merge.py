@@ -36,6 +36,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 @pytest.mark.parametrize("kind", PEFT_KINDS)
 def test_a_base_in_several_files_is_merged_to_the_bit_like_one_in_a_single_file(

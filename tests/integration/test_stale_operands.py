@@ -95,6 +95,7 @@ def after_a_teacher(
     return {"logits": out.logits.detach(), **gradients(model)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("which", ["lora_", "base_layer", ""], ids=["adapter", "base", "all"])
 @pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS.keys())
 @pytest.mark.parametrize("kind", KINDS)
@@ -225,6 +226,7 @@ ORDERS: dict[str, list[Callable[[Any], dict[str, torch.Tensor]]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
 @pytest.mark.parametrize("kind", KINDS)
 def test_inference_mode_before_and_between_steps_is_as_in_peft(kind: str, order: list[Any]) -> None:

@@ -167,6 +167,7 @@ WRAPS: dict[str, dict[str, Wrap]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wraps", WRAPS.values(), ids=WRAPS.keys())
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: how.__name__)
 def test_gradients_are_those_of_the_forward_s_own_masks(how: Any, wraps: dict[str, Wrap]) -> None:

@@ -224,6 +224,7 @@ def some_case(kind: str, **kwargs: Any) -> GroupCase:
     return make_case(37, 33, sizes, with_bias=bool(SEED % 2), seed=SEED, **arguments)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", HOOKED, ids=lambda how: how.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_gradients_are_those_without_hooks(

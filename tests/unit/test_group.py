@@ -68,6 +68,7 @@ KERNELS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "plan", "dtype"),
     some(KERNELS, 3),

@@ -114,6 +114,7 @@ KINDS_TRIED = ("DoRA", "four adapters", "dropout", "DoRA, rank 40")
 """joint; several_grad and inputs; grad and narrow; both kinds of scales. All have down and up."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", range(MOST))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_every_candidate_is_as_exact_as_torch(number: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

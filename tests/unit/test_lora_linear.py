@@ -96,6 +96,7 @@ def test_products_equals_reference_in_float64(kinds: list[dict[str, Any]], with_
             )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kinds", CASES.values(), ids=CASES.keys())
 def test_products_is_as_exact_as_plain_torch_in_the_same_dtype(kinds: list[dict[str, Any]], dtype: torch.dtype) -> None:

@@ -251,6 +251,7 @@ SEEN_IN_THE_DATA = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("version_counted", "way"), [(False, "copies"), (False, "device"), (True, "copies")], indirect=["way"]
 )
@@ -265,6 +266,7 @@ def test_no_stale_norm_after_a_change_that_the_host_sees(change: str, version_co
     assert all(map(right, layers))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", SEEN_ON_THE_HOST)
 def test_windows_see_what_the_host_sees(change: str, way: str) -> None:
     norms = RowNorms()
@@ -278,6 +280,7 @@ def test_windows_see_what_the_host_sees(change: str, way: str) -> None:
             assert all(map(right, layers))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first", [1, 0])
 @pytest.mark.parametrize("change", SEEN_IN_THE_DATA)
 def test_no_stale_norm_after_a_change_that_only_the_data_show(change: str, first: int, way: str) -> None:

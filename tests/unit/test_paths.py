@@ -97,6 +97,7 @@ class Step:
         ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize("name", METHODS)
 def test_both_paths_give_the_same(name: str, kind: str) -> None:

@@ -92,6 +92,7 @@ def test_values_and_gradients_in_float64_are_those_of_the_reference(
         torch.testing.assert_close(got[name], want[name], rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (130, 1), (5, 7, 128), (7, 100), (5, 1024), (3, 3000), (2, 16384)])
 @pytest.mark.parametrize("kind", KINDS)

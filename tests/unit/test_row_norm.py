@@ -44,6 +44,7 @@ def draw(N: int, K: int, r: int, dtype: torch.dtype = torch.float16, low: float 
 SHAPES = [(1, 1, 1), (3, 5, 2), (70, 515, 24), (64, 128, 16), (129, 96, 33), (40, 2100, 7), (65, 40, 150), (5, 3, 140)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("N", "K", "r"), SHAPES)
 @pytest.mark.parametrize("low", [1e-3, 1.0])
 def test_as_exact_as_float32_at_any_shape(N: int, K: int, r: int, low: float, path: str) -> None:
@@ -270,6 +271,7 @@ def test_how_a_module_s_sums_are_cut_is_its_own_affair() -> None:
                 assert torch.equal(own[:, 1:], alone[name][:, 1:]), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("r", [65, 128, 150, 300])
 @pytest.mark.parametrize("a", ["float32", "float16"])
 def test_ranks_over_64_where_the_low_rank_part_is_nearly_all(r: int, a: str, path: str) -> None:
