@@ -70,7 +70,7 @@ class ScheduleConfig(Strict):
 
     method: Literal["auto", "greedy", "milp", "solo"] = "auto"
     """solo: jobs never share a microbatch. greedy: best fit. milp: integer programs. auto: these where greedy may be beaten."""
-    padding_multiple: Literal[1] = 1
+    padding_multiple: int = Field(1, ge=1, le=1)
     """Nothing is padded. The key is taken from older run files."""
     time_limit_s: float = Field(10, ge=1e-3, le=1e6)
     """Emergency stop of an integer program; it normally ends earlier, at a number of nodes."""

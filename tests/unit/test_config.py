@@ -219,7 +219,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
             "a sweep itself uses 'best' in output_dir",
         ),
         (tree(schedule={"method": "best"}), "schedule.method: input should be 'auto', 'greedy', 'milp' or 'solo'"),
-        (tree(schedule={"padding_multiple": 64}), "schedule.padding_multiple: input should be 1"),
+        (tree(schedule={"padding_multiple": 64}), "schedule.padding_multiple: input should be less than or equal to 1"),
         (tree(schedule={"time_limit_s": 0}), "schedule.time_limit_s: input should be greater than or equal to 0.001"),
         (tree(schedule={"time_limit_s": 1e-320}), "schedule.time_limit_s: input should be greater than or equal to"),
         (tree(parallel={"timeout_s": 1e-320}), "parallel.timeout_s: input should be greater than or equal to 1; found"),
