@@ -197,7 +197,7 @@ def _job_table(run: RunFiles) -> str:
         f"<section><h2>Jobs</h2><div class='scroll' tabindex='0'><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(_job_row(run, job) for job in run.jobs)}</tbody></table></div>"
         "<p class='caption'>Training loss: mean of the first and of the last quarter of the steps, at most ten. "
-        "Held-out loss: before and after training.</p></section>"
+        "Held-out loss: before training, where it was evaluated, and after.</p></section>"
     )
 
 
