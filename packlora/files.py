@@ -49,7 +49,8 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
         temporary.chmod(stat.S_IMODE(mode))
         sync(temporary)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong before is told
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)  # which the system does not say of a full disk
         raise

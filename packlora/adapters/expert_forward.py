@@ -28,7 +28,7 @@ def frozen_at(experts: Any, name: str) -> ExpertWeight:
 def sorted_outputs(
     experts: Any, x: torch.Tensor, product: Callable[[torch.Tensor, str, bool], torch.Tensor]
 ) -> torch.Tensor:
-    """What experts give, without the routers' weights, by sorted rows [S, D].
+    """Compute what experts give, without the routers' weights, by sorted rows [S, D].
 
     Args:
         x: hidden states [T, D].
@@ -63,7 +63,7 @@ def outputs(
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """Those rows of what a module of SCALED is given that a router sends to its experts, in the order of the experts.
+    """Rows of the input of a module of SCALED that a router sends to its experts, in the order of the experts.
 
     x: [S, D]. expert, token: of each, [S].
     """
@@ -80,6 +80,6 @@ class ScaledRows:
         return ScaledRows(x_ETD[expert, token], expert, token)
 
     def back(self, y_SD: torch.Tensor, like: torch.Tensor, experts: int) -> torch.Tensor:
-        """What experts give for these rows, and zeros for all others, [E T, D]. like: what the module was given."""
+        """Put what experts give for these rows in their places, zeros elsewhere, [E T, D]. like: what the module was given."""
         place = self.expert * (len(like) // experts) + self.token
         return y_SD.new_zeros(like.shape).index_copy(0, place, y_SD)

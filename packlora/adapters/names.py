@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from packlora.adapters import spec as one_class
 from packlora.adapters.kinds import PARAMETERS, PREFIX
-from packlora.adapters.spec import AdapterSpec, ModuleSpec, matches
+from packlora.adapters.spec import AdapterSpec, ModuleSpec
+from packlora.adapters.targets import matches
 from packlora.errors import InputError
 from packlora.ops.twin import Twin, twin_of
 

@@ -142,7 +142,7 @@ class AdapterWeights:
 
 
 def shapes_at(model: torch.nn.Module, path: str, spec: ModuleSpec) -> dict[str, tuple[int, ...]]:
-    """Of the trainable parameters of one adapter on what is at a path, by name; the model may be without weights."""
+    """Shapes of the trainable parameters of one adapter on what is at a path, by name; the model may be without weights."""
     owner, _, leaf = path.rpartition(".")
     if spec.kind not in PARAMETERS:
         return parameter_shapes(spec, model.get_submodule(path))

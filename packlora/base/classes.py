@@ -76,7 +76,7 @@ def without_weights(cls: Any, config: Any) -> PreTrainedModel:
 
 
 def twin_for(cls: Any, config: Any) -> Twin | None:
-    """What a model of the class that is trained, or of own_class, is put together with: the other of the two. None of most."""
+    """The other class of a base model, for one of the class that is trained or of own_class; None where there is one class."""
     own, trained = own_class(config), _trained_class(config)
     if own is None:
         return None

@@ -67,7 +67,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank, which is 16 where it is not given."""
 VLLM_RANK = 16
 VLLM_FUSED = ("gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe")
-"""By model_type, models of whose experts vLLM takes adapters as PEFT writes them, without a switch."""
+"""Values of model_type for which vLLM takes adapters of experts as PEFT writes them, without a switch."""
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """What a dtype loses of a tensor at most, as a share of it."""
 

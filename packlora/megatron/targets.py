@@ -14,7 +14,8 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from packlora.adapters.files import UNSUPPORTED
-from packlora.adapters.spec import AdapterSpec, ModuleSpec, check_layer_numbers, peft_config
+from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config
+from packlora.adapters.targets import check_layer_numbers
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted
 from packlora.megatron.layers import Found, check, config_in

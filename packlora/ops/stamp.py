@@ -21,7 +21,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def stamp(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Where its data lie, and its version; None where it counts no versions, as a tensor made in inference mode: what is made
+    """Address of its data, and its version; None where it counts no versions, as a tensor made in inference mode: what is made
     of it never stands."""
     return None if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
 

@@ -7,7 +7,7 @@ is as much larger as there are replicas, and run in waves: a part of each on eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from packlora.schedule.cost import CostModel
@@ -42,6 +42,11 @@ class Layout:
     shard: int = 1
     expert: int = 1
     exchange: bool = False
+
+    @staticmethod
+    def of_one_device(jobs: Iterable[str]) -> Layout:
+        """All jobs on one device, which holds the whole base model."""
+        return Layout((tuple(jobs),))
 
     @property
     def replicas(self) -> int:

@@ -58,8 +58,8 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class _Shown:
-    """What is shown of a job, from the events so far. recent: its last steps, each with the time it was told at. rate: tokens
-    per second over these steps."""
+    """State of a job that is shown, from the events so far. recent: its last steps, each with the time it was told at. rate:
+    tokens per second over these steps."""
 
     name: str
     status: str

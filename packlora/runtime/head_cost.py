@@ -1,4 +1,4 @@
-"""What the output layer and the loss cost beside a decoder layer, as it was measured: stages of a pipeline are cut by it.
+"""Measured cost of the output layer and the loss beside a decoder layer: stages of a pipeline are cut by it.
 
 Counted operations do not tell it: a vocabulary of an odd number of words, say, makes a product slow. `packlora tune` measures
 the two (tune/head.py), and what it finds is remembered by device:

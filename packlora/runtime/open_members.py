@@ -122,7 +122,9 @@ class OpenMembers(Members):
                 self.sweep.see(job)
             sweep = self.sweep
             if self.group.leads:
-                files.write("sweep.json", lambda: sweep.write(self.output_dir))
+                from packlora.report.sweep import FILE
+
+                files.write(FILE, lambda: sweep.write(self.output_dir))
         if self.group.leads:
             self.control.refuse_all("the run has ended")
 

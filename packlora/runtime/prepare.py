@@ -15,7 +15,8 @@ from packlora.adapters.continued import check_reference, check_start, continued_
 from packlora.adapters.expert_targets import divided_ranks
 from packlora.adapters.files import base_note, stored_keys
 from packlora.adapters.names import resolve
-from packlora.adapters.spec import AdapterSpec, peft_config, try_patterns
+from packlora.adapters.spec import AdapterSpec, peft_config
+from packlora.adapters.targets import try_patterns
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
 from packlora.base.held import check_held

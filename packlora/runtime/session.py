@@ -210,7 +210,7 @@ class Session:
     def _share_out(self, prepared: PreparedRun) -> PreparedRun:
         """Choose which process trains which jobs. Returns what this one trains."""
         run, mesh = self.run, self.mesh
-        self.layout, self.group = Layout((tuple(job.data.name for job in prepared.jobs),)), ALONE
+        self.layout, self.group = Layout.of_one_device(job.data.name for job in prepared.jobs), ALONE
         if isinstance(mesh, Mesh):
             from packlora.runtime.several import choose_layout, group_of
 

@@ -1,5 +1,5 @@
-"""What a run on several processes has besides: who trains what, which part of the model each loads, and how events reach the
-first one. A run on one process loads nothing of it.
+"""Additions of a run on several processes: the choice of who trains what, the part of the model that each loads, and the way of
+events to the first one. A run on one process loads nothing of it.
 """
 
 from __future__ import annotations

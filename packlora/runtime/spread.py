@@ -79,7 +79,7 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
             f"parallel.devices_per_job is {parallel.devices_per_job}, which does not divide {devices} devices"
         )
     if devices == 1:
-        return Choice(one_device(prepared), "there is one device")
+        return Choice(Layout.of_one_device(job.data.name for job in prepared.jobs), "there is one device")
     if len(found) == 1 and not sharded:
         return Choice(found[0], _as_asked(prepared))
     planned = [spread(prepared, own) for own in found]
@@ -197,10 +197,6 @@ def _choose_as_asked(predictions: list[Prediction], asked: int | str) -> Choice:
     if fewer:
         why += f"; with fewer devices per job it is more than {layouts.MOST_IDLE:.0%} ({', '.join(fewer)})"
     return Choice(taken.layout, why)
-
-
-def one_device(prepared: PreparedRun) -> Layout:
-    return Layout((tuple(job.data.name for job in prepared.jobs),))
 
 
 def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:

@@ -130,7 +130,7 @@ class Runner:
             self.executor.idle(backward=True)
         lacking = self._run(own) if own is not None else 0
         if self.team.group.exchanges:
-            self._collect_for_others(wave, due, own)
+            self._collect_for_others(due, own)
         if lacking := self.team.agree(lacking, complete):
             return lacking
         for rank, microbatch in enumerate(wave.microbatches):
@@ -192,10 +192,12 @@ class Runner:
                 job.discard()
         return 0
 
-    def _collect_for_others(self, wave: Wave, due: Sequence[Job], own: Microbatch | None) -> None:
+    def _collect_for_others(self, due: Sequence[Job], own: Microbatch | None) -> None:
         """Where experts here have computed tokens of other replicas: collect their gradients of jobs that have none here."""
         here, counted = set() if own is None else {placed.job for placed in own.samples}, {job.name for job in due}
-        for job in (self.by_name[name] for name in sorted(wave.jobs - here)):
+        for job in self.jobs:  # experts compute the operands of all adapters, those without tokens in the wave included
+            if job.name in here:
+                continue
             if job.name in counted:
                 job.collect(torch.zeros((), dtype=torch.float64, device=job.adapter.flat.device))
             for parameter in job.parameters.values():

@@ -38,7 +38,7 @@ class BackgroundPlanner:
         self._ahead: tuple[Task, Future[Window]] | None = None
 
     def windows(self, start_round: int = 0) -> Iterator[Window]:
-        """As Planner.windows; while one is used, the next one is made."""
+        """Yield what Planner.windows does; while one is used, the next one is made."""
         first, carry = self.planner.window_start(start_round), Carry()
         while first < self.planner.num_rounds:
             task = self.planner.task(first)

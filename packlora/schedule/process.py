@@ -88,7 +88,7 @@ class PlanningProcess:
 
 
 def _end_of(process: subprocess.Popen[str]) -> str:
-    """How a process ended that closed its output."""
+    """Say how a process ended that closed its output."""
     process.kill()  # one that closed its output and hangs
     code = process.wait()
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -27,13 +27,13 @@ from packlora.runtime.prepared_job import ModelShape
 
 MOST_TOKENS = {"cuda": 8192, "cpu": 1024}
 LENGTH = 512
-"""Of the samples of the microbatch that is timed."""
+"""Tokens of each sample of the microbatch that is timed."""
 WARMUP, COUNTED = 2, 5
 """Runs."""
 
 
 def measure_head(run: Run, shape: ModelShape, device: torch.device) -> HeadCost:
-    """From times of the model's last two layers, of the last one, and of that one with the output layer and the loss.
+    """Time the model's last two layers, the last one, and that one with the output layer and the loss.
 
     Raises:
         InputError: the model cannot be cut into stages.
@@ -97,7 +97,7 @@ def _last_layers(run: Run, tokens: int, device: torch.device) -> tuple[PreTraine
 
 
 class _Given(NoEmbedding):
-    """In the place of the embedding: the same random hidden states each time, with a gradient."""
+    """A stand-in for the embedding: the same random hidden states each time, with a gradient."""
 
     def __init__(self, weight: torch.Tensor, tokens: int, device: torch.device) -> None:
         super().__init__(weight)

@@ -237,9 +237,9 @@ def test_every_plan_gives_the_specified_numbers_without_s(named: NamedPlan) -> N
 
 
 def test_a_run_file_s_patterns_that_take_forever_are_refused() -> None:
-    from packlora.adapters import spec
+    from packlora.adapters import targets
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spec, "MATCH_SECONDS", 0.5)
+        patch.setattr(targets, "MATCH_SECONDS", 0.5)
         with pytest.raises(InputError, match=r"plans: the regular expressions of plan .* take more than 0\.5 s"):
-            spec.try_patterns(["(a+)+b"], ["a" * 60], "plans", "plan")
+            targets.try_patterns(["(a+)+b"], ["a" * 60], "plans", "plan")

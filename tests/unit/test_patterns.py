@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 
-from packlora.adapters import spec
+from packlora.adapters import spec, targets
 from packlora.errors import InputError
 from tests.conftest import tiny_model
 
@@ -30,7 +30,7 @@ def model() -> Any:
 def test_a_pattern_that_backtracks_without_end_is_refused(
     model: Any, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spec, "MATCH_SECONDS", 0.5)
+    monkeypatch.setattr(targets, "MATCH_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(
         InputError, match=r"job 'first': the regular expressions of its adapter .*more than 0.5 s"
@@ -51,7 +51,7 @@ def test_usual_patterns_choose_what_they_chose_before(model: Any) -> None:
 
 
 def test_plain_names_start_no_process(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "_match", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(targets, "_match", lambda *_: pytest.fail("a process was started"))
     peft = LoraConfig(
         target_modules=["q_proj", "v_proj"], rank_pattern={"q_proj": 4}, alpha_pattern={"layers.0.x-y": 1, "v_proj": 2}
     )

@@ -105,11 +105,11 @@ class Prepared:
         )  # fmt: skip
         self._sources = tuple(self._sources_of(layers))
         self._of_adapter: dict[int, list[int]] = {}
-        """By adapter, its sources."""
+        """Sources of each adapter."""
         for at, source in enumerate(self._sources):
             self._of_adapter.setdefault(source.number, []).append(at)
         self._seen: list[tuple[int, int] | None] = [None] * len(self._sources)
-        """By source, its stamp when it was copied; None where that is to be done at the next call."""
+        """Stamp of each source when it was copied; None where that is to be done at the next call."""
         self._copies: dict[int, torch.Tensor] = {}
         """By source, where it is copied to; those without are used where they are."""
         self._addresses: list[int | None] = [None] * len(self._sources)
