@@ -1,0 +1,279 @@
+"""Every layout with every kind of job: begun there, gone on with on the next layout of the table, ended there, it gives the
+numbers of one device. Each planted fault of a layout is seen by that comparison.
+
+A new layout is a row of LAYOUTS, a new kind of job an entry of `text_jobs` or `expert_jobs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from conftest import rows_into, tiny_model
+from expert_models import tiny_experts
+from golden import job, pairs
+from ranks import Ranks
+from test_expert_parallel_train import in_float64
+from test_training import adapter, distance
+
+import packlora
+
+Groups = Callable[[int], Ranks]
+Tree = dict[str, Any]
+BOUND = 1e-10
+"""Relative, in float64: adapters, losses and norms."""
+
+REFUSED = {"pipeline": {"fact"}, "tensor": {"fact", "head", "saved"}, "shard_base": {"head", "saved"}}
+"""Jobs that a key of `parallel` does not take, see docs/several-gpus.md: an optimizer that is not elementwise where a job's
+parameters lie in parts, and what is trained of the embedding or the output layer where these are cut."""
+LAYOUTS: dict[str, tuple[int, Tree]] = {
+    "one": (1, {}),
+    "pipeline": (2, {"pipeline": 2}),
+    "tensor": (2, {"tensor": 2, "sequence_parallel": True}),
+    "shared jobs": (2, {"devices_per_job": 2}),
+    "sharded": (2, {"shard_base": True}),
+}
+LARGER: dict[str, tuple[int, Tree]] = {
+    "own jobs": (2, {"devices_per_job": 1}),
+    "three stages": (3, {"pipeline": 3}),
+    "offloaded": (2, {"shard_base": True, "offload_base": True}),
+    "tensor without sequence": (2, {"tensor": 2}),
+    "two pipelines": (4, {"pipeline": 2, "devices_per_job": 4}),
+    "cut stages": (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}),
+    "cut rows": (4, {"tensor": 2, "shard_base": 2}),
+    "two sharded": (4, {"shard_base": 2, "devices_per_job": 4}),
+    "cut replicas": (4, {"tensor": 2, "devices_per_job": 4}),
+}
+EXPERT_LAYOUTS: dict[str, tuple[int, Tree]] = {
+    "experts": (2, {"expert": 2}),
+    "exchanged": (2, {"expert": 2, "ep_implementation": "all_to_all"}),
+}
+LARGER_EXPERTS: dict[str, tuple[int, Tree]] = {
+    "staged": (2, {"pipeline": 2}),
+    "cut": (2, {"tensor": 2}),
+    "sharded": (2, {"shard_base": True}),
+    "staged experts": (4, {"pipeline": 2, "expert": 2}),
+    "sharded experts": (4, {"shard_base": 2, "expert": 2, "ep_implementation": "all_to_all"}),
+}
+
+
+def text_jobs(folder: Path) -> list[Tree]:
+    """Jobs of every kind for a dense model."""
+    rows = rows_into(folder)
+    texts, more = rows("texts", 14, 3), rows("more", 9, 5)
+    ours, said = pairs(folder / "pairs.jsonl", 9, 1), pairs(folder / "said.jsonl", 8, 2, judged=True)
+    head = {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.1}
+    return [
+        job("lora", texts, {"lora_dropout": 0.2, "lora_alpha": 8}, neftune_noise_alpha=5.0, weight_decay=0.1),
+        job("dora", more, {"use_dora": True, "target_modules": "all-linear", "bias": "all"}, max_grad_norm=0.5),
+        job("smooth", more, {"use_rslora": True, "r": 5}, label_smoothing_factor=0.2, lr_scheduler_type="cosine"),
+        job("dpo", ours, {"lora_dropout": 0.2}, trainer="dpo", loss_type=["sigmoid", "sft"], loss_weights=[0.8, 0.6]),
+        job("kto", said, {"use_dora": True}, trainer="kto", beta=0.3, desirable_weight=3.0),
+        job("sgd", texts, {}, optim="sgd", learning_rate=0.3),
+        job("fact", more, {"target_modules": ["up_proj"]}, optim="adafactor"),
+        job("head", more, head, trainer="sft"),
+        job("saved", texts, {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}),
+    ]
+
+
+def expert_jobs(folder: Path) -> list[Tree]:
+    """Jobs of every kind for a model with experts."""
+    rows = rows_into(folder)
+    texts, more = rows("texts", 12, 3), rows("more", 9, 5)
+    ours = pairs(folder / "pairs.jsonl", 8, 1)
+    inside = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return [
+        job("routed", texts, {"target_modules": "all-linear", "lora_dropout": 0.1}, router_aux_loss_coef=0.5),
+        job("inside", more, {"target_modules": ["q_proj"], "target_parameters": inside}, router_aux_loss_coef=2.0),
+        job("dora", texts, {"target_modules": ["o_proj"], "target_parameters": inside[:1], "use_dora": True}),
+        job("router", more, {"target_modules": ["k_proj"], "target_parameters": [*inside, "gate.weight"]}),
+        job("dpo", ours, {"target_modules": ["v_proj"], "target_parameters": inside[1:]}, trainer="dpo"),
+    ]
+
+
+def tree_of(base: str, folder: Path, jobs: list[Tree]) -> Tree:
+    """Run file of these jobs. Adam's epsilon is large: with 1e-8 it magnifies the rounding of a gradient that is nearly 0."""
+    for at, one in enumerate(jobs):
+        if "optim" not in one["train"]:
+            one["train"]["adam_epsilon"] = 1e-5
+        if at > 1:
+            del one["data"]["eval_path"]
+    return {
+        "base_model": base, "output_dir": str(folder / "whole"), "jobs": jobs, "device": "cpu", "dtype": "float64",
+        "max_tokens_per_microbatch": 120, "save_every": 1, "eval_every": 2,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dense(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """Run file of a run that one device has ended."""
+    folder = tmp_path_factory.mktemp("dense")
+    model = tiny_model("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=3)
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    tree = tree_of(str(folder / "base"), folder, text_jobs(folder))
+    packlora.train(tree)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def routed(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """The same of a model with experts."""
+    folder = tmp_path_factory.mktemp("routed")
+    tiny_experts("qwen3_moe", num_experts=4, num_hidden_layers=2).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    tree = tree_of(str(folder / "base"), folder, expert_jobs(folder))
+    assert part_of(0, tree, {}) == "done"
+    return tree
+
+
+def broken_by(target: str, broken: Callable[[Any], Any]) -> Any:
+    """What `target` names, replaced by what `broken` makes of it."""
+    return mock.patch(target, broken(pkgutil.resolve_name(target)))
+
+
+def part_of(rank: int, tree: Tree, options: Tree, fault: tuple[str, Any] | None = None) -> str:
+    """A run, or a part of it, on this process: its status, or what is wrong with it."""
+    planted = contextlib.nullcontext() if fault is None else broken_by(*fault)
+    wide = in_float64() if "routed" in tree["base_model"] else contextlib.nullcontext()
+    try:
+        with planted, wide:
+            return str(packlora.train(tree, **options).status)
+    except packlora.InputError as error:
+        return str(error)
+
+
+def part(layout: tuple[int, Tree], tree: Tree, ranks: Groups, **options: Any) -> None:
+    size, parallel = layout
+    asked = tree | ({"parallel": parallel} if parallel else {})
+    statuses = ranks(size).run(part_of, asked, options) if size > 1 else [part_of(0, asked, options)]
+    assert len({*statuses}) == 1 and statuses[0] in ("interrupted", "done"), statuses
+
+
+def errors(out: Path, whole: Path, names: list[str]) -> dict[str, float]:
+    """Largest relative differences: of adapters, of the losses and norms of steps, of held-out losses."""
+    found = {f"{name} adapter": distance(adapter(out, name), adapter(whole, name)) for name in names}
+    for log, keys in (("metrics", ("loss", "grad_norm", "lr")), ("evals", ("eval_loss",))):
+        ours, theirs = (
+            {(line["job"], line["step"], key): line[key] for line in lines(folder, log) for key in keys}
+            for folder in (out, whole)
+        )
+        wanted = {place: value for place, value in theirs.items() if place[0] in names}
+        assert ours.keys() >= wanted.keys()
+        for place, value in wanted.items():
+            found[" ".join(map(str, place))] = abs(ours[place] - value) / max(abs(value), 1e-12)
+    return found
+
+
+def lines(folder: Path, log: str) -> list[Tree]:
+    return [json.loads(line) for line in (folder / f"{log}.jsonl").read_text().splitlines()]
+
+
+def taken(tree: Tree, *layouts: tuple[int, Tree]) -> list[Tree]:
+    """Jobs that all of these layouts take."""
+    refused = set[str]().union(*(REFUSED.get(key, ()) for _, parallel in layouts for key in parallel))
+    return [own for own in tree["jobs"] if own["name"] not in refused]
+
+
+def check(layout: tuple[int, Tree], after: tuple[int, Tree], tree: Tree, ranks: Groups, out: Path) -> dict[str, float]:
+    """Errors of a run that begins on one layout, goes on on another and ends on the first."""
+    own = tree | {"output_dir": str(out), "jobs": taken(tree, layout, after)}
+    part(layout, own, ranks, max_steps=1)
+    part(after, own, ranks, max_steps=2, resume=True)
+    part(layout, own, ranks, resume=True)
+    return errors(out, Path(tree["output_dir"]), [one["name"] for one in own["jobs"]])
+
+
+def pairs_of(layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:
+    """Each layout and the one after it; larger ones are for `make soak`."""
+    found = [(name, list(layouts)[(at + 1) % len(layouts)]) for at, name in enumerate(layouts) if name != "one"]
+    return found + [pytest.param(name, next(iter(layouts)), marks=pytest.mark.soak) for name in larger]
+
+
+@pytest.mark.parametrize(("layout", "after"), pairs_of(LAYOUTS, LARGER))
+def test_a_layout_gives_the_numbers_of_one_device(
+    layout: str, after: str, dense: Tree, ranks: Groups, tmp_path: Path
+) -> None:
+    every = LAYOUTS | LARGER
+    found = check(every[layout], every[after], dense, ranks, tmp_path / "out")
+    assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
+
+
+@pytest.mark.parametrize(("layout", "after"), pairs_of(EXPERT_LAYOUTS, LARGER_EXPERTS))
+def test_a_layout_of_experts_gives_the_numbers_of_one_device(
+    layout: str, after: str, routed: Tree, ranks: Groups, tmp_path: Path
+) -> None:
+    every = EXPERT_LAYOUTS | LARGER_EXPERTS
+    found = check(every[layout], every[after], routed, ranks, tmp_path / "out")
+    assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
+
+
+# --- planted faults: what the comparison must see ------------------------------------------------------------------------
+
+
+def nothing(original: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+def itself(original: Any) -> Any:
+    return lambda x, *args, **kwargs: x
+
+
+def halved(original: Any) -> Any:
+    """The first tensor of the first list that is given, halved."""
+    return lambda self, tensors, *args: original(self, [tensors[0] / 2, *tensors[1:]], *args)
+
+
+def by_process(original: Any) -> Any:
+    """Keys that differ from process to process."""
+    return lambda keys, *args: original([key + dist.get_rank() for key in keys], *args)
+
+
+def without_parts(original: Any) -> Any:
+    """The norm of what this process has."""
+    return lambda self, gradient: gradient.double().square().sum().sqrt()
+
+
+FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("pipeline", "packlora.runtime.stage.StageDevice.send_down", halved),
+    ("shared jobs", "packlora.parallel.replicas.Replicas.add", nothing),
+    ("tensor", "packlora.parallel.adapter.WholeGradient.norm", without_parts),
+    ("exchanged", "packlora.parallel.adapter.SharedGradient._added", nothing),
+]
+MORE_FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("pipeline", "packlora.runtime.checkpoint._restore_optimizer", nothing),
+    ("tensor", "packlora.parallel.sequence.summed_tokens", itself),
+    ("shared jobs", "packlora.runtime.collate.packed_token_keys", by_process),
+    ("sharded", "packlora.parallel.replicas.Replicas.add", nothing),
+    ("experts", "packlora.parallel.experts.summed", itself),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "target", "broken"),
+    [*FAULTS, *(pytest.param(*one, marks=pytest.mark.soak) for one in MORE_FAULTS)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_fault_of_a_layout_is_seen(
+    layout: str, target: str, broken: Callable[[Any], Any], dense: Tree, routed: Tree, ranks: Groups, tmp_path: Path
+) -> None:
+    """Of the first two jobs, whose numbers do not depend on the others."""
+    tree = routed if layout in EXPERT_LAYOUTS else dense
+    size, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    asked = tree | {"output_dir": str(tmp_path / "out"), "jobs": tree["jobs"][:2], "parallel": parallel}
+    ranks(size).run(part_of, asked, {"max_steps": 1}, (target, broken))
+    told = ranks(size).run(part_of, asked, {"resume": True}, (target, broken))
+    if told != ["done"] * size:  # the proof before training saw it
+        assert all("cannot be packed: " in text or "its own logits differ" in text for text in told), told
+        return
+    found = errors(
+        tmp_path / "out", Path(tree["output_dir"]), ["lora", "dora"] if tree is dense else ["routed", "inside"]
+    )
+    assert max(found.values()) > 1e-4
