@@ -60,6 +60,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA, rank 64": {"ranks": [[64]], "dropouts": [0.1], "dora": [True], "base_dropped": False},
 }
 USUAL = KINDS if SOAK else {name: KINDS[name] for name in ("four adapters, siblings", "DoRA, beside LoRA")}
+MANY, FEW = 132, ("one adapter", "four adapters, siblings")
+"""Processors, and kinds that are also compiled with the blocks that launches choose for so many: 1024 tokens are few then."""
+FIRST = {
+    "four adapters, siblings": [(1, ROUTED), (MANY, FUSED)], "DoRA, beside LoRA": [(1, EPILOGUE), (1, FUSED)],
+}  # fmt: skip
+"""Processors and plans by usual kind, where not all are compiled: each plan once, and few and many processors."""
 NORMS = (16, 64, 200, 384) if SOAK else (16, 384)
 """Ranks of norms that are compiled."""
 RMS_NORMS = (64, 128, 1024, 3072, 8192, 16384) if SOAK else (128, 3072, 16384)
@@ -70,8 +76,6 @@ MORE: dict[str, dict[str, Any]] = {
     "biases alone on siblings": {"ranks": [[16, 0], [8, 0]], "dropouts": [0.0, 0.0], "biases": [True, True]},
 }
 """Compiled by tests of their own, with the usual plan."""
-MANY, FEW = 132, ("one adapter", "four adapters, siblings")
-"""Processors, and kinds that are also compiled with the blocks that launches choose for so many: 1024 tokens are few then."""
 TRACED = ("direct_kernel",)
 """Kernels that Inductor launches too, which passes a float in 64 bits where Triton passes 32."""
 Row = dict[str, Any]
@@ -143,7 +147,10 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
                 continue
             more = dtype == torch.bfloat16 and kinds is USUAL
             plans = [(1, plan) for plan in ((ROUTED, EPILOGUE, FUSED) if more else (ROUTED,))]
-            for slots, plan in plans + [(MANY, FUSED)] * (kind in FEW and dtype == torch.bfloat16):
+            plans += [(MANY, FUSED)] * (kind in FEW and dtype == torch.bfloat16)
+            if kinds is USUAL and not SOAK:
+                plans = FIRST[kind]
+            for slots, plan in plans:
                 case = f"{kind}, {plan.name}, {dtype}, {slots} processors"
                 sizes = [512, 256][: len(settings["ranks"][0])]
                 drawn = make_case(1024, 256, sizes, with_bias=True, seed=1, dtype=dtype, **settings)

@@ -7,17 +7,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 LINES_OF_TRAIN, LINES_OF_ACCELERATE = 34_000, 9_800
 """Most lines of packlora, comments and docstrings included. Lower them with what goes; never raise them."""
 PLUGINS = ("packlora.megatron", "packlora.tune", "packlora.commands", "packlora.export", "packlora.generate")
-COUNT = """
-import json, sys
-loaded = {name: module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "packlora"}
-print(json.dumps({name: sum(1 for _ in open(path)) for name, path in loaded.items() if path}))
+WARMED = """
+import json, os, sys, pathlib, torch, peft, tokenizers, transformers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+def count(code, out):
+    exec(code, {})
+    loaded = {name: module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "packlora"}
+    lines = {name: sum(1 for _ in open(path)) for name, path in loaded.items() if path}
+    pathlib.Path(out).write_text(json.dumps(lines))
+
+assert not any(name.partition(".")[0] == "packlora" for name in sys.modules)
+for code, out in json.load(sys.stdin):
+    child = os.fork()
+    if child == 0:
+        count(code, out)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
+"""Count, in a fork for each code, the lines of each module of packlora that it loads; other libraries are there before."""
 MODEL = """
-import sys, torch
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, eos_token_id=1))
@@ -26,7 +42,7 @@ TRAIN = f"""{MODEL}
 import json, pathlib
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-folder = pathlib.Path(sys.argv[1])
+folder = pathlib.Path("FOLDER")
 model.save_pretrained(folder / "base")
 words = {{word: number for number, word in enumerate(["<unk>", "</s>", *"abcdefgh"])}}
 inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -52,21 +68,24 @@ torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]).step()
 """
 
 
-def loaded(code: str, *arguments: str) -> dict[str, int]:
-    """Lines of each module of packlora that a process has loaded when the code is done."""
-    done = subprocess.run([sys.executable, "-c", code + COUNT, *arguments], cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Lines of each module of packlora that a run and an accelerated step have loaded when they are done."""
+    folder = tmp_path_factory.mktemp("loaded")
+    codes = {"train": TRAIN.replace("FOLDER", str(folder)), "accelerate": ACCELERATE}
+    asked = json.dumps([(code, str(folder / f"{name}.json")) for name, code in codes.items()])
+    done = subprocess.run([sys.executable, "-c", WARMED], cwd=ROOT, input=asked, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return lines
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in codes}
 
 
-def test_a_run_of_one_job_loads_no_more_than_its_budget_and_no_plug_in(tmp_path: Path) -> None:
-    lines = loaded(TRAIN, str(tmp_path))
+def test_a_run_of_one_job_loads_no_more_than_its_budget_and_no_plug_in(loaded: dict[str, dict[str, int]]) -> None:
+    lines = loaded["train"]
     assert "packlora.adapters.linear" in lines and sum(lines.values()) <= LINES_OF_TRAIN
     assert not [name for name in lines if name.startswith(PLUGINS)]
 
 
-def test_an_accelerated_step_loads_no_more_than_its_budget_and_no_plug_in() -> None:
-    lines = loaded(ACCELERATE)
+def test_an_accelerated_step_loads_no_more_than_its_budget_and_no_plug_in(loaded: dict[str, dict[str, int]]) -> None:
+    lines = loaded["accelerate"]
     assert "packlora.live.layers" in lines and sum(lines.values()) <= LINES_OF_ACCELERATE
     assert not [name for name in lines if name.startswith(PLUGINS)]
