@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import gc
 import importlib
 import io
 import json
@@ -91,6 +92,7 @@ def serve(pipe: Connection) -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("llama")
+    gc.freeze()
     while True:
         pipe.send(_forked(pipe.recv()))
 

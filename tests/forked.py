@@ -57,12 +57,14 @@ def program(address: str, module: str, *arguments: str) -> None:
 
 def serve(listening: socket.socket, modules: list[str]) -> None:
     """Import the modules, then answer each connection in a fork."""
+    import gc
     import importlib
 
     import conftest  # noqa: F401 - the same settings as in the tests' own process
 
     for name in modules:
         importlib.import_module(name)
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these forks
     while True:
         connection, _ = listening.accept()

@@ -97,6 +97,7 @@ class Ranks:
 
 def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
     """What a rank does: run functions until the pipe is closed."""
+    import gc
     from datetime import timedelta
 
     import conftest  # noqa: F401 - the same settings as in the tests' own process
@@ -107,6 +108,8 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
         "gloo", init_method=f"file://{Path(folder, 'store')}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     while True:
+        gc.collect()
+        gc.freeze()  # so that what is imported by now is not looked through by every collection of a call
         try:
             function, args = pipe.recv()
         except EOFError:

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import RankFailed, Ranks
-from seeds import SOAK, some
+from seeds import some
 from test_replicas import heard, lines, on_ranks
 from test_tensor_train import alike, five_jobs, same, saved_base
 from test_training import adapter, distance, steps, train
@@ -149,7 +149,7 @@ def test_jobs_may_have_adapters_on_some_stages_alone(tree: dict[str, Any], ranks
     jobs: list[dict[str, Any]] = [
         {"name": name, "adapter": {"r": 3, "target_modules": own}, "data": data} for name, own in targets.items()
     ]
-    jobs += [{**job, "name": f"{job['name']}-sgd", "train": {"optim": "sgd", "learning_rate": 0.5}} for job in jobs]
+    jobs[1]["train"] = {"optim": "sgd", "learning_rate": 0.5}
     asked = {**tree, "output_dir": str(tmp_path / "start"), "jobs": jobs, "save_every": 1}
     train(asked, max_steps=1)
     more = [{"name": "more", "adapter": {"init_from": str(tmp_path / "start" / "first")}, "data": jobs[0]["data"]}]
@@ -229,19 +229,19 @@ def test_where_sums_have_one_order_it_has_the_bits_of_one_device(
 # --- stops, resuming ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on three stages and ended on two; in the soak stopped on one device and on two stages of two processes meanwhile.
-    Their checkpoints are those of one device."""
+    """Stopped on three stages, on one device, on two stages of two processes, and ended on two stages. Their checkpoints are
+    those of one device."""
     out = tmp_path / "out"
     asked = {**tree, "output_dir": str(out), "save_total_limit": None}
     again = {"resume": True}
     assert ranks(3).run(heard, {**asked, "parallel": {"pipeline": 3}}, "", 4, {})[0][0] == "interrupted"
-    if SOAK:
-        assert heard(0, asked, "", 3, again)[0] == "interrupted"
-        both = {**asked, "parallel": {"pipeline": 2, "tensor": 2}}
-        assert ranks(4).run(heard, both, "", 3, again)[0][0] == "interrupted"
+    assert heard(0, asked, "", 3, again)[0] == "interrupted"
+    both = {**asked, "parallel": {"pipeline": 2, "tensor": 2}}
+    assert ranks(4).run(heard, both, "", 3, again)[0][0] == "interrupted"
     assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, None, 0, again)[0][0] == "done"
     same(out, whole)
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]

@@ -145,20 +145,6 @@ def test_jobs_end_as_on_one_device_where_held_out_losses_decide_it(
     assert states[0]["best_global_step"] == states[1]["best_global_step"] < states[0]["global_step"]
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_a_sharded_base_gives_what_one_device_gives(
-    checkpointing: bool, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    """Each process reads and holds a part of the base model; stopped, it goes on with the whole one on one device."""
-    sharded = {
-        **tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": checkpointing, "parallel": {"shard_base": True},
-    }  # fmt: skip
-    assert ranks(2).run(heard, sharded, "", 5, {})[0][0] == "interrupted"
-    assert ranks(2).run(heard, sharded, "", 4, {"resume": True})[0][0] == "interrupted"
-    assert heard(0, {**sharded, "parallel": "auto"}, None, 0, {"resume": True})[0] == "done"
-    same_run(tmp_path / "out", whole, 1e-10)
-
-
 def patient(rank: int, tree: dict[str, Any]) -> bool:
     """A run whose first process takes half a second longer. Whether it had ended when this one asked the others for its
     result, in a message that does not wait longer than timeout_s."""
@@ -216,6 +202,7 @@ def heard(rank: int, tree: dict[str, Any], ends: str | None, at: int, options: d
     return result.status, [type(event).__name__ for event in told]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("each", [1, 2])
 def test_a_run_that_is_stopped_goes_on_with_any_number_of_processes(
     each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path

@@ -32,10 +32,10 @@ def soak(*values: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Five different jobs, LoRA and DoRA with dropout and biases; of three steps each, two of them with held-out data."""
+    """Five different jobs, LoRA and DoRA with dropout and biases; of two steps each, two of them with held-out data."""
     out = five_jobs(tmp_path_factory.mktemp("both"), tokenizer, vocab_size=323)
     for job in out["jobs"]:
-        job["train"] = job["train"] | {"max_steps": 3}
+        job["train"] = job["train"] | {"max_steps": 2}
     return out | {"save_every": 1}
 
 
@@ -66,10 +66,8 @@ def held(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> tuple[str,
     ("parallel", "checkpointing", "groups", "share"),
     [
         ({"tensor": 2, "shard_base": True, "offload_base": True}, True, 1, 4),
-        soak({"tensor": 2, "shard_base": True}, False, 1, 4),
         soak({"tensor": 2, "shard_base": 2, "sequence_parallel": True}, False, 1, 4),
         soak({"shard_base": 2, "devices_per_job": 2}, True, 2, 2),
-        soak({"shard_base": 2, "devices_per_job": 4}, False, 1, 2),
         soak({"shard_base": 2}, False, None, 2),
     ],
     ids=str,
@@ -80,7 +78,7 @@ def test_four_processes_give_what_one_device_gives(
 ) -> None:  # fmt: skip
     """Stopped after some steps and gone on with on the same layout; no process holds more than its share."""
     asked = {**tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": checkpointing, "parallel": parallel}
-    assert ranks(4).run(heard, asked, "", 4, {})[0][0] == "interrupted"
+    assert ranks(4).run(heard, asked, "", 3, {})[0][0] == "interrupted"
     told = ranks(4).run(held, asked, {"resume": True})
     assert [status for status, _ in told] == ["done"] * 4
     assert max(part for _, part in told) < 1.1 / share
