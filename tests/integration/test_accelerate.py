@@ -882,7 +882,7 @@ def test_compiled_without_a_graph_break_it_gives_the_same(p: float) -> None:
     assert_same(run(), got, 0.0)
     if p == 0:
         assert_same(got, want, 1e-10)
-    if p or SOAK:  # compiled once more, for any shape
+    if SOAK:  # compiled once more, for any shape
         more = torch.randint(3, 320, (3, 14))
         assert run(input_ids=more, labels=more)["logits"].shape == (3, 14, 320)
     with pytest.raises(ValueError, match="compiled already"):
@@ -918,7 +918,9 @@ def test_compiled_siblings_read_their_input_once() -> None:
 
 
 def test_compiled_under_gradient_checkpointing_it_gives_the_same() -> None:
-    model = lora("llama", depth=2 if SOAK else 1, target_modules="all-linear")
+    model = lora(
+        "llama", depth=2 if SOAK else 1, target_modules="all-linear" if SOAK else ["q_proj", "k_proj", "down_proj"]
+    )
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()

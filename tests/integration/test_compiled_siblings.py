@@ -172,7 +172,7 @@ def test_siblings_that_are_compiled_one_by_one_follow_their_adapters(dora: bool)
 
 
 CHANGING = [
-    ("graph break", True, None), ("nothing", False, True), ("nothing", True, None), ("graph break", False, True),
+    ("nothing", True, None), ("nothing", False, True), ("graph break", True, None), ("graph break", False, True),
     ("twice", True, True), ("checkpoint", False, None),
 ]  # fmt: skip
 """What is between, whether it is DoRA, and `dynamic` of torch.compile."""

@@ -1,4 +1,5 @@
-"""How much of packlora a run of one LoRA job and an accelerated step load, and that neither loads a plug-in."""
+"""How much of packlora a run of one LoRA job and an accelerated step load, and that neither loads a plug-in; and that all but
+what needs an optional package works without it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ LINES_OF_TRAIN, LINES_OF_ACCELERATE = 34_000, 9_800
 """Most lines of packlora, comments and docstrings included. Lower them with what goes; never raise them."""
 PLUGINS = ("packlora.megatron", "packlora.tune", "packlora.commands", "packlora.export", "packlora.generate")
 WARMED = """
-import json, os, sys, pathlib, torch, peft, tokenizers, transformers
+import json, os, sys
+
+for name in (
+    "bitsandbytes", "torchao", "compressed_tensors", "gptqmodel", "liger_kernel", "optuna", "tensorboard", "trackio", "wandb",
+    "mlflow", "datasets", "megatron",
+):
+    sys.modules[name] = None  # as if it was not installed
+
+import pathlib, torch, peft, tokenizers, transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 def count(code, out):
@@ -27,11 +36,18 @@ assert not any(name.partition(".")[0] == "packlora" for name in sys.modules)
 for code, out in json.load(sys.stdin):
     child = os.fork()
     if child == 0:
-        count(code, out)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+        try:
+            count(code, out)
+            os._exit(0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+    os.waitpid(child, 0)
 """
-"""Count, in a fork for each code, the lines of each module of packlora that it loads; other libraries are there before."""
+"""Count, in a fork for each code, the lines of each module of packlora that it loads; other libraries are there before, and
+optional packages are not."""
 MODEL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,17 +82,52 @@ tokens = torch.arange(8)[None]
 model(input_ids=tokens, labels=tokens).loss.backward()
 torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]).step()
 """
+EVERYTHING = """
+import importlib, pkgutil, warnings
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import packlora
+
+    for module in pkgutil.walk_packages(packlora.__path__, "packlora."):
+        if not module.name.endswith("__main__") and "megatron" not in module.name:
+            importlib.import_module(module.name)
+    for name in packlora.__all__:
+        getattr(packlora, name)
+# one that Python blames on another library's file is that library's
+ours = [str(warning.message) for warning in caught if warning.filename.startswith(packlora.__path__[0])]
+assert not ours, ours
+
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+for dora in (False, True):
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2))
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", use_dora=dora))
+    report = packlora.accelerate(model)
+    assert report.accelerated == len(report.modules) == 7, report
+    tokens = torch.arange(8)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+from typer.testing import CliRunner
+from packlora.cli import app
+
+said = CliRunner().invoke(app, ["doctor"])
+assert said.exit_code == 0 and "bitsandbytes" in said.output, said.output
+"""
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """Lines of each module of packlora that a run and an accelerated step have loaded when they are done."""
+    """Lines of each module of packlora that a run, an accelerated step and all imports have loaded when they are done."""
     folder = tmp_path_factory.mktemp("loaded")
-    codes = {"train": TRAIN.replace("FOLDER", str(folder)), "accelerate": ACCELERATE}
+    codes = {"train": TRAIN.replace("FOLDER", str(folder)), "accelerate": ACCELERATE, "everything": EVERYTHING}
     asked = json.dumps([(code, str(folder / f"{name}.json")) for name, code in codes.items()])
     done = subprocess.run([sys.executable, "-c", WARMED], cwd=ROOT, input=asked, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in codes}
+    files = {name: folder / f"{name}.json" for name in codes}
+    assert done.returncode == 0 and all(file.exists() for file in files.values()), done.stdout + done.stderr
+    return {name: json.loads(file.read_text()) for name, file in files.items()}
 
 
 def test_a_run_of_one_job_loads_no_more_than_its_budget_and_no_plug_in(loaded: dict[str, dict[str, int]]) -> None:
@@ -89,3 +140,10 @@ def test_an_accelerated_step_loads_no_more_than_its_budget_and_no_plug_in(loaded
     lines = loaded["accelerate"]
     assert "packlora.live.layers" in lines and sum(lines.values()) <= LINES_OF_ACCELERATE
     assert not [name for name in lines if name.startswith(PLUGINS)]
+
+
+def test_modules_import_and_accelerate_and_doctor_work_without_optional_packages(
+    loaded: dict[str, dict[str, int]],
+) -> None:
+    """Without a warning of ours."""
+    assert set(PLUGINS) < set(loaded["everything"]) | {"packlora.megatron"}
