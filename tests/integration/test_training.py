@@ -334,7 +334,7 @@ def uninterrupted(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_same_metrics(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop is broken off after a microbatch, one of six, every second one under `make soak`, by a signal or by a crash.
+    """The loop is broken off after a microbatch, one of ten, every second one under `make soak`, by a signal or by a crash.
     Evaluations too are the same."""
     from packlora.runtime import wave as module
 
@@ -342,7 +342,7 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
     count = len((whole / "microbatches.jsonl").read_text().splitlines())
     original = module.Runner.run
 
-    for stop_at in some(range(1, count, 2), 3):
+    for stop_at in some(range(1, count, 2), 5):
         out = tmp_path / f"stopped-{stop_at}"
         seen = 0
 
