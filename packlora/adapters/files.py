@@ -276,7 +276,7 @@ def load_adapter(folder: str | Path, adapter: Adapter) -> None:
         for name, parameter in weights.named_parameters().items()
     }
     shapes = {key: torch.Size(shape) for key, shape in keyed(adapter, adapter.whole_shapes).items()}
-    tensors = read_tensors(folder, shapes, adapter.name, adapter.spec.also)
+    tensors = read_tensors(folder, shapes, adapter.name, adapter.spec.read_as)
     with torch.no_grad():
         for key, (own, name, target) in wanted.items():
             target.copy_(own.own(name, tensors[key]))
@@ -288,7 +288,7 @@ def read_tensors(
     """The tensors of a PEFT adapter folder by PEFT's keys, float32 or float64.
 
     Args:
-        also: other paths of modules that the file may name, with those that are meant: AdapterSpec.also.
+        also: other paths of modules that the file may name, with those that are meant: AdapterSpec.read_as.
 
     Raises:
         InputError: the file is missing or broken, its tensors are not exactly those named in `shapes`, or they are not finite

@@ -4,14 +4,15 @@ A file has the names of the class that its base model's folder names as its arch
 PEFT loads adapters into either class, but looks for names of that class alone; so the tensors are written under the other names
 as well. What a configuration says by names chooses the same modules in both classes.
 
-An adapter is read by either names, or both.
+An adapter is read by either names, or both; and by those that its model had in older versions of transformers
+(`language_model.model.layers` of LLaVA), which transformers and PEFT rename as well. Written are the names of this version.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,10 @@ from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 
 from packlora.adapters import spec as one_class
-from packlora.adapters.kinds import PARAMETERS, PREFIX
+from packlora.adapters.kinds import PARAMETERS, PREFIX, module_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.targets import matches
+from packlora.base.renaming import renamed
 from packlora.errors import InputError
 from packlora.ops.twin import Twin, twin_of
 
@@ -49,8 +51,13 @@ def resolve(
         InputError: as spec.resolve; or it adapts what only the twin has.
     """
     twin = twin_of(model)
+    older = older_names(keys, [model] if twin is None else [model, twin.model])
+    peft = _by_new_names(peft, older)
     if twin is None:
-        return one_class.resolve(peft, model, job, base_dropped, of_folder=bool(keys))
+        found = one_class.resolve(peft, model, job, base_dropped, of_folder=bool(keys))
+        found.older = older
+        return found
+    keys = [*keys, *(PREFIX + path + "." for path in older.values())]
     of_twin = _is_of_twin(peft, keys, model, twin)
     if of_twin:
         found = one_class.resolve(peft, twin.model, job, base_dropped, _paths(model), bool(keys))
@@ -59,15 +66,25 @@ def resolve(
         found = one_class.resolve(peft, model, job, base_dropped, _paths(twin.model), bool(keys))
     found.modules = {path: _with_both(path, own, twin, model, job) for path, own in found.modules.items()}
     found.peft = _for_both(found, model, twin, of_twin)
+    found.older = {old: _first(path, twin, model) for old, path in older.items()}
     return found
 
 
+def _first(path: str, twin: Twin, model: PreTrainedModel) -> str:
+    """The first of a module's two paths in files, of either of them."""
+    if twin.is_own:
+        return twin.there(path) or path
+    return path if path in _names(model) else twin.here(path) or path
+
+
 def _is_of_twin(peft: LoraConfig, keys: Collection[str], model: PreTrainedModel, twin: Twin) -> bool:
-    """Whether a configuration means modules of the twin."""
+    """Whether a configuration means modules of the twin. Of a file with both names it means those of the text model, which is
+    the smaller one, unless the file has others (of a vision tower)."""
     here, there = _names(model), _names(twin.model)
     if keys:
         named = {next((one for one in owners(key) if one in here or one in there), "") for key in keys}
-        return bool(named & (there - here)) and not (twin.is_own and named & (here - there))
+        in_both = [not twin.is_own and twin.there(path) is not None for path in named & (here - there)]
+        return bool(named & (there - here)) and all(in_both)
     if isinstance(peft.target_modules, str) and peft.target_modules.lower() == "all-linear":
         return False
     choose = copy.copy(peft)
@@ -123,6 +140,46 @@ def _with_both(path: str, own: ModuleSpec, twin: Twin, model: PreTrainedModel, j
     if twin.is_own and also is not None:
         stored, also = also, stored
     return replace(own, stored_at=stored, also_at=None if also == stored else also)
+
+
+# --- names of older versions ---------------------------------------------------------------------------------------------
+
+LEAVES = ("weight", "bias", "gate_up_proj", "down_proj")
+"""Parameters by which a module's older name is known."""
+
+
+def older_names(keys: Iterable[str], models: Sequence[PreTrainedModel]) -> dict[str, str]:
+    """Paths of modules in the keys of a file that no model has, with those that transformers makes of them for one."""
+    there = {name for model in models for name in _paths(model)}
+    found: dict[str, str] = {}
+    for old in sorted({module_of(key) for key in keys} - there):
+        for model in models:
+            wanted = model.state_dict()
+            names, _, _ = renamed(model, wanted, [f"{old}.{leaf}" for leaf in LEAVES])
+            if names and old not in found:
+                found[old] = next(iter(names)).rpartition(".")[0]
+    return found
+
+
+def _by_new_names(peft: LoraConfig, older: Mapping[str, str]) -> LoraConfig:
+    """A configuration that may name modules by older paths, by those of this version."""
+    if not older:
+        return peft
+    new = copy.copy(peft)
+    if isinstance(peft.target_modules, str):
+        only_old = not any(matches(peft, path) for path in older.values())
+        new.target_modules = {older[path] for path in older if matches(peft, path)} if only_old else peft.target_modules
+    for key in NAMED:
+        value = getattr(peft, key)
+        if isinstance(value, list | set):
+            setattr(new, key, type(value)(older.get(one, one) for one in value))
+        elif isinstance(value, dict):
+            setattr(new, key, {older.get(one, one): said for one, said in value.items()})
+    for key, otherwise in (("rank_pattern", peft.r), ("alpha_pattern", peft.lora_alpha)):
+        every = _patterns(getattr(peft, key), older.items(), otherwise)
+        used = {one for one in every if any(get_pattern_key([one], path) == one for path in older.values())}
+        setattr(new, key, {one: said for one, said in every.items() if one in used})
+    return new
 
 
 # --- a configuration for both classes ----------------------------------------------------------------------------------
@@ -202,8 +259,13 @@ def _like(asked: Collection[str], names: Iterable[str]) -> Collection[str]:
 
 
 def _choose_targets(peft: LoraConfig, paths: Sequence[str], model: PreTrainedModel, twin: Twin) -> None:
-    """Let target_modules be names that choose these modules in both classes, without other keys where these are in the way."""
+    """Let target_modules be names that choose these modules in both classes, without other keys where these are in the way.
+    What they choose besides (the q_proj of a vision tower) is excluded."""
     choices = _both(paths, model, twin)
+
+    def chosen(one: PreTrainedModel) -> set[str]:
+        return {name for name in _names(one) if name and matches(peft, name)}
+
     leaves = sorted({path.rpartition(".")[2] for path in paths})
     own = [] if isinstance(peft.target_modules, str) else [sorted(peft.target_modules or ())]
     names = [*own, leaves, *_candidates(paths, twin)]
@@ -212,8 +274,13 @@ def _choose_targets(peft: LoraConfig, paths: Sequence[str], model: PreTrainedMod
             peft.exclude_modules = peft.layers_to_transform = peft.layers_pattern = None
         for targets in names:
             peft.target_modules = set(targets)
-            if all({name for name in _names(one) if name and matches(peft, name)} == wanted for one, wanted in choices):
+            if all(chosen(one) == wanted for one, wanted in choices):
                 return
+    for targets in names:
+        peft.target_modules, peft.exclude_modules = set(targets), None
+        peft.exclude_modules = {name for one, wanted in choices for name in chosen(one) - wanted}
+        if all(chosen(one) == wanted for one, wanted in choices):
+            return
 
 
 def _patterns(asked: dict[str, Any], pairs: Iterable[tuple[str, str]], otherwise: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def open_adapter(path: Path, base_model: str | None) -> AdapterFolder:
     if note and all(kinds) and kinds[0] != kinds[1] and (twin is None or twin.model.config.model_type != kinds[0]):
         raise InputError(f"{note}: the architectures differ; give a base model of the first kind")
     spec = resolve(config, skeleton, path.name, keys=stored_keys(path))
-    tensors = read_tensors(path, tensor_shapes(spec, skeleton), path.name, spec.also)
+    tensors = read_tensors(path, tensor_shapes(spec, skeleton), path.name, spec.read_as)
     return AdapterFolder(path, config, base, skeleton, base_config, spec, tensors, note)
 
 

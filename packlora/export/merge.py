@@ -32,12 +32,13 @@ from transformers.utils import cached_file
 from packlora.adapters.files import read_trained_on, tensor_key
 from packlora.adapters.kinds import PREFIX
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
+from packlora.base.classes import ClassOf
 from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
 from packlora.base.load import read_model, read_tokenizer
 from packlora.base.quantized import check_quantization, dequantised, quantised_paths, read_quantised
 from packlora.base.stored import MADE, Stored, stored_as
-from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of
+from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of, turned_keys
 from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
@@ -159,16 +160,17 @@ class Source:
         keys = keys_there(skeleton, files)
         return Source(files, keys, None, Codes.of(opened.path, quantization, double_quant, dtype))
 
-    def load(self, opened: AdapterFolder, own: bool) -> PreTrainedModel:
-        """The base as an adapter was trained on it. own: see read_model."""
+    def load(self, opened: AdapterFolder, class_of: ClassOf) -> PreTrainedModel:
+        """The base as an adapter was trained on it. class_of: see read_model."""
         base, revision = opened.base, opened.config.revision
         if self.into is not None:
             asked, dtype = self.into.quantization, self.into.dtype
         elif self.stored is not None:
             asked, dtype = self.stored.as_asked, self.files.dtype  # type: ignore[union-attr]
         else:
-            return read_model(base, revision, torch.float32, own=own)
-        return read_quantised(base, revision, asked, self.stored, dtype, choose_device("auto"), own=own)
+            return read_model(base, revision, torch.float32, class_of=class_of)
+        device = choose_device("auto")
+        return read_quantised(base, revision, asked, self.stored, dtype, device, class_of=class_of)
 
     def told(self, is_dense: bool) -> str:
         """What it is, where it is not the base's weights. is_dense: the merged model."""
@@ -185,11 +187,12 @@ def _compared(opened: AdapterFolder, source: Source, merged: Merged, folder: Pat
     """Hold the logits of a merged folder against the adapter's, see as_served.compare."""
     what = "the merged model"
     try:
-        trained = as_trained(opened, lambda own: source.load(opened, own))
+        trained = as_trained(opened, lambda cls: source.load(opened, cls))
     except Exception as error:  # any code of a model; what is merged is not wrong for it
         return not_compared(what, f"the adapter does not run here ({foreign(error)})")
     served = {
-        name: partial(read_model, str(folder), None, torch.float32, own=own) for name, own in classes(opened).items()
+        name: partial(read_model, str(folder), None, torch.float32, class_of=cls)
+        for name, cls in classes(opened).items()
     }
     with told_apart(what):
         return compare(trained, served, what, merged.lost_share)
@@ -396,10 +399,12 @@ class Merged:
     def find_experts(self, keys: Mapping[str, str], model: PreTrainedModel) -> None:
         """Where adapted experts lie in the files. Arguments and errors as those of `find`."""
         adapted = [path for path, module in self.spec.modules.items() if module.kind == "experts"]
-        parts = parts_of(model, self.files) if adapted and isinstance(self.files, WeightFiles) else {}
+        parts, turned = {}, {}
+        if adapted and isinstance(self.files, WeightFiles):
+            parts, turned = parts_of(model, self.files), turned_keys(model, self.files)
         for path in adapted:
             experts = model.get_submodule(path.rpartition(".")[0])
-            found = expert_places(path, experts, keys, parts)
+            found = expert_places(path, experts, keys, parts, turned)
             if not found:
                 raise self._computed(path)
             self.experts |= found
