@@ -105,7 +105,7 @@ def twin_for(cls: Any, config: Any) -> Twin | None:
 
 
 def _text_class(whole: Any, config: Any) -> Any:
-    """The text model that AutoModelForCausalLM builds of the folder of a whole one that is trained; None where there is none."""
+    """The text model that AutoModelForCausalLM builds of the folder of a whole one that is trained, if there is one."""
     text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if text in (None, whole) or whole is not MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None):
         return None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -38,7 +37,7 @@ from packlora.adapters.files import (
     tensor_key,
     under_both,
 )
-from packlora.adapters.kinds import PARAMETERS, PREFIX, module_of
+from packlora.adapters.kinds import PARAMETERS, module_of
 from packlora.adapters.spec import whole_number
 from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model

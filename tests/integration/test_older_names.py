@@ -1,9 +1,8 @@
-"""Adapters whose files name modules as older versions of transformers did, and those of folders of which two classes are built."""
+"""Adapters whose files name modules as older versions of transformers did, and of folders of which two classes are built."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
