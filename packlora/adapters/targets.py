@@ -186,8 +186,8 @@ def bare_layers(peft: LoraConfig, names: Collection[str]) -> list[int]:
 
 
 def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
-    """Which key, or which two, leave nothing of what target_modules matches by itself."""
-    both = ("layers_to_transform", "exclude_modules")
+    """Which key, or which together, leave nothing of what target_modules matches by itself."""
+    both = ("layers_to_transform", "exclude_modules", "modules_to_save")
 
     def matches_without(*keys: str) -> bool:
         without = copy.copy(peft)
@@ -198,7 +198,8 @@ def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
     alone = [key for key in both if matches_without(key)]
     if not alone and not matches_without(*both):
         return None
-    return " with ".join(f"{key} {shown(getattr(peft, key))}" for key in alone or both)
+    told = alone or [key for key in both if getattr(peft, key)]
+    return " with ".join(f"{key} {shown(getattr(peft, key))}" for key in told)
 
 
 def shown(names: Any) -> str:

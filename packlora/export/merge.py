@@ -36,7 +36,9 @@ from packlora.base.classes import ClassOf
 from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
 from packlora.base.load import read_model, read_tokenizer
+from packlora.base.own_tokenizer import own_tokenizer
 from packlora.base.quantized import check_quantization, dequantised, quantised_paths, read_quantised
+from packlora.base.shape import vocabulary
 from packlora.base.stored import MADE, Stored, stored_as
 from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of, turned_keys
 from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
@@ -81,8 +83,8 @@ def merge_adapter(
 
     Returns:
         What the user should know: the adapter names another base model, one that is not on this machine or of the same
-        architecture; how far the weights that it was folded into are from those of the base, codes from the merged ones, and
-        merged weights of 16 bits from exact ones; why logits were not compared.
+        architecture; that the tokenizer is the adapter's own; how far the weights that it was folded into are from those of the
+        base, codes from the merged ones, and merged weights of 16 bits from exact ones; why logits were not compared.
 
     Raises:
         InputError: the adapter, the base or the output folder cannot be used, the adapter was made for another architecture,
@@ -99,7 +101,7 @@ def merge_adapter(
     base, revision, skeleton = opened.base, opened.config.revision, opened.skeleton
     kept = skeleton.config.dtype or torch.float32
     with of_the_base():
-        tokenizer = read_tokenizer(base, revision)
+        tokenizer, of_tokens = _tokenizer(opened)
         source = Source.of(opened, quantization, double_quant, kept)
     into = source.into
     merged = Merged(
@@ -134,7 +136,20 @@ def merge_adapter(
     _write_out(out, write)
     folded = source.told(codes is None)
     rounded = merged.told() if codes is None else ""
-    return "; ".join(text for text in (opened.note, folded, *made, rounded) if text) or None
+    return "; ".join(text for text in (opened.note, of_tokens, folded, *made, rounded) if text) or None
+
+
+def _tokenizer(opened: AdapterFolder) -> tuple[Any, str]:
+    """The tokenizer of the merged model, and what to say of it: the base's, or the adapter's own where its folder has one."""
+    tokenizer = read_tokenizer(opened.base, opened.config.revision)
+    own, rows = own_tokenizer(opened.path, tokenizer), vocabulary(opened.skeleton)
+    if own is None:
+        return tokenizer, ""
+    if max(own.tokenizer.get_vocab().values()) >= rows:
+        return tokenizer, (
+            f"the tokenizer is the base's: that in {opened.path} has tokens beyond the {rows} embeddings of the base"
+        )
+    return own.tokenizer, f"the tokenizer is that in {opened.path}, which has {own.what} than the base's"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from packlora.base.device import choose_device, settle_dtype
 from packlora.base.held import check_held
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
+from packlora.base.own_tokenizer import unused_note
 from packlora.base.stored import MADE, check_stored, read_as_floats, stored_as
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.prompts import listed, taught_end
@@ -91,6 +92,8 @@ def prepare(
     set_clock(tokenizer, moment or datetime.now())
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
+    folders = [job.adapter.init_from for job in run_jobs if job.adapter.init_from is not None]
+    warnings += [note for folder in dict.fromkeys(folders) if (note := unused_note(folder, tokenizer))]
     encoder = Encoder.of(run, skeleton, tokenizer, max_steps)
     vision = vision_of(run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some])
     if vision is not None:
