@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -214,9 +215,22 @@ def _read_json(file: Path, folder: str | Path, job: str) -> dict[str, Any]:
             raise ValueError(f"{CONFIG} holds no object, but {type(raw).__name__}")
     except RecursionError:
         raise InputError(f"job {job!r}: {folder} is not a PEFT adapter folder: {CONFIG} is nested too deeply") from None
+    except FileNotFoundError as error:
+        inside = named_adapters(Path(folder))
+        raise InputError(f"job {job!r}: {folder} is not a PEFT adapter folder: {inside or error}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"job {job!r}: {folder} is not a PEFT adapter folder: {error}") from None
     return raw
+
+
+def named_adapters(folder: Path) -> str | None:
+    """What to say of a folder without an adapter in which PEFT has saved some by their names; None where it has not."""
+    found = [shlex.quote(str(file.parent)) for file in sorted(folder.glob(f"*/{CONFIG}"))]
+    return (
+        f"it holds no {CONFIG}, but adapters by their names: {', '.join(found[:9])}; give one of them"
+        if found
+        else None
+    )
 
 
 def _wrong_value(error: ValidationError, raw: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ def own_tokenizer(folder: str | Path, base: Any) -> OwnTokenizer | None:
     try:
         if not any(file.name.startswith(TOKENIZER_FILES) for file in Path(folder).iterdir()):
             return None
-        own = AutoTokenizer.from_pretrained(str(folder))
+        own = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (
         Exception
     ):  # transformers raises many types for files that are no tokenizer; the adapter is usable without it

@@ -20,6 +20,7 @@ from packlora.adapters.files import (
     CONFIG,
     base_note,
     model_type,
+    named_adapters,
     read_config,
     read_tensors,
     stored_keys,
@@ -90,7 +91,8 @@ def check_folder(path: Path) -> None:
         return
     if not (path / "run.json").is_file():
         what = f"it holds no {CONFIG}" if path.is_dir() else "there is no such folder"
-        raise InputError(f"{path} is not a PEFT adapter folder: {what}; that of a run's job is OUTPUT_DIR/JOB")
+        says = named_adapters(path) or f"{what}; that of a run's job is OUTPUT_DIR/JOB"
+        raise InputError(f"{path} is not a PEFT adapter folder: {says}")
     found = [shlex.quote(str(file.parent)) for file in sorted(path.glob(f"*/{CONFIG}"))]
     has = f"its adapters are {', '.join(found)}" if found else "and no job of it has ended yet"
     raise InputError(f"{path} is not a PEFT adapter folder but that of a run; {has}")

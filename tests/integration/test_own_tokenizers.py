@@ -1,4 +1,4 @@
-"""Tokenizers that other trainers save beside an adapter, which may write other prompts than the base model's."""
+"""What other trainers save beside an adapter: tokenizers that may write other prompts than the base model's, more adapters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 import packlora
+from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
 from packlora.generate.talk import load_speakers
 
@@ -30,6 +31,13 @@ def by_peft(folder: Path, tokenizer: Any = None, template: str = CHAT, tokens: i
         saved.add_tokens([f"<new{number}>" for number in range(tokens)])
         saved.save_pretrained(folder)
     return folder
+
+
+def run_from(folder: Path, base: str, data: str, out: Path) -> dict[str, Any]:
+    """A run of a step that goes on from an adapter's folder."""
+    train = {"global_batch_size": 2, "max_steps": 1}
+    job = {"name": "job", "data": {"path": data}, "adapter": {"init_from": str(folder)}, "train": train}
+    return {"base_model": base, "output_dir": str(out), "device": "cpu", "jobs": [job]}
 
 
 def test_a_merged_model_has_the_tokenizer_that_its_adapter_was_trained_with(
@@ -72,13 +80,20 @@ def test_answers_and_runs_that_go_on_say_that_texts_are_made_by_the_base_s(
     )
     load_speakers([folder], tiny_base(), "float32", "cpu")
     assert said in capsys.readouterr().err
-    job = {
-        "name": "job",
-        "data": {"path": write_rows("rows")},
-        "adapter": {"init_from": str(folder)},
-        "train": {"global_batch_size": 2, "max_steps": 1},
-    }
-    run = {"base_model": tiny_base(), "output_dir": str(tmp_path / "run"), "device": "cpu", "jobs": [job]}
+    run = run_from(folder, tiny_base(), write_rows("rows"), tmp_path / "run")
     packlora.train(run)
     written = capsys.readouterr()
     assert (written.out + written.err).count(said) == 1
+
+
+def test_a_folder_of_adapters_by_their_names_is_refused_with_them(
+    tiny_base: Base, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    own = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(tiny_model("llama"), own, adapter_name="mine").save_pretrained(tmp_path / "peft")
+    said = r"peft is not a PEFT adapter folder: it holds no adapter_config\.json, but adapters by their names: \S+peft/mine;"
+    with pytest.raises(InputError, match=said):
+        merge_adapter(tmp_path / "peft", tmp_path / "out", tiny_base())
+    run = run_from(tmp_path / "peft", tiny_base(), write_rows("rows"), tmp_path / "run")
+    with pytest.raises(InputError, match=said):
+        packlora.train(run)
