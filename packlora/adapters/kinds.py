@@ -19,7 +19,6 @@ Shapes: N outputs, K inputs, C input channels, r rank, V vocabulary, D width of 
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 import torch
@@ -49,18 +48,6 @@ SUFFIXES: dict[Kind, dict[str, str]] = {
     },
 }  # fmt: skip
 """By kind and parameter, the end of its key in the files of PEFT, after the module's path."""
-
-
-_END = re.compile(
-    r"(\.base_layer)*\.("
-    + "|".join(re.escape(end) for own in SUFFIXES.values() for end in own.values())
-    + r")(\.weight)?$"
-)
-
-
-def module_of(key: str) -> str:
-    """The path of the module whose tensor a key in the files of PEFT names."""
-    return _END.sub("", key.removeprefix(PREFIX))
 
 
 def kind_of(module: torch.nn.Module) -> Kind | None:

@@ -11,20 +11,17 @@ An adapter is read by either names, or both; and by those that its model had in 
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 
 from packlora.adapters import spec as one_class
-from packlora.adapters.kinds import PARAMETERS, PREFIX, module_of
+from packlora.adapters.kinds import PARAMETERS, PREFIX
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
-from packlora.adapters.targets import matches
-from packlora.base.renaming import renamed
+from packlora.adapters.targets import matches, patterns_for
 from packlora.errors import InputError
 from packlora.ops.twin import Twin, twin_of
 
@@ -50,9 +47,12 @@ def resolve(
     Raises:
         InputError: as spec.resolve; or it adapts what only the twin has.
     """
-    twin = twin_of(model)
-    older = older_names(keys, [model] if twin is None else [model, twin.model])
-    peft = _by_new_names(peft, older)
+    twin, older = twin_of(model), dict[str, str]()
+    if keys:
+        from packlora.adapters.older_names import by_new_names, first_names, older_names
+
+        older = older_names(keys, [model] if twin is None else [model, twin.model])
+        peft = by_new_names(peft, older, NAMED)
     if twin is None:
         found = one_class.resolve(peft, model, job, base_dropped, of_folder=bool(keys))
         found.older = older
@@ -66,15 +66,8 @@ def resolve(
         found = one_class.resolve(peft, model, job, base_dropped, _paths(twin.model), bool(keys))
     found.modules = {path: _with_both(path, own, twin, model, job) for path, own in found.modules.items()}
     found.peft = _for_both(found, model, twin, of_twin)
-    found.older = {old: _first(path, twin, model) for old, path in older.items()}
+    found.older = first_names(older, model, twin) if older else older
     return found
-
-
-def _first(path: str, twin: Twin, model: PreTrainedModel) -> str:
-    """The first of a module's two paths in files, of either of them."""
-    if twin.is_own:
-        return twin.there(path) or path
-    return path if path in _names(model) else twin.here(path) or path
 
 
 def _is_of_twin(peft: LoraConfig, keys: Collection[str], model: PreTrainedModel, twin: Twin) -> bool:
@@ -142,46 +135,6 @@ def _with_both(path: str, own: ModuleSpec, twin: Twin, model: PreTrainedModel, j
     return replace(own, stored_at=stored, also_at=None if also == stored else also)
 
 
-# --- names of older versions ---------------------------------------------------------------------------------------------
-
-LEAVES = ("weight", "bias", "gate_up_proj", "down_proj")
-"""Parameters by which a module's older name is known."""
-
-
-def older_names(keys: Iterable[str], models: Sequence[PreTrainedModel]) -> dict[str, str]:
-    """Paths of modules in the keys of a file that no model has, with those that transformers makes of them for one."""
-    there = {name for model in models for name in _paths(model)}
-    found: dict[str, str] = {}
-    for old in sorted({module_of(key) for key in keys} - there):
-        for model in models:
-            wanted = model.state_dict()
-            names, _, _ = renamed(model, wanted, [f"{old}.{leaf}" for leaf in LEAVES])
-            if names and old not in found:
-                found[old] = next(iter(names)).rpartition(".")[0]
-    return found
-
-
-def _by_new_names(peft: LoraConfig, older: Mapping[str, str]) -> LoraConfig:
-    """A configuration that may name modules by older paths, by those of this version."""
-    if not older:
-        return peft
-    new = copy.copy(peft)
-    if isinstance(peft.target_modules, str):
-        only_old = not any(matches(peft, path) for path in older.values())
-        new.target_modules = {older[path] for path in older if matches(peft, path)} if only_old else peft.target_modules
-    for key in NAMED:
-        value = getattr(peft, key)
-        if isinstance(value, list | set):
-            setattr(new, key, type(value)(older.get(one, one) for one in value))
-        elif isinstance(value, dict):
-            setattr(new, key, {older.get(one, one): said for one, said in value.items()})
-    for key, otherwise in (("rank_pattern", peft.r), ("alpha_pattern", peft.lora_alpha)):
-        every = _patterns(getattr(peft, key), older.items(), otherwise)
-        used = {one for one in every if any(get_pattern_key([one], path) == one for path in older.values())}
-        setattr(new, key, {one: said for one, said in every.items() if one in used})
-    return new
-
-
 # --- a configuration for both classes ----------------------------------------------------------------------------------
 
 
@@ -207,7 +160,7 @@ def _for_both(found: AdapterSpec, model: PreTrainedModel, twin: Twin, of_twin: b
     for key, otherwise in (("rank_pattern", peft.r), ("alpha_pattern", peft.lora_alpha)):
         pairs = [(path, twin.there(path) or path) for path in (*low_rank, *parameters)]
         pairs = [(there, here) for here, there in pairs] if of_twin else pairs
-        setattr(peft, key, _patterns(getattr(peft, key), pairs, otherwise))
+        setattr(peft, key, patterns_for(getattr(peft, key), pairs, otherwise))
     return peft
 
 
@@ -281,12 +234,3 @@ def _choose_targets(peft: LoraConfig, paths: Sequence[str], model: PreTrainedMod
         peft.exclude_modules = {name for one, wanted in choices for name in chosen(one) - wanted}
         if all(chosen(one) == wanted for one, wanted in choices):
             return
-
-
-def _patterns(asked: dict[str, Any], pairs: Iterable[tuple[str, str]], otherwise: Any) -> dict[str, Any]:
-    """A rank_pattern or alpha_pattern that says of the second names what it says of the first ones."""
-
-    def said(name: str) -> Any:
-        return asked.get(get_pattern_key(list(asked), name), otherwise)
-
-    return {re.escape(other): said(name) for name, other in pairs if said(other) != said(name)} | asked

@@ -158,6 +158,15 @@ def check_patterns(peft: LoraConfig, adapted: Iterable[str], job: str) -> None:
                 )
 
 
+def patterns_for(asked: dict[str, Any], pairs: Iterable[tuple[str, str]], otherwise: Any) -> dict[str, Any]:
+    """A rank_pattern or alpha_pattern that says of the second names what it says of the first ones."""
+
+    def said(name: str) -> Any:
+        return asked.get(get_pattern_key(list(asked), name), otherwise)
+
+    return {re.escape(other): said(name) for name, other in pairs if said(other) != said(name)} | asked
+
+
 def check_layer_numbers(peft: LoraConfig, names: Collection[str], where: str) -> None:
     """Raises InputError where layers_to_transform has the number of no layer: PEFT passes over it.
 

@@ -25,8 +25,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from packlora.base.renaming import renamed
 from packlora.ops.twin import Twin
+from packlora.renaming import renamed
 
 ClassOf = Callable[[Any], Any]
 """Gives the class, or the auto class, that is built of a configuration."""
@@ -66,11 +66,6 @@ def own_class(config: Any) -> Any:
 def served_class(config: Any) -> Any:
     """The class, or the auto class of it, that programs build which go by the architecture that a folder names."""
     return own_class(config) or auto_class(config)
-
-
-def other_class(config: Any) -> Any:
-    """The auto class that builds the second model of a folder that has a twin of its served class."""
-    return auto_class(config) if own_class(config) is not None else AutoModelForCausalLM
 
 
 def unknown_architecture(config: Any) -> str | None:

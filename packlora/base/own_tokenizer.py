@@ -6,6 +6,7 @@ adapter has learnt answers behind other prompts than the base's template writes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def own_tokenizer(folder: str | Path, base: Any) -> OwnTokenizer | None:
     }
     what = " and ".join(one for one, differs in said.items() if differs)
     return OwnTokenizer(own, what) if what else None
+
+
+def unused_notes(folders: Iterable[str], base: Any) -> list[str]:
+    """What to say of those of several folders, each once."""
+    return [note for folder in dict.fromkeys(folders) if (note := unused_note(folder, base))]
 
 
 def unused_note(folder: str | Path, base: Any) -> str | None:

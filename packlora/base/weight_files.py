@@ -28,8 +28,8 @@ from transformers.utils import cached_file
 
 from packlora.base.load import check_files, check_weights, load_part, vocabulary_of
 from packlora.base.mxfp4 import BLOCKS, SCALES, floats_of, packed_names
-from packlora.base.renaming import renamed
 from packlora.errors import InputError
+from packlora.renaming import renamed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter, resolve_folder
-from packlora.base.classes import ClassOf, auto_class, other_class, served_class
+from packlora.base.classes import ClassOf, auto_class, own_class, served_class
 from packlora.base.load import read_model
 from packlora.base.shape import vocabulary
 from packlora.commands.adapter_folder import AdapterFolder
@@ -145,7 +145,12 @@ def classes(opened: AdapterFolder) -> dict[str, ClassOf]:
     """Names of the classes that are built of the base's folder, with what read_model builds them by."""
     twin = twin_of(opened.skeleton)
     own: dict[str, ClassOf] = {type(opened.skeleton).__name__: served_class}
-    return own if twin is None else own | {type(twin.model).__name__: other_class}
+    return own if twin is None else own | {type(twin.model).__name__: _other_class}
+
+
+def _other_class(config: Any) -> Any:
+    """The auto class that builds the second model of a folder that has a twin of its served class."""
+    return auto_class(config) if own_class(config) is not None else AutoModelForCausalLM
 
 
 def with_peft(base: str, revision: str | None, folder: Path, class_of: ClassOf) -> Any:

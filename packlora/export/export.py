@@ -37,7 +37,8 @@ from packlora.adapters.files import (
     tensor_key,
     under_both,
 )
-from packlora.adapters.kinds import PARAMETERS, module_of
+from packlora.adapters.kinds import PARAMETERS
+from packlora.adapters.older_names import module_of
 from packlora.adapters.spec import whole_number
 from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model

@@ -22,7 +22,6 @@ from packlora.base.device import choose_device, settle_dtype
 from packlora.base.held import check_held
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
-from packlora.base.own_tokenizer import unused_note
 from packlora.base.stored import MADE, check_stored, read_as_floats, stored_as
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.prompts import listed, taught_end
@@ -92,8 +91,6 @@ def prepare(
     set_clock(tokenizer, moment or datetime.now())
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
-    folders = [job.adapter.init_from for job in run_jobs if job.adapter.init_from is not None]
-    warnings += [note for folder in dict.fromkeys(folders) if (note := unused_note(folder, tokenizer))]
     encoder = Encoder.of(run, skeleton, tokenizer, max_steps)
     vision = vision_of(run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some])
     if vision is not None:
@@ -108,7 +105,7 @@ def prepare(
         jobs.append(one)
         warnings += doubts
     prepared = PreparedRun(
-        run, tokenizer, budget, shape, jobs, warnings + _unstopped(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
+        run, tokenizer, budget, shape, jobs, warnings + _of_tokenizer(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
         quantization, encoder, vision, in_codes, known_head(run, shape, device),
     )  # fmt: skip
     if run.parallel.in_parts or run.parallel.is_sharded or quantization is not None:
@@ -132,6 +129,16 @@ def _check_device(run: Run) -> torch.device:
 
         check_quantization(run.quantization, device)
     return device
+
+
+def _of_tokenizer(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:
+    """What to say of the base's tokenizer: that an adapter which is continued has another one, where its answers end."""
+    notes = _unstopped(skeleton, tokenizer, jobs)
+    if folders := [own for job in jobs if (own := job.config.adapter.init_from) is not None]:
+        from packlora.base.own_tokenizer import unused_notes
+
+        notes += unused_notes(folders, tokenizer)
+    return notes
 
 
 def _unstopped(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:
