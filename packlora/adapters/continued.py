@@ -75,7 +75,7 @@ def check_start(adapter: AdapterConfig, spec: AdapterSpec, model: PreTrainedMode
         if getattr(wanted, key) != getattr(spec.peft, key) and not _chooses_the_same(asked, spec, model, job):
             in_file = getattr(spec.peft, key) if continued_start(adapter) is None else as_asked(spec.peft, key)
             raise _disagreement(adapter, key, in_file, job)
-    read_tensors(adapter.init_from, tensor_shapes(spec, model), job, spec.also)
+    read_tensors(adapter.init_from, tensor_shapes(spec, model), job, spec.read_as)
 
 
 def _chooses_the_same(asked: LoraConfig, spec: AdapterSpec, model: PreTrainedModel, job: str) -> bool:
@@ -112,7 +112,7 @@ def check_reference(folder: str, spec: AdapterSpec, model: PreTrainedModel, job:
             f"job {job!r}: train.reference {folder} is not like the job's adapter on {others[0]}; give one with the "
             "job's modules, ranks and alphas, or base"
         )
-    read_tensors(folder, tensor_shapes(spec, model), job, spec.also)
+    read_tensors(folder, tensor_shapes(spec, model), job, spec.read_as)
 
 
 def continued_start(adapter: AdapterConfig) -> str | None:

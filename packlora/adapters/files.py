@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -214,9 +215,22 @@ def _read_json(file: Path, folder: str | Path, job: str) -> dict[str, Any]:
             raise ValueError(f"{CONFIG} holds no object, but {type(raw).__name__}")
     except RecursionError:
         raise InputError(f"job {job!r}: {folder} is not a PEFT adapter folder: {CONFIG} is nested too deeply") from None
+    except FileNotFoundError as error:
+        inside = named_adapters(Path(folder))
+        raise InputError(f"job {job!r}: {folder} is not a PEFT adapter folder: {inside or error}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"job {job!r}: {folder} is not a PEFT adapter folder: {error}") from None
     return raw
+
+
+def named_adapters(folder: Path) -> str | None:
+    """What to say of a folder without an adapter in which PEFT has saved some by their names; None where it has not."""
+    found = [shlex.quote(str(file.parent)) for file in sorted(folder.glob(f"*/{CONFIG}"))]
+    return (
+        f"it holds no {CONFIG}, but adapters by their names: {', '.join(found[:9])}; give one of them"
+        if found
+        else None
+    )
 
 
 def _wrong_value(error: ValidationError, raw: dict[str, Any]) -> str:
@@ -276,7 +290,7 @@ def load_adapter(folder: str | Path, adapter: Adapter) -> None:
         for name, parameter in weights.named_parameters().items()
     }
     shapes = {key: torch.Size(shape) for key, shape in keyed(adapter, adapter.whole_shapes).items()}
-    tensors = read_tensors(folder, shapes, adapter.name, adapter.spec.also)
+    tensors = read_tensors(folder, shapes, adapter.name, adapter.spec.read_as)
     with torch.no_grad():
         for key, (own, name, target) in wanted.items():
             target.copy_(own.own(name, tensors[key]))
@@ -288,7 +302,7 @@ def read_tensors(
     """The tensors of a PEFT adapter folder by PEFT's keys, float32 or float64.
 
     Args:
-        also: other paths of modules that the file may name, with those that are meant: AdapterSpec.also.
+        also: other paths of modules that the file may name, with those that are meant: AdapterSpec.read_as.
 
     Raises:
         InputError: the file is missing or broken, its tensors are not exactly those named in `shapes`, or they are not finite

@@ -4,25 +4,24 @@ A file has the names of the class that its base model's folder names as its arch
 PEFT loads adapters into either class, but looks for names of that class alone; so the tensors are written under the other names
 as well. What a configuration says by names chooses the same modules in both classes.
 
-An adapter is read by either names, or both.
+An adapter is read by either names, or both; and by those that its model had in older versions of transformers
+(`language_model.model.layers` of LLaVA), which transformers and PEFT rename as well. Written are the names of this version.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 
 from packlora.adapters import spec as one_class
 from packlora.adapters.kinds import PARAMETERS, PREFIX
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
-from packlora.adapters.targets import matches
+from packlora.adapters.targets import matches, patterns_for
 from packlora.errors import InputError
 from packlora.ops.twin import Twin, twin_of
 
@@ -48,9 +47,17 @@ def resolve(
     Raises:
         InputError: as spec.resolve; or it adapts what only the twin has.
     """
-    twin = twin_of(model)
+    twin, older = twin_of(model), dict[str, str]()
+    if keys:
+        from packlora.adapters.older_names import by_new_names, first_names, older_names
+
+        older = older_names(keys, [model] if twin is None else [model, twin.model])
+        peft = by_new_names(peft, older, NAMED)
     if twin is None:
-        return one_class.resolve(peft, model, job, base_dropped, of_folder=bool(keys))
+        found = one_class.resolve(peft, model, job, base_dropped, of_folder=bool(keys))
+        found.older = older
+        return found
+    keys = [*keys, *(PREFIX + path + "." for path in older.values())]
     of_twin = _is_of_twin(peft, keys, model, twin)
     if of_twin:
         found = one_class.resolve(peft, twin.model, job, base_dropped, _paths(model), bool(keys))
@@ -59,15 +66,18 @@ def resolve(
         found = one_class.resolve(peft, model, job, base_dropped, _paths(twin.model), bool(keys))
     found.modules = {path: _with_both(path, own, twin, model, job) for path, own in found.modules.items()}
     found.peft = _for_both(found, model, twin, of_twin)
+    found.older = first_names(older, model, twin) if older else older
     return found
 
 
 def _is_of_twin(peft: LoraConfig, keys: Collection[str], model: PreTrainedModel, twin: Twin) -> bool:
-    """Whether a configuration means modules of the twin."""
+    """Whether a configuration means modules of the twin. Of a file with both names it means those of the text model, which is
+    the smaller one, unless the file has others (of a vision tower)."""
     here, there = _names(model), _names(twin.model)
     if keys:
         named = {next((one for one in owners(key) if one in here or one in there), "") for key in keys}
-        return bool(named & (there - here)) and not (twin.is_own and named & (here - there))
+        in_both = [not twin.is_own and twin.there(path) is not None for path in named & (here - there)]
+        return bool(named & (there - here)) and all(in_both)
     if isinstance(peft.target_modules, str) and peft.target_modules.lower() == "all-linear":
         return False
     choose = copy.copy(peft)
@@ -150,7 +160,7 @@ def _for_both(found: AdapterSpec, model: PreTrainedModel, twin: Twin, of_twin: b
     for key, otherwise in (("rank_pattern", peft.r), ("alpha_pattern", peft.lora_alpha)):
         pairs = [(path, twin.there(path) or path) for path in (*low_rank, *parameters)]
         pairs = [(there, here) for here, there in pairs] if of_twin else pairs
-        setattr(peft, key, _patterns(getattr(peft, key), pairs, otherwise))
+        setattr(peft, key, patterns_for(getattr(peft, key), pairs, otherwise))
     return peft
 
 
@@ -202,8 +212,13 @@ def _like(asked: Collection[str], names: Iterable[str]) -> Collection[str]:
 
 
 def _choose_targets(peft: LoraConfig, paths: Sequence[str], model: PreTrainedModel, twin: Twin) -> None:
-    """Let target_modules be names that choose these modules in both classes, without other keys where these are in the way."""
+    """Let target_modules be names that choose these modules in both classes, without other keys where these are in the way.
+    What they choose besides (the q_proj of a vision tower) is excluded."""
     choices = _both(paths, model, twin)
+
+    def chosen(one: PreTrainedModel) -> set[str]:
+        return {name for name in _names(one) if name and matches(peft, name)}
+
     leaves = sorted({path.rpartition(".")[2] for path in paths})
     own = [] if isinstance(peft.target_modules, str) else [sorted(peft.target_modules or ())]
     names = [*own, leaves, *_candidates(paths, twin)]
@@ -212,14 +227,10 @@ def _choose_targets(peft: LoraConfig, paths: Sequence[str], model: PreTrainedMod
             peft.exclude_modules = peft.layers_to_transform = peft.layers_pattern = None
         for targets in names:
             peft.target_modules = set(targets)
-            if all({name for name in _names(one) if name and matches(peft, name)} == wanted for one, wanted in choices):
+            if all(chosen(one) == wanted for one, wanted in choices):
                 return
-
-
-def _patterns(asked: dict[str, Any], pairs: Iterable[tuple[str, str]], otherwise: Any) -> dict[str, Any]:
-    """A rank_pattern or alpha_pattern that says of the second names what it says of the first ones."""
-
-    def said(name: str) -> Any:
-        return asked.get(get_pattern_key(list(asked), name), otherwise)
-
-    return {re.escape(other): said(name) for name, other in pairs if said(other) != said(name)} | asked
+    for targets in names:
+        peft.target_modules, peft.exclude_modules = set(targets), None
+        peft.exclude_modules = {name for one, wanted in choices for name in chosen(one) - wanted}
+        if all(chosen(one) == wanted for one, wanted in choices):
+            return

@@ -78,11 +78,18 @@ class AdapterSpec:
     """By module path in the model, in model order; then those of experts and routers, by the path of the parameter."""
     notes: list[str] = field(default_factory=list)
     """What a user should know of the targets."""
+    older: dict[str, str] = field(default_factory=dict)
+    """By path in the file that is read, where that is of an older version of transformers, the first path, see names.py."""
 
     @property
     def also(self) -> dict[str, str]:
         """By second path of a module in files, where it has one, the first."""
         return {own.also_at: own.stored_at or path for path, own in self.modules.items() if own.also_at is not None}
+
+    @property
+    def read_as(self) -> dict[str, str]:
+        """By other paths of modules that a file may name, the first ones."""
+        return self.also | self.older
 
     @property
     def parameter(self) -> str | None:
@@ -190,7 +197,7 @@ def resolve(
     of_parameters = {path: found for path, found in parameters.items() if found.kind != "linear"}
     check_patterns(peft, [*chosen.values(), *of_parameters, *twins], job)
     check_narrowed(peft, of_parameters, job)
-    biased = _biased(peft, model, linears, set(chosen), head_names, job)
+    biased = _biased(peft, model, linears, set(chosen), head_names, job, of_folder)
     others = other_modules(peft, model, job, twins)
     spec = AdapterSpec(with_names(peft, model, set(chosen)))
     for name, module in model.named_modules(remove_duplicate=False):
@@ -328,9 +335,10 @@ def _token_rows(
 
 
 def _biased(
-    peft: LoraConfig, model: PreTrainedModel, linears: dict[str, torch.nn.Linear], chosen: set[str], heads: set[str], job: str
+    peft: LoraConfig, model: PreTrainedModel, linears: dict[str, torch.nn.Linear], chosen: set[str], heads: set[str], job: str,
+    of_folder: bool,
 ) -> set[str]:  # fmt: skip
-    """Layers whose bias is trained. heads: output layers, which see other rows than the tokens."""
+    """Layers whose bias is trained. heads: output layers, which see other rows than the tokens. of_folder: see resolve."""
     if peft.bias == "none":
         return set()
     have = {name for name, module in linears.items() if module.bias is not None}
@@ -344,7 +352,17 @@ def _biased(
                 if owner in heads
                 else "not of a linear layer"
             )
-            raise InputError(f"job {job!r}: bias: all would train {name}, which is {why}; use lora_only")
+            raise InputError(
+                f"job {job!r}: the adapter was trained with bias: all, so it has {name}, which is {why}; biases of other "
+                "linear layers are read. PEFT's merge_and_unload() folds it into its base"
+                if of_folder
+                else f"job {job!r}: bias: all would train {name}, which is {why}; use lora_only"
+            )
+    if not have and of_folder:
+        raise InputError(
+            f"job {job!r}: the adapter was trained with bias: all, and the model has no biases; give the base model that it "
+            "was trained on"
+        )
     if not have:
         raise InputError(f"job {job!r}: bias: all, but the model has no biases; use bias: none")
     return have

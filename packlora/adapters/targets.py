@@ -158,6 +158,15 @@ def check_patterns(peft: LoraConfig, adapted: Iterable[str], job: str) -> None:
                 )
 
 
+def patterns_for(asked: dict[str, Any], pairs: Iterable[tuple[str, str]], otherwise: Any) -> dict[str, Any]:
+    """A rank_pattern or alpha_pattern that says of the second names what it says of the first ones."""
+
+    def said(name: str) -> Any:
+        return asked.get(get_pattern_key(list(asked), name), otherwise)
+
+    return {re.escape(other): said(name) for name, other in pairs if said(other) != said(name)} | asked
+
+
 def check_layer_numbers(peft: LoraConfig, names: Collection[str], where: str) -> None:
     """Raises InputError where layers_to_transform has the number of no layer: PEFT passes over it.
 
@@ -186,8 +195,8 @@ def bare_layers(peft: LoraConfig, names: Collection[str]) -> list[int]:
 
 
 def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
-    """Which key, or which two, leave nothing of what target_modules matches by itself."""
-    both = ("layers_to_transform", "exclude_modules")
+    """Which key, or which together, leave nothing of what target_modules matches by itself."""
+    both = ("layers_to_transform", "exclude_modules", "modules_to_save")
 
     def matches_without(*keys: str) -> bool:
         without = copy.copy(peft)
@@ -198,7 +207,8 @@ def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
     alone = [key for key in both if matches_without(key)]
     if not alone and not matches_without(*both):
         return None
-    return " with ".join(f"{key} {shown(getattr(peft, key))}" for key in alone or both)
+    told = alone or [key for key in both if getattr(peft, key)]
+    return " with ".join(f"{key} {shown(getattr(peft, key))}" for key in told)
 
 
 def shown(names: Any) -> str:

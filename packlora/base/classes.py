@@ -1,14 +1,16 @@
 """Which of transformers' classes builds the model of a folder.
 
 The class that is trained is mostly the one that the folder names (`architectures` in config.json). Of some multimodal models
-(Qwen3.5) transformers makes a text model as well, which leaves out the files' vision tower; that one is trained then. Programs
-that serve build the class that the folder names, and find modules by its names: such a pair is a Twin.
+transformers makes a text model as well. Where that leaves out the files' vision tower without a word (Qwen3.5), it is trained;
+else the whole model is (Llama 4). Programs that serve build the class that the folder names, and find modules by its names;
+AutoModelForCausalLM builds the text model. Such a pair is a Twin.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,9 +25,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from packlora.base.renaming import renamed
 from packlora.ops.twin import Twin
+from packlora.renaming import renamed
 
+ClassOf = Callable[[Any], Any]
+"""Gives the class, or the auto class, that is built of a configuration."""
 GENERATE = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -59,6 +63,11 @@ def own_class(config: Any) -> Any:
     return None if own is None or _config_for(own, config) is None else own
 
 
+def served_class(config: Any) -> Any:
+    """The class, or the auto class of it, that programs build which go by the architecture that a folder names."""
+    return own_class(config) or auto_class(config)
+
+
 def unknown_architecture(config: Any) -> str | None:
     """What a folder names as its architecture where that is no class of transformers' that generates text: programs that serve
     may build something with other names."""
@@ -76,16 +85,26 @@ def without_weights(cls: Any, config: Any) -> PreTrainedModel:
 
 
 def twin_for(cls: Any, config: Any) -> Twin | None:
-    """The other class of a base model, for one of the class that is trained or of own_class; None where there is one class."""
-    own, trained = own_class(config), _trained_class(config)
-    if own is None:
+    """The other class of a base model, for one of its two classes; None where there is one class."""
+    trained = _trained_class(config)
+    own = own_class(config) or trained
+    text = trained if own is not trained else _text_class(own, config)
+    if text is None:
         return None
 
     def build() -> tuple[PreTrainedModel, dict[str, str]]:
-        text, whole, names = _pair(trained, own, config)
-        return (text, {theirs: name for name, theirs in names.items()}) if cls is own else (whole, names)
+        inner, outer, names = _pair(text, own, config)
+        return (inner, {theirs: name for name, theirs in names.items()}) if cls is own else (outer, names)
 
-    return Twin(build, is_own=cls is not own)
+    return Twin(build, is_own=cls is not own, is_trained=trained is (text if cls is own else own))
+
+
+def _text_class(whole: Any, config: Any) -> Any:
+    """The text model that AutoModelForCausalLM builds of the folder of a whole one that is trained, if there is one."""
+    text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if text in (None, whole) or whole is not MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None):
+        return None
+    return text if _reads(text, whole, config) else None
 
 
 def _trained_class(config: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.base.classes import served_class
 from packlora.base.quantized import check_quantization, read_quantised
 from packlora.base.stored import Stored
 from packlora.base.weight_files import SINGLE, WeightFiles
@@ -29,7 +30,7 @@ class DequantisedFiles:
         """dtype: in which a run computed with what the codes stand for."""
         check_quantization(stored.as_asked, device, f"base_model {path!r}")
         self.path, self.dtype, self._files = path, dtype, WeightFiles(path, revision)
-        model = read_quantised(path, revision, stored.as_asked, stored, dtype, device, own=True)
+        model = read_quantised(path, revision, stored.as_asked, stored, dtype, device, class_of=served_class)
         self._layers: dict[str, QuantizedLinear] = {
             f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)
         }

@@ -18,13 +18,13 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from packlora.base.classes import auto_class, own_class, twin_for, without_weights
+from packlora.base.classes import ClassOf, auto_class, own_class, twin_for, without_weights
 from packlora.base.demo_model import DEMO_MODEL, base_path
 from packlora.base.shape import check_sizes
 from packlora.base.stored import as_stored, read_as_floats, stored_as
 from packlora.config import Run
 from packlora.errors import InputError, foreign, quoted
-from packlora.ops.twin import set_twin
+from packlora.ops.twin import set_twin, twin_of
 
 LISTED = 8
 """Names of weights that a message lists."""
@@ -133,12 +133,13 @@ def _set_generation(model: PreTrainedModel, path: str, revision: str | None) -> 
 
 
 def read_model(
-    path: str, revision: str | None, dtype: torch.dtype, trust_remote_code: bool = False, own: bool = False, **how: Any
-) -> PreTrainedModel:
+    path: str, revision: str | None, dtype: torch.dtype, trust_remote_code: bool = False,
+    class_of: ClassOf = auto_class, **how: Any,
+) -> PreTrainedModel:  # fmt: skip
     """The model of a folder or a hub id, as transformers runs it, on the CPU.
 
     Args:
-        own: of the class that the folder names, where another one is trained.
+        class_of: gives the class to build of the configuration of its folder; the one that is trained, unless given.
         how: more of from_pretrained's arguments.
 
     Raises:
@@ -149,12 +150,11 @@ def read_model(
     if read_as_floats(config):
         how["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     transformers.utils.logging.disable_progress_bar()
-    cls = (own_class(config) if own else None) or auto_class(config)
     with _quiet(), as_stored():  # its report of the weights is check_weights' matter
         model, found = load_part(
             "model",
             path,
-            lambda: cls.from_pretrained(
+            lambda: class_of(config).from_pretrained(
                 path,
                 revision=revision,
                 dtype=dtype,
@@ -168,9 +168,11 @@ def read_model(
                 **how,
             ),
         )
-    check_weights(path, found, vocabulary_of(config))
     assert isinstance(model, PreTrainedModel)
     set_twin(model, load_part("model", path, lambda: twin_for(type(model), config)))
+    if (twin := twin_of(model)) is not None and twin.is_own:  # what the text model leaves out is the whole one's
+        found["unexpected_keys"] = set(found["unexpected_keys"]) - twin.model.state_dict().keys()
+    check_weights(path, found, vocabulary_of(config))
     return model
 
 

@@ -17,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_bitsandbytes_available, is_torchao_available
 
+from packlora.base.classes import ClassOf, auto_class, served_class
 from packlora.base.load import read_model
 from packlora.base.stored import Stored, stored_as
 from packlora.config import QuantizationConfig
@@ -126,14 +127,15 @@ def _bytes_of(quantization: QuantizationConfig, N: int, K: int, dtype: torch.dty
 
 def read_quantised(
     path: str, revision: str | None, quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype,
-    device: torch.device, trust_remote_code: bool = False, notes: list[str] | None = None, own: bool = False,
+    device: torch.device, trust_remote_code: bool = False, notes: list[str] | None = None,
+    class_of: ClassOf = auto_class,
 ) -> PreTrainedModel:  # fmt: skip
     """A model on its device whose quantised layers are this package's, the rest of this dtype.
 
     Args:
         stored: the files have the codes; None: they are made while they are read.
         notes: gets what is to be known of it.
-        own: see read_model.
+        class_of: see read_model.
 
     Raises:
         InputError: it cannot be loaded, or something of it is in codes that are not read here.
@@ -141,7 +143,8 @@ def read_quantised(
     how = _loading(quantization, stored, dtype, device)
     if dtype == torch.float64:  # as read_model does, which is told of float32
         how["experts_implementation"] = "eager"
-    return own_layers(read_model(path, revision, made_of(dtype), trust_remote_code, own, **how), dtype, path, notes)
+    model = read_model(path, revision, made_of(dtype), trust_remote_code, class_of, **how)
+    return own_layers(model, dtype, path, notes)
 
 
 def read_in_codes(
@@ -157,7 +160,7 @@ def read_in_codes(
         InputError: it cannot be loaded.
     """
     how = _loading(quantization, None, dtype, device, kept)
-    model = read_model(path, None, made_of(dtype), own=True, **how)
+    model = read_model(path, None, made_of(dtype), class_of=served_class, **how)
     found = {name: codes for name, _, codes in _quantised(model)}
     return model, {name: own.with_stored(own.stored.detach().as_subclass(torch.Tensor)) for name, own in found.items()}
 
@@ -200,10 +203,10 @@ def _torchao_config(quantization: QuantizationConfig) -> Any:
 
 
 def quantised_paths(model: PreTrainedModel) -> list[str]:
-    """The layers of a model without weights that are quantised where that is asked for. Of a whole model with a text model as
-    its twin they are those of the text model, which is what a run quantises."""
+    """The layers of a model without weights that are quantised where that is asked for: of its twin, where a run trains that
+    one."""
     twin = twin_of(model)
-    if twin is not None and not twin.is_own:
+    if twin is not None and twin.is_trained:
         return [path for own in quantised_paths(twin.model) if (path := twin.here(own)) is not None]
     kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     return [
@@ -216,7 +219,7 @@ def quantised_paths(model: PreTrainedModel) -> list[str]:
 def kept_as_floats(model: PreTrainedModel) -> list[str] | None:
     """What is left out of a quantised model, as its library is told of it: the largest modules without a layer of
     quantised_paths. None where the library leaves out by itself what a run does."""
-    if (twin := twin_of(model)) is None or twin.is_own:
+    if (twin := twin_of(model)) is None or not twin.is_trained:
         return None
     within = {path[:end] for path in quantised_paths(model) for end, sign in enumerate(path + ".") if sign == "."}
     linear = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear and path not in within]

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     dot_natural_key,
     rename_source_key,
@@ -27,8 +28,8 @@ from transformers.utils import cached_file
 
 from packlora.base.load import check_files, check_weights, load_part, vocabulary_of
 from packlora.base.mxfp4 import BLOCKS, SCALES, floats_of, packed_names
-from packlora.base.renaming import renamed
 from packlora.errors import InputError
+from packlora.renaming import renamed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -219,6 +220,28 @@ def parts_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[list[
             own = found.setdefault(name, {one: [] for one in patterns[pattern].source_patterns})
             own[pattern].append(key)
     return {name: list(own.values()) for name, own in found.items()}
+
+
+def turned_keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, tuple[str, bool]]:
+    """By name of a parameter [E, N, K] of all experts that files may hold as [E, K, N] (Qwen3-VL-MoE), its key there, and
+    whether they do. As transformers reads it, a weight of the model's own shape lies as it does there."""
+    wanted = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    turning = [entry for entry in mapping if isinstance(entry, WeightConverter) and _only_turns(entry)]
+    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+    found: dict[str, tuple[str, bool]] = {}
+    for key, shape in files.shapes.items():
+        name, pattern = rename_source_key(key, renamings, turning, model.base_model_prefix, wanted)
+        if pattern is not None and name in wanted:
+            found[name] = key, tuple(wanted[name].shape) != shape
+    return found
+
+
+def _only_turns(entry: WeightConverter) -> bool:
+    """Whether transformers changes a tensor of the files only where it lies transposed, and then transposes each expert's."""
+    (operation, *others) = entry.operations
+    turns = isinstance(operation, Transpose) and operation.check_dims and {operation.dim0, operation.dim1} == {1, 2}
+    return bool(turns and not others)
 
 
 def _parameters(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:

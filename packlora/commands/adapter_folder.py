@@ -20,6 +20,7 @@ from packlora.adapters.files import (
     CONFIG,
     base_note,
     model_type,
+    named_adapters,
     read_config,
     read_tensors,
     stored_keys,
@@ -80,7 +81,7 @@ def open_adapter(path: Path, base_model: str | None) -> AdapterFolder:
     if note and all(kinds) and kinds[0] != kinds[1] and (twin is None or twin.model.config.model_type != kinds[0]):
         raise InputError(f"{note}: the architectures differ; give a base model of the first kind")
     spec = resolve(config, skeleton, path.name, keys=stored_keys(path))
-    tensors = read_tensors(path, tensor_shapes(spec, skeleton), path.name, spec.also)
+    tensors = read_tensors(path, tensor_shapes(spec, skeleton), path.name, spec.read_as)
     return AdapterFolder(path, config, base, skeleton, base_config, spec, tensors, note)
 
 
@@ -90,7 +91,8 @@ def check_folder(path: Path) -> None:
         return
     if not (path / "run.json").is_file():
         what = f"it holds no {CONFIG}" if path.is_dir() else "there is no such folder"
-        raise InputError(f"{path} is not a PEFT adapter folder: {what}; that of a run's job is OUTPUT_DIR/JOB")
+        says = named_adapters(path) or f"{what}; that of a run's job is OUTPUT_DIR/JOB"
+        raise InputError(f"{path} is not a PEFT adapter folder: {says}")
     found = [shlex.quote(str(file.parent)) for file in sorted(path.glob(f"*/{CONFIG}"))]
     has = f"its adapters are {', '.join(found)}" if found else "and no job of it has ended yet"
     raise InputError(f"{path} is not a PEFT adapter folder but that of a run; {has}")

@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter, resolve_folder
+from packlora.base.classes import ClassOf, auto_class, own_class, served_class
 from packlora.base.load import read_model
 from packlora.base.shape import vocabulary
 from packlora.commands.adapter_folder import AdapterFolder
@@ -79,15 +80,15 @@ def not_compared(what: str, why: str | None) -> list[str]:
 
 
 @torch.no_grad()
-def as_trained(opened: AdapterFolder, load: Callable[[bool], PreTrainedModel]) -> Trained:
+def as_trained(opened: AdapterFolder, load: Callable[[ClassOf], PreTrainedModel]) -> Trained:
     """Run an adapter's folder on its base model.
 
     Args:
-        load: the base model; of the class that its folder names, where it is given True.
+        load: the base model, of the class that a function gives for its configuration.
     """
     twin = twin_of(opened.skeleton)
     whole = twin is not None and any(twin.there(path) is None for path in opened.spec.modules)
-    model: Any = load(whole).eval()
+    model: Any = load(served_class if whole else auto_class).eval()
     name = opened.path.name
     attached, (adapter,) = attach(model, {name: resolve_folder(opened.path, model, name)}, 0)
     load_adapter(opened.path, adapter)
@@ -140,16 +141,21 @@ def told_apart(what: str) -> Iterator[None]:
         raise InputError(f"{what} cannot be served: {error}. Nothing is written") from None
 
 
-def classes(opened: AdapterFolder) -> dict[str, bool]:
-    """Names of the classes that are built of the base's folder, with whether it is the one that the folder names."""
+def classes(opened: AdapterFolder) -> dict[str, ClassOf]:
+    """Names of the classes that are built of the base's folder, with what read_model builds them by."""
     twin = twin_of(opened.skeleton)
-    own = {type(opened.skeleton).__name__: True}
-    return own if twin is None else own | {type(twin.model).__name__: False}
+    own: dict[str, ClassOf] = {type(opened.skeleton).__name__: served_class}
+    return own if twin is None else own | {type(twin.model).__name__: _other_class}
 
 
-def with_peft(base: str, revision: str | None, folder: Path, own: bool) -> Any:
+def _other_class(config: Any) -> Any:
+    """The auto class that builds the second model of a folder that has a twin of its served class."""
+    return auto_class(config) if own_class(config) is not None else AutoModelForCausalLM
+
+
+def with_peft(base: str, revision: str | None, folder: Path, class_of: ClassOf) -> Any:
     """A base model with the adapter of a folder, by PEFT. Raises InputError where PEFT does not take all of it."""
-    model = read_model(base, revision, torch.float32, own=own)
+    model = read_model(base, revision, torch.float32, class_of=class_of)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

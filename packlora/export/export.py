@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -38,9 +37,10 @@ from packlora.adapters.files import (
     tensor_key,
     under_both,
 )
-from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
+from packlora.adapters.kinds import PARAMETERS
+from packlora.adapters.older_names import module_of
 from packlora.adapters.spec import whole_number
-from packlora.base.classes import unknown_architecture
+from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model
 from packlora.base.stored import stored_as
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
@@ -152,10 +152,8 @@ def prove_names(folder: Path, model: PreTrainedModel, also_twin: bool = False) -
     known = {path for path, _ in model.named_modules(remove_duplicate=False)} - {""}
     twin = twin_of(model)
     known |= {path for path, _ in twin.model.named_modules()} - {""} if also_twin and twin is not None else set()
-    parts = "|".join(re.escape(part) for suffixes in SUFFIXES.values() for part in suffixes.values())
     for key in stored_keys(folder):
-        path = re.sub(rf"(\.base_layer)*\.({parts})(\.weight)?$", "", key.removeprefix(PREFIX))
-        if path not in known:
+        if module_of(key) not in known:
             raise InputError(
                 f"{folder}: {key!r} is of no module of {type(model).__name__}, which the base model's folder names as its "
                 "architecture; nothing is written"
@@ -168,12 +166,12 @@ def _compared(opened: AdapterFolder, folder: Path, target: str, what: str) -> li
     try:
         if stored_as(opened.base_config, base) is not None:
             return not_compared(what, "the base model is saved in codes")
-        trained = as_trained(opened, lambda own: read_model(base, revision, torch.float32, own=own))
+        trained = as_trained(opened, lambda cls: read_model(base, revision, torch.float32, class_of=cls))
     except Exception as error:  # any code of a model; what is written is not wrong for it
         return not_compared(what, f"the adapter does not run here ({foreign(error)})")
     served = {
-        name: partial(with_peft, base, revision, folder, own)
-        for name, own in classes(opened).items() if own or target == "peft"
+        name: partial(with_peft, base, revision, folder, cls)
+        for name, cls in classes(opened).items() if cls is served_class or target == "peft"
     }  # fmt: skip
     with told_apart(what):
         return compare(trained, served, what, ROUNDING.get(_dtype_of(folder), 0.0))

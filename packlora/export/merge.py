@@ -32,12 +32,15 @@ from transformers.utils import cached_file
 from packlora.adapters.files import read_trained_on, tensor_key
 from packlora.adapters.kinds import PREFIX
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
+from packlora.base.classes import ClassOf
 from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
 from packlora.base.load import read_model, read_tokenizer
+from packlora.base.own_tokenizer import own_tokenizer
 from packlora.base.quantized import check_quantization, dequantised, quantised_paths, read_quantised
+from packlora.base.shape import vocabulary
 from packlora.base.stored import MADE, Stored, stored_as
-from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of
+from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of, turned_keys
 from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
@@ -80,8 +83,8 @@ def merge_adapter(
 
     Returns:
         What the user should know: the adapter names another base model, one that is not on this machine or of the same
-        architecture; how far the weights that it was folded into are from those of the base, codes from the merged ones, and
-        merged weights of 16 bits from exact ones; why logits were not compared.
+        architecture; that the tokenizer is the adapter's own; how far the weights that it was folded into are from those of the
+        base, codes from the merged ones, and merged weights of 16 bits from exact ones; why logits were not compared.
 
     Raises:
         InputError: the adapter, the base or the output folder cannot be used, the adapter was made for another architecture,
@@ -98,7 +101,7 @@ def merge_adapter(
     base, revision, skeleton = opened.base, opened.config.revision, opened.skeleton
     kept = skeleton.config.dtype or torch.float32
     with of_the_base():
-        tokenizer = read_tokenizer(base, revision)
+        tokenizer, of_tokens = _tokenizer(opened)
         source = Source.of(opened, quantization, double_quant, kept)
     into = source.into
     merged = Merged(
@@ -133,7 +136,20 @@ def merge_adapter(
     _write_out(out, write)
     folded = source.told(codes is None)
     rounded = merged.told() if codes is None else ""
-    return "; ".join(text for text in (opened.note, folded, *made, rounded) if text) or None
+    return "; ".join(text for text in (opened.note, of_tokens, folded, *made, rounded) if text) or None
+
+
+def _tokenizer(opened: AdapterFolder) -> tuple[Any, str]:
+    """The tokenizer of the merged model, and what to say of it: the base's, or the adapter's own where its folder has one."""
+    tokenizer = read_tokenizer(opened.base, opened.config.revision)
+    own, rows = own_tokenizer(opened.path, tokenizer), vocabulary(opened.skeleton)
+    if own is None:
+        return tokenizer, ""
+    if max(own.tokenizer.get_vocab().values()) >= rows:
+        return tokenizer, (
+            f"the tokenizer is the base's: that in {opened.path} has tokens beyond the {rows} embeddings of the base"
+        )
+    return own.tokenizer, f"the tokenizer is that in {opened.path}, which has {own.what} than the base's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +175,17 @@ class Source:
         keys = keys_there(skeleton, files)
         return Source(files, keys, None, Codes.of(opened.path, quantization, double_quant, dtype))
 
-    def load(self, opened: AdapterFolder, own: bool) -> PreTrainedModel:
-        """The base as an adapter was trained on it. own: see read_model."""
+    def load(self, opened: AdapterFolder, class_of: ClassOf) -> PreTrainedModel:
+        """The base as an adapter was trained on it. class_of: see read_model."""
         base, revision = opened.base, opened.config.revision
         if self.into is not None:
             asked, dtype = self.into.quantization, self.into.dtype
         elif self.stored is not None:
             asked, dtype = self.stored.as_asked, self.files.dtype  # type: ignore[union-attr]
         else:
-            return read_model(base, revision, torch.float32, own=own)
-        return read_quantised(base, revision, asked, self.stored, dtype, choose_device("auto"), own=own)
+            return read_model(base, revision, torch.float32, class_of=class_of)
+        device = choose_device("auto")
+        return read_quantised(base, revision, asked, self.stored, dtype, device, class_of=class_of)
 
     def told(self, is_dense: bool) -> str:
         """What it is, where it is not the base's weights. is_dense: the merged model."""
@@ -185,11 +202,12 @@ def _compared(opened: AdapterFolder, source: Source, merged: Merged, folder: Pat
     """Hold the logits of a merged folder against the adapter's, see as_served.compare."""
     what = "the merged model"
     try:
-        trained = as_trained(opened, lambda own: source.load(opened, own))
+        trained = as_trained(opened, lambda cls: source.load(opened, cls))
     except Exception as error:  # any code of a model; what is merged is not wrong for it
         return not_compared(what, f"the adapter does not run here ({foreign(error)})")
     served = {
-        name: partial(read_model, str(folder), None, torch.float32, own=own) for name, own in classes(opened).items()
+        name: partial(read_model, str(folder), None, torch.float32, class_of=cls)
+        for name, cls in classes(opened).items()
     }
     with told_apart(what):
         return compare(trained, served, what, merged.lost_share)
@@ -396,10 +414,12 @@ class Merged:
     def find_experts(self, keys: Mapping[str, str], model: PreTrainedModel) -> None:
         """Where adapted experts lie in the files. Arguments and errors as those of `find`."""
         adapted = [path for path, module in self.spec.modules.items() if module.kind == "experts"]
-        parts = parts_of(model, self.files) if adapted and isinstance(self.files, WeightFiles) else {}
+        parts, turned = {}, {}
+        if adapted and isinstance(self.files, WeightFiles):
+            parts, turned = parts_of(model, self.files), turned_keys(model, self.files)
         for path in adapted:
             experts = model.get_submodule(path.rpartition(".")[0])
-            found = expert_places(path, experts, keys, parts)
+            found = expert_places(path, experts, keys, parts, turned)
             if not found:
                 raise self._computed(path)
             self.experts |= found

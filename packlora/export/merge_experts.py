@@ -56,19 +56,26 @@ class ExpertPlace:
 
 
 def expert_places(
-    path: str, experts: Any, keys: Mapping[str, str], parts: Mapping[str, list[list[str]]]
+    path: str,
+    experts: Any,
+    keys: Mapping[str, str],
+    parts: Mapping[str, list[list[str]]],
+    turned_keys: Mapping[str, tuple[str, bool]],
 ) -> dict[str, ExpertPlace]:
     """By the keys of the files; empty where it is not known how the experts lie there.
 
     Args:
         experts: the module; it may be without weights.
         keys: by names of the model, those that are tensors of the files as they are.
-        parts: see weight_files.parts_of.
+        parts, turned_keys: see weight_files.
     """
     lies_turned = is_scaled(experts)
     transposed = lies_turned or bool(experts.is_transposed)
     if path in keys:
         return {keys[path]: ExpertPlace(path, None, 0, 1, transposed, lies_turned)}
+    if path in turned_keys:
+        key, is_turned = turned_keys[path]
+        return {key: ExpertPlace(path, None, 0, 1, transposed != is_turned, lies_turned)}
     if transposed:
         return {}
     own = parts.get(path, [])

@@ -24,6 +24,7 @@ from packlora.adapters.linear import Attached
 from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
+from packlora.base.own_tokenizer import unused_note
 from packlora.base.quantized import check_quantization, read_quantised
 from packlora.base.shape import context_of
 from packlora.base.stored import MADE, stored_as
@@ -140,6 +141,8 @@ def load_speakers(
     attached, adapters = attach(model, specs, 0)
     for adapter in adapters:
         load_adapter(names[adapter.name], adapter)
+        if note := unused_note(names[adapter.name], tokenizer):
+            say(note)
         codes = read_trained_on(names[adapter.name])
         if codes is not None and (quantization is None or codes.get("method") != quantization.method):
             say(

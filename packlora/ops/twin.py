@@ -1,5 +1,5 @@
-"""A second class that is built of the same weights: the text model that is trained, and the whole model (with a vision tower,
-say) that other programs build of the same folder. The two have other names for the same modules.
+"""A second class that is built of the same weights: a text model, and the whole model (with a vision tower, say) that other
+programs build of the same folder. Either may be the one that is trained. The two have other names for the same modules.
 
 base/classes.py finds the pair and puts it onto a model; adapters and their files are named by it.
 """
@@ -19,10 +19,11 @@ class Twin:
     Args:
         build: gives a model of it without weights, and the names of its parameters and buffers by those of the first class.
         is_own: whether it is the class that the folder names as its architecture; else the first one is.
+        is_trained: whether it is the class that a run trains; else the first one is.
     """
 
-    def __init__(self, build: Callable[[], tuple[Any, dict[str, str]]], is_own: bool) -> None:
-        self._build, self.is_own = build, is_own
+    def __init__(self, build: Callable[[], tuple[Any, dict[str, str]]], is_own: bool, is_trained: bool) -> None:
+        self._build, self.is_own, self.is_trained = build, is_own, is_trained
 
     @cached_property
     def _built(self) -> tuple[Any, dict[str, str]]:

@@ -105,7 +105,7 @@ def prepare(
         jobs.append(one)
         warnings += doubts
     prepared = PreparedRun(
-        run, tokenizer, budget, shape, jobs, warnings + _unstopped(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
+        run, tokenizer, budget, shape, jobs, warnings + _of_tokenizer(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
         quantization, encoder, vision, in_codes, known_head(run, shape, device),
     )  # fmt: skip
     if run.parallel.in_parts or run.parallel.is_sharded or quantization is not None:
@@ -129,6 +129,16 @@ def _check_device(run: Run) -> torch.device:
 
         check_quantization(run.quantization, device)
     return device
+
+
+def _of_tokenizer(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:
+    """What to say of the base's tokenizer: that an adapter which is continued has another one, where its answers end."""
+    notes = _unstopped(skeleton, tokenizer, jobs)
+    if folders := [own for job in jobs if (own := job.config.adapter.init_from) is not None]:
+        from packlora.base.own_tokenizer import unused_notes
+
+        notes += unused_notes(folders, tokenizer)
+    return notes
 
 
 def _unstopped(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:

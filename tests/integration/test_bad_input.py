@@ -228,6 +228,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Any, refus
          "layers_to_transform has 1, and the model has no layer of that number in lists named 'h'"),
         ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]},
          "exclude_modules ['q_proj'] leaves nothing of what target_modules ['q_proj'] matches"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]},
+         "modules_to_save ['q_proj'] leaves nothing of what target_modules ['q_proj'] matches"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1], "exclude_modules": r".*layers\.1\..*"},
          r"layers_to_transform [1] with exclude_modules '.*layers\\.1\\..*' leaves nothing"),
         ({"target_modules": ["q_proj", "v_prj"]}, "target_modules names 'v_prj', which matches nothing in the model; "

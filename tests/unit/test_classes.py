@@ -100,9 +100,15 @@ def test_what_is_trained_finds_its_weights_in_files_of_the_whole_model(kind: str
     config.architectures = [whole]
     assert auto_class(config) is (AutoModelForCausalLM if trains_text else AutoModelForImageTextToText)
     twin = twin_for(getattr(transformers, text if trains_text else whole), config)
-    assert (twin is not None) == trains_text == (own_class(config) is not None)
-    if twin is not None:
-        assert type(twin.model).__name__ == whole
+    assert trains_text == (own_class(config) is not None) and (twin is not None) == (trains_text or kind == "llama4")
+    if twin is not None and not trains_text:
+        assert type(twin.model).__name__ == text and not twin.is_own and not twin.is_trained
+        assert twin.there("language_model.model.embed_tokens") == "model.embed_tokens"
+        assert twin.there("vision_model.patch_embedding.linear") is None
+        back = twin_for(getattr(transformers, text), config)
+        assert back is not None and back.is_own and back.is_trained and type(back.model).__name__ == whole
+    elif twin is not None:
+        assert type(twin.model).__name__ == whole and twin.is_own and not twin.is_trained
         trained = without_weights(getattr(transformers, text), config)
         for path, module in trained.named_modules():
             if not list(module.parameters(recurse=False)):

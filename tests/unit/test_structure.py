@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-GROUND = {"config", "errors", "files", "result", "run_file", "seeding", "terminal"}
+GROUND = {"config", "errors", "files", "renaming", "result", "run_file", "seeding", "terminal"}
 """Files beside the rooms that every room but ops may use; they use only one another."""
 FACE = {"", "cli", "command_line", "__main__", "callbacks"}
 """What users call; no room imports it."""

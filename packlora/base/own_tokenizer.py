@@ -1,0 +1,62 @@
+"""A tokenizer that other trainers save beside an adapter, where it says something else than the base model's.
+
+TRL, Axolotl and LLaMA-Factory save one with every adapter, mostly a copy of the base's. Where the chat template differs, the
+adapter has learnt answers behind other prompts than the base's template writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from packlora.base.load import TOKENIZER_FILES
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTokenizer:
+    """A tokenizer and what it has otherwise than the base's, in words."""
+
+    tokenizer: Any
+    what: str
+
+
+def own_tokenizer(folder: str | Path, base: Any) -> OwnTokenizer | None:
+    """The tokenizer in an adapter's folder; None where there is none that can be read, or it is that of the base.
+
+    Args:
+        base: the base model's tokenizer.
+    """
+    try:
+        if not any(file.name.startswith(TOKENIZER_FILES) for file in Path(folder).iterdir()):
+            return None
+        own = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (
+        Exception
+    ):  # transformers raises many types for files that are no tokenizer; the adapter is usable without it
+        return None
+    said = {
+        "another chat template": own.chat_template is not None and own.chat_template != base.chat_template,
+        "other tokens": own.get_vocab() != base.get_vocab(),
+    }
+    what = " and ".join(one for one, differs in said.items() if differs)
+    return OwnTokenizer(own, what) if what else None
+
+
+def unused_notes(folders: Iterable[str], base: Any) -> list[str]:
+    """What to say of those of several folders, each once."""
+    return [note for folder in dict.fromkeys(folders) if (note := unused_note(folder, base))]
+
+
+def unused_note(folder: str | Path, base: Any) -> str | None:
+    """What to say of the tokenizer in an adapter's folder where texts are made by the base model's."""
+    found = own_tokenizer(folder, base)
+    if found is None:
+        return None
+    return (
+        f"{folder} has a tokenizer of its own, with {found.what} than the base model's, by which texts are made here; "
+        "`packlora merge` writes the adapter's own into the merged model"
+    )
