@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packlora.schedule.solve import Task
 from packlora.schedule.types import ScheduleError, Window
-from packlora.schedule.wire import task_to_json, window_from_json
+from packlora.schedule.wire import TASK, WINDOW
 
 COMMAND = (sys.executable, "-P", "-m", "packlora.schedule.worker")
 
@@ -47,7 +47,7 @@ class PlanningProcess:
         deadline.daemon = True
         deadline.start()
         try:
-            process.stdin.write(json.dumps(task_to_json(task), separators=(",", ":")) + "\n")
+            process.stdin.write(TASK.dump_json(task).decode() + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except (OSError, ValueError):  # it has ended, or was closed
@@ -61,7 +61,7 @@ class PlanningProcess:
             raise ScheduleError(reply["input_error"])
         if "error" in reply:
             raise PlanningError(reply["error"])
-        return window_from_json(reply["window"])
+        return WINDOW.validate_python(reply["window"])
 
     def close(self) -> None:
         """End the process, whatever it is at. May be called from another thread than the one that asks."""

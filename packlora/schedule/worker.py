@@ -14,7 +14,7 @@ from typing import Any
 
 from packlora.errors import InputError
 from packlora.schedule.solve import solve_window
-from packlora.schedule.wire import task_from_json, window_to_json
+from packlora.schedule.wire import TASK, WINDOW
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
 
 def _answer(line: str) -> dict[str, Any]:
     try:
-        return {"window": window_to_json(solve_window(task_from_json(json.loads(line))))}
+        return {"window": WINDOW.dump_python(solve_window(TASK.validate_json(line)), mode="json")}
     except InputError as error:
         return {"input_error": str(error)}
     except Exception as error:
