@@ -14,10 +14,9 @@ A norm depends on W, A, B and the scaling alone. RowNorms keeps those of a model
                                   show: then call invalidate()
 
 A window (RowNorms.open and close; packlora.accelerate puts them around a model's forward) is a time in which nobody writes to A
-or B unseen: places and data of all handles are checked together, at its first get(), and not again; every get() looks at
-addresses, version counters and what else the host is told. Outside of windows every get() checks those of its own handle. A
-CUDA graph that is captured contains the check and the computation of the window, or the computation of a single handle: what is
-kept has no part in it.
+or B unseen: data are looked at once in it, those on a GPU all together at its first get(). Outside of windows every get() looks
+at the data of its own handle. A CUDA graph that is captured contains the check and the computation of the window, or the
+computation of a single handle: what is kept has no part in it.
 
 A version-counted handle is for owners who change A and B only by torch's optimizers and in-place operations.
 
@@ -28,8 +27,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +45,7 @@ from packlora.ops.stamp import PLAIN, version
 T = TypeVar("T")
 _NUMBERS = itertools.count()
 _LIVE: weakref.WeakValueDictionary[int, RowNorms] = weakref.WeakValueDictionary()
+_OPERANDS = ("norms", "weight", "A", "B", "scaling", "version_counted", "add_up")
 
 
 def _alive(known: weakref.WeakValueDictionary[int, T]) -> list[T]:
@@ -55,8 +54,10 @@ def _alive(known: weakref.WeakValueDictionary[int, T]) -> list[T]:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for norms in _alive(_LIVE):
-        norms._stepped(optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for handle in (handle for norms in _alive(_LIVE) for handle in _alive(norms._handles)):
+        if not handle.version_counted or id(handle.A) in held or id(handle.B) in held:
+            handle._steps += 1
 
 
 register_optimizer_step_post_hook(_after_step)
@@ -87,9 +88,7 @@ class NormHandle:
         self.norms._handles[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name) for name in ("norms", "weight", "A", "B", "scaling", "version_counted", "add_up")
-        }
+        return {name: getattr(self, name) for name in _OPERANDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -128,17 +127,34 @@ class NormHandle:
         if _capturing():
             return norms._in_graph(self)
         kept = self._kept
-        checked = kept is not None and not self.version_counted and norms._open and kept.window == norms._window
-        if kept is None or not (kept.seen.unmoved(self) if checked else kept.seen.stands(self)):
-            if missing := self._missing():
-                raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
-            norms._renew(self, stale=True)
-            kept = self._kept
-        elif not (checked or self.version_counted):
-            norms._renew(self, stale=False)
+        if kept is None:
+            stands = False
+        elif self.version_counted:
+            stands = kept.seen.stands(self)
+        else:
+            stands = norms._open and kept.window == norms._window and kept.seen.unmoved(self)
+        if not stands:
+            self._renew()
             kept = self._kept
         assert kept is not None
         return kept.norm_N if kept.event is None else kept.norm_on_this_stream()
+
+    def _renew(self) -> None:
+        """Look at the data, or at all that is version-counted, and compute what does not stand."""
+        if missing := self._missing():
+            raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
+        kept, window = self._kept, self.norms._window
+        if self.version_counted:
+            self.norms._renew(self)
+        elif self._on_device():
+            self._kept = None  # until the check has succeeded
+            if self._check is None or not self._check.sights[0].follows(self):
+                self._check = _Check([self])
+            _keep([self], self._check.norms(), self._check.sights)
+        elif kept is not None and kept.seen.stands(self) and kept.is_of(self):
+            kept.window = window
+        else:
+            _keep([self], row_norms([self._problem()]))
 
     def invalidate(self) -> None:
         """The next get() computes, also ||W||^2."""
@@ -168,8 +184,7 @@ class NormHandle:
     def _on_device(self) -> bool:
         """Whether the check of its data and the computation are kernels."""
         return (
-            not self.version_counted and self._dense is not None
-            and takes_kernels(NormProblem(self._dense, self.A, self.B, self.scaling))
+            self._dense is not None and takes_kernels(NormProblem(self._dense, self.A, self.B, self.scaling))
             and self.A.is_contiguous() and self.B.is_contiguous()
         )  # fmt: skip
 
@@ -190,6 +205,16 @@ class NormHandle:
         if codes is not None and not codes.stored.untyped_storage().size():
             return "the storage of the weight's codes is freed"
         return None
+
+    def _data(self) -> tuple[torch.Tensor, ...]:
+        """What is compared on a CPU: A, B and 8 elements of each row of W."""
+        weight = self._dense
+        if weight is None:
+            return self.A.detach(), self.B.detach()
+        N, K = weight.shape
+        starts = torch.arange(N).mul_(40503).remainder_(max(K // 8, 1)).mul_(8)
+        cols = (starts[:, None] + torch.arange(min(8, K))).to(weight.device)
+        return self.A.detach(), self.B.detach(), weight.detach().gather(1, cols)
 
 
 class RowNorms:
@@ -244,15 +269,6 @@ class RowNorms:
 
     # --- windows ---------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """A window around something, such as a forward. What the host sees is still looked at by every get()."""
-        self.open()
-        try:
-            yield
-        finally:
-            self.close()
-
     def open(self) -> None:
         """Begin of a window, whether or not the last one was closed: an interrupted forward closes nothing."""
         self._open = True
@@ -289,89 +305,35 @@ class RowNorms:
 
     # --- the rule ----------------------------------------------------------------------------------------------------------
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for handle in _alive(self._handles):
-            if not handle.version_counted or id(handle.A) in held or id(handle.B) in held:
-                handle._steps += 1
-
     def _check_window(self, since: int) -> None:
-        """Check the data of handles that are in use: get() was called since the window with this number."""
-        handles = [
-            handle for handle in _alive(self._handles) if not handle.version_counted and handle._asked >= since
-        ]  # fmt: skip
-        capturing, known = _capturing(), self._together
-        if known is None or not known.fits(handles):
+        """Check the data on devices of handles that are in use: get() was called since the window with this number."""
+        handles = [handle for handle in _alive(self._handles) if not handle.version_counted and handle._asked >= since]
+        capturing = _capturing()
+        if self._together is None or not self._together.fits(handles):
             if capturing:  # new tables cannot be captured
                 return
-            self._together = None
-            known = self._together = _Together.of(handles)
-        for check in known.checks:
+            self._together = None  # its memory may be needed
+            self._together = _Together.of(handles)
+        for check in self._together.checks:
             norms = check.norms()
             if capturing:
                 self._captured[id(check)] = check
                 self._in_window.update(zip(check.numbers, norms, strict=True))
             else:
-                self._keep([handles[index] for index in check.indices], norms, check.sights)
-        if known.others and not capturing:
-            self._compute([handles[index] for index in known.others])
+                _keep([self._handles[number] for number in check.numbers], norms, check.sights)
 
-    def _renew(self, handle: NormHandle, stale: bool) -> None:
-        """Bring a handle up to date; where its stamp is stale, also those others that are computed in the same way. Where it is
-        new, those that are new: adapters are made one after the other, and each would look at all before it."""
-        if handle._on_device():
-            if handle._kept is not None:
-                handle._kept.window = -1  # until the check has succeeded
-            if handle._check is None or not handle._check.sights[0].follows(handle):
-                handle._check = _Check([handle], [0])
-            self._keep([handle], handle._check.norms(), handle._check.sights)
-            return
-        if not stale:
-            self._compute([handle])
-            return
+    def _renew(self, handle: NormHandle) -> None:
+        """Compute the norm of a version-counted handle, and those others that do not stand. Where it is new, those that are
+        new: adapters are made one after the other, and each would look at all before it."""
         is_new = handle._kept is None
         others = [
             other for other in _alive(self._handles)
-            if (other._kept is None or not is_new) and other is not handle and other.A.device == handle.A.device
-            and other.version_counted == handle.version_counted
-            and (other._kept is None or not other._kept.seen.stands(other))
-            and other._missing() is None and not other._on_device()
+            if (other._kept is None or not is_new) and other is not handle and other.version_counted
+            and other.A.device == handle.A.device and (other._kept is None or not other._kept.seen.stands(other))
+            and other._missing() is None
         ]  # fmt: skip
         members = [handle, *others]
-        norms = row_norms([member._problem() for member in members])
-        self._keep(members, _added_up(members, norms))
-
-    def _compute(self, handles: Sequence[NormHandle]) -> None:
-        """Compute those that do not stand, by one call for each device."""
-        stale: dict[torch.device, list[NormHandle]] = {}
-        for handle in handles:
-            kept = handle._kept
-            if kept is not None and kept.seen.stands(handle) and kept.is_of(handle):
-                kept.window = self._window
-            else:
-                stale.setdefault(handle.A.device, []).append(handle)
-        for members in stale.values():
-            self._keep(members, row_norms([handle._problem() for handle in members]))
-
-    def _keep(
-        self, handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], seen: Sequence[_Seen | None] = ()
-    ) -> None:
-        """Norms of handles on one device. seen: what the host saw of them, where that is known and up to date."""
-        event = None
-        if norms[0].is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(norms[0].device))
-        stream, window = _stream(norms[0]), self._window
-        for handle, norm_N, sight in zip(handles, norms, seen or [None] * len(handles), strict=True):
-            kept, copies = handle._kept, None
-            if sight is None:
-                copies = _copies(handle)
-                sight = kept.seen if kept is not None and kept.seen.follows(handle) else _Seen(handle)
-            if kept is None:
-                handle._kept = _Kept(norm_N, sight, window, copies, stream, event)
-            else:
-                kept.norm_N, kept.seen, kept.window, kept.copies = norm_N, sight, window, copies
-                kept.stream, kept.event = stream, event
+        _keep(members, _added_up(members, row_norms([member._problem() for member in members])))
 
     def _in_graph(self, handle: NormHandle) -> torch.Tensor:
         """Part of the graph: nothing of it is kept, since a replay changes it behind the host's back. Outside of a window that
@@ -409,12 +371,10 @@ class _Seen:
 
     def stands(self, handle: NormHandle) -> bool:
         """Whether it sees the same now."""
-        A, B = handle.A, handle.B
-        try:
-            written = A._version != self.A.version or B._version != self.B.version
-        except RuntimeError:  # made in inference mode
-            written = version(A) != self.A.version or version(B) != self.B.version
-        return not written and self.steps == handle._steps and self._lies(handle, A, B)
+        return (
+            self.steps == handle._steps and self.epoch == handle._epoch and self.scaling == handle.scaling
+            and self.A.stands(handle.A) and self.B.stands(handle.B) and self.weight.stands(handle._known_by())
+        )  # fmt: skip
 
     def unmoved(self, handle: NormHandle) -> bool:
         """The same by less: by addresses and versions."""
@@ -433,37 +393,31 @@ class _Seen:
     def follows(self, handle: NormHandle) -> bool:
         """Whether at most the elements of A and B are others; if so, it is what the host sees now."""
         A, B = handle.A, handle.B
-        if not self._lies(handle, A, B):
+        if not (
+            self.epoch == handle._epoch and self.scaling == handle.scaling and self.A.lies(A) and self.B.lies(B)
+            and self.weight.stands(handle._known_by())
+        ):  # fmt: skip
             return False
         self.A.version, self.B.version, self.steps = version(A), version(B), handle._steps
         return True
 
-    def _lies(self, handle: NormHandle, A: torch.Tensor, B: torch.Tensor) -> bool:
-        return (
-            self.epoch == handle._epoch and self.scaling == handle.scaling and self.A.lies(A) and self.B.lies(B)
-            and self.weight.stands(handle._known_by())
-        )  # fmt: skip
-
 
 @dataclass(slots=True)
 class _Kept:
-    """A norm, and what it was computed from."""
+    """A norm, and what it was computed from. window: in which its data were last seen."""
 
     norm_N: torch.Tensor
     seen: _Seen
     window: int
-    """In which its data were last seen."""
     copies: tuple[torch.Tensor, ...] | None
     stream: int
     event: Any
 
     def is_of(self, handle: NormHandle) -> bool:
         """Whether the data are those that it was computed from, as far as the host can say without waiting for a device."""
-        if handle.version_counted:
-            return True
         if self.copies is None:
             return False
-        return all(torch.equal(now, then) for now, then in zip(_data(handle), self.copies, strict=True))
+        return all(torch.equal(now, then) for now, then in zip(handle._data(), self.copies, strict=True))
 
     def norm_on_this_stream(self) -> torch.Tensor:
         if self.event is not None and _stream(self.norm_N) != self.stream:
@@ -473,6 +427,23 @@ class _Kept:
         return self.norm_N
 
 
+def _keep(handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], sights: Sequence[_Seen] | None = None) -> None:
+    """Keep norms of handles on one device. sights: what the host saw of them, where a check has it up to date."""
+    event, stream = None, _stream(norms[0])
+    if norms[0].is_cuda:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(norms[0].device))
+    for at, (handle, norm_N) in enumerate(zip(handles, norms, strict=True)):
+        before, copies = handle._kept, None
+        if sights is not None:
+            seen = sights[at]
+        else:
+            seen = before.seen if before is not None and before.seen.follows(handle) else _Seen(handle)
+            if not handle.version_counted and handle.A.device.type == "cpu":
+                copies = tuple(tensor.clone() for tensor in handle._data())
+        handle._kept = _Kept(norm_N, seen, handle.norms._window, copies, stream, event)
+
+
 class _Check:
     """Modules whose data are checked and whose norms are computed on the device, in one batch.
 
@@ -480,11 +451,10 @@ class _Check:
     another address (the old one is held here), and the modules get another _Check, which has seen nothing yet.
     """
 
-    def __init__(self, handles: Sequence[NormHandle], indices: Sequence[int]) -> None:
+    def __init__(self, handles: Sequence[NormHandle]) -> None:
         from packlora.ops.row_norm.triton_path import batch_of
 
-        self.indices, self.numbers = indices, [handle.number for handle in handles]
-        """Among all handles of the window, and by handle."""
+        self.numbers = [handle.number for handle in handles]
         self.sights = [_Seen(handle) for handle in handles]
         self.batch = batch_of([handle._problem() for handle in handles])
         device = handles[0].A.device
@@ -500,61 +470,36 @@ class _Check:
 
 @dataclass(slots=True)
 class _Together:
-    """What a window checks: the numbers of its handles, the checks on devices and the indices of the others; those that may go
-    to a device with what the host saw of them, and those that may not."""
+    """What a window checks: the numbers of the handles in use, the checks on devices with the indices of their handles, and
+    the indices of the others, which are looked at one by one when they are asked for."""
 
     numbers: list[int]
     checks: list[_Check]
+    checked: list[int]
     others: list[int]
-    sights: list[tuple[int, _Seen]]
-    left_out: list[int]
 
     @classmethod
     def of(cls, handles: Sequence[NormHandle]) -> _Together:
-        whole = [index for index, handle in enumerate(handles) if handle._missing() is None]
-        on_device = [index for index in whole if handles[index]._on_device()]
-        checks = []
-        if on_device:
+        ready = [index for index, handle in enumerate(handles) if handle._missing() is None and handle._on_device()]
+        checks, checked = [], []
+        if ready:
             from packlora.ops.row_norm.tables import batches
 
-            for found in batches([handles[index]._problem() for index in on_device]):
-                indices = [on_device[at] for at in found]
-                checks.append(_Check([handles[index] for index in indices], indices))
-        sights = {index: seen for check in checks for index, seen in zip(check.indices, check.sights, strict=True)}
-        others = [index for index in whole if index not in sights]
-        sights |= {index: _Seen(handles[index]) for index in others if handles[index]._dense is not None}
-        left_out = [index for index in range(len(handles)) if index not in sights]
-        return cls([handle.number for handle in handles], checks, others, list(sights.items()), left_out)
+            for found in batches([handles[index]._problem() for index in ready]):
+                checked += [ready[at] for at in found]
+                checks.append(_Check([handles[ready[at]] for at in found]))
+        others = sorted({*range(len(handles))} - {*ready})
+        return cls([handle.number for handle in handles], checks, checked, others)
 
     def fits(self, handles: Sequence[NormHandle]) -> bool:
         """Whether the elements of A's and B's are all that may have changed; it is up to date then."""
         if self.numbers != [handle.number for handle in handles]:
             return False
-        for index, seen in self.sights:
-            handle = handles[index]
-            if not (seen.stands(handle) or seen.follows(handle)):
-                return False
-        return not any(
-            handles[index]._dense is not None and handles[index]._missing() is None for index in self.left_out
-        )
-
-
-def _copies(handle: NormHandle) -> tuple[torch.Tensor, ...] | None:
-    """What a check on a CPU compares with later."""
-    if handle.version_counted or handle.A.device.type != "cpu" or handle._on_device():
-        return None
-    return tuple(tensor.clone() for tensor in _data(handle))
-
-
-def _data(handle: NormHandle) -> tuple[torch.Tensor, ...]:
-    """What is compared on a CPU: A, B and 8 elements of each row of W."""
-    weight = handle._dense
-    if weight is None:
-        return handle.A.detach(), handle.B.detach()
-    N, K = weight.shape
-    starts = torch.arange(N).mul_(40503).remainder_(max(K // 8, 1)).mul_(8)
-    cols = (starts[:, None] + torch.arange(min(8, K))).to(weight.device)
-    return handle.A.detach(), handle.B.detach(), weight.detach().gather(1, cols)
+        sights = itertools.chain.from_iterable(check.sights for check in self.checks)
+        if not all(seen.follows(handles[index]) for index, seen in zip(self.checked, sights, strict=True)):
+            return False
+        others = (handles[index] for index in self.others)
+        return not any(handle._missing() is None and handle._on_device() for handle in others)
 
 
 def _capturing() -> bool:
