@@ -10,11 +10,11 @@ from rich.text import Text
 
 from packlora.errors import InputError
 from packlora.ops.gpu import why_no_kernels
-from packlora.ops.lora_linear.kernels.candidates import KERNELS, Limits, described
 from packlora.plans import kernel_sizes
-from packlora.plans.kernel_sizes import USUAL, KernelCache
+from packlora.plans.kernel_sizes import KernelCache, described
 from packlora.report.screen import Screen
-from packlora.tune.kernel_sizes import Tuned, tune_kernels
+from packlora.tune.candidates import KERNELS
+from packlora.tune.kernel_sizes import USUAL, Tuned, tune_kernels
 
 PART = 0.4
 """Of the time that tuning has, at most."""
@@ -35,7 +35,7 @@ def tune_sizes(device: torch.device, minutes: float, console: Screen) -> float:
     console.print(f"measuring sizes of {len(KERNELS)} kernels, in at most {PART * minutes:g} minutes", soft_wrap=True)
     out = []
     try:
-        for item in tune_kernels(device, Limits.of(device), cache, 60 * PART * minutes):
+        for item in tune_kernels(device, cache, 60 * PART * minutes):
             console.print(Text(f"{item.name}: {said(item)}"), soft_wrap=True)
             out.append(item)
     except OSError as error:
