@@ -25,7 +25,7 @@ from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.plans.select import PlanChooser
-from packlora.plans.timing import Contender, Work, stepped
+from packlora.plans.timing import Contender, Work
 from packlora.runtime.memory import free_memory, synchronize
 
 LARGEST_DIFFERENCE = 0.02
@@ -37,6 +37,30 @@ Call = Callable[..., torch.Tensor]
 
 
 # --- one layer ---------------------------------------------------------------------------------------------------------
+
+
+def stepped(work: Work, parameters: Iterable[torch.Tensor]) -> Work:
+    """The work with other values in the parameters before each run, outside the clock, as an optimizer step leaves them.
+
+    What is kept of the old values, by version or by value, is stale then. Matrices change sign once between two runs, however
+    often gradients are dropped there, so that nothing drifts and A and B have the product that they had.
+    """
+    matrices, ran = [parameter for parameter in parameters if parameter.ndim > 1], False
+
+    def step() -> None:
+        nonlocal ran
+        ran = True
+        work.step()
+
+    def clear() -> None:
+        nonlocal ran
+        work.clear()
+        if ran:
+            ran = False
+            with torch.no_grad():
+                torch._foreach_neg_(matrices)
+
+    return Work(step, clear, work.note)
 
 
 class One(nn.Module):

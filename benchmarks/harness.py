@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -132,10 +133,30 @@ def timed(contenders: Sequence[Contender], options: Options, weights: int | None
     if options.tiny:
         settings |= {"seconds": 0, "rounds": (2, 2), "warmup": 1}
     timings = paired(contenders, options.device, **settings)
-    row, own = timings.row(), [name for name in timings.by_name if name.startswith("packlora")]
+    row, own = row_of(timings), [name for name in timings.by_name if name.startswith("packlora")]
     peers = [name for name in timings.by_name if name.startswith(("peft", "sequential"))]
     row["vs_peft"] = {name: {peer: timings.ratio(peer, name) for peer in peers} for name in own}
     return row if weights is None else row | {"gib": peak_gib(timings, weights)}
+
+
+def row_of(timings: Timings) -> Row:
+    """What a results file keeps of a case: medians by contender, and the errors."""
+    done = {name: timing for name, timing in timings.by_name.items() if timing.error is None}
+    out: Row = {"rounds": max((len(timing.ms) for timing in done.values()), default=0)}
+    out["ms"] = {name: statistics.median(timing.ms) for name, timing in done.items()}
+    out["over_frozen"] = {name: timings.ratio(name, "frozen") for name in done if name != "frozen"}
+    for kind in ("ahead_ms", "wall_ms"):
+        if any(getattr(timing, kind) for timing in done.values()):
+            out[kind] = {name: statistics.median(getattr(timing, kind)) for name, timing in done.items()}
+            ratios = {name: timings.ratio(name, "frozen", kind) for name in done if name != "frozen"}
+            out[kind.replace("_ms", "_over_frozen")] = ratios
+    out["host_us"] = {name: statistics.median(timing.host_us) for name, timing in done.items()}
+    out["peak_mib"] = {
+        name: timing.peak_bytes / 2**20 for name, timing in done.items() if timing.peak_bytes is not None
+    }
+    out["notes"] = {name: timing.note for name, timing in done.items() if timing.note}
+    out["failed"] = {name: timing.error for name, timing in timings.by_name.items() if timing.error is not None}
+    return out
 
 
 def peak_gib(timings: Timings, weights: int) -> dict[str, float]:

@@ -25,10 +25,11 @@ from schedule_cases import (
 )
 from seeds import SOAK
 
+from benchmarks.planning import check_causality
 from packlora.schedule import bounds, milp
 from packlora.schedule.bins import best_subset, pack
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import check_causality, makespan, simulate
+from packlora.schedule.simulate import makespan, simulate
 from packlora.schedule.solve import Solver
 from packlora.schedule.types import NOOP, Carry, Microbatch, Placed, ScheduleError, Window
 from packlora.schedule.verify import carry_after, check, with_noops
