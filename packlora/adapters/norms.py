@@ -28,19 +28,20 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.eval_frame import skip_code
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from packlora.adapters.norm_checks import Check, Seen, Together
 from packlora.adapters.sight import Key, Sight, sight_of
 from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
 from packlora.ops.modules import remove_hooks
 from packlora.ops.row_norm.row_norm import plainly, row_norms, squared_row_norm, takes_kernels
 from packlora.ops.row_norm.types import NormProblem, dense_of
-from packlora.ops.stamp import PLAIN, version
+from packlora.ops.stamp import PLAIN
 
 T = TypeVar("T")
 _NUMBERS = itertools.count()
@@ -64,12 +65,21 @@ register_optimizer_step_post_hook(_after_step)
 
 
 class NormHandle:
-    """One module's norm. Made by RowNorms.add; belongs to the layer and dies with it."""
+    """One module's norm. Belongs to the layer and dies with it.
+
+    Args:
+        norms: of the model.
+        weight, A, B: [N, K], [r, K] and [N, r].
+        version_counted: see the module's docstring for what this promises.
+        add_up: adds up a tensor over the processes that hold slices of W's columns, in place. All of them compute the same
+            norms at the same time, and only of version-counted handles: the data of one process are no reason for others.
+    """
 
     def __init__(
         self, norms: RowNorms, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float,
-        version_counted: bool, add_up: Callable[[torch.Tensor], None] | None = None,
+        version_counted: bool = False, add_up: Callable[[torch.Tensor], None] | None = None,
     ) -> None:  # fmt: skip
+        assert add_up is None or version_counted
         self.norms, self.version_counted, self.add_up = norms, version_counted, add_up
         self.weight, self.A, self.B, self.scaling = weight, A, B, scaling
         self._register()
@@ -77,11 +87,12 @@ class NormHandle:
     def _register(self) -> None:
         self.number = next(_NUMBERS)
         self._dense = dense_of(self.weight)
+        """The weight as a tensor, where it is one."""
         self._epoch = self._steps = 0
         self._asked = self.norms._window
         """The last window in which get() was called, or when it was made."""
         self._kept: _Kept | None = None
-        self._check: _Check | None = None
+        self._check: Check | None = None
         """Of this handle alone."""
         self._base: tuple[int, Sight | Key, torch.Tensor] | None = None
         """The epoch, the weight, and ||W||^2 by row."""
@@ -127,13 +138,8 @@ class NormHandle:
         if _capturing():
             return norms._in_graph(self)
         kept = self._kept
-        if kept is None:
-            stands = False
-        elif self.version_counted:
-            stands = kept.seen.stands(self)
-        else:
-            stands = norms._open and kept.window == norms._window and kept.seen.unmoved(self)
-        if not stands:
+        looked = self.version_counted or (norms._open and kept is not None and kept.window == norms._window)
+        if kept is None or not looked or not kept.seen.stands(self):
             self._renew()
             kept = self._kept
         assert kept is not None
@@ -149,7 +155,7 @@ class NormHandle:
         elif self._on_device():
             self._kept = None  # until the check has succeeded
             if self._check is None or not self._check.sights[0].follows(self):
-                self._check = _Check([self])
+                self._check = Check([self])
             _keep([self], self._check.norms(), self._check.sights)
         elif kept is not None and kept.seen.stands(self) and kept.is_of(self):
             kept.window = window
@@ -164,29 +170,24 @@ class NormHandle:
         """||W||^2 by row."""
         known = self._base
         if known is None or known[0] != self._epoch or not known[1].stands(self._known_by()):
-            known = self._base = (self._epoch, sight_of(self._known_by()), squared_row_norm(self._watched()))
+            known = self._base = (self._epoch, sight_of(self._known_by()), squared_row_norm(self._operands().weight))
         return known[2]
 
     def _known_by(self) -> torch.Tensor | FrozenWeight:
         """What tells whether the weight is what it was: the tensor, where it stays where it lies."""
         return self.weight if self._dense is None or isinstance(self.weight, Gathered) else self._dense
 
-    def _watched(self) -> torch.Tensor | FrozenWeight:
-        """The weight as a tensor where it is one."""
-        return self.weight if self._dense is None else self._dense
+    def _operands(self) -> NormProblem:
+        return NormProblem(self.weight if self._dense is None else self._dense, self.A, self.B, self.scaling)
 
     def _problem(self) -> NormProblem:
-        problem = NormProblem(self._watched(), self.A, self.B, self.scaling)
-        if self._dense is None or takes_kernels(problem):
-            return NormProblem(problem.weight, self.A, self.B, self.scaling, self._base_N())
-        return problem
+        """The operands, with ||W||^2 where it is of use."""
+        problem = self._operands()
+        return replace(problem, base_N=self._base_N()) if self._dense is None or takes_kernels(problem) else problem
 
     def _on_device(self) -> bool:
         """Whether the check of its data and the computation are kernels."""
-        return (
-            self._dense is not None and takes_kernels(NormProblem(self._dense, self.A, self.B, self.scaling))
-            and self.A.is_contiguous() and self.B.is_contiguous()
-        )  # fmt: skip
+        return takes_kernels(self._operands()) and self.A.is_contiguous() and self.B.is_contiguous()
 
     def _missing(self) -> str | None:
         """Which operand is not whole here."""
@@ -225,9 +226,9 @@ class RowNorms:
         self._open = False
         self._window = self._checked = 0
         """Number of the last window that was opened, and of the last one in which the data were checked."""
-        self._together: _Together | None = None
+        self._together: Together | None = None
         """What the last window checked."""
-        self._captured: dict[int, _Check] = {}
+        self._captured: dict[int, Check] = {}
         """Checks whose addresses a graph has, by id."""
         self._in_window: dict[int, torch.Tensor] = {}
         """By handle, what this window's check gave while a graph was being captured."""
@@ -238,24 +239,6 @@ class RowNorms:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-
-    def add(
-        self,
-        weight: torch.Tensor | FrozenWeight,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        scaling: float,
-        version_counted: bool = False,
-        add_up: Callable[[torch.Tensor], None] | None = None,
-    ) -> NormHandle:
-        """weight [N, K], A [r, K], B [N, r]; see the module's docstring for what `version_counted` promises.
-
-        Args:
-            add_up: adds up a tensor over the processes that hold slices of W's columns, in place. All of them compute the same
-                norms at the same time, and only of version-counted handles: the data of one process are no reason for others.
-        """
-        assert add_up is None or version_counted
-        return NormHandle(self, weight, A, B, scaling, version_counted, add_up)
 
     def invalidate(self) -> None:
         """The next get() of every handle computes."""
@@ -313,7 +296,7 @@ class RowNorms:
             if capturing:  # new tables cannot be captured
                 return
             self._together = None  # its memory may be needed
-            self._together = _Together.of(handles)
+            self._together = Together.of(handles)
         for check in self._together.checks:
             norms = check.norms()
             if capturing:
@@ -340,8 +323,7 @@ class RowNorms:
         was checked before, the graph computes the norm at each replay."""
         if (norm_N := self._in_window.get(handle.number)) is not None:
             return norm_N
-        problem = NormProblem(handle._watched(), handle.A, handle.B, handle.scaling)
-        return _added_up([handle], row_norms([problem], in_graph=True))[0]
+        return _added_up([handle], row_norms([handle._operands()], in_graph=True))[0]
 
 
 def _added_up(handles: Sequence[NormHandle], norms: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -360,54 +342,12 @@ def _added_up(handles: Sequence[NormHandle], norms: list[torch.Tensor]) -> list[
     return norms
 
 
-class _Seen:
-    """What the host saw of a handle: its operands, the scaling, and how often it was told of changes."""
-
-    __slots__ = ("A", "B", "epoch", "scaling", "steps", "weight")
-
-    def __init__(self, handle: NormHandle) -> None:
-        self.A, self.B, self.weight = Sight(handle.A), Sight(handle.B), sight_of(handle._known_by())
-        self.scaling, self.epoch, self.steps = handle.scaling, handle._epoch, handle._steps
-
-    def stands(self, handle: NormHandle) -> bool:
-        """Whether it sees the same now."""
-        return (
-            self.steps == handle._steps and self.epoch == handle._epoch and self.scaling == handle.scaling
-            and self.A.stands(handle.A) and self.B.stands(handle.B) and self.weight.stands(handle._known_by())
-        )  # fmt: skip
-
-    def unmoved(self, handle: NormHandle) -> bool:
-        """The same by less: by addresses and versions."""
-        A, B, W, of_W = handle.A, handle.B, handle._dense, self.weight
-        if W is None or not isinstance(of_W, Sight):
-            return self.stands(handle)
-        try:
-            return (
-                A._version == self.A.version and B._version == self.B.version and W._version == of_W.version
-                and A.data_ptr() == self.A.at and B.data_ptr() == self.B.at and W.data_ptr() == of_W.at
-                and self.steps == handle._steps and self.epoch == handle._epoch and self.scaling == handle.scaling
-            )  # fmt: skip
-        except RuntimeError:  # made in inference mode, or without data of its own
-            return self.stands(handle)
-
-    def follows(self, handle: NormHandle) -> bool:
-        """Whether at most the elements of A and B are others; if so, it is what the host sees now."""
-        A, B = handle.A, handle.B
-        if not (
-            self.epoch == handle._epoch and self.scaling == handle.scaling and self.A.lies(A) and self.B.lies(B)
-            and self.weight.stands(handle._known_by())
-        ):  # fmt: skip
-            return False
-        self.A.version, self.B.version, self.steps = version(A), version(B), handle._steps
-        return True
-
-
 @dataclass(slots=True)
 class _Kept:
     """A norm, and what it was computed from. window: in which its data were last seen."""
 
     norm_N: torch.Tensor
-    seen: _Seen
+    seen: Seen
     window: int
     copies: tuple[torch.Tensor, ...] | None
     stream: int
@@ -427,7 +367,7 @@ class _Kept:
         return self.norm_N
 
 
-def _keep(handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], sights: Sequence[_Seen] | None = None) -> None:
+def _keep(handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], sights: Sequence[Seen] | None = None) -> None:
     """Keep norms of handles on one device. sights: what the host saw of them, where a check has it up to date."""
     event, stream = None, _stream(norms[0])
     if norms[0].is_cuda:
@@ -438,68 +378,10 @@ def _keep(handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], sights: 
         if sights is not None:
             seen = sights[at]
         else:
-            seen = before.seen if before is not None and before.seen.follows(handle) else _Seen(handle)
+            seen = before.seen if before is not None and before.seen.follows(handle) else Seen(handle)
             if not handle.version_counted and handle.A.device.type == "cpu":
                 copies = tuple(tensor.clone() for tensor in handle._data())
         handle._kept = _Kept(norm_N, seen, handle.norms._window, copies, stream, event)
-
-
-class _Check:
-    """Modules whose data are checked and whose norms are computed on the device, in one batch.
-
-    It serves while they are where they were. After a change of a frozen weight that the host sees, base_N is another tensor, at
-    another address (the old one is held here), and the modules get another _Check, which has seen nothing yet.
-    """
-
-    def __init__(self, handles: Sequence[NormHandle]) -> None:
-        from packlora.ops.row_norm.triton_path import batch_of
-
-        self.numbers = [handle.number for handle in handles]
-        self.sights = [_Seen(handle) for handle in handles]
-        self.batch = batch_of([handle._problem() for handle in handles])
-        device = handles[0].A.device
-        self.seen = torch.zeros(len(handles), 5, dtype=torch.int64, device=device)
-        self.kept = torch.empty(sum(self.batch.sizes), dtype=torch.float32, device=device)
-        self.bases = [handle._base_N() for handle in handles]
-
-    def norms(self) -> list[torch.Tensor]:
-        """Of all of them, computed where the data changed."""
-        with torch.inference_mode(False):  # they are saved for backwards
-            return self.batch.split(self.batch.run(self.batch.stale(self.seen), self.kept))
-
-
-@dataclass(slots=True)
-class _Together:
-    """What a window checks: the numbers of the handles in use, the checks on devices with the indices of their handles, and
-    the indices of the others, which are looked at one by one when they are asked for."""
-
-    numbers: list[int]
-    checks: list[_Check]
-    checked: list[int]
-    others: list[int]
-
-    @classmethod
-    def of(cls, handles: Sequence[NormHandle]) -> _Together:
-        ready = [index for index, handle in enumerate(handles) if handle._missing() is None and handle._on_device()]
-        checks, checked = [], []
-        if ready:
-            from packlora.ops.row_norm.tables import batches
-
-            for found in batches([handles[index]._problem() for index in ready]):
-                checked += [ready[at] for at in found]
-                checks.append(_Check([handles[ready[at]] for at in found]))
-        others = sorted({*range(len(handles))} - {*ready})
-        return cls([handle.number for handle in handles], checks, checked, others)
-
-    def fits(self, handles: Sequence[NormHandle]) -> bool:
-        """Whether the elements of A's and B's are all that may have changed; it is up to date then."""
-        if self.numbers != [handle.number for handle in handles]:
-            return False
-        sights = itertools.chain.from_iterable(check.sights for check in self.checks)
-        if not all(seen.follows(handles[index]) for index, seen in zip(self.checked, sights, strict=True)):
-            return False
-        others = (handles[index] for index in self.others)
-        return not any(handle._missing() is None and handle._on_device() for handle in others)
 
 
 def _capturing() -> bool:

@@ -534,7 +534,7 @@ class LayerForward(OwnForward):
         kept = self._norms.get(call.name)
         if kept is None:
             there = self.layer.lora_magnitude_vector.keys()
-            handle = self.norms.add(weight, call.A, call.B, call.scaling)
+            handle = NormHandle(self.norms, weight, call.A, call.B, call.scaling)
             kept = handle, handle.get
             self._norms = {name: own for name, own in self._norms.items() if name in there} | {call.name: kept}
         kept[0].point(weight, call.A, call.B, call.scaling)

@@ -188,7 +188,7 @@ def test_nothing_waits_for_the_device() -> None:
     ]
     row_norms(problems)
     norms = RowNorms()
-    handles = [norms.add(p.weight, p.A, p.B, 1.0) for p in problems]
+    handles = [NormHandle(norms, p.weight, p.A, p.B, 1.0) for p in problems]
     with no_waiting():
         row_norms(problems)
         for _ in range(2):
@@ -207,7 +207,7 @@ class Layer:
     ) -> None:
         W, A, B = draw(520, 768, r, dtype)
         self.W, self.A, self.B = W, nn.Parameter(A), nn.Parameter(B)
-        self.handle: NormHandle = norms.add(self.W, self.A, self.B, 1.5, version_counted)
+        self.handle: NormHandle = NormHandle(norms, self.W, self.A, self.B, 1.5, version_counted)
 
     def right(self, norm_N: torch.Tensor | None = None) -> bool:
         got = self.handle.get() if norm_N is None else norm_N

@@ -91,10 +91,10 @@ def test_norms_are_renewed_while_another_thread_adds_one(monkeypatch: pytest.Mon
     torch.manual_seed(SEED)
     W, A, B = torch.randn(6, 8), torch.randn(2, 8), torch.randn(6, 2)
     norms, missing, late = RowNorms(), NormHandle._missing, list[NormHandle]()
-    handles = [norms.add(W, A.clone(), B, 0.5, version_counted=True) for _ in range(3)]
+    handles = [NormHandle(norms, W, A.clone(), B, 0.5, version_counted=True) for _ in range(3)]
 
     def another(handle: NormHandle) -> str | None:
-        late.append(norms.add(W, A.clone(), B, 0.5))
+        late.append(NormHandle(norms, W, A.clone(), B, 0.5))
         return missing(handle)
 
     monkeypatch.setattr(NormHandle, "_missing", another)

@@ -35,7 +35,7 @@ class Layer(nn.Module):
         self.base = nn.Linear(K, N, bias=False).half().requires_grad_(False)
         self.A, self.B = nn.Parameter(torch.randn(r, K) * 0.2), nn.Parameter(torch.randn(N, r) * 0.2)
         self.scaling = 1.5
-        self.handle = norms.add(self.base.weight, self.A, self.B, self.scaling, version_counted)
+        self.handle = NormHandle(norms, self.base.weight, self.A, self.B, self.scaling, version_counted)
 
     def norm(self) -> torch.Tensor:
         return self.handle.point(self.base.weight, self.A, self.B, self.scaling).get()
@@ -690,7 +690,7 @@ def test_weights_that_are_no_tensors_are_watched_through_their_key(version_count
 @pytest.mark.parametrize("version_counted", [False, True])
 def test_a_dense_frozen_weight_is_as_good_as_its_tensor(version_counted: bool, way: str) -> None:
     layer = Layer(RowNorms(), version_counted)
-    handle = layer.handle.norms.add(Dense(layer.base.weight), layer.A, layer.B, layer.scaling, version_counted)
+    handle = NormHandle(layer.handle.norms, Dense(layer.base.weight), layer.A, layer.B, layer.scaling, version_counted)
     for change in (None, weight_in_place, weight_data_replaced, add_in_place):
         if change is not None:
             change(layer)
@@ -819,8 +819,8 @@ def test_adapters_that_are_put_onto_a_model_have_each_norm_computed_once(monkeyp
 def test_a_new_norm_looks_at_no_other_that_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else making the adapters of a model of n layers takes n^2 / 2 looks."""
     looks: list[object] = []
-    stands = module._Seen.stands
-    monkeypatch.setattr(module._Seen, "stands", lambda seen, handle: looks.append(handle) or stands(seen, handle))
+    stands = module.Seen.stands
+    monkeypatch.setattr(module.Seen, "stands", lambda seen, handle: looks.append(handle) or stands(seen, handle))
     norms, layers = RowNorms(), list[Layer]()
     for _ in range(8):
         layers.append(Layer(norms, True))
