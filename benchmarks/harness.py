@@ -1,7 +1,7 @@
 """The loop of every benchmark: cases are chosen, contenders timed in turn, rows written with where they come from.
 
 A benchmark is a `Benchmark`: a table of cases, the contenders' names, a function that measures a case, and the figures that
-are quoted. `packlora/plans/timing.py` holds the paired loop. The results file is written after each case, so a run that is
+are quoted. `packlora/tune/timing.py` holds the paired loop. The results file is written after each case, so a run that is
 ended loses one case at most; `--resume` goes on with the others.
 """
 
@@ -29,9 +29,9 @@ from packlora.files import write_json
 from packlora.ops.lora_linear.plan import Plan, named_plan
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import OneProcess, world_size
-from packlora.plans.timing import Contender, Timings, paired
 from packlora.runtime.memory import free_memory
 from packlora.runtime.record import device_name, source_commit, versions
+from packlora.tune.timing import Contender, Timings, paired
 
 Row = dict[str, Any]
 
@@ -121,7 +121,7 @@ class Benchmark:
 
 
 def timed(contenders: Sequence[Contender], options: Options, weights: int | None = None, **settings: Any) -> Row:
-    """Time contenders in turn (see plans/timing.paired, which takes the settings); toy sizes run two rounds.
+    """Time contenders in turn (see tune/timing.paired, which takes the settings); toy sizes run two rounds.
 
     Args:
         weights: bytes of the frozen weights, for `gib`: the peak of each contender as if it stood alone, that is these

@@ -25,8 +25,8 @@ from packlora.ops.lora_linear.plan import ROUTED
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.plans.kernel_sizes import Fields, KernelCache, Record, combined, described
-from packlora.plans.timing import Contender, Work, geomean, paired
 from packlora.tune.candidates import KERNELS
+from packlora.tune.timing import Contender, Work, geomean, paired
 
 MARGIN = 0.02
 """Sizes are changed where that saves more than this, and no case takes so much longer."""

@@ -32,8 +32,8 @@ from packlora.adapters.spec import resolve
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import PLANS
 from packlora.parallel.mesh import OneProcess
-from packlora.plans import timing
-from packlora.plans.timing import Contender, Timing, Timings, Work, geomean, paired
+from packlora.tune import timing
+from packlora.tune.timing import Contender, Timing, Timings, Work, geomean, paired
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

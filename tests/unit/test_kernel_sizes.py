@@ -24,12 +24,12 @@ from packlora.ops.lora_linear.prepared import GroupState
 from packlora.plans import identity, kernel_sizes
 from packlora.plans.cache import PlanCache
 from packlora.plans.kernel_sizes import KernelCache, Record, combined, described
-from packlora.plans.timing import Timing, Timings
 from packlora.report.screen import Screen
 from packlora.tune import kernel_sizes as kernel_tuning
 from packlora.tune import kernels
 from packlora.tune.candidates import KERNELS
 from packlora.tune.kernel_sizes import SHAPES, Shape, Step, step_maker, tune_kernels
+from packlora.tune.timing import Timing, Timings
 
 CPU = torch.device("cpu")
 EPILOGUE = Plan("mm", "epilogue", "one-pass", "routed")
