@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic import TypeAdapter
 
 from packlora.schedule.solve import Task
 from packlora.schedule.types import Window
 
-TASK, WINDOW = TypeAdapter(Task), TypeAdapter(Window)
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The window of a task; or the message of an InputError, or of what else went wrong."""
+
+    window: Window | None = None
+    input_error: str = ""
+    error: str = ""
+
+
+TASK, WINDOW, ANSWER = TypeAdapter(Task), TypeAdapter(Window), TypeAdapter(Answer)
 """What is read is equal to what was written."""
