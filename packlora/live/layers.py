@@ -61,7 +61,10 @@ def choose_plan(
         dora: one of the adapters has a magnitude.
         ask: what the user wants.
     """
-    case = Case.of_adapter(device, dtype, num_tokens, K, sizes, ranks, dropout > 0, dora)
+    case = Case.of(
+        device, dtype, num_tokens, K, sizes, [ranks], [dropout > 0], [False] * len(sizes), composed=dora,
+        base_dropped=dora and dropout > 0,
+    )  # fmt: skip
     return _chooser(device, ask).plan_for(case), case
 
 

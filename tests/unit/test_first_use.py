@@ -112,5 +112,5 @@ def test_a_plan_that_a_thread_is_given_is_on_record() -> None:
             super().__setitem__(case, plan)
 
     chooser._plans = Looked()
-    case = Case.of_adapter(torch.device("cpu"), torch.float32, 64, 32, (32,), (4,), False, False)
+    case = Case.of(torch.device("cpu"), torch.float32, 64, 32, (32,), [(4,)], [False], [False])
     assert chooser.plan_for(case) == chooser.choices[case].plan
