@@ -28,20 +28,17 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.eval_frame import skip_code
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from packlora.adapters.norm_checks import Check, Seen, Together
-from packlora.adapters.sight import Key, Sight, sight_of
-from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
+from packlora.adapters.norm_operands import Check, NormOperands, Seen, Together
+from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.modules import remove_hooks
-from packlora.ops.row_norm.row_norm import plainly, row_norms, squared_row_norm, takes_kernels
-from packlora.ops.row_norm.types import NormProblem, dense_of
-from packlora.ops.stamp import PLAIN
+from packlora.ops.row_norm.row_norm import plainly, row_norms
 
 T = TypeVar("T")
 _NUMBERS = itertools.count()
@@ -64,12 +61,11 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 register_optimizer_step_post_hook(_after_step)
 
 
-class NormHandle:
+class NormHandle(NormOperands):
     """One module's norm. Belongs to the layer and dies with it.
 
     Args:
         norms: of the model.
-        weight, A, B: [N, K], [r, K] and [N, r].
         version_counted: see the module's docstring for what this promises.
         add_up: adds up a tensor over the processes that hold slices of W's columns, in place. All of them compute the same
             norms at the same time, and only of version-counted handles: the data of one process are no reason for others.
@@ -81,21 +77,15 @@ class NormHandle:
     ) -> None:  # fmt: skip
         assert add_up is None or version_counted
         self.norms, self.version_counted, self.add_up = norms, version_counted, add_up
-        self.weight, self.A, self.B, self.scaling = weight, A, B, scaling
+        super().__init__(weight, A, B, scaling)
         self._register()
 
     def _register(self) -> None:
-        self.number = next(_NUMBERS)
-        self._dense = dense_of(self.weight)
-        """The weight as a tensor, where it is one."""
-        self._epoch = self._steps = 0
         self._asked = self.norms._window
         """The last window in which get() was called, or when it was made."""
         self._kept: _Kept | None = None
         self._check: Check | None = None
         """Of this handle alone."""
-        self._base: tuple[int, Sight | Key, torch.Tensor] | None = None
-        """The epoch, the weight, and ||W||^2 by row."""
         self.norms._handles[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,24 +93,8 @@ class NormHandle:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._look_anew()
         self._register()
-
-    def point(
-        self, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float
-    ) -> NormHandle:
-        """These are the operands from now on; free where they are the same objects. For layers whose parameters may be
-        replaced: call it before get()."""
-        if weight is not self.weight or A is not self.A or B is not self.B:
-            if weight is not self.weight:
-                self._dense = dense_of(weight)
-            self.weight, self.A, self.B = weight, A, B
-            self.invalidate()
-        self.scaling = scaling
-        return self
-
-    def is_of(self, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float) -> bool:
-        """Whether these are the operands now."""
-        return weight is self.weight and A is self.A and B is self.B and scaling == self.scaling
 
     def get(self) -> torch.Tensor:
         """||W + s B A|| by row for the present values, [N], float32 (float64 of float64), no gradient. Do not write to it.
@@ -161,61 +135,6 @@ class NormHandle:
             kept.window = window
         else:
             _keep([self], row_norms([self._problem()]))
-
-    def invalidate(self) -> None:
-        """The next get() computes, also ||W||^2."""
-        self._epoch += 1
-
-    def _base_N(self) -> torch.Tensor:
-        """||W||^2 by row."""
-        known = self._base
-        if known is None or known[0] != self._epoch or not known[1].stands(self._known_by()):
-            known = self._base = (self._epoch, sight_of(self._known_by()), squared_row_norm(self._operands().weight))
-        return known[2]
-
-    def _known_by(self) -> torch.Tensor | FrozenWeight:
-        """What tells whether the weight is what it was: the tensor, where it stays where it lies."""
-        return self.weight if self._dense is None or isinstance(self.weight, Gathered) else self._dense
-
-    def _operands(self) -> NormProblem:
-        return NormProblem(self.weight if self._dense is None else self._dense, self.A, self.B, self.scaling)
-
-    def _problem(self) -> NormProblem:
-        """The operands, with ||W||^2 where it is of use."""
-        problem = self._operands()
-        return replace(problem, base_N=self._base_N()) if self._dense is None or takes_kernels(problem) else problem
-
-    def _on_device(self) -> bool:
-        """Whether the check of its data and the computation are kernels."""
-        return takes_kernels(self._operands()) and self.A.is_contiguous() and self.B.is_contiguous()
-
-    def _missing(self) -> str | None:
-        """Which operand is not whole here."""
-        if not getattr(self.weight, "is_here", True):
-            return "the codes of the weight are on several processes"
-        for name, operand in (("A", self.A), ("B", self.B), ("weight", self._dense)):
-            if operand is None:
-                continue
-            if type(operand) not in PLAIN:
-                return f"{name} is a {type(operand).__name__}, not a torch.Tensor"
-            if operand.numel() and not operand.untyped_storage().size():
-                return f"the storage of {name} is freed"
-            if operand.ndim != 2:
-                return f"{name} is {list(operand.shape)}"
-        codes = getattr(self.weight, "codes", None)
-        if codes is not None and not codes.stored.untyped_storage().size():
-            return "the storage of the weight's codes is freed"
-        return None
-
-    def _data(self) -> tuple[torch.Tensor, ...]:
-        """What is compared on a CPU: A, B and 8 elements of each row of W."""
-        weight = self._dense
-        if weight is None:
-            return self.A.detach(), self.B.detach()
-        N, K = weight.shape
-        starts = torch.arange(N).mul_(40503).remainder_(max(K // 8, 1)).mul_(8)
-        cols = (starts[:, None] + torch.arange(min(8, K))).to(weight.device)
-        return self.A.detach(), self.B.detach(), weight.detach().gather(1, cols)
 
 
 class RowNorms:

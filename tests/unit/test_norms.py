@@ -18,6 +18,7 @@ from peft import LoraConfig
 from stored_weights import Bytes
 from torch import nn
 
+from packlora.adapters import norm_operands
 from packlora.adapters import norms as module
 from packlora.adapters.attach import attach
 from packlora.adapters.norms import NormHandle, RowNorms
@@ -519,7 +520,7 @@ def test_a_frozen_weight_that_changed_before_the_capture_is_not_measured_in_the_
     weight_in_place(layer)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_capturing", lambda: True)
-        patch.setattr(module, "squared_row_norm", lambda weight: 1 / 0)
+        patch.setattr(norm_operands, "squared_row_norm", lambda weight: 1 / 0)
         assert right(layer)
     assert right(layer)
 
@@ -594,8 +595,8 @@ def test_the_frozen_weight_s_own_norm_is_computed_once(monkeypatch: pytest.Monke
     pytest.importorskip("triton")
     monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
     calls = []
-    original = module.squared_row_norm
-    monkeypatch.setattr(module, "squared_row_norm", lambda weight: calls.append(1) or original(weight))
+    original = norm_operands.squared_row_norm
+    monkeypatch.setattr(norm_operands, "squared_row_norm", lambda weight: calls.append(1) or original(weight))
     for version_counted in (False, True):
         calls.clear()
         layer = Layer(RowNorms(), version_counted)
@@ -819,8 +820,8 @@ def test_adapters_that_are_put_onto_a_model_have_each_norm_computed_once(monkeyp
 def test_a_new_norm_looks_at_no_other_that_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else making the adapters of a model of n layers takes n^2 / 2 looks."""
     looks: list[object] = []
-    stands = module.Seen.stands
-    monkeypatch.setattr(module.Seen, "stands", lambda seen, handle: looks.append(handle) or stands(seen, handle))
+    stands = norm_operands.Seen.stands
+    monkeypatch.setattr(norm_operands.Seen, "stands", lambda seen, handle: looks.append(handle) or stands(seen, handle))
     norms, layers = RowNorms(), list[Layer]()
     for _ in range(8):
         layers.append(Layer(norms, True))
