@@ -191,4 +191,6 @@ class Together:
         if not all(seen.follows(handles[index]) for index, seen in zip(self.checked, sights, strict=True)):
             return False
         others = (handles[index] for index in self.others)
-        return not any(handle._missing() is None and handle._on_device() for handle in others)
+        return not any(
+            handle._dense is not None and handle._missing() is None and handle._on_device() for handle in others
+        )

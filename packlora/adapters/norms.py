@@ -127,10 +127,11 @@ class NormHandle(NormOperands):
         if self.version_counted:
             self.norms._renew(self)
         elif self._on_device():
-            self._kept = None  # until the check has succeeded
-            if self._check is None or not self._check.sights[0].follows(self):
-                self._check = Check([self])
-            _keep([self], self._check.norms(), self._check.sights)
+            check, self._check, self._kept = self._check, None, None  # until it has succeeded
+            if check is None or not check.sights[0].follows(self):
+                check = Check([self])
+            _keep([self], check.norms(), check.sights)
+            self._check = check
         elif kept is not None and kept.seen.stands(self) and kept.is_of(self):
             kept.window = window
         else:
@@ -210,19 +211,21 @@ class RowNorms:
     def _check_window(self, since: int) -> None:
         """Check the data on devices of handles that are in use: get() was called since the window with this number."""
         handles = [handle for handle in _alive(self._handles) if not handle.version_counted and handle._asked >= since]
-        capturing = _capturing()
-        if self._together is None or not self._together.fits(handles):
+        capturing, together = _capturing(), self._together
+        if together is None or not together.fits(handles):
             if capturing:  # new tables cannot be captured
                 return
-            self._together = None  # its memory may be needed
-            self._together = Together.of(handles)
-        for check in self._together.checks:
+            together = self._together = None  # its memory may be needed
+            together = Together.of(handles)
+        self._together = None  # until all checks have succeeded
+        for check in together.checks:
             norms = check.norms()
             if capturing:
                 self._captured[id(check)] = check
                 self._in_window.update(zip(check.numbers, norms, strict=True))
             else:
                 _keep([self._handles[number] for number in check.numbers], norms, check.sights)
+        self._together = together
 
     def _renew(self, handle: NormHandle) -> None:
         """Compute the norm of a version-counted handle, and those others that do not stand. Where it is new, those that are

@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -346,6 +347,28 @@ def test_a_check_that_fails_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch
         raise KeyError
     data_copy(layer)
     assert right(layer)
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_a_check_on_a_device_that_fails_is_not_taken_for_one(window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sums were those of the new data, and its norms those of the old."""
+    pytest.importorskip("triton")
+    from packlora.ops.row_norm.triton_path import Batch
+
+    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(2)]
+    around = checked if window else nullcontext
+    for _ in range(2):
+        with around(norms):
+            assert all(map(right, layers))
+        data_copy(layers[1])
+        with monkeypatch.context() as broken, around(norms):
+            broken.setattr(Batch, "run", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                layers[1].norm()
+    with around(norms):
+        assert all(map(right, layers))
 
 
 def test_what_is_written_before_the_first_get_of_a_window_is_seen(way: str) -> None:
