@@ -28,7 +28,7 @@ from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.weights import TrainedWeights
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_experts.autograd import lora_experts
-from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms, sums_dtype
+from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight, turned
 from packlora.ops.lora_experts.weighted import weighted_sums
@@ -87,7 +87,7 @@ class ExpertWeights(TrainedWeights):
         if self._norm is None or self._norm[0] != versions:
             frozen = self.frozen()
             if self._squared is None:
-                self._squared = squared_row_norms(frozen, sums_dtype(frozen, self.A, self.B))
+                self._squared = squared_row_norms(frozen, self.A, self.B)
             self._norm = versions, expert_norms(frozen, *self._factors(), self.spec.scaling, self._squared)
         return self._norm[1]
 
