@@ -18,15 +18,15 @@ from torch import nn
 from benchmarks.harness import plan_of
 from benchmarks.peers.dora import PaperLayer, dense_norm
 from benchmarks.shapes import TARGETS, shared_copy
-from packlora.adapters.norms import RowNorms
+from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.live.accelerate import accelerate
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.plans.select import PlanChooser
-from packlora.plans.timing import Contender, Work, stepped
 from packlora.runtime.memory import free_memory, synchronize
+from packlora.tune.timing import Contender, Work
 
 LARGEST_DIFFERENCE = 0.02
 """Relative Frobenius distance to PEFT in bfloat16 (unit roundoff 0.004) beyond which a result is wrong, not rounded."""
@@ -37,6 +37,30 @@ Call = Callable[..., torch.Tensor]
 
 
 # --- one layer ---------------------------------------------------------------------------------------------------------
+
+
+def stepped(work: Work, parameters: Iterable[torch.Tensor]) -> Work:
+    """The work with other values in the parameters before each run, outside the clock, as an optimizer step leaves them.
+
+    What is kept of the old values, by version or by value, is stale then. Matrices change sign once between two runs, however
+    often gradients are dropped there, so that nothing drifts and A and B have the product that they had.
+    """
+    matrices, ran = [parameter for parameter in parameters if parameter.ndim > 1], False
+
+    def step() -> None:
+        nonlocal ran
+        ran = True
+        work.step()
+
+    def clear() -> None:
+        nonlocal ran
+        work.clear()
+        if ran:
+            ran = False
+            with torch.no_grad():
+                torch._foreach_neg_(matrices)
+
+    return Work(step, clear, work.note)
 
 
 class One(nn.Module):
@@ -259,7 +283,7 @@ def operator(
     for number, values in enumerate(factors):
         own = [value.detach().to(dtype, copy=True).requires_grad_() for value in values]
         parameters += own
-        get = norms.add(weight_NK, own[0], own[1], SCALING, version_counted=True).get if len(own) == 3 else None
+        get = NormHandle(norms, weight_NK, own[0], own[1], SCALING, version_counted=True).get if len(own) == 3 else None
         adapters[number] = LowRank(own[0], own[1], SCALING, own[2] if len(own) == 3 else None, get)
     layers = (
         Layer(Dense(weight_NK), None, adapters, keep_output=len(factors[0]) == 3),

@@ -1,7 +1,7 @@
 """The loop of every benchmark: cases are chosen, contenders timed in turn, rows written with where they come from.
 
 A benchmark is a `Benchmark`: a table of cases, the contenders' names, a function that measures a case, and the figures that
-are quoted. `packlora/plans/timing.py` holds the paired loop. The results file is written after each case, so a run that is
+are quoted. `packlora/tune/timing.py` holds the paired loop. The results file is written after each case, so a run that is
 ended loses one case at most; `--resume` goes on with the others.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -28,9 +29,9 @@ from packlora.files import write_json
 from packlora.ops.lora_linear.plan import Plan, named_plan
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import OneProcess, world_size
-from packlora.plans.timing import Contender, Timings, paired
 from packlora.runtime.memory import free_memory
 from packlora.runtime.record import device_name, source_commit, versions
+from packlora.tune.timing import Contender, Timings, paired
 
 Row = dict[str, Any]
 
@@ -120,7 +121,7 @@ class Benchmark:
 
 
 def timed(contenders: Sequence[Contender], options: Options, weights: int | None = None, **settings: Any) -> Row:
-    """Time contenders in turn (see plans/timing.paired, which takes the settings); toy sizes run two rounds.
+    """Time contenders in turn (see tune/timing.paired, which takes the settings); toy sizes run two rounds.
 
     Args:
         weights: bytes of the frozen weights, for `gib`: the peak of each contender as if it stood alone, that is these
@@ -132,10 +133,30 @@ def timed(contenders: Sequence[Contender], options: Options, weights: int | None
     if options.tiny:
         settings |= {"seconds": 0, "rounds": (2, 2), "warmup": 1}
     timings = paired(contenders, options.device, **settings)
-    row, own = timings.row(), [name for name in timings.by_name if name.startswith("packlora")]
+    row, own = row_of(timings), [name for name in timings.by_name if name.startswith("packlora")]
     peers = [name for name in timings.by_name if name.startswith(("peft", "sequential"))]
     row["vs_peft"] = {name: {peer: timings.ratio(peer, name) for peer in peers} for name in own}
     return row if weights is None else row | {"gib": peak_gib(timings, weights)}
+
+
+def row_of(timings: Timings) -> Row:
+    """What a results file keeps of a case: medians by contender, and the errors."""
+    done = {name: timing for name, timing in timings.by_name.items() if timing.error is None}
+    out: Row = {"rounds": max((len(timing.ms) for timing in done.values()), default=0)}
+    out["ms"] = {name: statistics.median(timing.ms) for name, timing in done.items()}
+    out["over_frozen"] = {name: timings.ratio(name, "frozen") for name in done if name != "frozen"}
+    for kind in ("ahead_ms", "wall_ms"):
+        if any(getattr(timing, kind) for timing in done.values()):
+            out[kind] = {name: statistics.median(getattr(timing, kind)) for name, timing in done.items()}
+            ratios = {name: timings.ratio(name, "frozen", kind) for name in done if name != "frozen"}
+            out[kind.replace("_ms", "_over_frozen")] = ratios
+    out["host_us"] = {name: statistics.median(timing.host_us) for name, timing in done.items()}
+    out["peak_mib"] = {
+        name: timing.peak_bytes / 2**20 for name, timing in done.items() if timing.peak_bytes is not None
+    }
+    out["notes"] = {name: timing.note for name, timing in done.items() if timing.note}
+    out["failed"] = {name: timing.error for name, timing in timings.by_name.items() if timing.error is not None}
+    return out
 
 
 def peak_gib(timings: Timings, weights: int) -> dict[str, float]:

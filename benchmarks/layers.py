@@ -26,6 +26,7 @@ from benchmarks.contenders import (
     layer_work,
     operator,
     peft_layer,
+    stepped,
     under_autocast,
     work,
 )
@@ -34,7 +35,7 @@ from benchmarks.peers.compose import compose
 from benchmarks.peers.dora import dense_norm, factored_norm, identity_norm
 from benchmarks.shapes import build, config_of, stored_bytes
 from packlora.ops.row_norm.row_norm import row_norm, squared_row_norm
-from packlora.plans.timing import Contender, Work, geomean, stepped
+from packlora.tune.timing import Contender, Work, geomean
 
 SHAPES = [(4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096)]
 """K x N: square ones of LoRAFusion's kernel benchmark, and gate/up and down of Llama-3.1-8B."""

@@ -23,7 +23,7 @@ from benchmarks.harness import Benchmark, Case, Options, Row, case, timed
 from benchmarks.processes import aligned, messages
 from packlora.errors import InputError
 from packlora.parallel.collectives import GATHER, SCATTER
-from packlora.plans.timing import Work
+from packlora.tune.timing import Work
 
 RANK, DROPOUT = 16, 0.1
 SHAPES = {"8B": (4096, 14336, 8192), "tiny": (32, 48, 16)}

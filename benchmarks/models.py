@@ -42,7 +42,7 @@ from packlora.ops.lora_experts import low_rank
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.parallel.experts import shard_experts
-from packlora.plans.timing import Contender, Work
+from packlora.tune.timing import Contender, Work
 
 TIMING = (
     "Contenders run in turn inside one loop over the same frozen weights, random order each round, CUDA events, "

@@ -25,7 +25,7 @@ from benchmarks.peers.kernels import BLOCK_PEERS, use_peer
 from benchmarks.peers.sources import SOURCES, fetched
 from benchmarks.shapes import SHAPES, TARGETS
 from packlora.live.accelerate import accelerate
-from packlora.plans.timing import Contender, Work
+from packlora.tune.timing import Contender, Work
 
 RANK, ALPHA = 16, 32
 WITHOUT_DORA, WITHOUT_DROPOUT = ("unsloth", "lorafusion", "lorafusion_tma"), ("unsloth",)

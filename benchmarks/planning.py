@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from packlora.schedule.cost import CostModel
+from packlora.schedule.cost import CostModel, balance
 from packlora.schedule.planner import Planner
-from packlora.schedule.types import Microbatch, Placed
+from packlora.schedule.simulate import Timeline
+from packlora.schedule.types import Microbatch, Placed, ScheduleError
 from packlora.schedule.verify import with_noops
 from packlora.seeding import stable_hash
 
@@ -85,15 +86,81 @@ def are_estimates(kinds: Sequence[str]) -> bool:
     return any(kind not in LENGTHS["measured"] for kind in kinds)
 
 
+def cost_of_model(
+    *,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    vocabulary: int,
+    key_value_width: int | None = None,
+    stages: int = 1,
+    flops_per_second: float = 1.0,
+    checkpointing: bool = False,
+    fixed: float = 0.0,
+    balanced: bool = True,
+) -> CostModel:
+    """From the shapes of a decoder with a gated MLP and frozen weights; attention is causal.
+
+    The backward of frozen products is one product (no weight gradient), that of attention two and a half forwards; with
+    checkpointing each layer's forward is run once more.
+
+    Args:
+        key_value_width: width of keys, also of values; None: hidden.
+        flops_per_second: of one stage.
+        fixed: seconds per microbatch over all layers, such as reading the weights and launching kernels.
+        balanced: layers per stage from `balance`, the last stage holding fewer; False: as even as can be.
+    """
+    key_value_width = hidden if key_value_width is None else key_value_width
+    products = 2 * (2 * hidden * hidden + 2 * hidden * key_value_width + 3 * hidden * intermediate)
+    per_token = layers * products / flops_per_second
+    per_square = layers * 2 * hidden / flops_per_second  # two products, half of them masked
+    head = 2 * hidden * vocabulary / flops_per_second
+    ratio = 1.0 + (1.0 if checkpointing else 0.0)
+    in_layers = 2 * head / (per_token / layers * (1 + ratio))
+    counts = balance(stages, layers, in_layers if balanced else 0.0)
+    shares = tuple(count / layers for count in counts)
+    return CostModel(per_token, per_square, fixed, head, ratio, shares, 1.0)
+
+
 def make_cost(stages: int) -> CostModel:
     """Seconds per stage of Llama-3.1-70B's shape with activation checkpointing, layers cut so that stages are balanced."""
     hidden, layers = LLAMA_70B["hidden"], LLAMA_70B["layers"]
     weights = layers * (
         2 * hidden**2 + 2 * hidden * LLAMA_70B["key_value_width"] + 3 * hidden * LLAMA_70B["intermediate"]
     )
-    return CostModel.from_model(
+    return cost_of_model(
         **LLAMA_70B, stages=stages, flops_per_second=FLOPS, checkpointing=True, fixed=2 * weights / BYTES, balanced=True
     )
+
+
+def check_causality(timeline: Timeline, microbatches: Sequence[Microbatch], stages: int) -> None:
+    """On every stage, no job's forward begins before the job's step for the batch before it is done.
+
+    Raises:
+        ScheduleError: naming job, batch and stage.
+    """
+    ends: dict[tuple[int, int], float] = {}
+    starts: dict[tuple[int, int], float] = {}
+    for span in timeline.spans:
+        if span.kind == "forward":
+            starts[span.stage, span.microbatch] = span.start
+        else:
+            ends[span.stage, span.microbatch] = span.end
+    for stage in range(stages):
+        stepped: dict[tuple[str, int], float] = {}
+        first: dict[tuple[str, int], float] = {}
+        for number, microbatch in enumerate(microbatches):
+            for placed in microbatch.samples:
+                key = placed.job, placed.batch
+                stepped[key] = max(stepped.get(key, 0.0), ends[stage, number])
+                first[key] = min(first.get(key, float("inf")), starts[stage, number])
+        for (job, batch), begun in first.items():
+            before = stepped.get((job, batch - 1))
+            if before is not None and begun < before - 1e-9 * max(1.0, before):
+                raise ScheduleError(
+                    f"job {job!r}: on stage {stage} the forward of batch {batch} begins at {begun:g}, before the step of "
+                    f"batch {batch - 1} at {before:g}"
+                )
 
 
 def random_order(jobs: Sequence[Job], capacity: int, stages: int) -> list[Microbatch]:

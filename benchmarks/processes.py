@@ -20,7 +20,7 @@ import torch.distributed as dist
 from packlora.errors import InputError
 from packlora.parallel.collectives import GATHER, SCATTER
 from packlora.parallel.mesh import Mesh, OneProcess, started
-from packlora.plans.timing import Contender, Work
+from packlora.tune.timing import Contender, Work
 
 TIMEOUT, ENDING = 120.0, 20.0
 """Seconds until the next sign of life at the latest, and for a process that has failed to end."""

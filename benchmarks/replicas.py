@@ -72,7 +72,7 @@ from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
 from packlora.schedule.verify import check, with_noops
-from packlora.schedule.wire import window_from_json, window_to_json
+from packlora.schedule.wire import WINDOW
 from packlora.tune.head import measure_head
 
 WARMUP, UNITS = 2, 3
@@ -170,8 +170,10 @@ class Way:
         if self.trainer is None:
             return 0.0, 0
         before = self.trainer.runner.tokens
-        window = window_to_json(self.planner.window(number * self.rounds)) if self.group.rank == 0 else None
-        seconds = timed_window(self.trainer, window_from_json(self.group.told(window)))
+        window = None
+        if self.group.rank == 0:
+            window = WINDOW.dump_python(self.planner.window(number * self.rounds), mode="json")
+        seconds = timed_window(self.trainer, WINDOW.validate_python(self.group.told(window)))
         return seconds, self.trainer.runner.tokens - before
 
     def digests(self) -> dict[str, str]:

@@ -18,13 +18,14 @@ from benchmarks.planning import (
     SETS,
     STAGES,
     are_estimates,
+    check_causality,
     make_cost,
     make_jobs,
     planning_time,
     random_order,
 )
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import check_causality, simulate
+from packlora.schedule.simulate import simulate
 
 PUBLISHED: dict[str, Any] = {"bubble_by_jobs": {1: 0.4417, 2: 0.15, 3: 0.1223, 4: 0.1109}, "bubble_mlora": 0.3411}
 """LoRAFusion's figures (arXiv 2510.00206)."""

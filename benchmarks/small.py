@@ -48,8 +48,8 @@ from benchmarks.training import (
     trainer_of,
     units,
 )
-from packlora.plans.timing import Work
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner
+from packlora.tune.timing import Work
 
 OWN, PEER, RANK = "packlora", "peft_bf16", 16
 MODELS = [

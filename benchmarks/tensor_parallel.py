@@ -30,9 +30,9 @@ from packlora.config import JobConfig
 from packlora.data.dataset import JobData
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.tensor import shard
-from packlora.plans.timing import Work
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.job import Job, take_steps
+from packlora.tune.timing import Work
 
 RANK = 16
 LAYERS = {"8B": 4, "70B": 2}

@@ -39,7 +39,6 @@ from packlora.config import Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
 from packlora.parallel.replicas import ALONE, Alone
-from packlora.plans.timing import geomean
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
@@ -54,6 +53,7 @@ from packlora.runtime.run import deterministic
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 from packlora.schedule.types import Window
+from packlora.tune.timing import geomean
 
 LR, CLIP, DROPOUT = 1e-4, 1.0, 0.1
 ROW = 1024

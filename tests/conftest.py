@@ -223,7 +223,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(autouse=True)
 def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timed loops collect no garbage: at toy sizes, in a process as large as that of all tests, they would do little else."""
-    monkeypatch.setattr("packlora.plans.timing.gc", mock.Mock())
+    monkeypatch.setattr("packlora.tune.timing.gc", mock.Mock())
 
 
 @pytest.fixture

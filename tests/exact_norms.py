@@ -1,8 +1,23 @@
-"""Row norms of W + s B A in float64, and what float32 makes of them: the oracle of ops.row_norm's tests."""
+"""Row norms of W + s B A in float64, and what float32 makes of them: the oracle of ops.row_norm's tests; and a window."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+from packlora.adapters.norms import RowNorms
+
+
+@contextmanager
+def checked(norms: RowNorms) -> Iterator[None]:
+    """A window, as there is one around a forward."""
+    norms.open()
+    try:
+        yield
+    finally:
+        norms.close()
 
 
 def exact(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, s: float) -> torch.Tensor:

@@ -25,10 +25,10 @@ from packlora.adapters.expert_targets import RouterProduct, router_product
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import ModuleSpec
-from packlora.adapters.weights import first_factors
+from packlora.adapters.weights import TrainedWeights
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_experts.autograd import lora_experts
-from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms, sums_dtype
+from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight, turned
 from packlora.ops.lora_experts.weighted import weighted_sums
@@ -39,7 +39,7 @@ IMPLEMENTATION = "packlora"
 """Under this name the function is in transformers' registry."""
 
 
-class ExpertWeights:
+class ExpertWeights(TrainedWeights):
     """Trainable parameters of one adapter on one weight of all experts, in the layout of PEFT's files.
 
     A [E r, K], expert by expert; B [N, r E], the expert running fastest; magnitude [E, N] or None. A [E r, N] and B [K, r E]
@@ -56,35 +56,16 @@ class ExpertWeights:
         self, spec: ModuleSpec, frozen: Callable[[], ExpertWeight], seed: int, room: Mapping[str, torch.Tensor],
         shard: ExpertPart | None = None, lies_turned: bool = False,
     ) -> None:  # fmt: skip
-        self.spec, self.frozen, self.shard, self.magnitude = spec, frozen, shard, None
-        self.lies_turned = lies_turned
-        (Er, K), N = self.whole_shape("A", room["A"].shape), len(room["B"])
-        A_ErK, B_NEr = first_factors(
-            spec.start, Er, K, N, seed, Er // spec.rank
-        )  # of all: the same in any number of parts
-        self.A = torch.nn.Parameter(room["A"].copy_(self.own("A", A_ErK)))
-        self.B = torch.nn.Parameter(room["B"] if B_NEr is None else room["B"].copy_(self.own("B", B_NEr)))
+        super().__init__(spec, room, shard)
+        self.frozen, self.lies_turned = frozen, lies_turned
+        self.A, self.B, self.magnitude = self.parameters["A"], self.parameters["B"], self.parameters.get("magnitude")
+        self.draw(room, seed, self.whole_shape("A", self.A.shape)[0] // spec.rank)
         self._norm: tuple[tuple[int, int], torch.Tensor] | None = None
         self._squared: torch.Tensor | None = None
-        if spec.use_dora:
-            self.magnitude = torch.nn.Parameter(room["magnitude"])
 
     def first_values(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Of the magnitude, for the caller to write when it has those of all layers."""
         return [] if self.magnitude is None else [(self.magnitude, self.norm())]
-
-    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What of a whole parameter is here."""
-        return whole if self.shard is None else self.shard.own(name, whole)
-
-    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of a parameter over all processes."""
-        return tuple(shape) if self.shard is None else self.shard.whole_shape(name, shape)
-
-    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Those that exist, by the name of the attribute."""
-        named = {"A": self.A, "B": self.B, "magnitude": self.magnitude}
-        return {name: parameter for name, parameter in named.items() if parameter is not None}
 
     def low_rank(self, dropping: bool) -> ExpertLowRank:
         """As the operator takes them. dropping: the tokens have dropout keys."""
@@ -106,7 +87,7 @@ class ExpertWeights:
         if self._norm is None or self._norm[0] != versions:
             frozen = self.frozen()
             if self._squared is None:
-                self._squared = squared_row_norms(frozen, sums_dtype(frozen, self.A, self.B))
+                self._squared = squared_row_norms(frozen, self.A, self.B)
             self._norm = versions, expert_norms(frozen, *self._factors(), self.spec.scaling, self._squared)
         return self._norm[1]
 

@@ -14,10 +14,9 @@ A norm depends on W, A, B and the scaling alone. RowNorms keeps those of a model
                                   show: then call invalidate()
 
 A window (RowNorms.open and close; packlora.accelerate puts them around a model's forward) is a time in which nobody writes to A
-or B unseen: places and data of all handles are checked together, at its first get(), and not again; every get() looks at
-addresses, version counters and what else the host is told. Outside of windows every get() checks those of its own handle. A
-CUDA graph that is captured contains the check and the computation of the window, or the computation of a single handle: what is
-kept has no part in it.
+or B unseen: data are looked at once in it, those on a GPU all together at its first get(). Outside of windows every get() looks
+at the data of its own handle. A CUDA graph that is captured contains the check and the computation of the window, or the
+computation of a single handle: what is kept has no part in it.
 
 A version-counted handle is for owners who change A and B only by torch's optimizers and in-place operations.
 
@@ -28,8 +27,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,16 +35,15 @@ import torch
 from torch._dynamo.eval_frame import skip_code
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from packlora.adapters.sight import Key, Sight, sight_of
-from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
+from packlora.adapters.norm_operands import Check, NormOperands, Seen, Together
+from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.modules import remove_hooks
-from packlora.ops.row_norm.row_norm import plainly, row_norms, squared_row_norm, takes_kernels
-from packlora.ops.row_norm.types import NormProblem, dense_of
-from packlora.ops.stamp import PLAIN, version
+from packlora.ops.row_norm.row_norm import plainly, row_norms
 
 T = TypeVar("T")
 _NUMBERS = itertools.count()
 _LIVE: weakref.WeakValueDictionary[int, RowNorms] = weakref.WeakValueDictionary()
+_OPERANDS = ("norms", "weight", "A", "B", "scaling", "version_counted", "add_up")
 
 
 def _alive(known: weakref.WeakValueDictionary[int, T]) -> list[T]:
@@ -55,62 +52,49 @@ def _alive(known: weakref.WeakValueDictionary[int, T]) -> list[T]:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for norms in _alive(_LIVE):
-        norms._stepped(optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for handle in (handle for norms in _alive(_LIVE) for handle in _alive(norms._handles)):
+        if not handle.version_counted or id(handle.A) in held or id(handle.B) in held:
+            handle._steps += 1
 
 
 register_optimizer_step_post_hook(_after_step)
 
 
-class NormHandle:
-    """One module's norm. Made by RowNorms.add; belongs to the layer and dies with it."""
+class NormHandle(NormOperands):
+    """One module's norm. Belongs to the layer and dies with it.
+
+    Args:
+        norms: of the model.
+        version_counted: see the module's docstring for what this promises.
+        add_up: adds up a tensor over the processes that hold slices of W's columns, in place. All of them compute the same
+            norms at the same time, and only of version-counted handles: the data of one process are no reason for others.
+    """
 
     def __init__(
         self, norms: RowNorms, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float,
-        version_counted: bool, add_up: Callable[[torch.Tensor], None] | None = None,
+        version_counted: bool = False, add_up: Callable[[torch.Tensor], None] | None = None,
     ) -> None:  # fmt: skip
+        assert add_up is None or version_counted
         self.norms, self.version_counted, self.add_up = norms, version_counted, add_up
-        self.weight, self.A, self.B, self.scaling = weight, A, B, scaling
+        super().__init__(weight, A, B, scaling)
         self._register()
 
     def _register(self) -> None:
-        self.number = next(_NUMBERS)
-        self._dense = dense_of(self.weight)
-        self._epoch = self._steps = 0
         self._asked = self.norms._window
         """The last window in which get() was called, or when it was made."""
         self._kept: _Kept | None = None
-        self._check: _Check | None = None
+        self._check: Check | None = None
         """Of this handle alone."""
-        self._base: tuple[int, Sight | Key, torch.Tensor] | None = None
-        """The epoch, the weight, and ||W||^2 by row."""
         self.norms._handles[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name) for name in ("norms", "weight", "A", "B", "scaling", "version_counted", "add_up")
-        }
+        return {name: getattr(self, name) for name in _OPERANDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._look_anew()
         self._register()
-
-    def point(
-        self, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float
-    ) -> NormHandle:
-        """These are the operands from now on; free where they are the same objects. For layers whose parameters may be
-        replaced: call it before get()."""
-        if weight is not self.weight or A is not self.A or B is not self.B:
-            if weight is not self.weight:
-                self._dense = dense_of(weight)
-            self.weight, self.A, self.B = weight, A, B
-            self.invalidate()
-        self.scaling = scaling
-        return self
-
-    def is_of(self, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float) -> bool:
-        """Whether these are the operands now."""
-        return weight is self.weight and A is self.A and B is self.B and scaling == self.scaling
 
     def get(self) -> torch.Tensor:
         """||W + s B A|| by row for the present values, [N], float32 (float64 of float64), no gradient. Do not write to it.
@@ -128,68 +112,30 @@ class NormHandle:
         if _capturing():
             return norms._in_graph(self)
         kept = self._kept
-        checked = kept is not None and not self.version_counted and norms._open and kept.window == norms._window
-        if kept is None or not (kept.seen.unmoved(self) if checked else kept.seen.stands(self)):
-            if missing := self._missing():
-                raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
-            norms._renew(self, stale=True)
-            kept = self._kept
-        elif not (checked or self.version_counted):
-            norms._renew(self, stale=False)
+        looked = self.version_counted or (norms._open and kept is not None and kept.window == norms._window)
+        if kept is None or not looked or not kept.seen.stands(self):
+            self._renew()
             kept = self._kept
         assert kept is not None
         return kept.norm_N if kept.event is None else kept.norm_on_this_stream()
 
-    def invalidate(self) -> None:
-        """The next get() computes, also ||W||^2."""
-        self._epoch += 1
-
-    def _base_N(self) -> torch.Tensor:
-        """||W||^2 by row."""
-        known = self._base
-        if known is None or known[0] != self._epoch or not known[1].stands(self._known_by()):
-            known = self._base = (self._epoch, sight_of(self._known_by()), squared_row_norm(self._watched()))
-        return known[2]
-
-    def _known_by(self) -> torch.Tensor | FrozenWeight:
-        """What tells whether the weight is what it was: the tensor, where it stays where it lies."""
-        return self.weight if self._dense is None or isinstance(self.weight, Gathered) else self._dense
-
-    def _watched(self) -> torch.Tensor | FrozenWeight:
-        """The weight as a tensor where it is one."""
-        return self.weight if self._dense is None else self._dense
-
-    def _problem(self) -> NormProblem:
-        problem = NormProblem(self._watched(), self.A, self.B, self.scaling)
-        if self._dense is None or takes_kernels(problem):
-            return NormProblem(problem.weight, self.A, self.B, self.scaling, self._base_N())
-        return problem
-
-    def _on_device(self) -> bool:
-        """Whether the check of its data and the computation are kernels."""
-        return (
-            not self.version_counted and self._dense is not None
-            and takes_kernels(NormProblem(self._dense, self.A, self.B, self.scaling))
-            and self.A.is_contiguous() and self.B.is_contiguous()
-        )  # fmt: skip
-
-    def _missing(self) -> str | None:
-        """Which operand is not whole here."""
-        if not getattr(self.weight, "is_here", True):
-            return "the codes of the weight are on several processes"
-        for name, operand in (("A", self.A), ("B", self.B), ("weight", self._dense)):
-            if operand is None:
-                continue
-            if type(operand) not in PLAIN:
-                return f"{name} is a {type(operand).__name__}, not a torch.Tensor"
-            if operand.numel() and not operand.untyped_storage().size():
-                return f"the storage of {name} is freed"
-            if operand.ndim != 2:
-                return f"{name} is {list(operand.shape)}"
-        codes = getattr(self.weight, "codes", None)
-        if codes is not None and not codes.stored.untyped_storage().size():
-            return "the storage of the weight's codes is freed"
-        return None
+    def _renew(self) -> None:
+        """Look at the data, or at all that is version-counted, and compute what does not stand."""
+        if missing := self._missing():
+            raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
+        kept, window = self._kept, self.norms._window
+        if self.version_counted:
+            self.norms._renew(self)
+        elif self._on_device():
+            check, self._check, self._kept = self._check, None, None  # until it has succeeded
+            if check is None or not check.sights[0].follows(self):
+                check = Check([self])
+            _keep([self], check.norms(), check.sights)
+            self._check = check
+        elif kept is not None and kept.seen.stands(self) and kept.is_of(self):
+            kept.window = window
+        else:
+            _keep([self], row_norms([self._problem()]))
 
 
 class RowNorms:
@@ -200,9 +146,9 @@ class RowNorms:
         self._open = False
         self._window = self._checked = 0
         """Number of the last window that was opened, and of the last one in which the data were checked."""
-        self._together: _Together | None = None
+        self._together: Together | None = None
         """What the last window checked."""
-        self._captured: dict[int, _Check] = {}
+        self._captured: dict[int, Check] = {}
         """Checks whose addresses a graph has, by id."""
         self._in_window: dict[int, torch.Tensor] = {}
         """By handle, what this window's check gave while a graph was being captured."""
@@ -213,24 +159,6 @@ class RowNorms:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-
-    def add(
-        self,
-        weight: torch.Tensor | FrozenWeight,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        scaling: float,
-        version_counted: bool = False,
-        add_up: Callable[[torch.Tensor], None] | None = None,
-    ) -> NormHandle:
-        """weight [N, K], A [r, K], B [N, r]; see the module's docstring for what `version_counted` promises.
-
-        Args:
-            add_up: adds up a tensor over the processes that hold slices of W's columns, in place. All of them compute the same
-                norms at the same time, and only of version-counted handles: the data of one process are no reason for others.
-        """
-        assert add_up is None or version_counted
-        return NormHandle(self, weight, A, B, scaling, version_counted, add_up)
 
     def invalidate(self) -> None:
         """The next get() of every handle computes."""
@@ -243,15 +171,6 @@ class RowNorms:
             handle._steps += 1
 
     # --- windows ---------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """A window around something, such as a forward. What the host sees is still looked at by every get()."""
-        self.open()
-        try:
-            yield
-        finally:
-            self.close()
 
     def open(self) -> None:
         """Begin of a window, whether or not the last one was closed: an interrupted forward closes nothing."""
@@ -289,97 +208,44 @@ class RowNorms:
 
     # --- the rule ----------------------------------------------------------------------------------------------------------
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for handle in _alive(self._handles):
-            if not handle.version_counted or id(handle.A) in held or id(handle.B) in held:
-                handle._steps += 1
-
     def _check_window(self, since: int) -> None:
-        """Check the data of handles that are in use: get() was called since the window with this number."""
-        handles = [
-            handle for handle in _alive(self._handles) if not handle.version_counted and handle._asked >= since
-        ]  # fmt: skip
-        capturing, known = _capturing(), self._together
-        if known is None or not known.fits(handles):
+        """Check the data on devices of handles that are in use: get() was called since the window with this number."""
+        handles = [handle for handle in _alive(self._handles) if not handle.version_counted and handle._asked >= since]
+        capturing, together = _capturing(), self._together
+        if together is None or not together.fits(handles):
             if capturing:  # new tables cannot be captured
                 return
-            self._together = None
-            known = self._together = _Together.of(handles)
-        for check in known.checks:
+            together = self._together = None  # its memory may be needed
+            together = Together.of(handles)
+        self._together = None  # until all checks have succeeded
+        for check in together.checks:
             norms = check.norms()
             if capturing:
                 self._captured[id(check)] = check
                 self._in_window.update(zip(check.numbers, norms, strict=True))
             else:
-                self._keep([handles[index] for index in check.indices], norms, check.sights)
-        if known.others and not capturing:
-            self._compute([handles[index] for index in known.others])
+                _keep([self._handles[number] for number in check.numbers], norms, check.sights)
+        self._together = together
 
-    def _renew(self, handle: NormHandle, stale: bool) -> None:
-        """Bring a handle up to date; where its stamp is stale, also those others that are computed in the same way. Where it is
-        new, those that are new: adapters are made one after the other, and each would look at all before it."""
-        if handle._on_device():
-            if handle._kept is not None:
-                handle._kept.window = -1  # until the check has succeeded
-            if handle._check is None or not handle._check.sights[0].follows(handle):
-                handle._check = _Check([handle], [0])
-            self._keep([handle], handle._check.norms(), handle._check.sights)
-            return
-        if not stale:
-            self._compute([handle])
-            return
+    def _renew(self, handle: NormHandle) -> None:
+        """Compute the norm of a version-counted handle, and those others that do not stand. Where it is new, those that are
+        new: adapters are made one after the other, and each would look at all before it."""
         is_new = handle._kept is None
         others = [
             other for other in _alive(self._handles)
-            if (other._kept is None or not is_new) and other is not handle and other.A.device == handle.A.device
-            and other.version_counted == handle.version_counted
-            and (other._kept is None or not other._kept.seen.stands(other))
-            and other._missing() is None and not other._on_device()
+            if (other._kept is None or not is_new) and other is not handle and other.version_counted
+            and other.A.device == handle.A.device and (other._kept is None or not other._kept.seen.stands(other))
+            and other._missing() is None
         ]  # fmt: skip
         members = [handle, *others]
-        norms = row_norms([member._problem() for member in members])
-        self._keep(members, _added_up(members, norms))
-
-    def _compute(self, handles: Sequence[NormHandle]) -> None:
-        """Compute those that do not stand, by one call for each device."""
-        stale: dict[torch.device, list[NormHandle]] = {}
-        for handle in handles:
-            kept = handle._kept
-            if kept is not None and kept.seen.stands(handle) and kept.is_of(handle):
-                kept.window = self._window
-            else:
-                stale.setdefault(handle.A.device, []).append(handle)
-        for members in stale.values():
-            self._keep(members, row_norms([handle._problem() for handle in members]))
-
-    def _keep(
-        self, handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], seen: Sequence[_Seen | None] = ()
-    ) -> None:
-        """Norms of handles on one device. seen: what the host saw of them, where that is known and up to date."""
-        event = None
-        if norms[0].is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(norms[0].device))
-        stream, window = _stream(norms[0]), self._window
-        for handle, norm_N, sight in zip(handles, norms, seen or [None] * len(handles), strict=True):
-            kept, copies = handle._kept, None
-            if sight is None:
-                copies = _copies(handle)
-                sight = kept.seen if kept is not None and kept.seen.follows(handle) else _Seen(handle)
-            if kept is None:
-                handle._kept = _Kept(norm_N, sight, window, copies, stream, event)
-            else:
-                kept.norm_N, kept.seen, kept.window, kept.copies = norm_N, sight, window, copies
-                kept.stream, kept.event = stream, event
+        _keep(members, _added_up(members, row_norms([member._problem() for member in members])))
 
     def _in_graph(self, handle: NormHandle) -> torch.Tensor:
         """Part of the graph: nothing of it is kept, since a replay changes it behind the host's back. Outside of a window that
         was checked before, the graph computes the norm at each replay."""
         if (norm_N := self._in_window.get(handle.number)) is not None:
             return norm_N
-        problem = NormProblem(handle._watched(), handle.A, handle.B, handle.scaling)
-        return _added_up([handle], row_norms([problem], in_graph=True))[0]
+        return _added_up([handle], row_norms([handle._operands()], in_graph=True))[0]
 
 
 def _added_up(handles: Sequence[NormHandle], norms: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -398,72 +264,22 @@ def _added_up(handles: Sequence[NormHandle], norms: list[torch.Tensor]) -> list[
     return norms
 
 
-class _Seen:
-    """What the host saw of a handle: its operands, the scaling, and how often it was told of changes."""
-
-    __slots__ = ("A", "B", "epoch", "scaling", "steps", "weight")
-
-    def __init__(self, handle: NormHandle) -> None:
-        self.A, self.B, self.weight = Sight(handle.A), Sight(handle.B), sight_of(handle._known_by())
-        self.scaling, self.epoch, self.steps = handle.scaling, handle._epoch, handle._steps
-
-    def stands(self, handle: NormHandle) -> bool:
-        """Whether it sees the same now."""
-        A, B = handle.A, handle.B
-        try:
-            written = A._version != self.A.version or B._version != self.B.version
-        except RuntimeError:  # made in inference mode
-            written = version(A) != self.A.version or version(B) != self.B.version
-        return not written and self.steps == handle._steps and self._lies(handle, A, B)
-
-    def unmoved(self, handle: NormHandle) -> bool:
-        """The same by less: by addresses and versions."""
-        A, B, W, of_W = handle.A, handle.B, handle._dense, self.weight
-        if W is None or not isinstance(of_W, Sight):
-            return self.stands(handle)
-        try:
-            return (
-                A._version == self.A.version and B._version == self.B.version and W._version == of_W.version
-                and A.data_ptr() == self.A.at and B.data_ptr() == self.B.at and W.data_ptr() == of_W.at
-                and self.steps == handle._steps and self.epoch == handle._epoch and self.scaling == handle.scaling
-            )  # fmt: skip
-        except RuntimeError:  # made in inference mode, or without data of its own
-            return self.stands(handle)
-
-    def follows(self, handle: NormHandle) -> bool:
-        """Whether at most the elements of A and B are others; if so, it is what the host sees now."""
-        A, B = handle.A, handle.B
-        if not self._lies(handle, A, B):
-            return False
-        self.A.version, self.B.version, self.steps = version(A), version(B), handle._steps
-        return True
-
-    def _lies(self, handle: NormHandle, A: torch.Tensor, B: torch.Tensor) -> bool:
-        return (
-            self.epoch == handle._epoch and self.scaling == handle.scaling and self.A.lies(A) and self.B.lies(B)
-            and self.weight.stands(handle._known_by())
-        )  # fmt: skip
-
-
 @dataclass(slots=True)
 class _Kept:
-    """A norm, and what it was computed from."""
+    """A norm, and what it was computed from. window: in which its data were last seen."""
 
     norm_N: torch.Tensor
-    seen: _Seen
+    seen: Seen
     window: int
-    """In which its data were last seen."""
     copies: tuple[torch.Tensor, ...] | None
     stream: int
     event: Any
 
     def is_of(self, handle: NormHandle) -> bool:
         """Whether the data are those that it was computed from, as far as the host can say without waiting for a device."""
-        if handle.version_counted:
-            return True
         if self.copies is None:
             return False
-        return all(torch.equal(now, then) for now, then in zip(_data(handle), self.copies, strict=True))
+        return all(torch.equal(now, then) for now, then in zip(handle._data(), self.copies, strict=True))
 
     def norm_on_this_stream(self) -> torch.Tensor:
         if self.event is not None and _stream(self.norm_N) != self.stream:
@@ -473,88 +289,21 @@ class _Kept:
         return self.norm_N
 
 
-class _Check:
-    """Modules whose data are checked and whose norms are computed on the device, in one batch.
-
-    It serves while they are where they were. After a change of a frozen weight that the host sees, base_N is another tensor, at
-    another address (the old one is held here), and the modules get another _Check, which has seen nothing yet.
-    """
-
-    def __init__(self, handles: Sequence[NormHandle], indices: Sequence[int]) -> None:
-        from packlora.ops.row_norm.triton_path import batch_of
-
-        self.indices, self.numbers = indices, [handle.number for handle in handles]
-        """Among all handles of the window, and by handle."""
-        self.sights = [_Seen(handle) for handle in handles]
-        self.batch = batch_of([handle._problem() for handle in handles])
-        device = handles[0].A.device
-        self.seen = torch.zeros(len(handles), 5, dtype=torch.int64, device=device)
-        self.kept = torch.empty(sum(self.batch.sizes), dtype=torch.float32, device=device)
-        self.bases = [handle._base_N() for handle in handles]
-
-    def norms(self) -> list[torch.Tensor]:
-        """Of all of them, computed where the data changed."""
-        with torch.inference_mode(False):  # they are saved for backwards
-            return self.batch.split(self.batch.run(self.batch.stale(self.seen), self.kept))
-
-
-@dataclass(slots=True)
-class _Together:
-    """What a window checks: the numbers of its handles, the checks on devices and the indices of the others; those that may go
-    to a device with what the host saw of them, and those that may not."""
-
-    numbers: list[int]
-    checks: list[_Check]
-    others: list[int]
-    sights: list[tuple[int, _Seen]]
-    left_out: list[int]
-
-    @classmethod
-    def of(cls, handles: Sequence[NormHandle]) -> _Together:
-        whole = [index for index, handle in enumerate(handles) if handle._missing() is None]
-        on_device = [index for index in whole if handles[index]._on_device()]
-        checks = []
-        if on_device:
-            from packlora.ops.row_norm.tables import batches
-
-            for found in batches([handles[index]._problem() for index in on_device]):
-                indices = [on_device[at] for at in found]
-                checks.append(_Check([handles[index] for index in indices], indices))
-        sights = {index: seen for check in checks for index, seen in zip(check.indices, check.sights, strict=True)}
-        others = [index for index in whole if index not in sights]
-        sights |= {index: _Seen(handles[index]) for index in others if handles[index]._dense is not None}
-        left_out = [index for index in range(len(handles)) if index not in sights]
-        return cls([handle.number for handle in handles], checks, others, list(sights.items()), left_out)
-
-    def fits(self, handles: Sequence[NormHandle]) -> bool:
-        """Whether the elements of A's and B's are all that may have changed; it is up to date then."""
-        if self.numbers != [handle.number for handle in handles]:
-            return False
-        for index, seen in self.sights:
-            handle = handles[index]
-            if not (seen.stands(handle) or seen.follows(handle)):
-                return False
-        return not any(
-            handles[index]._dense is not None and handles[index]._missing() is None for index in self.left_out
-        )
-
-
-def _copies(handle: NormHandle) -> tuple[torch.Tensor, ...] | None:
-    """What a check on a CPU compares with later."""
-    if handle.version_counted or handle.A.device.type != "cpu" or handle._on_device():
-        return None
-    return tuple(tensor.clone() for tensor in _data(handle))
-
-
-def _data(handle: NormHandle) -> tuple[torch.Tensor, ...]:
-    """What is compared on a CPU: A, B and 8 elements of each row of W."""
-    weight = handle._dense
-    if weight is None:
-        return handle.A.detach(), handle.B.detach()
-    N, K = weight.shape
-    starts = torch.arange(N).mul_(40503).remainder_(max(K // 8, 1)).mul_(8)
-    cols = (starts[:, None] + torch.arange(min(8, K))).to(weight.device)
-    return handle.A.detach(), handle.B.detach(), weight.detach().gather(1, cols)
+def _keep(handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], sights: Sequence[Seen] | None = None) -> None:
+    """Keep norms of handles on one device. sights: what the host saw of them, where a check has it up to date."""
+    event, stream = None, _stream(norms[0])
+    if norms[0].is_cuda:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(norms[0].device))
+    for at, (handle, norm_N) in enumerate(zip(handles, norms, strict=True)):
+        before, copies = handle._kept, None
+        if sights is not None:
+            seen = sights[at]
+        else:
+            seen = before.seen if before is not None and before.seen.follows(handle) else Seen(handle)
+            if not handle.version_counted and handle.A.device.type == "cpu":
+                copies = tuple(tensor.clone() for tensor in handle._data())
+        handle._kept = _Kept(norm_N, seen, handle.norms._window, copies, stream, event)
 
 
 def _capturing() -> bool:

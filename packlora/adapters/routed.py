@@ -15,7 +15,7 @@ R rows of images of one owner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,30 +25,25 @@ from torch.nn import functional as F
 from packlora.adapters import convolution
 from packlora.adapters.kinds import copied
 from packlora.adapters.linear import AdaptedLinear, Attached
-from packlora.adapters.norms import RowNorms
+from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.token_rows import TokenRows
-from packlora.adapters.weights import first_factors
+from packlora.adapters.weights import TrainedWeights, first_factors
 from packlora.ops.dropout import dropout
 
 First = list[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
-class RoutedWeights:
-    """Trainable parameters of one job on one module; `AdapterWeights` of a linear layer gives the same to files and layouts.
+class RoutedWeights(TrainedWeights):
+    """Trainable parameters of one job on one module, which they are whole on."""
 
-    Args:
-        room: where they lie, by name: zeros of weights.parameter_shapes.
-    """
-
-    shard = None
+    shard: None
     keeps_base = True
     """`forward` is given what the base gives."""
 
     def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        self.spec = spec
-        self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in room.items()}
+        super().__init__(spec, room)
 
     def first_values(self, base: Any, norms: RowNorms) -> First:
         """Those that are made of the frozen module: for the caller to write."""
@@ -57,15 +52,6 @@ class RoutedWeights:
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         """Outputs for tokens of this job alone. y: of the base, where `keeps_base`."""
         raise NotImplementedError
-
-    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        return dict(self.parameters)
-
-    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(shape)
-
-    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return whole
 
 
 class EmbeddingWeights(RoutedWeights):
@@ -84,7 +70,7 @@ class EmbeddingWeights(RoutedWeights):
         if self.magnitude is None:
             return []
         assert self.A is not None and self.B is not None
-        self._norm = norms.add(base.weight.detach().T, self.A, self.B, self.spec.scaling, version_counted=True)
+        self._norm = NormHandle(norms, base.weight.detach().T, self.A, self.B, self.spec.scaling, version_counted=True)
         return [(self.magnitude, self._norm.get())]
 
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
@@ -164,7 +150,7 @@ class ConvolutionWeights(RoutedWeights):
         made: First = []
         if self.magnitude is not None:
             scaling, own = self.spec.scaling, convolution.problems(base, self.A, self.B)
-            self._norms = [norms.add(*problem, scaling, version_counted=True) for problem in own]
+            self._norms = [NormHandle(norms, *problem, scaling, version_counted=True) for problem in own]
             made.append((self.magnitude, self._norm_N().view_as(self.magnitude)))
         if self.bias is not None:
             made.append((self.bias, base.bias.detach()))

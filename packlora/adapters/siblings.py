@@ -288,13 +288,14 @@ def _is_of_an_operator() -> bool:
     return not torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.is_root_tracer()
 
 
+def _autocast(x: torch.Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
+
+
 def _traced_context(x: torch.Tensor) -> tuple[Any, ...]:
     """_context of a tensor that is traced."""
-    kind = x.device.type
-    autocast: Any = None
-    if kind in ("cpu", "cuda"):
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return traced_version(x), torch.is_grad_enabled(), autocast
+    return traced_version(x), torch.is_grad_enabled(), _autocast(x)
 
 
 def _versions(call: TracedCall) -> tuple[int, ...]:
@@ -303,9 +304,5 @@ def _versions(call: TracedCall) -> tuple[int, ...]:
 
 def _context(x: torch.Tensor) -> Hashable:
     """What an output depends on beside the layer and the tensor object."""
-    kind = x.device.type
-    autocast: Hashable = None
-    if kind in ("cpu", "cuda"):
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if kind == "cuda" else None
-    return (x._version, x.requires_grad, torch.is_grad_enabled(), autocast, stream)
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.device.type == "cuda" else None
+    return (x._version, x.requires_grad, torch.is_grad_enabled(), _autocast(x), stream)

@@ -11,12 +11,13 @@ import torch
 from packlora.adapters import convolution
 from packlora.adapters.expert_layout import is_scaled
 from packlora.adapters.kinds import PARAMETERS, copied, sizes
-from packlora.adapters.norms import RowNorms
-from packlora.adapters.sharded import shard_of
+from packlora.adapters.norms import NormHandle, RowNorms
+from packlora.adapters.sharded import Shard, shard_of
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.types import LowRank
 
 if TYPE_CHECKING:
+    from packlora.adapters.expert_part import ExpertPart
     from packlora.adapters.spec import ModuleSpec
 
 
@@ -62,37 +63,55 @@ def first_factors(
     return uniform(r, K), uniform(N, r) if start is False else None  # starts.py writes those of other starts
 
 
-class AdapterWeights:
+class TrainedWeights:
+    """Trainable parameters of one adapter on one module, by name.
+
+    Args:
+        room: where they lie, by name: zeros of parameter_shapes, on the module's device.
+        shard: which slices of them are here; None: they are whole.
+    """
+
+    def __init__(
+        self, spec: ModuleSpec, room: Mapping[str, torch.Tensor], shard: Shard | ExpertPart | None = None
+    ) -> None:
+        self.spec, self.shard = spec, shard
+        self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in room.items()}
+
+    def draw(self, room: Mapping[str, torch.Tensor], seed: int, experts: int = 1) -> None:
+        """Give A and B their first values, drawn whole: the same in any number of slices."""
+        (r, K), N = self.whole_shape("A", room["A"].shape), self.whole_shape("B", room["B"].shape)[0]
+        A_rK, B_Nr = first_factors(self.spec.start, r, K, N, seed, experts)
+        room["A"].copy_(self.own("A", A_rK))
+        if B_Nr is not None:
+            room["B"].copy_(self.own("B", B_Nr))
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return dict(self.parameters)
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of a parameter over all processes, from its shape here."""
+        return tuple(shape) if self.shard is None else self.shard.whole_shape(name, shape)
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What of a whole parameter is here."""
+        return whole if self.shard is None else self.shard.own(name, whole)
+
+
+class AdapterWeights(TrainedWeights):
     """Trainable parameters of one adapter on one layer.
 
     A [r, K], B [N, r], magnitude [N], bias [N]; those that the spec does not have are None.
 
     A and B have their first values, magnitude and bias get theirs from `first_values`.
-
-    Args:
-        room: where they lie, by name: zeros of parameter_shapes, on the layer's device.
     """
 
-    def __init__(
-        self,
-        spec: ModuleSpec,
-        base: torch.nn.Linear,
-        seed: int,
-        room: Mapping[str, torch.Tensor],
-    ) -> None:
-        self.spec, self.shard = spec, shard_of(base)
-        self.A = self.B = self.magnitude = self.bias = None
+    shard: Shard | None
+
+    def __init__(self, spec: ModuleSpec, base: torch.nn.Linear, seed: int, room: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(spec, room, shard_of(base))
+        self.A, self.B, self.magnitude, self.bias = map(self.parameters.get, ("A", "B", "magnitude", "bias"))
         if spec.rank:
-            (r, K), N = self.whole_shape("A", room["A"].shape), self.whole_shape("B", room["B"].shape)[0]
-            A_rK, B_Nr = first_factors(
-                spec.start, r, K, N, seed
-            )  # drawn whole: the same values in any number of slices
-            self.A = torch.nn.Parameter(room["A"].copy_(self.own("A", A_rK)))
-            self.B = torch.nn.Parameter(room["B"] if B_Nr is None else room["B"].copy_(self.own("B", B_Nr)))
-            if spec.use_dora:
-                self.magnitude = torch.nn.Parameter(room["magnitude"])
-        if spec.train_bias:
-            self.bias = torch.nn.Parameter(room["bias"])
+            self.draw(room, seed)
 
     def first_values(
         self, frozen: Callable[[], FrozenWeight], bias_N: torch.Tensor | None, norms: RowNorms
@@ -110,25 +129,14 @@ class AdapterWeights:
             # A and B change by the job's own optimizer and by copy_, which the host sees
             self._frozen = frozen
             add_up = self.shard.add_up if self.shard is not None and self.shard.dim else None
-            self._norm = norms.add(frozen(), self.A, self.B, self.spec.scaling, version_counted=True, add_up=add_up)
+            self._norm = NormHandle(
+                norms, frozen(), self.A, self.B, self.spec.scaling, version_counted=True, add_up=add_up
+            )
             made.append((self.magnitude, self._norm.get()))
         if self.bias is not None:
             assert bias_N is not None
             made.append((self.bias, bias_N.detach().clone()))
         return made
-
-    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of a parameter over all processes, from its shape here."""
-        return tuple(shape) if self.shard is None else self.shard.whole_shape(name, shape)
-
-    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What of a whole parameter is here."""
-        return whole if self.shard is None else self.shard.own(name, whole)
-
-    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Those that exist, by the name of the attribute."""
-        named = {"A": self.A, "B": self.B, "magnitude": self.magnitude, "bias": self.bias}
-        return {name: parameter for name, parameter in named.items() if parameter is not None}
 
     def low_rank(self) -> LowRank:
         """As the operator takes them."""

@@ -186,7 +186,7 @@ class DoraForward(OwnForward):
         kept = self._kept.get(call.name)
         if kept is None or kept[0] != key:  # new tensors, not new values in them: those are seen by the handles
             there = self.layer.lora_magnitude_vector.keys()
-            kept = key, [self.norms.add(*problem, call.scaling) for problem in self.problems(call)]
+            kept = key, [NormHandle(self.norms, *problem, call.scaling) for problem in self.problems(call)]
             self._kept = {name: own for name, own in self._kept.items() if name in there} | {call.name: kept}
         return convolution.whole([handle.get() for handle in kept[1]])
 

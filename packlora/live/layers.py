@@ -61,7 +61,10 @@ def choose_plan(
         dora: one of the adapters has a magnitude.
         ask: what the user wants.
     """
-    case = Case.of_adapter(device, dtype, num_tokens, K, sizes, ranks, dropout > 0, dora)
+    case = Case.of(
+        device, dtype, num_tokens, K, sizes, [ranks], [dropout > 0], [False] * len(sizes), composed=dora,
+        base_dropped=dora and dropout > 0,
+    )  # fmt: skip
     return _chooser(device, ask).plan_for(case), case
 
 
@@ -534,7 +537,7 @@ class LayerForward(OwnForward):
         kept = self._norms.get(call.name)
         if kept is None:
             there = self.layer.lora_magnitude_vector.keys()
-            handle = self.norms.add(weight, call.A, call.B, call.scaling)
+            handle = NormHandle(self.norms, weight, call.A, call.B, call.scaling)
             kept = handle, handle.get
             self._norms = {name: own for name, own in self._norms.items() if name in there} | {call.name: kept}
         kept[0].point(weight, call.A, call.B, call.scaling)

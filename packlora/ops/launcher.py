@@ -34,6 +34,8 @@ from packlora.ops.probe_kernel import probe_kernel
 _COMPILED: dict[Any, tuple[Any, Passage | None]] = {}
 MAPS = 4096
 """How many encoded descriptors a cached launch keeps of one argument."""
+KEPT = 4096
+"""How many launches `bounded` lets a dict hold."""
 Shaped = tuple[list[int], Sequence[int], Sequence[int]]
 """Of a descriptor: its blocks, its shape and its strides."""
 
@@ -177,6 +179,13 @@ def _kind(value: Any, varies: bool) -> Any:
     if isinstance(value, TensorDescriptor):
         return value.base.dtype, tuple(value.block_shape)
     return None
+
+
+def bounded(launches: dict[Hashable, CachedLaunch]) -> dict[Hashable, CachedLaunch]:
+    """The launches, forgotten where they are too many: each number of tokens is one."""
+    if len(launches) >= KEPT:
+        launches.clear()
+    return launches
 
 
 def launched(launches: dict[Hashable, CachedLaunch], key: Hashable, args: tuple[Any, ...]) -> bool:

@@ -13,18 +13,14 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans import identity
 from packlora.plans.device_file import DeviceFile
-
-if TYPE_CHECKING:
-    from packlora.plans.measure import Measured
 
 SCHEMA = 2
 """Of the file. It changes where the list of plans does: a case that was measured among others is to be measured again."""
@@ -39,23 +35,6 @@ class Record:
     ms: dict[str, float]
     failed: dict[str, str] = field(default_factory=dict)
     date: str = ""
-
-    @staticmethod
-    def of(measured: Measured, earlier: Record | None = None) -> Record:
-        """earlier: the case's record so far; plans that were not measured now, as those that merge weights or
-        those for which there was no time, keep their time over the plain chain's.
-
-        Raises:
-            ValueError: the plain chain, to which all is compared, has no time.
-        """
-        if CHAIN.name not in measured.ms:
-            raise ValueError(f"the plain chain has no time: {measured.failed.get(CHAIN.name, 'not measured')}")
-        ms, failed = dict(measured.ms), dict(measured.failed)
-        if earlier is not None:
-            scale = ms[CHAIN.name] / earlier.ms[CHAIN.name]
-            before = {name: time * scale for name, time in earlier.ms.items() if name not in failed}
-            ms, failed = before | ms, {name: why for name, why in earlier.failed.items() if name not in ms} | failed
-        return Record(ms, failed, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def fastest(plans: Iterable[Plan], ms: Mapping[str, float]) -> Plan:

@@ -118,31 +118,6 @@ class Case:
             call.base_dropped, moving,
         )  # fmt: skip
 
-    @staticmethod
-    def of_adapter(
-        device: torch.device, dtype: torch.dtype, tokens: int, K: int, Ns: Sequence[int], ranks: Sequence[int],
-        dropped: bool, dora: bool = False,
-    ) -> Case:  # fmt: skip
-        """Of one adapter that owns all tokens.
-
-        Args:
-            dtype: of x as it is multiplied.
-            ranks: by layer.
-            dropped: it has dropout, which under DoRA reaches the base product as well.
-        """
-        return Case.of(
-            device,
-            dtype,
-            tokens,
-            K,
-            Ns,
-            [ranks],
-            [dropped],
-            [False] * len(Ns),
-            composed=dora,
-            base_dropped=dora and dropped,
-        )
-
     @property
     def single(self) -> bool:
         """One adapter owns all tokens."""

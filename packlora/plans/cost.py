@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -136,16 +136,24 @@ def _waste(kernel: str, ranks: Iterable[int]) -> float:
     return WASTE[kernel] + WASTE_RANK[kernel] * statistics.fmean(max(0, rank - 16) for rank in ranks)
 
 
-def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, waste: float, launches: int = 1) -> Step:
-    """One kernel for several (FLOPs, elements)."""
+Part = tuple[int, int]
+"""FLOPs and elements of a part of a kernel."""
+
+
+def _low_rank(adapters: Iterable[tuple[int, int]], n: int) -> list[Part]:
+    """Products [t, r] @ [r, n] for each (t, r), what they are added to left out."""
+    return [(2 * t * r * n, t * r + r * n) for t, r in adapters]
+
+
+def _kernel(phase: Phase, name: str, parts: Iterable[Part], e: int, waste: float, launches: int = 1) -> Step:
     every = list(parts)
     return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), launches, waste=waste)
 
 
-def _fused(phase: Phase, name: str, m: int, k: int, n: int, low_rank: Iterable[tuple[int, int]], e: int) -> Step:
-    """[m, k] @ [k, n] with the low-rank products (FLOPs, elements) in the same kernel."""
-    every = [(2 * m * k * n, m * k + k * n + m * n), *low_rank]
-    return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), slower=TRITON_GEMM[phase])
+def _fused(phase: Phase, name: str, m: int, k: int, n: int, low_rank: Iterable[Part], e: int) -> Step:
+    """[m, k] @ [k, n] with low-rank products in the same kernel."""
+    made = _kernel(phase, name, [(2 * m * k * n, m * k + k * n + m * n), *low_rank], e, 1.0)
+    return replace(made, slower=TRITON_GEMM[phase])
 
 
 def _down(plan: Plan, s: _Shapes, phase: Phase) -> Iterator[Step]:
@@ -173,19 +181,16 @@ def _forward(plan: Plan, s: _Shapes) -> Iterator[Step]:
             yield s.mm("forward", "W + s B A", N, adapters[0][1], K, extra=N * K)
             yield s.mm("forward", "y = x (W + s B A)'", T, K, N)
         elif plan.up == "fused":
-            low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
-            yield _fused("forward", "y = x W' + s S B'", T, K, N, low_rank, s.e)
+            yield _fused("forward", "y = x W' + s S B'", T, K, N, _low_rank(adapters, N), s.e)
             if s.case.composed:  # z is kept beside y
                 yield Step("forward", "z", 0, s.e * T * N, 0)
         elif plan.up == "epilogue":
             yield s.mm("forward", "y = x W'", T, K, N)
-            low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
-            passes = 3 if s.case.composed else 2
-            yield _kernel("forward", "y = g (y + s S B') + bias", [*low_rank, (0, passes * T * N)], s.e,
-                          _waste("up", (r for _, r in adapters)))  # fmt: skip
+            low_rank = [*_low_rank(adapters, N), (0, (3 if s.case.composed else 2) * T * N)]
+            yield _kernel("forward", "y = g (y + s S B') + bias", low_rank, s.e, _waste("up", (r for _, r in adapters)))
         elif plan.up == "routed":
-            low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
-            yield _kernel("forward", "y = s S B'", [*low_rank, (0, T * N)], s.e, _waste("up", (r for _, r in adapters)))
+            low_rank = [*_low_rank(adapters, N), (0, T * N)]
+            yield _kernel("forward", "y = s S B'", low_rank, s.e, _waste("up", (r for _, r in adapters)))
             yield s.mm("forward", "y += x W'", T, K, N, extra=T * N)
         else:
             before = plan.up == "before"
@@ -278,7 +283,7 @@ def _dx(plan: Plan, s: _Shapes) -> Iterator[Step]:
     for layer, N in enumerate(s.case.Ns):
         adapters = s.on_layer(layer)
         if plan.dx == "fused" and not written:
-            low_rank = [(2 * t * R * K, t * R + R * K) for t, R, _ in s.adapters()]
+            low_rank = _low_rank(((t, R) for t, R, _ in s.adapters()), K)
             yield _fused("backward", "dx = d W + dropout'(dS A)", T, N, K, low_rank, s.e)
         else:
             if plan.dx == "merged" and adapters:

@@ -15,28 +15,25 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from packlora.ops.lora_linear.kernels.candidates import KERNELS, Fields, combined, described
-from packlora.ops.lora_linear.kernels.config import use, usual
+from packlora.ops.lora_linear.kernels.config import BITS_16, Sizes, use, usual
 from packlora.plans import identity as identity_of
 from packlora.plans.device_file import DeviceFile
 from packlora.plans.identity import cache_path, device_name, measured_versions
 
 SCHEMA = 1
-MARGIN = 0.02
-"""Sizes are changed where that saves more than this, and no case takes so much longer."""
-USUAL = described({})
+Fields = dict[str, int]
+"""Of Sizes, where they are not the usual ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Of one kernel. fields: the sizes to use, none where the usual ones are best. ratios: by candidates.described, time over
+    """Of one kernel. fields: the sizes to use, none where the usual ones are best. ratios: by `described`, time over
     that of the usual sizes: geometric mean over cases, and the worst case. failed: why there is no time, by candidate."""
 
     fields: Fields
@@ -44,14 +41,25 @@ class Record:
     failed: dict[str, str] = field(default_factory=dict)
     date: str = ""
 
-    @staticmethod
-    def of(name: str, ratios: Mapping[str, tuple[float, float]], failed: Mapping[str, str]) -> Record:
-        """With the best of the candidates that have a time."""
-        by_name = {described(fields): fields for fields in KERNELS[name].others}
-        good = {own: mean for own, (mean, worst) in ratios.items() if own in by_name and worst < 1 + MARGIN}
-        best = min(good, key=good.__getitem__, default=USUAL)
-        fields = by_name[best] if best != USUAL and good[best] < 1 - MARGIN else {}
-        return Record(dict(fields), dict(ratios), dict(failed), datetime.now(UTC).isoformat(timespec="seconds"))
+
+def described(fields: Fields) -> str:
+    """For a report and as a name: `grad_m 64, grad_n 128`."""
+    return ", ".join(f"{name} {value}" for name, value in fields.items()) or "usual"
+
+
+def combined(chosen: Mapping[str, Fields], usual: Sizes = BITS_16) -> Sizes:
+    """The sizes of all kernels: those chosen, by name of the kernel, in the place of the usual ones of the device.
+
+    Raises:
+        TypeError: there is no such size.
+        ValueError: a block is no power of two that kernels take, or a number of warps or stages is not one of theirs.
+    """
+    fields = {name: value for own in chosen.values() for name, value in own.items()}
+    for name, value in fields.items():
+        block = name.endswith(("_m", "_n", "_k", "_r"))
+        if value not in ((16, 32, 64, 128, 256, 512) if block else range(1, 17)):
+            raise ValueError(f"{name} is {value}")
+    return replace(usual, **fields)  # type: ignore[arg-type]
 
 
 def driver() -> str:

@@ -22,7 +22,7 @@ from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 from packlora.schedule.simulate import makespan
 from packlora.schedule.types import Window
-from packlora.schedule.wire import window_from_json, window_to_json
+from packlora.schedule.wire import WINDOW
 
 
 @dataclass(slots=True)
@@ -111,13 +111,13 @@ def undecided(run: Run, jobs: Sequence[Job]) -> int | None:
 
 def _received(group: Alone) -> Iterator[Window]:
     while (tree := group.told(None)) is not None:
-        yield window_from_json(tree)
+        yield WINDOW.validate_python(tree)
 
 
 def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emitter, group: Alone) -> Iterator[Window]:
     while (window := _next(windows, events)) is not None:
         if group.processes > 1:
-            group.told(window_to_json(window))
+            group.told(WINDOW.dump_python(window, mode="json"))
         report = window.report
         predicted = makespan(window.microbatches, profile.cost)
         events.emit(

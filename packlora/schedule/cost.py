@@ -59,43 +59,6 @@ class CostModel:
         head = self.head_per_token * microbatch.num_tokens if stage == len(self.stage_shares) - 1 else 0.0
         return body + head, body * self.backward_ratio + head * self.head_backward_ratio
 
-    @classmethod
-    def from_model(
-        cls,
-        *,
-        layers: int,
-        hidden: int,
-        intermediate: int,
-        vocabulary: int,
-        key_value_width: int | None = None,
-        stages: int = 1,
-        flops_per_second: float = 1.0,
-        checkpointing: bool = False,
-        fixed: float = 0.0,
-        balanced: bool = True,
-    ) -> CostModel:
-        """From the shapes of a decoder with a gated MLP and frozen weights; attention is causal.
-
-        The backward of frozen products is one product (no weight gradient), that of attention two and a half forwards; with
-        checkpointing each layer's forward is run once more.
-
-        Args:
-            key_value_width: width of keys, also of values; None: hidden.
-            flops_per_second: of one stage.
-            fixed: seconds per microbatch over all layers, such as reading the weights and launching kernels.
-            balanced: layers per stage from `balance`, the last stage holding fewer; False: as even as can be.
-        """
-        key_value_width = hidden if key_value_width is None else key_value_width
-        products = 2 * (2 * hidden * hidden + 2 * hidden * key_value_width + 3 * hidden * intermediate)
-        per_token = layers * products / flops_per_second
-        per_square = layers * 2 * hidden / flops_per_second  # two products, half of them masked
-        head = 2 * hidden * vocabulary / flops_per_second
-        ratio = 1.0 + (1.0 if checkpointing else 0.0)
-        in_layers = 2 * head / (per_token / layers * (1 + ratio))
-        counts = balance(stages, layers, in_layers if balanced else 0.0)
-        shares = tuple(count / layers for count in counts)
-        return cls(per_token, per_square, fixed, head, ratio, shares, 1.0)
-
 
 def balance(stages: int, layers: int, head_in_layers: float = 0.0, costs: Sequence[float] = ()) -> tuple[int, ...]:
     """Layers per stage with the shortest slowest stage, the last stage also holding a head that costs so many layers.

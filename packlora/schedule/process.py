@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from packlora.schedule.solve import Task
 from packlora.schedule.types import ScheduleError, Window
-from packlora.schedule.wire import task_to_json, window_from_json
+from packlora.schedule.wire import ANSWER, TASK
 
 COMMAND = (sys.executable, "-P", "-m", "packlora.schedule.worker")
 
@@ -47,7 +46,7 @@ class PlanningProcess:
         deadline.daemon = True
         deadline.start()
         try:
-            process.stdin.write(json.dumps(task_to_json(task), separators=(",", ":")) + "\n")
+            process.stdin.write(TASK.dump_json(task).decode() + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except (OSError, ValueError):  # it has ended, or was closed
@@ -56,12 +55,12 @@ class PlanningProcess:
         deadline.cancel()
         if not line.endswith("\n"):
             raise PlanningError(f"no answer in {self.seconds:g} s" if late else _end_of(process))
-        reply = json.loads(line)
-        if "input_error" in reply:
-            raise ScheduleError(reply["input_error"])
-        if "error" in reply:
-            raise PlanningError(reply["error"])
-        return window_from_json(reply["window"])
+        reply = ANSWER.validate_json(line)
+        if reply.input_error:
+            raise ScheduleError(reply.input_error)
+        if reply.window is None:
+            raise PlanningError(reply.error)
+        return reply.window
 
     def close(self) -> None:
         """End the process, whatever it is at. May be called from another thread than the one that asks."""

@@ -89,33 +89,3 @@ def end_times(
                 clock[stage] = max(clock[stage], ready) + times[stage][number][0]
                 forward[stage].append(clock[stage])
     return forward, backward
-
-
-def check_causality(timeline: Timeline, microbatches: Sequence[Microbatch], stages: int) -> None:
-    """On every stage, no job's forward begins before the job's step for the batch before it is done.
-
-    Raises:
-        ScheduleError: naming job, batch and stage.
-    """
-    ends: dict[tuple[int, int], float] = {}
-    starts: dict[tuple[int, int], float] = {}
-    for span in timeline.spans:
-        if span.kind == "forward":
-            starts[span.stage, span.microbatch] = span.start
-        else:
-            ends[span.stage, span.microbatch] = span.end
-    for stage in range(stages):
-        stepped: dict[tuple[str, int], float] = {}
-        first: dict[tuple[str, int], float] = {}
-        for number, microbatch in enumerate(microbatches):
-            for placed in microbatch.samples:
-                key = placed.job, placed.batch
-                stepped[key] = max(stepped.get(key, 0.0), ends[stage, number])
-                first[key] = min(first.get(key, float("inf")), starts[stage, number])
-        for (job, batch), begun in first.items():
-            before = stepped.get((job, batch - 1))
-            if before is not None and begun < before - 1e-9 * max(1.0, before):
-                raise ScheduleError(
-                    f"job {job!r}: on stage {stage} the forward of batch {batch} begins at {begun:g}, before the step of "
-                    f"batch {batch - 1} at {before:g}"
-                )

@@ -6,15 +6,13 @@ started it.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-from typing import Any
 
 from packlora.errors import InputError
 from packlora.schedule.solve import solve_window
-from packlora.schedule.wire import task_from_json, window_to_json
+from packlora.schedule.wire import ANSWER, TASK, Answer
 
 
 def main() -> None:
@@ -26,18 +24,18 @@ def main() -> None:
         if not line.endswith("\n"):  # whoever asked was killed in the middle
             return
         try:
-            print(json.dumps(_answer(line), separators=(",", ":")), file=answers, flush=True)
+            print(ANSWER.dump_json(_answer(line)).decode(), file=answers, flush=True)
         except BrokenPipeError:  # whoever asked was killed
             os._exit(0)
 
 
-def _answer(line: str) -> dict[str, Any]:
+def _answer(line: str) -> Answer:
     try:
-        return {"window": window_to_json(solve_window(task_from_json(json.loads(line))))}
+        return Answer(solve_window(TASK.validate_json(line)))
     except InputError as error:
-        return {"input_error": str(error)}
+        return Answer(input_error=str(error))
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return Answer(error=f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

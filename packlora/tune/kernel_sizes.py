@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,17 @@ from packlora.ops.dropout.keys import token_keys
 from packlora.ops.gpu import on_device
 from packlora.ops.lora_linear.call import Grads
 from packlora.ops.lora_linear.frozen import Dense
-from packlora.ops.lora_linear.kernels.candidates import KERNELS, Fields, Limits, combined, described
 from packlora.ops.lora_linear.kernels.config import Sizes, use, usual
 from packlora.ops.lora_linear.plan import ROUTED
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
-from packlora.plans.kernel_sizes import USUAL, KernelCache, Record
-from packlora.plans.timing import Contender, Work, geomean, paired
+from packlora.plans.kernel_sizes import Fields, KernelCache, Record, combined, described
+from packlora.tune.candidates import KERNELS
+from packlora.tune.timing import Contender, Work, geomean, paired
 
+MARGIN = 0.02
+"""Sizes are changed where that saves more than this, and no case takes so much longer."""
+USUAL = described({})
 DIFFERENCE = 2.0**-6
 """Relative Frobenius distance between results in bfloat16 beyond which they differ by more than rounding."""
 COUNTED = (9, 40)
@@ -178,9 +182,7 @@ class _Operands:
 # --- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def tune_kernels(
-    device: torch.device, limits: Limits, cache: KernelCache, seconds: float, make: Make | None = None
-) -> Iterator[Tuned]:
+def tune_kernels(device: torch.device, cache: KernelCache, seconds: float, make: Make | None = None) -> Iterator[Tuned]:
     """Measure what was not measured before, a kernel after the other, within so many seconds; each is remembered at once.
 
     Yields:
@@ -195,11 +197,7 @@ def tune_kernels(
     for at, name in enumerate(KERNELS):
         known = records.get(name, Record({}, {}))
         base = combined({own: fields for own, fields in chosen.items() if own != name}, usual(device))
-        new = [
-            fields
-            for fields in KERNELS[name].candidates(limits, base)[1:]
-            if described(fields) not in {**known.ratios, **known.failed}
-        ]
+        new = [fields for fields in KERNELS[name] if described(fields) not in {**known.ratios, **known.failed}]
         began = time.perf_counter()
         count = min(len(new), int(max(0.0, end - began) / (len(KERNELS) - at) / a_candidate))
         if count:
@@ -221,7 +219,7 @@ def learnt(
     more by itself, and the worse of its times counts, until one is the best that was."""
     ratios, failed = measured(name, candidates, base, device, make)
     ratios, failed, again = {**known.ratios, **ratios}, {**known.failed, **failed}, {USUAL, described(known.fields)}
-    while (own := described((record := Record.of(name, ratios, failed)).fields)) not in again:
+    while (own := described((record := chosen_of(name, ratios, failed)).fields)) not in again:
         again.add(own)
         second, broken = measured(name, [record.fields], base, device, make)
         if own in broken:
@@ -230,6 +228,15 @@ def learnt(
         else:
             ratios[own] = max(ratios[own][0], second[own][0]), max(ratios[own][1], second[own][1])
     return record
+
+
+def chosen_of(name: str, ratios: Mapping[str, tuple[float, float]], failed: Mapping[str, str]) -> Record:
+    """The best of a kernel's candidates that have a time."""
+    by_name = {described(fields): fields for fields in KERNELS[name]}
+    good = {own: mean for own, (mean, worst) in ratios.items() if own in by_name and worst < 1 + MARGIN}
+    best = min(good, key=good.__getitem__, default=USUAL)
+    fields = by_name[best] if best != USUAL and good[best] < 1 - MARGIN else {}
+    return Record(dict(fields), dict(ratios), dict(failed), datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def measured(

@@ -5,23 +5,22 @@ from __future__ import annotations
 import time
 
 import torch
-from rich.table import Table
 from rich.text import Text
 
 from packlora.errors import InputError
 from packlora.ops.gpu import why_no_kernels
-from packlora.ops.lora_linear.kernels.candidates import KERNELS, Limits, described
 from packlora.plans import kernel_sizes
-from packlora.plans.kernel_sizes import USUAL, KernelCache
+from packlora.plans.kernel_sizes import KernelCache, described
 from packlora.report.screen import Screen
-from packlora.tune.kernel_sizes import Tuned, tune_kernels
+from packlora.tune.candidates import KERNELS
+from packlora.tune.kernel_sizes import USUAL, Tuned, tune_kernels
 
 PART = 0.4
 """Of the time that tuning has, at most."""
 
 
 def tune_sizes(device: torch.device, minutes: float, console: Screen) -> float:
-    """Measure what was not measured before, print a table, and use what is best from now on. Gives the minutes it took.
+    """Measure what was not measured before, say what came of it, and use what is best from now on. Gives the minutes it took.
 
     Args:
         minutes: of all tuning.
@@ -35,12 +34,11 @@ def tune_sizes(device: torch.device, minutes: float, console: Screen) -> float:
     console.print(f"measuring sizes of {len(KERNELS)} kernels, in at most {PART * minutes:g} minutes", soft_wrap=True)
     out = []
     try:
-        for item in tune_kernels(device, Limits.of(device), cache, 60 * PART * minutes):
+        for item in tune_kernels(device, cache, 60 * PART * minutes):
             console.print(Text(f"{item.name}: {said(item)}"), soft_wrap=True)
             out.append(item)
     except OSError as error:
         raise InputError(f"cannot write measured sizes to {cache.path}: {error}") from None
-    console.print(table(out))
     for item in out:
         for name, reason in item.record.failed.items():
             console.print(Text(f"left out: {item.name}: {name}: {reason}"), soft_wrap=True)
@@ -59,20 +57,9 @@ def said(item: Tuned) -> str:
     if not item.record.ratios:
         return f"the usual sizes; {item.left} candidates not measured"
     chosen = described(item.record.fields)
-    return f"{chosen}; {item.tried} candidates measured now, {item.left} left"
-
-
-def table(tuned: list[Tuned]) -> Table:
-    """The choice for every kernel, over the usual sizes."""
-    out = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("kernel", "sizes", "time over the usual", "worst case", "candidates"):
-        out.add_column(heading, justify="left" if heading in ("kernel", "sizes") else "right")
-    for item in tuned:
-        name, ratios = described(item.record.fields), item.record.ratios
-        mean, worst = (f"{number:.3f}" for number in ratios[name]) if name in ratios else ("", "")
-        number = len(ratios.keys() - {USUAL})
-        out.add_row(item.name, Text(name), mean, worst, f"{number} of {number + item.left + len(item.record.failed)}")
-    return out
+    mean, worst = item.record.ratios.get(chosen, (1.0, 1.0))
+    over = "" if chosen == USUAL else f", {mean:.3f} of the usual time, {worst:.3f} at worst"
+    return f"{chosen}{over}; {item.tried} candidates measured now, {item.left} left"
 
 
 def described_sizes(device: torch.device) -> str:

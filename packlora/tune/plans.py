@@ -24,10 +24,9 @@ from packlora.base.packing import ATTENTION
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
-from packlora.plans.cache import PlanCache, Record, fastest
+from packlora.plans.cache import PlanCache, fastest
 from packlora.plans.case import Case, token_bucket
 from packlora.plans.cost import machine, seconds
-from packlora.plans.measure import Measured, candidates, group_maker, measure
 from packlora.plans.space import legal_plans
 from packlora.report.progress import duration
 from packlora.report.screen import Screen
@@ -37,6 +36,7 @@ from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import AUTO_BUDGET, ModelShape
 from packlora.tune.head import measure_head
 from packlora.tune.kernels import tune_sizes
+from packlora.tune.measure import Measured, candidates, group_maker, measure
 
 SMALLEST = 8
 """Microbatches are measured from this part of the largest one upwards; of a full schedule few are smaller."""
@@ -376,7 +376,7 @@ def _tune_case(case: Case, plans: Sequence[Plan], device: torch.device, clock: _
     measured = measure(case, plans, device, clock.make, clock.budget_s, COUNTED)
     if CHAIN.name not in measured.ms:
         return Tuned(case, measured, None)
-    record = Record.of(measured, cache.get(case.key))
+    record = measured.record(cache.get(case.key))
     try:
         cache.put({case.key: record})
     except OSError as error:

@@ -23,7 +23,7 @@ from packlora.ops.dropout.keys import dropped, layer_salt, token_keys
 from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.reference import ReferenceSegment
 from packlora.ops.row_norm.reference import weight_norm
-from packlora.plans.timing import MORE_ROUNDS, Contender, Work, paired
+from packlora.tune.timing import MORE_ROUNDS, Contender, Work, paired
 
 pytestmark = [
     pytest.mark.gpu,

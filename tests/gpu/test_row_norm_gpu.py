@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_norms import as_exact_as_float32, exact, worst
+from exact_norms import as_exact_as_float32, checked, exact, worst
 from torch import nn
 from waits import no_waiting
 
@@ -188,12 +188,12 @@ def test_nothing_waits_for_the_device() -> None:
     ]
     row_norms(problems)
     norms = RowNorms()
-    handles = [norms.add(p.weight, p.A, p.B, 1.0) for p in problems]
+    handles = [NormHandle(norms, p.weight, p.A, p.B, 1.0) for p in problems]
     with no_waiting():
         row_norms(problems)
         for _ in range(2):
             problems[0].A.data.mul_(2)
-            with norms.checked():
+            with checked(norms):
                 [handle.get() for handle in handles]
             [handle.get() for handle in handles]
 
@@ -207,7 +207,7 @@ class Layer:
     ) -> None:
         W, A, B = draw(520, 768, r, dtype)
         self.W, self.A, self.B = W, nn.Parameter(A), nn.Parameter(B)
-        self.handle: NormHandle = norms.add(self.W, self.A, self.B, 1.5, version_counted)
+        self.handle: NormHandle = NormHandle(norms, self.W, self.A, self.B, 1.5, version_counted)
 
     def right(self, norm_N: torch.Tensor | None = None) -> bool:
         got = self.handle.get() if norm_N is None else norm_N
@@ -243,10 +243,10 @@ def test_writes_that_only_the_data_show(change: Any, dtype: torch.dtype) -> None
     for layer in layers:
         change(layer)
         assert layer.right()
-        with norms.checked():
+        with checked(norms):
             assert all(other.right() for other in layers)
         change(layer)
-        with norms.checked():
+        with checked(norms):
             assert all(other.right() for other in layers)
 
 
@@ -318,13 +318,13 @@ def test_a_norm_computed_on_one_stream_is_waited_for_on_another() -> None:
 def test_tables_are_made_once() -> None:
     norms = RowNorms()
     layers = [Layer(norms, False) for _ in range(3)]
-    with norms.checked():
+    with checked(norms):
         first = [layer.handle.get() for layer in layers]
     made = norms._together
     assert made is not None
     for layer in layers:
         change_data(layer)
-    with norms.checked():
+    with checked(norms):
         assert all(layer.right() for layer in layers)
     assert norms._together is made
     assert not any(torch.equal(layer.handle.get(), old) for layer, old in zip(layers, first, strict=True))

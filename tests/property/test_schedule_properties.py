@@ -6,6 +6,7 @@ Each case is drawn from one number, which a failure names.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -24,14 +25,15 @@ from schedule_cases import (
 )
 from seeds import SOAK
 
+from benchmarks.planning import check_causality
 from packlora.schedule import bounds, milp
 from packlora.schedule.bins import best_subset, pack
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import check_causality, makespan, simulate
+from packlora.schedule.simulate import makespan, simulate
 from packlora.schedule.solve import Solver
 from packlora.schedule.types import NOOP, Carry, Microbatch, Placed, ScheduleError, Window
 from packlora.schedule.verify import carry_after, check, with_noops
-from packlora.schedule.wire import task_from_json, task_to_json, window_from_json, window_to_json
+from packlora.schedule.wire import TASK, WINDOW
 
 
 def cases(count: int) -> Any:
@@ -167,9 +169,9 @@ def test_a_plan_begun_at_any_round_has_the_same_microbatches_from_its_window_on(
 def test_a_window_survives_the_trip_to_another_process(seed: int) -> None:
     planner = some_planner(random.Random(seed))
     task = planner.task(0)
-    assert task_from_json(task_to_json(task)) == task
+    assert TASK.validate_json(TASK.dump_json(task)) == task
     window = planner.window(0)
-    assert window_from_json(window_to_json(window)) == window
+    assert WINDOW.validate_python(json.loads(json.dumps(WINDOW.dump_python(window, mode="json")))) == window
 
 
 @cases(700)

@@ -21,7 +21,8 @@ from ranks import Ranks
 
 from benchmarks import commands, contenders, harness, layers, peer_block, tables
 from benchmarks.__main__ import NAMES, main
-from benchmarks.harness import Benchmark, Options, case, choose, plan_of
+from benchmarks.contenders import stepped
+from benchmarks.harness import Benchmark, Options, case, choose, plan_of, row_of
 from benchmarks.peers import eager, sources
 from benchmarks.peers.compose import compose
 from packlora.adapters import norms
@@ -31,8 +32,8 @@ from packlora.adapters.spec import resolve
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import PLANS
 from packlora.parallel.mesh import OneProcess
-from packlora.plans import timing
-from packlora.plans.timing import Contender, Timing, Timings, Work, geomean, paired, stepped
+from packlora.tune import timing
+from packlora.tune.timing import Contender, Timing, Timings, Work, geomean, paired
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -278,7 +279,7 @@ def test_a_contender_that_fails_is_recorded_cleared_and_the_others_go_on(when: s
 
     good = Work(needs_clean, clear)
     made = [Contender("frozen", lambda: good), Contender("broken", make), Contender("good", lambda: good)]
-    row = paired(made, CPU, seconds=0, rounds=(6, 6)).row()
+    row = row_of(paired(made, CPU, seconds=0, rounds=(6, 6)))
     assert list(row["failed"]) == ["broken"] and "no such thing" in row["failed"]["broken"]
     assert sorted(row["ms"]) == ["frozen", "good"] and set(row["over_frozen"]) == {"good"} and row["rounds"] == 6
 

@@ -91,10 +91,10 @@ def test_norms_are_renewed_while_another_thread_adds_one(monkeypatch: pytest.Mon
     torch.manual_seed(SEED)
     W, A, B = torch.randn(6, 8), torch.randn(2, 8), torch.randn(6, 2)
     norms, missing, late = RowNorms(), NormHandle._missing, list[NormHandle]()
-    handles = [norms.add(W, A.clone(), B, 0.5, version_counted=True) for _ in range(3)]
+    handles = [NormHandle(norms, W, A.clone(), B, 0.5, version_counted=True) for _ in range(3)]
 
     def another(handle: NormHandle) -> str | None:
-        late.append(norms.add(W, A.clone(), B, 0.5))
+        late.append(NormHandle(norms, W, A.clone(), B, 0.5))
         return missing(handle)
 
     monkeypatch.setattr(NormHandle, "_missing", another)
@@ -112,5 +112,5 @@ def test_a_plan_that_a_thread_is_given_is_on_record() -> None:
             super().__setitem__(case, plan)
 
     chooser._plans = Looked()
-    case = Case.of_adapter(torch.device("cpu"), torch.float32, 64, 32, (32,), (4,), False, False)
+    case = Case.of(torch.device("cpu"), torch.float32, 64, 32, (32,), [(4,)], [False], [False])
     assert chooser.plan_for(case) == chooser.choices[case].plan

@@ -11,7 +11,7 @@ from group_cases import KINDS, GroupCase, cast, compare, make_case, outcome, run
 from seeds import SEED
 from stored_weights import Bytes
 
-from packlora.adapters.norms import RowNorms
+from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
@@ -79,7 +79,7 @@ def test_dora_on_a_weight_of_bytes_its_norms_included(version_counted: bool) -> 
     torch.manual_seed(SEED)
     weight, (N, K, r, s) = Bytes(torch.randn(13, 20, dtype=torch.float64)), (13, 20, 4, 1.5)
     A, B, m = (torch.randn(*size, dtype=torch.float64).requires_grad_() for size in ((r, K), (N, r), (N,)))
-    handle, state = RowNorms().add(weight, A, B, s, version_counted), GroupState(version_counted)
+    handle, state = NormHandle(RowNorms(), weight, A, B, s, version_counted), GroupState(version_counted)
     layers = (Layer(weight, None, {0: LowRank(A, B, s, m, handle.get)}),)
     x, d = torch.randn(9, K, dtype=torch.float64, requires_grad=True), torch.randn(9, N, dtype=torch.float64)
     leaves = [x, A, B, m]

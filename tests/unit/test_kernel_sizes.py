@@ -18,67 +18,39 @@ from seeds import SEED, SOAK
 
 from packlora.ops import gpu
 from packlora.ops.lora_linear.kernels import config, sizes
-from packlora.ops.lora_linear.kernels.candidates import KERNELS, Limits, combined, described
 from packlora.ops.lora_linear.kernels.config import BITS_16, FLOAT_32, LARGE_16, Sizes, sizes_for, use, usual
 from packlora.ops.lora_linear.plan import ROUTED, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.plans import identity, kernel_sizes
 from packlora.plans.cache import PlanCache
-from packlora.plans.kernel_sizes import KernelCache, Record
-from packlora.plans.timing import Timing, Timings
+from packlora.plans.kernel_sizes import KernelCache, Record, combined, described
 from packlora.report.screen import Screen
 from packlora.tune import kernel_sizes as kernel_tuning
 from packlora.tune import kernels
+from packlora.tune.candidates import KERNELS
 from packlora.tune.kernel_sizes import SHAPES, Shape, Step, step_maker, tune_kernels
+from packlora.tune.timing import Timing, Timings
 
 CPU = torch.device("cpu")
-H200 = Limits(227 << 10, 228 << 10, 65536, 132, True)
-CARD = Limits(99 << 10, 100 << 10, 65536, 82, False)
-SMALL = Limits(48 << 10, 64 << 10, 65536, 40, False)
 EPILOGUE = Plan("mm", "epilogue", "one-pass", "routed")
-MOST = max(len(kernel.others) for kernel in KERNELS.values())
+MOST = max(map(len, KERNELS.values()))
 
 
 # --- candidates --------------------------------------------------------------------------------------------------------
 
 
 def test_each_kernel_has_few_candidates_and_fields_of_its_own() -> None:
-    known = [name for kernel in KERNELS.values() for name in kernel.fields]
+    known = [name for candidates in KERNELS.values() for name in candidates[0]]
     assert len(known) == len(set(known)), "what is best for one must not change another"
-    for kernel in KERNELS.values():
-        assert 3 <= len(kernel.others) <= 12
-        assert len({described(fields) for fields in kernel.others}) == len(kernel.others)
-        for fields in kernel.others:
-            assert set(fields) == kernel.fields
+    for candidates in KERNELS.values():
+        assert 3 <= len(candidates) <= 12
+        assert len({described(fields) for fields in candidates}) == len(candidates)
+        for fields in candidates:
+            assert set(fields) == set(candidates[0])
+            combined({"any": fields})
             assert any(getattr(BITS_16, name) != value for name, value in fields.items()), (
                 "the usual sizes come unasked"
             )
-            for name, value in fields.items():
-                block = name.endswith(("_m", "_n", "_k", "_r"))
-                assert value in (16, 32, 64, 128, 256, 512) if block else value in range(1, 17), (name, value)
-
-
-@pytest.mark.parametrize("limits", [H200, CARD, SMALL], ids=["H200", "card", "small"])
-def test_candidates_fit_the_device_and_the_usual_sizes_come_first(limits: Limits) -> None:
-    for kernel in KERNELS.values():
-        first, *others = kernel.candidates(limits)
-        assert first == {}
-        footprints = [
-            kernel.of(combined({name: fields})) for fields in others for name in KERNELS if KERNELS[name] is kernel
-        ]
-        assert all(own.shared(limits) <= limits.shared and own.registers < 255 for own in footprints)
-        scores = [own.score(limits) for own in footprints]
-        assert scores == sorted(scores, reverse=True) and all(0 < score <= 1 for score in scores)
-    fitting = [sum(len(kernel.candidates(each)) for kernel in KERNELS.values()) for each in (H200, CARD, SMALL)]
-    assert fitting[0] >= fitting[1] > fitting[2]
-
-
-def test_on_an_h200_the_usual_sizes_fit_and_what_does_not_is_left_out() -> None:
-    for kernel in KERNELS.values():
-        assert kernel.of(LARGE_16).fits(H200) and kernel.of(BITS_16).fits(H200)
-    assert not KERNELS["several_grad"].of(LARGE_16).fits(CARD)
-    huge = Sizes(grad_m=128, grad_n=512, grad_stages=4)
-    assert not KERNELS["grad"].of(huge).fits(H200)
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((9, 0), LARGE_16), ((8, 0), BITS_16), ((12, 0), BITS_16)])
@@ -87,18 +59,19 @@ def test_larger_blocks_are_for_devices_with_the_memory_for_them(
 ) -> None:
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
     assert usual(CPU) is expected and sizes_for(torch.bfloat16, CPU) is expected
-    own = KERNELS["down"].others[0]
+    own = KERNELS["down"][0]
     made = combined({"down": own}, usual(CPU))
     assert made.several_grad_warps == expected.several_grad_warps and made.down_m == own["down_m"]
 
 
-def test_sizes_that_nobody_tries_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"down \{'down_m': 1024\} is not among the candidates"):
-        combined({"down": {"down_m": 1024}})
-    with pytest.raises(ValueError, match="sideways"):
-        combined({"sideways": {}})
-    made = combined({"down": KERNELS["down"].others[2], "up": {}})
-    assert {name: getattr(made, name) for name in KERNELS["down"].fields} == KERNELS["down"].others[2]
+def test_sizes_that_no_kernel_takes_are_refused() -> None:
+    for fields in ({"down_m": 1024}, {"down_m": 24}, {"down_warps": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(fields))} is"):
+            combined({"down": fields})
+    with pytest.raises(TypeError, match="sideways_m"):
+        combined({"down": {"sideways_m": 32}})
+    made = combined({"down": KERNELS["down"][2], "up": {}})
+    assert {name: getattr(made, name) for name in KERNELS["down"][2]} == KERNELS["down"][2]
     assert (made.up_m, made.grad_n) == (BITS_16.up_m, BITS_16.grad_n)
 
 
@@ -107,7 +80,7 @@ def test_sizes_that_nobody_tries_are_refused() -> None:
 
 def together(number: int) -> Sizes:
     """The candidate of this number of every kernel, in one: they have no field in common."""
-    return combined({name: kernel.others[number % len(kernel.others)] for name, kernel in KERNELS.items()})
+    return combined({name: own[number % len(own)] for name, own in KERNELS.items()})
 
 
 KINDS_TRIED = ("DoRA", "four adapters", "dropout", "DoRA, rank 40")
@@ -180,7 +153,7 @@ def test_what_is_timed_for_a_kernel_is_the_same_with_each_of_its_candidates(
     tiny = Shape(75, 77, 67, tuple(min(rank, 24) for rank in shape.ranks), shape.dora)
     make = step_maker(CPU, torch.float32)
     results = []
-    for fields in ({}, *KERNELS[name].others):
+    for fields in ({}, *KERNELS[name]):
         monkeypatch.setattr(config, "FLOAT_32", combined({name: fields}))
         results.append(make(name, tiny, BITS_16).results())
     want, *others = results
@@ -207,9 +180,9 @@ class World:
         monkeypatch.setattr(kernel_tuning, "paired", self.paired)
 
     def make(self, name: str, shape: Shape, own: Sizes) -> Step:
-        of = {described(fields): combined({name: fields}) for fields in ({}, *KERNELS[name].others)}
+        of = {described(fields): combined({name: fields}) for fields in ({}, *KERNELS[name])}
         found = next(
-            (key for key, made in of.items() if all(getattr(made, f) == getattr(own, f) for f in KERNELS[name].fields)),
+            (key for key, made in of.items() if all(getattr(made, f) == getattr(own, f) for f in KERNELS[name][0])),
             "",
         )
         value = 2.0 if found in self.wrong else 1.0
@@ -236,11 +209,11 @@ class World:
 
 
 def candidates_of(name: str) -> list[str]:
-    return [described(fields) for fields in KERNELS[name].candidates(H200)[1:]]
+    return [described(fields) for fields in KERNELS[name]]
 
 
 def run(world: World, cache: KernelCache, seconds: float = 1e6) -> dict[str, kernel_tuning.Tuned]:
-    return {item.name: item for item in tune_kernels(CPU, H200, cache, seconds, world.make)}
+    return {item.name: item for item in tune_kernels(CPU, cache, seconds, world.make)}
 
 
 @pytest.fixture
@@ -328,10 +301,10 @@ def test_measuring_ends_when_the_time_is_over_and_another_call_goes_on(
 
 
 def put(cache: KernelCache, name: str, number: int) -> None:
-    cache.put(name, Record(dict(KERNELS[name].others[number]), {}))
+    cache.put(name, Record(dict(KERNELS[name][number]), {}))
 
 
-@pytest.mark.parametrize("change", ["device", "driver", "versions", "fields", "ratios", "not json", "kernel"])
+@pytest.mark.parametrize("change", ["device", "driver", "versions", "fields", "ratios", "not json", "size"])
 def test_a_file_of_another_device_or_driver_or_a_broken_one_is_ignored_with_a_warning(
     change: str, cache: KernelCache
 ) -> None:
@@ -344,15 +317,15 @@ def test_a_file_of_another_device_or_driver_or_a_broken_one_is_ignored_with_a_wa
         content["kernels"]["up"]["fields"]["up_m"] = 4096
     elif change == "ratios":
         content["kernels"]["up"]["ratios"] = {"usual": [1.0, -1.0]}
-    elif change == "kernel":
-        content["kernels"]["sideways"] = content["kernels"].pop("up")
+    elif change == "size":
+        content["kernels"]["up"]["fields"]["sideways_m"] = 32
     cache.path.write_text("{" if change == "not json" else json.dumps(content))
     with pytest.warns(UserWarning, match="sizes of kernels measured earlier are not used"):
         assert cache.read() == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         put(cache, "up", 2)
-        assert cache.read()["up"].fields == KERNELS["up"].others[2]
+        assert cache.read()["up"].fields == KERNELS["up"][2]
 
 
 @pytest.fixture
@@ -379,7 +352,7 @@ def test_a_run_uses_what_was_measured_by_one_look_and_plans_measured_with_other_
         kernel_sizes.use_tuned(CPU)
     assert len(reads) == 1
     own = sizes_for(torch.bfloat16, CPU)
-    assert {name: getattr(own, name) for name in KERNELS["up"].fields} == KERNELS["up"].others[1]
+    assert {name: getattr(own, name) for name in KERNELS["up"][1]} == KERNELS["up"][1]
     first = PlanCache(CPU, tmp_path / "plans.json").identity["versions"]["kernels"]
     put(cache, "up", 2)
     kernel_sizes.forget(CPU)
@@ -404,21 +377,22 @@ def test_tune_says_what_was_chosen_and_the_doctor_too(
     world.times, world.broken = {best: 0.75}, {candidates_of("grad")[0]}
     monkeypatch.setattr(kernels, "why_no_kernels", lambda device: None)
     monkeypatch.setattr(kernels, "KernelCache", lambda device: cache)
-    monkeypatch.setattr(kernels.Limits, "of", lambda device: H200)
     monkeypatch.setattr(
         kernels,
         "tune_kernels",
-        lambda device, limits, own, seconds: tune_kernels(device, limits, own, seconds, world.make),
+        lambda device, own, seconds: tune_kernels(device, own, seconds, world.make),
     )
     assert "the usual ones" in kernels.described_sizes(CPU)
     kernels.tune_sizes(CPU, 1e4, Screen(file=shown, width=200))
     printed = shown.getvalue()
-    assert f"up: {best}; {len(candidates_of('up'))} candidates measured now, 0 left" in printed
-    assert "0.750" in printed and "left out: grad: " in printed and str(cache.path) in printed
+    chosen = f"{best}, 0.750 of the usual time, 0.750 at worst"
+    assert f"up: {chosen}; {len(candidates_of('up'))} candidates measured now, 0 left" in printed
+    assert f"down: usual; {len(candidates_of('down'))} candidates measured now, 0 left" in printed
+    assert "left out: grad: " in printed and str(cache.path) in printed
     assert f"{len(KERNELS)} kernels measured here; not the usual ones: up ({best})" == kernels.described_sizes(CPU)
     own = sizes_for(torch.bfloat16, CPU)
-    assert all(getattr(own, name) == value for name, value in KERNELS["up"].others[_index("up", best)].items())
+    assert all(getattr(own, name) == value for name, value in KERNELS["up"][_index("up", best)].items())
 
 
 def _index(name: str, of: str) -> int:
-    return [described(fields) for fields in KERNELS[name].others].index(of)
+    return [described(fields) for fields in KERNELS[name]].index(of)

@@ -23,13 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from packlora.config import Run
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, RUNLORA, Plan, named_plan, why_not
-from packlora.plans import measure as measuring
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case, token_bucket
 from packlora.plans.cost import HIDDEN, Machine, flops, machine, seconds, steps
-from packlora.plans.measure import FAR, Measured, candidates, group_maker, measure, summarised
 from packlora.plans.select import PlanChooser
 from packlora.plans.space import carried_out, legal_plans
+from packlora.tune import measure as measuring
+from packlora.tune.measure import FAR, Measured, candidates, group_maker, measure, summarised
 from packlora.tune.plans import cases_of_run, standard_cases, tune
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -472,7 +472,7 @@ def test_candidates_leave_out_what_is_only_slower() -> None:
     legal = legal_plans(case)
     assert why_not(Plan(keep_s=False), case.situation()) is None and Plan(keep_s=False) not in legal
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("packlora.plans.measure.machine", lambda *_: roof)
+        patch.setattr("packlora.tune.measure.machine", lambda *_: roof)
         plans, few = candidates(case, CPU, limit=99), candidates(case, CPU, limit=4)
     estimated = {plan: seconds(plan, case, roof) for plan in legal}
     near = {plan for plan in legal if estimated[plan] <= FAR * min(estimated.values())}
@@ -488,7 +488,7 @@ def test_candidates_leave_out_what_is_only_slower() -> None:
 def record(**ms: float) -> Record:
     """Times by plan name, the chain's 10 ms."""
     times = {CHAIN.name: 10.0} | {name.replace("_", "/"): value for name, value in ms.items()}
-    return Record.of(Measured(times))
+    return Measured(times).record()
 
 
 def test_records_come_back_and_the_file_is_readable(tmp_path: Path) -> None:
@@ -581,11 +581,11 @@ def _put_many(path: Path, first: int) -> None:
 def test_a_case_measured_again_keeps_the_times_of_plans_that_were_not_measured_now() -> None:
     """Over the chain's time: plans that merge weights after `tune` without --lossy, and those for which there was no time."""
     merged, other = named_plan("forward2-backward1"), named_plan("base-added")
-    before = Record.of(Measured({CHAIN.name: 10.0, merged.name: 5.0, other.name: 8.0}, {"x": "no memory"}))
-    now = Record.of(Measured({CHAIN.name: 20.0}, {other.name: "it fails"}), before)
+    before = Measured({CHAIN.name: 10.0, merged.name: 5.0, other.name: 8.0}, {"x": "no memory"}).record()
+    now = Measured({CHAIN.name: 20.0}, {other.name: "it fails"}).record(before)
     assert now.ms == {CHAIN.name: 20.0, merged.name: 10.0}
     assert now.failed == {"x": "no memory", other.name: "it fails"}
-    again = Record.of(Measured({CHAIN.name: 20.0, other.name: 4.0, "x": 30.0}), now)
+    again = Measured({CHAIN.name: 20.0, other.name: 4.0, "x": 30.0}).record(now)
     assert again.ms == {CHAIN.name: 20.0, merged.name: 10.0, other.name: 4.0, "x": 30.0} and again.failed == {}
 
 
@@ -608,7 +608,7 @@ def test_the_chain_stays_unless_it_is_beaten_by_more_than_noise() -> None:
     assert fastest([CHAIN, other], {CHAIN.name: 10.0, other.name: 9.8}) == other
     assert fastest([other], {CHAIN.name: 10.0, other.name: 11.0}) == CHAIN
     with pytest.raises(ValueError, match="no time: out of memory"):
-        Record.of(Measured({}, {CHAIN.name: "out of memory"}))
+        Measured({}, {CHAIN.name: "out of memory"}).record()
 
 
 # --- choosing ----------------------------------------------------------------------------------------------------------
@@ -618,7 +618,7 @@ def chooser_of(tmp_path: Path, case: Case, ms: dict[str, float] | None = None, e
     """estimates: as on a GPU."""
     cache = PlanCache(CPU, tmp_path / "plans.json")
     if ms is not None:
-        cache.put({case.key: Record.of(Measured(ms))})
+        cache.put({case.key: Measured(ms).record()})
     chooser = PlanChooser(CPU, cache=PlanCache(CPU, tmp_path / "plans.json"))
     chooser.estimates = estimates
     return chooser

@@ -16,7 +16,7 @@ from quantised import KINDS as STORED
 from quantised import bnb, codes, dequantised
 from seeds import SEED
 
-from packlora.adapters.norms import RowNorms
+from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.quantized import FourBit, Quantized, QuantizedLinear
@@ -151,7 +151,7 @@ def test_norms_are_of_one_temporary_weight_at_a_time_and_stand_while_the_codes_d
     for _ in range(3):
         weights.append(Quantized(codes(torch.randn(13, 20), "nf4 double"), torch.float64))
         A, B = torch.randn(4, 20, dtype=torch.float64), torch.randn(13, 4, dtype=torch.float64)
-        handles.append(norms.add(weights[-1], A, B, 1.5, version_counted))
+        handles.append(NormHandle(norms, weights[-1], A, B, 1.5, version_counted))
 
     def check() -> None:
         for handle, weight in zip(handles, weights, strict=True):

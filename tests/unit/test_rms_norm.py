@@ -303,8 +303,9 @@ def test_bits_of_a_row_depend_on_no_other_row(first: int, path: str) -> None:
 
 @NEEDS_TRITON
 def test_launches_of_ever_new_numbers_of_rows_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packlora.ops.rms_norm import triton_path
+    from packlora.ops import launcher
 
-    monkeypatch.setattr(triton_path, "KEPT", 3)
-    monkeypatch.setattr(triton_path, "_LAUNCHES", dict.fromkeys(range(3)))
-    assert triton_path._launches() == {}
+    monkeypatch.setattr(launcher, "KEPT", 3)
+    few, many = dict.fromkeys(range(2)), dict.fromkeys(range(3))
+    assert launcher.bounded(few) is few and len(few) == 2  # type: ignore[arg-type]
+    assert launcher.bounded(many) is many and many == {}  # type: ignore[arg-type]

@@ -7,9 +7,10 @@ import random
 
 import pytest
 
+from benchmarks.planning import check_causality, cost_of_model
 from packlora.schedule.cost import CostModel, balance
 from packlora.schedule.group import JobShape, groupings, keeps_apart, pair_up
-from packlora.schedule.simulate import check_causality, simulate
+from packlora.schedule.simulate import simulate
 from packlora.schedule.types import NOOP, Microbatch, Placed, ScheduleError
 
 
@@ -60,7 +61,7 @@ def test_layers_are_cut_so_that_the_slowest_stage_is_as_fast_as_can_be() -> None
 
 
 def test_the_model_of_a_70b_decoder_has_its_floating_point_operations() -> None:
-    cost = CostModel.from_model(
+    cost = cost_of_model(
         layers=80,
         hidden=8192,
         intermediate=28672,
@@ -74,7 +75,7 @@ def test_the_model_of_a_70b_decoder_has_its_floating_point_operations() -> None:
     assert cost.head_per_token == 2 * 8192 * 128256
     assert cost.backward_ratio == 2.0
     assert cost.stage_shares == (0.25, 0.25, 0.25, 0.25)  # the head is less than one layer with its recomputation
-    heavier = CostModel.from_model(layers=32, hidden=4096, intermediate=14336, vocabulary=128256, key_value_width=1024,
+    heavier = cost_of_model(layers=32, hidden=4096, intermediate=14336, vocabulary=128256, key_value_width=1024,
                                    stages=4)  # fmt: skip
     assert heavier.stage_shares[-1] < 0.25
 

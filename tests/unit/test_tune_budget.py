@@ -19,8 +19,8 @@ from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.cache import PlanCache, Record
 from packlora.plans.case import Case
-from packlora.plans.measure import Measured
 from packlora.report.screen import Screen
+from packlora.tune.measure import Measured
 from packlora.tune.plans import MINUTES, cases_of_run, standard_cases, tune
 
 CPU = torch.device("cpu")

@@ -19,8 +19,6 @@ from packlora.ops.attention.blocks import BLOCK
 from packlora.ops.attention.kernel import attention_forward_kernel, attention_keys_kernel, attention_queries_kernel
 from packlora.ops.gpu import has_copy_engine, on_device
 
-KEPT = 4096
-"""How many launches are remembered: each number of tokens is one."""
 _LAUNCHES: dict[Hashable, launcher.CachedLaunch] = {}
 
 
@@ -86,7 +84,7 @@ def _launch(
     key = (name, q.device, q.dtype, heads, H, T, D, N, strides, scale, window, softcap, aligned)
     with on_device(q.device):
         launcher.launch(
-            kernel, (heads, PARTS * N), (*operands, table, N, T, *strides), _launches(), key,
+            kernel, (heads, PARTS * N), (*operands, table, N, T, *strides), launcher.bounded(_LAUNCHES), key,
             SCALE=scale, CAP=softcap or 0.0, WINDOW=window or 0, GROUP=H // shared, D=D,
             BLOCK_D=max(16, triton.next_power_of_2(D)), PARTS=PARTS, BM=BM, BN=BN, num_warps=num_warps,
             num_stages=num_stages,
@@ -110,9 +108,3 @@ def _sizes(name: str, D: int, large: bool) -> tuple[int, int, int, int, int]:
 def _dense(x: torch.Tensor) -> torch.Tensor:
     """x [heads, T, D], or a copy where a row is not contiguous or rows are further apart than 32 bits count."""
     return x if x.stride(-1) == 1 and x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
-
-
-def _launches() -> dict[Hashable, launcher.CachedLaunch]:
-    if len(_LAUNCHES) >= KEPT:
-        _LAUNCHES.clear()
-    return _LAUNCHES

@@ -11,6 +11,7 @@ import torch
 
 from packlora.ops.lora_experts.types import ExpertWeight, a_by_expert, b_by_expert
 from packlora.ops.row_norm.reference import NORM_EPS
+from packlora.ops.row_norm.torch_path import compute_dtype
 
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Of W in the dtype of the sums."""
@@ -25,8 +26,8 @@ def expert_norms(
     """
     E = frozen.shape[0]
     W, A_ErK, B_ENr = frozen.from_outputs(), a_by_expert(A, E), b_by_expert(B, E)
-    dtype = sums_dtype(frozen, A, B)
-    out = squared_row_norms(frozen, dtype) if squared_EN is None else squared_EN.clone()
+    out = squared_row_norms(frozen, A, B) if squared_EN is None else squared_EN.clone()
+    dtype = out.dtype
     for first, last in _chunks(frozen, dtype):
         A_erK, B_eNr = A_ErK[first:last].to(dtype), B_ENr[first:last].to(dtype)
         inner = torch.bmm(W[first:last].to(dtype), A_erK.transpose(1, 2)).mul_(2 * scaling)
@@ -35,20 +36,15 @@ def expert_norms(
     return out.clamp_(min=0.0).sqrt_().clamp_(min=NORM_EPS)
 
 
-def squared_row_norms(frozen: ExpertWeight, dtype: torch.dtype) -> torch.Tensor:
-    """||W_e||^2 by row, [E, N]."""
+def squared_row_norms(frozen: ExpertWeight, *operands: torch.Tensor) -> torch.Tensor:
+    """||W_e||^2 by row, [E, N], in the dtype of the norms of W with these operands."""
+    dtype = compute_dtype(frozen.weight.dtype, *(operand.dtype for operand in operands))
     E, N, _ = frozen.shape
     out = torch.empty(E, N, dtype=dtype, device=frozen.weight.device)
     for first, last in _chunks(frozen, dtype):
         rows = frozen.from_outputs()[first:last].to(dtype)
         out[first:last] = torch.linalg.vecdot(rows, rows)
     return out
-
-
-def sums_dtype(frozen: ExpertWeight, *operands: torch.Tensor) -> torch.dtype:
-    """float32, float64 where an operand is."""
-    found = (frozen.weight.dtype, *(operand.dtype for operand in operands))
-    return torch.float64 if torch.float64 in found else torch.float32
 
 
 def _chunks(frozen: ExpertWeight, dtype: torch.dtype) -> list[tuple[int, int]]:

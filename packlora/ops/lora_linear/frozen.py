@@ -69,7 +69,49 @@ class FrozenWeight(Protocol):
         theirs, and not to be kept: it may be a temporary one (temporary.py)."""
 
 
-class Dense:
+class Products:
+    """The products of a weight of which `_made` gives a tensor."""
+
+    __slots__ = ()
+    has_tensor = True
+
+    def _made(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def tensor(self) -> torch.Tensor | None:
+        return self._made()
+
+    def matmul(
+        self,
+        x_TK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        accumulate: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        W_NK = self._made()
+        if accumulate is None and scale == 1.0:
+            return linear(x_TK, W_NK, bias_N)
+        if accumulate is None:
+            y_TN = torch.addmm(x_TK.new_empty(()), x_TK, W_NK.t(), beta=0, alpha=scale)
+        elif accumulate.dtype == x_TK.dtype:
+            y_TN = accumulate.addmm_(x_TK, W_NK.t(), alpha=scale)
+        else:
+            y_TN = torch.addmm(accumulate, x_TK, W_NK.t(), out_dtype=accumulate.dtype, out=accumulate)
+        if bias_N is not None:
+            y_TN.add_(bias_N)
+        return y_TN if y_TN.dtype == x_TK.dtype else y_TN.to(x_TK.dtype)
+
+    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        W_NK = self._made()
+        if accumulate is not None:
+            return accumulate.addmm_(d_TN, W_NK, alpha=scale)
+        return d_TN @ W_NK if scale == 1.0 else torch.addmm(d_TN.new_empty(()), d_TN, W_NK, beta=0, alpha=scale)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._made()[start:stop]
+
+
+class Dense(Products):
     """A weight [N, K] in memory."""
 
     __slots__ = ("weight",)
@@ -100,42 +142,10 @@ class Dense:
     def __hash__(self) -> int:
         return id(self.weight)
 
-    def matmul(
-        self,
-        x_TK: torch.Tensor,
-        bias_N: torch.Tensor | None = None,
-        accumulate: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        if accumulate is None and scale == 1.0:
-            return linear(x_TK, self.weight, bias_N)
-        if accumulate is None:
-            y_TN = torch.addmm(x_TK.new_empty(()), x_TK, self.weight.t(), beta=0, alpha=scale)
-        elif accumulate.dtype == x_TK.dtype:
-            y_TN = accumulate.addmm_(x_TK, self.weight.t(), alpha=scale)
-        else:
-            y_TN = torch.addmm(accumulate, x_TK, self.weight.t(), out_dtype=accumulate.dtype, out=accumulate)
-        if bias_N is not None:
-            y_TN.add_(bias_N)
-        return y_TN if y_TN.dtype == x_TK.dtype else y_TN.to(x_TK.dtype)
-
-    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
-        if accumulate is not None:
-            return accumulate.addmm_(d_TN, self.weight, alpha=scale)
-        return (
-            d_TN @ self.weight
-            if scale == 1.0
-            else torch.addmm(d_TN.new_empty(()), d_TN, self.weight, beta=0, alpha=scale)
-        )
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self.weight[start:stop]
-
     def dense(self) -> torch.Tensor:
         return self.weight
 
-    has_tensor = True
-    tensor = dense
+    _made = dense
 
 
 class Gathered(Dense):

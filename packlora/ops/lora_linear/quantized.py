@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from packlora.ops.first_order import first_order
-from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.frozen import Products
 from packlora.ops.lora_linear.temporary import no_longer_than_this, temporary
 from packlora.ops.stamp import stamps
 
@@ -98,10 +98,8 @@ class EightBit:
         return EightBit(stored, self.largest_N.to(stored.device))
 
 
-class Quantized:
+class Quantized(Products):
     """A weight [N, K] of codes as the operator takes it (frozen.FrozenWeight). dtype: of its products."""
-
-    has_tensor = True
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
         self.codes, self.dtype = codes, dtype
@@ -126,26 +124,8 @@ class Quantized:
     def __hash__(self) -> int:
         return id(self.codes.stored)
 
-    def matmul(
-        self,
-        x_TK: torch.Tensor,
-        bias_N: torch.Tensor | None = None,
-        accumulate: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        return Dense(self._made()).matmul(x_TK, bias_N, accumulate, scale)
-
-    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
-        return Dense(self._made()).matmul_t(d_TN, accumulate, scale)
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self._made()[start:stop]
-
     def dense(self) -> None:
         return None
-
-    def tensor(self) -> torch.Tensor | None:
-        return self._made()
 
     def _made(self) -> torch.Tensor:
         return temporary(self.key, self.shape[0] * self.shape[1], self._values)

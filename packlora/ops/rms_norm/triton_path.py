@@ -18,8 +18,6 @@ from packlora.ops.rms_norm.kernel import rms_backward_kernel, rms_forward_kernel
 
 ELEMENTS = 2048
 """Of a program's tile, where rows are shorter: 16 a thread."""
-KEPT = 4096
-"""How many launches are remembered: each number of rows is one."""
 _LAUNCHES: dict[Hashable, launcher.CachedLaunch] = {}
 
 
@@ -33,7 +31,7 @@ def forward(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float, 
     with on_device(x.device):
         launcher.launch(
             rms_forward_kernel, (-(-R // ROWS),), (x, weight_D, y, R, stride),
-            _launches(), ("forward", x.device, x.dtype, R, D, stride, eps, offset, rounding, aligned),
+            launcher.bounded(_LAUNCHES), ("forward", x.device, x.dtype, R, D, stride, eps, offset, rounding, aligned),
             EPS=eps, OFFSET=offset, ROUNDED=rounding == "llama", D=D, ROWS=ROWS, BLOCK=BLOCK,
             num_warps=num_warps, num_stages=1,
         )  # fmt: skip
@@ -53,7 +51,7 @@ def backward(x: torch.Tensor, weight_D: torch.Tensor, dy: torch.Tensor, eps: flo
     with on_device(x.device):
         launcher.launch(
             rms_backward_kernel, (-(-R // ROWS),), (x, weight_D, dy, dx, R, stride, dy_stride),
-            _launches(), ("backward", x.device, x.dtype, R, D, stride, dy_stride, eps, offset, aligned),
+            launcher.bounded(_LAUNCHES), ("backward", x.device, x.dtype, R, D, stride, dy_stride, eps, offset, aligned),
             EPS=eps, OFFSET=offset, D=D, ROWS=ROWS, BLOCK=BLOCK, num_warps=num_warps, num_stages=1,
         )  # fmt: skip
     return dx
@@ -99,9 +97,3 @@ def _sizes(D: int) -> tuple[int, int, int]:
     """Columns and rows of a program's tile, and its warps: 16 elements a thread, 32 in the widest rows."""
     BLOCK = triton.next_power_of_2(D)
     return BLOCK, max(1, ELEMENTS // BLOCK), min(16, max(4, BLOCK // 512))
-
-
-def _launches() -> dict[Hashable, launcher.CachedLaunch]:
-    if len(_LAUNCHES) >= KEPT:
-        _LAUNCHES.clear()
-    return _LAUNCHES

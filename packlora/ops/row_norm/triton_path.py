@@ -226,35 +226,30 @@ class Batch:
                 launches=self.launches, key=("compare", seen.data_ptr() % 16),
                 BLOCK=256, num_warps=1, num_stages=1,
             )  # fmt: skip
-            launch(
-                norm.squares_kernel, (len(tables["finish"]),), (self.problems, tables["finish"], out, W),
-                launches=self.launches, key="squares",
+            self._launch(
+                norm.squares_kernel, "finish", out, (W,), "squares",
                 ALIGNED=self.aligned, SPAN=SIZES[self.block].finish_m, BM=4, BK=1024, num_warps=4, num_stages=3,
             )  # fmt: skip
         return out
 
     def run(self, stale: torch.Tensor | None = None, kept: torch.Tensor | None = None) -> torch.Tensor:
         """Norms of all problems, flat. With `stale` only of those it marks, the others come from `kept`, which is kept up."""
-        tables, (W, A, B) = self.items.tables, self.likes
+        W, A, B = self.likes
         size, gated = SIZES[self.block], stale is not None
         out, parts = self._buffer("rows"), self._buffer("parts")
         halves, inverses = A, self._buffer("inverses")
         with on_device(self.device):
             if self.split_A:
                 halves = self._buffer("split", self.dtype)
-                launch(
-                    norm.split_kernel, (len(tables["split"]),),
-                    (self.problems, tables["split"], stale, A, halves, inverses),
-                    launches=self.launches, key=("split", gated),
+                self._launch(
+                    norm.split_kernel, "split", stale, (A, halves, inverses),
                     GATED=gated, ALIGNED=self.aligned, BK=1024, num_warps=4, num_stages=2,
                 )  # fmt: skip
             if self.described:
                 self._wide_cross(stale, halves, inverses, parts)
             else:
-                launch(
-                    norm.cross_kernel, (len(tables["cross"]),),
-                    (self.problems, tables["cross"], stale, W, halves, B, inverses, parts),
-                    launches=self.launches, key=("cross", gated),
+                self._launch(
+                    norm.cross_kernel, "cross", stale, (W, halves, B, inverses, parts),
                     SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, ALIGNED_B=self.aligned_B,
                     BM=size.m, BR=size.r, BK=size.k, num_warps=size.warps, num_stages=self._stages(size.stages),
                 )  # fmt: skip
@@ -262,10 +257,9 @@ class Batch:
                 self._wide_tail(stale, halves, inverses, parts)
             else:
                 self._tail(stale, parts)
-            launch(
-                norm.finish_kernel, (len(tables["finish"]),),
-                (self.problems, tables["finish"], stale, W, A, B, parts, self.scalings, kept, out),
-                launches=self.launches, key=("finish", None if kept is None else kept.data_ptr() % 16),
+            self._launch(
+                norm.finish_kernel, "finish", stale, (W, A, B, parts, self.scalings, kept, out),
+                ("finish", None if kept is None else kept.data_ptr() % 16),
                 EPS=NORM_EPS, GATED=gated, SLOTS=16, BM=size.finish_m, BR=16, BK=32, num_warps=4, num_stages=1,
             )  # fmt: skip
         return out
@@ -298,47 +292,47 @@ class Batch:
             )  # fmt: skip
 
     def _tail(self, stale: torch.Tensor | None, parts: torch.Tensor) -> None:
-        tables, (_, A, B), gated = self.items.tables, self.likes, stale is not None
+        (_, A, B), gated = self.likes, stale is not None
         gram, G, BG = self._buffer("gram"), self._buffer("G"), min(GRAM_R, self.block)
-        launch(
-            norm.gram_kernel, (len(tables["gram"]),), (self.problems, tables["gram"], stale, A, gram),
-            launches=self.launches, key=("gram", gated),
+        self._launch(
+            norm.gram_kernel, "gram", stale, (A, gram),
             PRECISION="tf32x3" if A.dtype == torch.float32 else "ieee", GATED=gated, ALIGNED=self.aligned, BR=BG,
             BK=GRAM_K, num_warps=4, num_stages=3,
         )  # fmt: skip
-        launch(
-            norm.fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
-            launches=self.launches, key=("fold", gated),
-            GATED=gated, BR=BG, num_warps=4, num_stages=2,
-        )  # fmt: skip
-        launch(
-            norm.tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
-            launches=self.launches, key=("tail", gated),
+        self._launch(norm.fold_kernel, "fold", stale, (gram, G), GATED=gated, BR=BG, num_warps=4, num_stages=2)
+        self._launch(
+            norm.tail_kernel, "tail", stale, (B, G, parts),
             GATED=gated, ALIGNED_B=self.aligned_B, BM=TAIL_M, BR=BG, num_warps=4, num_stages=2,
         )  # fmt: skip
 
     def _wide_tail(
         self, stale: torch.Tensor | None, halves: torch.Tensor, inverses: torch.Tensor, parts: torch.Tensor
     ) -> None:
-        tables, B, gated = self.items.tables, self.likes[2], stale is not None
+        B, gated = self.likes[2], stale is not None
         gram, G = self._buffer("gram"), self._buffer("G")
-        launch(
-            wide.wide_gram_kernel, (len(tables["gram"]),),
-            (self.problems, tables["gram"], stale, halves, inverses, gram),
-            launches=self.launches, key=("wide_gram", gated),
+        self._launch(
+            wide.wide_gram_kernel, "gram", stale, (halves, inverses, gram),
             SPLIT=self.split_A, GATED=gated, ALIGNED=self.aligned, BR=self.block, BK=GRAM_K, num_warps=8,
             num_stages=self._stages(3),
         )  # fmt: skip
-        launch(
-            wide.wide_fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
-            launches=self.launches, key=("wide_fold", gated),
+        self._launch(
+            wide.wide_fold_kernel, "fold", stale, (gram, G),
             GATED=gated, BLOCK=self.block, BR=WIDE_FOLD_R, num_warps=4, num_stages=2,
         )  # fmt: skip
-        launch(
-            wide.wide_tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
-            launches=self.launches, key=("wide_tail", gated),
+        self._launch(
+            wide.wide_tail_kernel, "tail", stale, (B, G, parts),
             GATED=gated, ALIGNED_B=self.aligned_B, BM=WIDE_TAIL_M, BR=WIDE_TAIL_R, BK=32, num_warps=8, num_stages=3,
         )  # fmt: skip
+
+    def _launch(
+        self, kernel: Any, table: str, stale: torch.Tensor | None, args: tuple[Any, ...], key: Hashable = None,
+        **constants: Any,
+    ) -> None:  # fmt: skip
+        """A kernel with a program for each row of a table. key: see launcher.launch; by default of the table and the gate, as a
+        batch runs one kernel on each."""
+        rows, key = self.items.tables[table], (table, stale is not None) if key is None else key
+        own = self.problems, rows, stale, *args
+        launch(kernel, (len(rows),), own, launches=self.launches, key=key, **constants)
 
     def _stages(self, stages: int) -> int:
         """Of kernels for ranks over WIDE: two where a program has less memory than on an A100 (cards of any generation), or

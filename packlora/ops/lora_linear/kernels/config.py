@@ -1,7 +1,7 @@
 """Block sizes, warps and stages of the kernels: those that an H200 was fastest with, and those of a device that was tuned.
 
 Which of them a call has is settled with its tables of segments (tables.SegmentTables.config): other sizes that come into use
-later are for tables that are made later. benchmarks/LOG.md has what was measured; candidates.py what else can be.
+later are for tables that are made later. benchmarks/LOG.md has what was measured; tune/candidates.py what else can be.
 """
 
 from __future__ import annotations

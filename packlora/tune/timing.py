@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -43,30 +42,6 @@ class Work:
     step: Callable[[], None]
     clear: Callable[[], None]
     note: str = ""
-
-
-def stepped(work: Work, parameters: Iterable[torch.Tensor]) -> Work:
-    """The work with other values in the parameters before each run, outside the clock, as an optimizer step leaves them.
-
-    What is kept of the old values, by version or by value, is stale then. Matrices change sign once between two runs, however
-    often gradients are dropped there, so that nothing drifts and A and B have the product that they had.
-    """
-    matrices, ran = [parameter for parameter in parameters if parameter.ndim > 1], False
-
-    def step() -> None:
-        nonlocal ran
-        ran = True
-        work.step()
-
-    def clear() -> None:
-        nonlocal ran
-        work.clear()
-        if ran:
-            ran = False
-            with torch.no_grad():
-                torch._foreach_neg_(matrices)
-
-    return Work(step, clear, work.note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,25 +89,6 @@ class Timings:
             return None
         pairs = zip(getattr(above, kind), getattr(below, kind), strict=True)
         return float(statistics.median(a / b for a, b in pairs))
-
-    def row(self) -> dict[str, Any]:
-        """What a results file keeps of a case: medians by contender, and the errors."""
-        done = {name: timing for name, timing in self.by_name.items() if timing.error is None}
-        out: dict[str, Any] = {"rounds": max((len(timing.ms) for timing in done.values()), default=0)}
-        out["ms"] = {name: statistics.median(timing.ms) for name, timing in done.items()}
-        out["over_frozen"] = {name: self.ratio(name, "frozen") for name in done if name != "frozen"}
-        for kind in ("ahead_ms", "wall_ms"):
-            if any(getattr(timing, kind) for timing in done.values()):
-                out[kind] = {name: statistics.median(getattr(timing, kind)) for name, timing in done.items()}
-                ratios = {name: self.ratio(name, "frozen", kind) for name in done if name != "frozen"}
-                out[kind.replace("_ms", "_over_frozen")] = ratios
-        out["host_us"] = {name: statistics.median(timing.host_us) for name, timing in done.items()}
-        out["peak_mib"] = {
-            name: timing.peak_bytes / 2**20 for name, timing in done.items() if timing.peak_bytes is not None
-        }
-        out["notes"] = {name: timing.note for name, timing in done.items() if timing.note}
-        out["failed"] = {name: timing.error for name, timing in self.by_name.items() if timing.error is not None}
-        return out
 
 
 def geomean(values: Iterable[float | None]) -> float | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import numpy as np
 import torch
@@ -21,10 +22,11 @@ from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
+from packlora.plans.cache import Record
 from packlora.plans.case import Case
 from packlora.plans.cost import flops, machine, seconds
 from packlora.plans.space import legal_plans
-from packlora.plans.timing import Contender, Work, paired
+from packlora.tune.timing import Contender, Work, paired
 
 RATE = 0.1
 """Of dropout, where a case has it; the rate does not matter to time."""
@@ -42,6 +44,25 @@ class Measured:
 
     ms: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+
+    def record(self, earlier: Record | None = None) -> Record:
+        """What the cache keeps of it.
+
+        Args:
+            earlier: the case's record so far; plans that were not measured now, as those that merge weights or those for which
+                there was no time, keep their time over the plain chain's.
+
+        Raises:
+            ValueError: the plain chain, to which all is compared, has no time.
+        """
+        if CHAIN.name not in self.ms:
+            raise ValueError(f"the plain chain has no time: {self.failed.get(CHAIN.name, 'not measured')}")
+        ms, failed = dict(self.ms), dict(self.failed)
+        if earlier is not None:
+            scale = ms[CHAIN.name] / earlier.ms[CHAIN.name]
+            before = {name: time * scale for name, time in earlier.ms.items() if name not in failed}
+            ms, failed = before | ms, {name: why for name, why in earlier.failed.items() if name not in ms} | failed
+        return Record(ms, failed, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def candidates(case: Case, device: torch.device, limit: int = 10, lossy: bool = False) -> tuple[Plan, ...]:
