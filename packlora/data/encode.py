@@ -73,6 +73,16 @@ class Sample:
         return int(self.is_label.sum())
 
     @property
+    def label_places(self) -> np.ndarray:
+        """Places of its label tokens; those of a group lie together."""
+        return np.flatnonzero(self.is_label) if self.preference is None else np.concatenate(self.groups())
+
+    @property
+    def group_counts(self) -> list[int]:
+        """Label tokens of its three groups, see `groups`."""
+        return [len(places) for places in self.groups()]
+
+    @property
     def part_lengths(self) -> tuple[int, ...]:
         """Tokens of its parts, none of which sees another."""
         return (len(self.ids),) if self.preference is None else self.preference.lengths

@@ -20,8 +20,8 @@ from packlora.data.preference import encode_for
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
+from packlora.engine.objectives.balance import coefficient_of
 from packlora.errors import InputError
-from packlora.runtime.balance import coefficient_of
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told, silent

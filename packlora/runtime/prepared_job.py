@@ -20,7 +20,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded
 from packlora.data.prompts import Prompt
 from packlora.data.readers import Read
-from packlora.runtime.objective import Objective
+from packlora.engine.objectives.configured import objective_of
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
@@ -78,8 +78,7 @@ class PreparedJob:
     @property
     def longest_mismatched(self) -> int:
         """Tokens that a prompt with another sample's completion may have; 0 where no loss takes it."""
-        objective = Objective.of(self.config.train)
-        if objective is None or not objective.has_divergence:
+        if not objective_of(self.config.train).has_estimate:
             return 0
         samples = [s for s in self.encoded.samples + self.eval_encoded.samples if s.preference is not None]
         starts = [int(np.argmax(sample.is_label)) for sample in samples]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from expert_models import in_float64, tiny_experts
+from packed import PackedSample, parts
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_experts import EXPERTS, config, relative, with_adapters
@@ -21,8 +22,7 @@ from packlora.adapters.files import keyed
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.data.encode import Sample
-from packlora.runtime import balance
-from packlora.runtime.collate import PackedSample
+from packlora.engine.objectives import balance
 from packlora.runtime.microbatch import SingleDevice, run_microbatch
 from packlora.runtime.prepare import prepare
 
@@ -66,7 +66,7 @@ def errors(family: str, checkpointing: bool = False) -> dict[str, float]:
         model, attached, adapters, specs = with_adapters(family, both, checkpointing)
         fused = family != "granitemoe"  # whose logits are scaled
         device = SingleDevice(Base(model, None, torch.device("cpu"), "", [], fused), attached)
-        result = run_microbatch(device, samples(), WEIGHTS)
+        result = run_microbatch(device, parts(samples(), WEIGHTS))
         for adapter in adapters:
             owner = adapter.number
             peft = get_peft_model(tiny_experts(family), specs[adapter.name].peft).eval()
@@ -76,8 +76,8 @@ def errors(family: str, checkpointing: bool = False) -> dict[str, float]:
                 for name, parameter in theirs.items():
                     parameter.copy_(mine[name])
             losses, aux = by_transformers(peft, samples(), owner)
-            found[f"{owner} loss"] = abs(float(result.sums[owner]) - losses) / losses
-            found[f"{owner} aux"] = abs(float(result.balance[owner]) - aux) / aux
+            found[f"{owner} loss"] = abs(float(result.sums[owner][0]) - losses) / losses
+            found[f"{owner} aux"] = abs(float(result.sums[owner][1]) - aux) / aux
             found |= {f"{owner} {name}": relative(mine[name].grad, p.grad) for name, p in theirs.items()}
     return found
 

@@ -17,7 +17,7 @@ from test_replicas import on_ranks
 from test_training import adapter, distance, steps, train
 
 import packlora
-from packlora.runtime.divergence import Divergences
+from packlora.runtime.evaluate import Evaluator
 
 LAYOUTS = ({"pipeline": 2}, {"tensor": 2, "sequence_parallel": True}, {"devices_per_job": 2}, {"shard_base": True})
 
@@ -49,16 +49,16 @@ def test_two_processes_give_what_one_device_gives(
 
 def changed(rank: int, tree: dict[str, Any], asked: bool) -> str:
     """A run in which the second process alone is asked to stop while a divergence is looked for, or in which none is."""
-    original, count = Divergences.learn, 0
+    original, count = Evaluator.learn, 0
 
-    def learn(self: Divergences, due: Any) -> bool:
+    def learn(self: Evaluator, due: Any) -> bool:
         nonlocal count
-        count += any(job.preferences.lacks_divergence(batch) for job, batch in due)
+        count += any(job.lacks_estimate(batch) for job, batch in due)
         if asked and rank == 1 and count == 2:
             signal.raise_signal(signal.SIGTERM)
         return not asked or original(self, due)
 
-    with mock.patch.object(Divergences, "learn", learn):
+    with mock.patch.object(Evaluator, "learn", learn):
         return packlora.train(tree).status
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from transformers import PreTrainedModel
 
 from packlora.base.demo_model import base_path
 from packlora.config import JobConfig, Run
+from packlora.engine.objectives import Facts, Term
+from packlora.engine.parts import Carried
 from packlora.errors import InputError
 
 FUNCTION = "load_balancing_loss_func"
@@ -29,52 +30,22 @@ METRIC = "aux_loss"
 """TRL's name for the mean over a global batch, without the coefficient."""
 
 
-@dataclass(frozen=True, slots=True)
-class Balanced:
-    """The samples of one owner in a microbatch. spans: (start, stop) of their tokens. share: of each of their load-balancing
-    losses in the sum of the owner's losses; weight: in the gradient."""
+class Balance(Term):
+    """The load-balancing loss of a job, added with a coefficient."""
 
-    owner: int
-    share: float
-    weight: float
-    spans: tuple[tuple[int, int], ...]
+    metrics = (METRIC,)
+    carries = True
 
-
-class BalanceSum:
-    """What a job knows of its load-balancing loss. coefficient: 0 where it has none."""
-
-    def __init__(self, coefficient: float = 0.0) -> None:
+    def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
-        self.total: torch.Tensor | None = None
-        """Sum over the samples of the present global batch that ran, [] float64."""
 
-    def share(self, loss_units: int, samples: int) -> float:
-        """Of a sample's load-balancing loss in a sum of losses that is divided by loss_units. samples: of the global batch."""
-        return self.coefficient * loss_units / samples
+    def share(self, facts: Facts) -> float:
+        """Factor of a sample's loss in a sum of losses that is divided by the units of the global batch."""
+        return self.coefficient * facts["units"] / facts["samples"]
 
-    def add(self, total: torch.Tensor | None) -> None:
-        """What a microbatch gave."""
-        self.total = total if self.total is None else self.total if total is None else self.total + total
-
-    def partial(self, like: torch.Tensor) -> torch.Tensor:
-        """[1] for replicas to add up, [0] without such a loss. like: of the same type and device."""
-        if not self.coefficient:
-            return like.new_zeros(0)
-        return like.new_zeros(1) if self.total is None else self.total[None]
-
-    def take(self, numbers: torch.Tensor) -> torch.Tensor:
-        """What they have added up is the last of the numbers. Returns the others."""
-        if not self.coefficient:
-            return numbers
-        self.total = numbers[-1]
-        return numbers[:-1]
-
-    def metrics(self, samples: int) -> dict[str, float | None]:
-        """Of the global batch that has run, of so many samples; null for what is not finite. Waits for the device."""
-        if self.total is None:
-            return {}
-        mean = float(self.total) / samples
-        return {METRIC: mean if math.isfinite(mean) else None}
+    def report(self, sums: Sequence[float], facts: Facts) -> dict[str, float]:
+        """Mean over the samples of the global batch."""
+        return {METRIC: sums[0] / facts["samples"]}
 
 
 def router_sums(
@@ -120,27 +91,27 @@ def _losses(counts_NE: torch.Tensor, sums_NE: torch.Tensor, top_k: int) -> torch
 
 
 def with_balance(
-    total: torch.Tensor, router_logits: Sequence[torch.Tensor], balanced: Sequence[Balanced], top_k: int
+    total: torch.Tensor, router_logits: Sequence[torch.Tensor], carried: Sequence[Carried], top_k: int
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """A root for backward with the load-balancing losses of a microbatch's samples, and by owner their sum [] float64."""
-    losses_N = balance_losses(router_logits, _spans(balanced), top_k)
-    found = sums_by_owner(losses_N, balanced)
-    return total + (losses_N * _weights(balanced, losses_N)).sum(), found
+    losses_N = balance_losses(router_logits, _spans(carried), top_k)
+    found = sums_by_adapter(losses_N, carried)
+    return total + (losses_N * _weights(carried, losses_N)).sum(), found
 
 
-def sums_by_owner(losses_N: torch.Tensor, balanced: Sequence[Balanced]) -> dict[int, torch.Tensor]:
-    """[] float64, without gradient."""
-    parts = losses_N.detach().split([len(one.spans) for one in balanced])
-    return {one.owner: part.sum().double() for one, part in zip(balanced, parts, strict=True)}
+def sums_by_adapter(losses_N: torch.Tensor, carried: Sequence[Carried]) -> dict[int, torch.Tensor]:
+    """By adapter, the sum [] of its samples' losses in float64, without gradient."""
+    parts = losses_N.detach().split([len(one.spans) for one in carried])
+    return {one.adapter: part.sum().double() for one, part in zip(carried, parts, strict=True)}
 
 
-def _spans(balanced: Sequence[Balanced]) -> list[tuple[int, int]]:
-    return [span for one in balanced for span in one.spans]
+def _spans(carried: Sequence[Carried]) -> list[tuple[int, int]]:
+    return [span for one in carried for span in one.spans]
 
 
-def _weights(balanced: Sequence[Balanced], like: torch.Tensor) -> torch.Tensor:
+def _weights(carried: Sequence[Carried], like: torch.Tensor) -> torch.Tensor:
     """[N] in the gradient."""
-    return torch.cat([like.new_full((len(one.spans),), one.weight) for one in balanced])
+    return torch.cat([like.new_full((len(one.spans),), one.weight) for one in carried])
 
 
 class StageRouting:
@@ -155,11 +126,11 @@ class StageRouting:
     """
 
     def __init__(
-        self, router_logits: Sequence[torch.Tensor], balanced: Sequence[Balanced], below: torch.Tensor | None,
+        self, router_logits: Sequence[torch.Tensor], carried: Sequence[Carried], below: torch.Tensor | None,
         experts: int, top_k: int, dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        spans = _spans(balanced)
-        self.balanced, self.top_k = balanced, top_k
+        spans = _spans(carried)
+        self.carried, self.top_k = carried, top_k
         self.sums: torch.Tensor | None = None
         """[N, E], sums of probabilities of the layers here, differentiable."""
         self.totals = torch.zeros(2, len(spans), experts, dtype=dtype, device=device) if below is None else below
@@ -174,8 +145,8 @@ class StageRouting:
     def losses(self) -> dict[int, torch.Tensor]:
         """On the last stage, by owner the sum of its samples' losses; leaves their gradient."""
         counts_NE, sums_NE = self.totals.unbind()
-        self.gradient = slopes(counts_NE, self.top_k) * _weights(self.balanced, counts_NE)[:, None]
-        return sums_by_owner(_losses(counts_NE, sums_NE, self.top_k), self.balanced)
+        self.gradient = slopes(counts_NE, self.top_k) * _weights(self.carried, counts_NE)[:, None]
+        return sums_by_adapter(_losses(counts_NE, sums_NE, self.top_k), self.carried)
 
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For backward: tensors and their gradients."""

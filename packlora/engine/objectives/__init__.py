@@ -1,0 +1,160 @@
+"""The protocol of objectives: what is learnt of a sample, as a function of the log-probabilities of its labels.
+
+A feature is one file in this folder: a subclass of `Objective`, or of `Term` where it is no function of log-probabilities.
+Neither the packing of rows (collate.py) nor the output layer (heads.py) knows one of them by name: an objective says which
+columns its rows have, collate carries them, and the derivative of the loss by each log-probability is that label's weight in
+the gradient.
+
+Shapes: N samples of a part, L their labels, T their tokens, M metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+import torch
+
+from packlora.data.encode import Sample
+from packlora.engine.rows import Row
+
+Facts = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A named column of rows. of: what there is one value for. width: numbers of each. dtype: float64, or int64."""
+
+    of: Literal["token", "label", "sample"]
+    width: int = 1
+    dtype: torch.dtype = torch.float64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsView:
+    """What an objective sees of the rows of a part.
+
+    lengths: labels of each sample, known on the host.
+    facts: of the global batch, see parts.Part.
+    host: columns as NumPy arrays: [L], or [N] or [N, width]. tensors: the same on the device.
+    """
+
+    lengths: tuple[int, ...]
+    facts: Facts
+    host: Mapping[str, np.ndarray]
+    tensors: Mapping[str, torch.Tensor]
+
+    @staticmethod
+    def of(objective: Objective, rows: Sequence[Row], facts: Facts) -> RowsView:
+        """View of rows on the CPU that are in no microbatch."""
+        host = objective.columns_of(rows)
+        tensors = {name: torch.from_numpy(values) for name, values in host.items()}
+        return RowsView(tuple(row.sample.num_labels for row in rows), facts, host, tensors)
+
+    def column(self, name: str) -> torch.Tensor:
+        """Values of a column on the device: [L] by label, [N] or [N, width] by sample."""
+        return self.tensors[name]
+
+    def per_sample(self, values_L: torch.Tensor) -> torch.Tensor:
+        """Sum of each sample's values [N]. The bits of a sum do not depend on the other samples."""
+        return torch.stack([own.sum() for own in values_L.split(list(self.lengths))])
+
+
+class Evaluate(Protocol):
+    """Forwards without gradients that an objective may ask for, of samples that need not be the job's.
+
+    known: what objectives have found of the reference of the job, by the id of a sample; jobs with the same reference share it.
+    Both calls return float64 arrays [l], the log-probabilities of each sample's labels; None where a stop was asked for.
+    """
+
+    known: dict[int, np.ndarray]
+
+    def own(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
+        """Run the model with the job's adapter as it is."""
+
+    def reference(self, samples: Sequence[Sample], keep: bool = False) -> list[np.ndarray] | None:
+        """Run the model that the job is held to. keep: samples whose ids get into `known`, so that they must live on."""
+
+
+class Objective:
+    """A loss of samples, and what it needs beside log-probabilities. A job has one object of its own.
+
+    name: as in the run file.
+    unit: what the loss is a mean over, labels or samples of a global batch.
+    weights: when a label's weight in the gradient is known: `before` the forward, from the `row`'s own log-probability, or from
+        all of its `sample`.
+    columns: of its rows, by name.
+    metrics: names of sums over samples that come with the loss.
+    has_reference: whether the job is held to another model.
+    has_estimate: whether `estimate` runs forwards of its own for each global batch.
+    """
+
+    name = ""
+    unit: Literal["token", "sample"] = "token"
+    weights: Literal["before", "row", "sample"] = "sample"
+    columns: ClassVar[Mapping[str, Column]] = {}
+    metrics: tuple[str, ...] = ()
+    has_reference = False
+    has_estimate = False
+
+    def columns_of(self, rows: Sequence[Row]) -> Mapping[str, np.ndarray]:
+        """Values of all columns: [L], or [N] or [N, width]."""
+        return {}
+
+    def loss(self, logp_L: torch.Tensor, rows: RowsView) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses and sums of metrics, both float64, on the device of logp, which is not waited for.
+
+        Args:
+            logp_L: log-probabilities of the labels, float64 [L].
+
+        Returns:
+            Losses [L] or [N] by `unit`, differentiable by logp; sums of metrics [M].
+        """
+        raise NotImplementedError
+
+    def facts(self, batch: Sequence[Sample]) -> Facts:
+        """Numbers of a global batch that its samples tell."""
+        return {}
+
+    def learn(self, samples: Sequence[Sample], held_out: Sequence[Sample], evaluate: Evaluate) -> bool:
+        """Find out, once a session, what does not change while the job trains. False where a stop was asked for.
+
+        Args:
+            samples: all that the job may train on.
+        """
+        return True
+
+    def estimate(self, batch: Sequence[Sample], evaluate: Evaluate) -> Facts | None:
+        """Numbers of a global batch, or of all held-out samples, that the model as it is tells. None: a stop was asked for."""
+        return {}
+
+    def report(self, sums: Sequence[float], facts: Facts) -> dict[str, float]:
+        """Metrics of a global batch, by the names that logs have."""
+        return {}
+
+
+class Term:
+    """What an objective is combined with, and what is no function of log-probabilities. It takes part in training alone.
+
+    columns, metrics: as of Objective. A column that other parts of a microbatch lack is 0 there. Those of labels go to the
+        output layer, those of tokens to whoever runs the model's forward (owners.TokenOwners.columns).
+    carries: whether it is made of what layers compute on the way (balance.py).
+    """
+
+    columns: ClassVar[Mapping[str, Column]] = {}
+    metrics: tuple[str, ...] = ()
+    carries = False
+
+    def columns_of(self, rows: Sequence[Row]) -> Mapping[str, np.ndarray]:
+        """Values of all columns, [T] or [L]."""
+        return {}
+
+    def share(self, facts: Facts) -> float:
+        """Factor of what it carries, in the sum of an adapter's losses."""
+        return 0.0
+
+    def report(self, sums: Sequence[float], facts: Facts) -> dict[str, float]:
+        """Metrics of a global batch."""
+        return {}
