@@ -151,8 +151,8 @@ def _columns_of_terms(parts: Parts, total: int, few: int) -> Iterator[tuple[str,
         dtype = next(iter(given.values())).dtype
         sizes = [num_tokens([part]) if of == "token" else _labels_of(part) for part in parts]
         padding = total - sum(sizes) if of == "token" else few
-        values = [given.get(at, np.zeros(size, dtype)) for at, size in enumerate(sizes)]
-        yield name, (of, [*values, np.zeros(padding, dtype)])
+        own = [given.get(at, np.zeros(size, dtype)) for at, size in enumerate(sizes)]
+        yield name, (of, [*own, np.zeros(padding, dtype)])
 
 
 def _views(

@@ -6,7 +6,8 @@ collected by adapter. Losses of different adapters are never added: a NaN of one
 An objective is a function of log-probabilities. Its derivative by one of them is the weight of that label in the gradient, and
 may be known only when the forward is done. After a frozen output layer the gradient of the hidden states, which is linear in
 these weights, is multiplied with them row by row: no logits are kept, and one pass is enough. An output layer with adapters
-adds up gradients of its parameters over rows, so there the weights are found by a pass of their own.
+adds up gradients of its parameters over rows, so a label's weight must be known where its row is: it is by an objective whose
+weights are known before or by row; else they are found by a pass of their own.
 
 Shapes: L label rows, C those of a chunk, D hidden size, V vocabulary, M metrics of a part.
 """
@@ -24,9 +25,10 @@ from packlora.adapters.attach import AdaptedHead, trained_on
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
 from packlora.engine.collate import IGNORE, PackedBatch
+from packlora.engine.objectives import Objective, RowsView
 from packlora.engine.objectives.smoothing import SMOOTHING
 from packlora.engine.parts import PackedPart
-from packlora.ops.cross_entropy.chunked import chunked_cross_entropy
+from packlora.ops.cross_entropy.chunked import Weigh, chunked_cross_entropy
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 
 
@@ -86,7 +88,8 @@ def judge(losses_L: torch.Tensor, batch: PackedBatch) -> Judgement:
 
     One sum per part over its own rows, in row order: index_add on a GPU would add in any order.
     """
-    logps, sums, factors = (-losses_L.detach().double()).split([part.num_rows for part in batch.parts]), {}, []
+    logps = (-losses_L.detach().double()).split([part.num_rows for part in batch.parts])
+    sums, factors = dict[int, torch.Tensor](), list[torch.Tensor | None]()
     for part, logp_L in zip(batch.parts, logps, strict=True):
         own, gradient_L = _judged(part, logp_L)
         sums[part.adapter] = own if part.adapter not in sums else sums[part.adapter] + own
@@ -104,12 +107,37 @@ def _judged(part: PackedPart, logp_L: torch.Tensor) -> tuple[torch.Tensor, torch
         losses, metrics_M = part.objective.loss(own_L, part.view)
         padded = F.pad(losses, (0, part.padding)) if part.padding else losses
         return torch.cat([padded.sum()[None], metrics_M]), None
+    loss, metrics_M, factors_L = _weighed(part.objective, own_L, part.view)
+    return torch.cat([loss[None], metrics_M]), F.pad(factors_L, (0, part.padding), value=1.0)
+
+
+def _weighed(
+    objective: Objective, logp_L: torch.Tensor, view: RowsView
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum of losses [], sums of metrics [M], and factors [L]."""
     with torch.enable_grad():
-        leaf = own_L.clone().requires_grad_()
-        losses, metrics_M = part.objective.loss(leaf, part.view)
-        (gradient_L,) = torch.autograd.grad(losses.sum(), leaf)
-    factors_L = F.pad(-gradient_L, (0, part.padding), value=1.0)
-    return torch.cat([losses.detach().sum()[None], metrics_M.detach()]), factors_L
+        leaf = logp_L.clone().requires_grad_()
+        losses, metrics_M = objective.loss(leaf, view)
+        loss = losses.sum()
+        found = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+    return loss.detach(), metrics_M.detach(), torch.zeros_like(logp_L) if found is None else -found
+
+
+def _weigh_rows(losses_C: torch.Tensor, batch: PackedBatch, start: int, stop: int) -> torch.Tensor:
+    """Factors [C] of label rows start to stop, where objectives know them by row."""
+    out, first, logp_C = [], 0, -losses_C.detach().double()
+    for part in batch.parts:
+        begin, end = max(start, first), min(stop, first + part.num_rows)
+        labels = max(min(end - first, part.num_labels) - max(begin - first, 0), 0)
+        if end > begin:
+            own_C = logp_C[begin - start : end - start]
+            factors_C = torch.ones_like(own_C)
+            if labels and part.objective.weights != "before":
+                view = part.view.labels(begin - first, begin - first + labels)
+                factors_C[:labels] = _weighed(part.objective, own_C[:labels], view)[2]
+            out.append(factors_C)
+        first += part.num_rows
+    return torch.cat(out)
 
 
 def _smoothed(logits_LV: torch.Tensor, labels_L: torch.Tensor, smoothing_L: torch.Tensor) -> torch.Tensor:
@@ -145,19 +173,21 @@ def head_losses(
     own = [weights for number, weights in on_head.items() if number in rows.adapters]
     parameters = [parameter for weights in own for parameter in weights.named_parameters().values()]
 
-    def losses(weights_L: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(weights_L: torch.Tensor | None, weigh: Weigh | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return chunked_cross_entropy(
             hidden_LD, logits_of, parameters, len(head.base.weight), batch.labels_L, weights_L,
-            smoothing_L=batch.labels.get(SMOOTHING),
+            smoothing_L=batch.labels.get(SMOOTHING), weigh=weigh,
         )  # fmt: skip
 
-    if torch.is_grad_enabled() and any(part.objective.weights != "before" for part in batch.parts):
+    known = {part.objective.weights for part in batch.parts} if torch.is_grad_enabled() else {"before"}
+    if "sample" in known:
         # weights of labels are known after a forward, the layer's gradients are made in it: so there are two
         with torch.no_grad():
             factors_L = judge(losses(weights_L)[0], batch).factors_L
         assert factors_L is not None
         weights_L = factors_L if weights_L is None else factors_L * weights_L
-    losses_L, total = losses(weights_L)
+    by_row = "row" in known and "sample" not in known
+    losses_L, total = losses(weights_L, (lambda C, a, b: _weigh_rows(C, batch, a, b)) if by_row else None)
     return Losses(losses_L, total, judge(losses_L, batch).sums)
 
 

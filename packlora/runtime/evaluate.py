@@ -97,7 +97,7 @@ class Evaluator:
         Raises:
             MemoryError: out of memory, and there is no lower budget to go on with.
         """
-        return all(job.estimate(step, self._of(job)) for job, step in due if job.lacks_estimate(step))
+        return all(job.learning.estimate(step, self._of(job)) for job, step in due if job.learning.lacks_estimate(step))
 
     def _of(self, job: Job) -> JobForwards:
         return JobForwards(self.forwards, job, *self._known.setdefault(job.config.reference_adapter, ({}, [])))
@@ -112,17 +112,17 @@ class Evaluator:
         Raises:
             MemoryError: out of memory, and there is no lower budget to go on with.
         """
-        if not all(job.learn(self._of(job)) for job in jobs if job.status == "running"):
+        if not all(job.learning.learn(self._of(job)) for job in jobs if job.status == "running"):
             return {}
         due = [job for job in jobs if self.is_due(job)]
         samples = {job.name: job.eval_samples or job.data.last_batch() for job in due}
-        wanted = [job.name for job in due if job.objective.weights != "before"]
+        wanted = [job.name for job in due if job.learning.objective.weights != "before"]
         found = self.forwards.over(samples, {job.name: job.adapter.number for job in due}, wanted) if samples else None
         if found is None:
             return {}
         out: dict[str, HeldOut] = {}
         for job in due:
-            estimate = job.objective.estimate(samples[job.name], self._of(job))
+            estimate = job.learning.objective.estimate(samples[job.name], self._of(job))
             if estimate is None:
                 return {}
             out[job.name] = _held_out(job, samples[job.name], found[job.name], estimate)
@@ -131,7 +131,7 @@ class Evaluator:
 
 
 def _held_out(job: Job, samples: Sequence[Sample], found: Found, estimate: Mapping[str, float]) -> HeldOut:
-    objective, labels = job.objective, sum(sample.num_labels for sample in samples)
+    objective, labels = job.learning.objective, sum(sample.num_labels for sample in samples)
     if objective.weights == "before":
         return HeldOut(found.loss_sum / labels, {})
     units = labels if objective.unit == "token" else len(samples)

@@ -519,7 +519,7 @@ def buffers_of(jobs: Sequence[Job]) -> Buffers:
 
 def columns_of(jobs: Sequence[Job]) -> dict[str, torch.dtype]:
     """Columns of tokens that jobs have, see Body."""
-    terms = [term for job in jobs for term in job.terms]
+    terms = [term for job in jobs for term in job.learning.terms]
     return {name: own.dtype for term in terms for name, own in term.columns.items() if own.of == "token"}
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import get_scheduler
 
@@ -23,11 +22,8 @@ from packlora.config import HIGHER_IS_BETTER, JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.data.prompts import Prompt
-from packlora.engine.objectives import Evaluate, Facts
-from packlora.engine.objectives.configured import objective_of, terms_of
-from packlora.engine.parts import Part
-from packlora.engine.rows import Row
 from packlora.runtime.history import Pieces
+from packlora.runtime.learning import Learning
 from packlora.runtime.memory import on_host, on_their_way
 from packlora.runtime.optimizer import optimizer_of
 from packlora.seeding import stable_hash
@@ -212,14 +208,8 @@ class Job:
         self.lr_at = learning_rates(train, self.data.configured_steps)
         dropout, seed = self.adapter.spec.peft.lora_dropout, self.data.seed
         self.dropout_key = stable_hash("dropout", seed) if dropout else None
-        self.objective = objective_of(train)
+        self.learning = Learning(train, self.data, self.eval_samples, self.router_coefficient)
         """What it learns."""
-        self.terms = terms_of(train, seed, self.router_coefficient)
-        """What is added to that in training."""
-        self.num_metrics = len(self.objective.metrics) + sum(len(term.metrics) for term in self.terms)
-        self._facts: tuple[int, Facts] = -1, {}
-        """The step whose global batch they are of."""
-        self._estimate: tuple[int, Facts] = -1, {}
         self.gradient: torch.Tensor | None = None
         """Of the present global batch, like adapter.flat; made by the first microbatch."""
         self.gradients: dict[str, torch.Tensor] = {}
@@ -276,50 +266,8 @@ class Job:
         return self.status != "failed" and self.step <= batch < self.data.num_steps
 
     def loss_units(self, step: int) -> int:
-        """Units of the objective in the global batch of a step, which its loss is divided by: label tokens or samples."""
-        return self.data.label_tokens(step) if self.objective.unit == "token" else self.samples_of(step)
-
-    def samples_of(self, step: int) -> int:
-        """Number of samples of the global batch of a step."""
-        return len(self.data.planned.samples(step))
-
-    def part(self, step: int, numbers: Sequence[int]) -> Part:
-        """Samples of the global batch of a step, by their numbers, as they are packed."""
-        rows = [Row(self.data.samples[number], (self.dropout_key, step, number)) for number in numbers]
-        weight = self.grad_scale / self.loss_units(step)
-        return Part(self.adapter.number, rows, self.objective, weight, self.terms, self.facts_of(step))
-
-    def batch(self, step: int) -> list[Sample]:
-        """Samples of the global batch of a step, in its order."""
-        return [self.data.samples[number] for number in self.data.global_batch(step)]
-
-    def facts_of(self, step: int) -> Facts:
-        """Facts of the global batch of a step, see parts.Part."""
-        if self._facts[0] != step:
-            own = {"units": self.loss_units(step), "samples": self.samples_of(step)}
-            self._facts = step, own | dict(self.objective.facts(self.batch(step)))
-        return dict(self._facts[1]) | dict(self._estimate[1])
-
-    def lacks_estimate(self, step: int) -> bool:
-        """Whether the objective is to estimate something before the global batch of a step is run."""
-        return self.objective.has_estimate and self._estimate[0] != step
-
-    def estimate(self, step: int, evaluate: Evaluate) -> bool:
-        """Do so. False where a stop was asked for meanwhile."""
-        found = self.objective.estimate(self.batch(step), evaluate)
-        self._estimate = self._estimate if found is None else (step, found)
-        return found is not None
-
-    def learn(self, evaluate: Evaluate) -> bool:
-        """Let the objective find out what it needs of all samples whose losses it may take: held-out ones, and those of all
-        configured steps. False where a stop was asked for meanwhile."""
-        data, order = self.data, self.data.planned
-        if not self.objective.has_reference:
-            return True
-        if data.configured_steps >= data.batches_per_epoch:
-            return self.objective.learn(data.samples, self.eval_samples, evaluate)
-        taken = np.unique(np.concatenate([order.samples(step) for step in range(data.configured_steps)]))
-        return self.objective.learn([data.samples[number] for number in taken.tolist()], self.eval_samples, evaluate)
+        """Units of the objective in the global batch of a step, which its loss is divided by."""
+        return self.learning.units(step)
 
     def gradient_buffers(self) -> dict[str, torch.Tensor]:
         """Views of `gradient` by parameter. Whoever adds to them in a backward leaves them as the parameters' `grad`."""
@@ -340,12 +288,8 @@ class Job:
         self.gradient_buffers()
         assert self.gradient is not None
         if self.sums is None:
-            self.sums = self.no_sums()
+            self.sums = self.learning.no_sums(self.gradient.device)
         return self.gradient, self.sums
-
-    def no_sums(self) -> torch.Tensor:
-        """Sums of nothing."""
-        return torch.zeros(1 + self.num_metrics, dtype=torch.float64, device=self.adapter.flat.device)
 
     def collect(self, sums: torch.Tensor) -> None:
         """Add a microbatch's sums [1 + M] of this job to those of the global batch, and its parameters' gradients."""
@@ -434,7 +378,7 @@ class Job:
             return None
         self.untrained &= self.without
         self.last_good = before
-        metrics = self._metrics()
+        metrics = self.learning.metrics(self.step, self.sums)
         tokens = self._tokens
         self.discard()
         self.step += 1
@@ -448,15 +392,6 @@ class Job:
         )  # fmt: skip
         self._told = result
         return result
-
-    def _metrics(self) -> dict[str, float | None]:
-        """Metrics of the global batch that has run; null for what is not finite. Waits for the device where there are some."""
-        if not self.num_metrics or self.sums is None:
-            return {}
-        facts, sums, found = self.facts_of(self.step), iter(self.sums.tolist()[1:]), dict[str, float]()
-        for one in (self.objective, *self.terms):
-            found |= one.report([next(sums) for _ in one.metrics], facts) if one.metrics else {}
-        return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
     def confirm(self, largest: float, changed: float) -> StepResult | None:
         """The second half: what the last step that was counted has made of the parameters, before the next one."""

@@ -19,7 +19,6 @@ from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.heads import Losses, token_losses
-from packlora.engine.objectives.balance import with_balance
 from packlora.engine.parts import Carried, Parts, num_tokens
 
 NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
@@ -125,6 +124,8 @@ class SingleDevice:
                 losses = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
             if routed is None:
                 return Pending(batch, losses, losses.total)
+            from packlora.engine.objectives.balance import with_balance
+
             total, found = with_balance(losses.total, routed, batch.carried, model.num_experts_per_tok)
             return Pending(batch, losses, total, found)
 

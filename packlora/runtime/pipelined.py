@@ -75,7 +75,7 @@ def put_sums(row: torch.Tensor, job: Job) -> None:
 
 def take_totals(row: torch.Tensor, job: Job) -> None:
     """What all stages have added up of it."""
-    job.sums = row[LOSS : LOSS + 1 + job.num_metrics]
+    job.sums = row[LOSS : LOSS + 1 + job.learning.num_metrics]
 
 
 class PipelinedTrainer(Trainer):
@@ -239,7 +239,7 @@ class PipelinedTrainer(Trainer):
 
     def _rows(self, slot: int) -> tuple[int, int]:
         complete = self._inside[slot].complete
-        return 1 + len(complete), 5 + max((job.num_metrics for job, _ in complete), default=0)
+        return 1 + len(complete), 5 + max((job.learning.num_metrics for job, _ in complete), default=0)
 
     def _receive_sums(self, slot: int) -> None:
         self._inside[slot].sums = self.links.down.receive(self._rows(slot), torch.float64)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from packlora.engine.parts import Part, Parts
+from packlora.engine.rows import Row
 from packlora.parallel.layout import waves
 from packlora.report.events import MicrobatchDone
 from packlora.runtime.job import Job
@@ -32,9 +33,16 @@ class Packer:
             numbers: dict[tuple[str, int], list[int]] = {}
             for placed in microbatch.samples:
                 numbers.setdefault((placed.job, placed.batch), []).append(placed.sample)
-            found: list[Part] = [self.jobs[name].part(batch, own) for (name, batch), own in numbers.items()]
+            found: list[Part] = [_part(self.jobs[name], batch, own) for (name, batch), own in numbers.items()]
             self._last = microbatch, sorted(found, key=lambda part: part.adapter)
         return self._last[1]
+
+
+def _part(job: Job, step: int, numbers: Sequence[int]) -> Part:
+    """Samples of the global batch of a step of a job, by their numbers."""
+    rows, own = [Row(job.data.samples[number], (job.dropout_key, step, number)) for number in numbers], job.learning
+    weight = job.grad_scale / own.units(step)
+    return Part(job.adapter.number, rows, own.objective, weight, own.terms, own.facts_of(step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,7 @@ class Runner:
 
     def prepare(self, wave: Wave | None) -> None:
         """Let the executor make ready what comes next, if anything does and is known before the steps that are being taken."""
-        if wave is None or any(job.lacks_estimate(batch) for job, batch in self.due(wave)):
+        if wave is None or any(job.learning.lacks_estimate(batch) for job, batch in self.due(wave)):
             return
         own = self.own(wave)
         if own is not None:
@@ -178,7 +186,7 @@ class Runner:
             if job.name in here:
                 continue
             if job.name in counted:
-                job.collect(job.no_sums())
+                job.collect(job.learning.no_sums(job.adapter.flat.device))
             for parameter in job.parameters.values():
                 parameter.grad = None
 

@@ -85,11 +85,11 @@ def test_a_terminal_that_is_none_has_a_line_for_each_step_that_is_logged(base: s
 
 def test_what_is_learnt_is_what_a_plain_loop_over_a_peft_model_learns(base: str, tmp_path: Path) -> None:
     """Adafactor, NEFTune and label smoothing together, in float64: transformers' optimizer and torch's loss."""
-    from packlora.adapters.noise import SALT
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     from packlora.config import Run
+    from packlora.engine.objectives.neftune import SALT
     from packlora.ops.dropout.keys import token_keys, uniform
     from packlora.runtime.prepare import prepare
     from packlora.seeding import stable_hash

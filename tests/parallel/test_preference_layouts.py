@@ -53,7 +53,7 @@ def changed(rank: int, tree: dict[str, Any], asked: bool) -> str:
 
     def learn(self: Evaluator, due: Any) -> bool:
         nonlocal count
-        count += any(job.lacks_estimate(batch) for job, batch in due)
+        count += any(job.learning.lacks_estimate(batch) for job, batch in due)
         if asked and rank == 1 and count == 2:
             signal.raise_signal(signal.SIGTERM)
         return not asked or original(self, due)

@@ -68,7 +68,7 @@ def a_job(number: int, step: int = 1) -> Any:
     out = mock.MagicMock(eval_samples=[], prompts=[], status="running")
     out.name, out.step, out.joined = f"job-{number}", step, 0
     out.config.train, out.data.num_steps, out.adapter.number = train, 9, number
-    out.lacks_estimate.return_value = False
+    out.learning.lacks_estimate.return_value = False
     out.is_due.return_value = True
     return out
 

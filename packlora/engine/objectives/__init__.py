@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from types import MappingProxyType
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +54,10 @@ class RowsView:
         tensors = {name: torch.from_numpy(values) for name, values in host.items()}
         return RowsView(tuple(row.sample.num_labels for row in rows), facts, host, tensors)
 
+    def labels(self, start: int, stop: int) -> RowsView:
+        """View of some consecutive labels, as of one sample, for an objective whose columns are of labels alone."""
+        return RowsView((stop - start,), self.facts, {}, {name: own[start:stop] for name, own in self.tensors.items()})
+
     def column(self, name: str) -> torch.Tensor:
         """Values of a column on the device: [L] by label, [N] or [N, width] by sample."""
         return self.tensors[name]
@@ -60,6 +65,10 @@ class RowsView:
     def per_sample(self, values_L: torch.Tensor) -> torch.Tensor:
         """Sum of each sample's values [N]. The bits of a sum do not depend on the other samples."""
         return torch.stack([own.sum() for own in values_L.split(list(self.lengths))])
+
+    def first(self, values_L: torch.Tensor) -> torch.Tensor:
+        """Value of each sample's first label [N], as of a column with one number a sample."""
+        return torch.stack([own[0] for own in values_L.split(list(self.lengths))])
 
 
 class Evaluate(Protocol):
@@ -83,8 +92,8 @@ class Objective:
 
     name: as in the run file.
     unit: what the loss is a mean over, labels or samples of a global batch.
-    weights: when a label's weight in the gradient is known: `before` the forward, from the `row`'s own log-probability, or from
-        all of its `sample`.
+    weights: when a label's weight in the gradient is known: `before` the forward, where the losses are -logp; from the `row`'s
+        own log-probability and columns of labels; or from all of its `sample`.
     columns: of its rows, by name.
     metrics: names of sums over samples that come with the loss.
     has_reference: whether the job is held to another model.
@@ -94,7 +103,7 @@ class Objective:
     name = ""
     unit: Literal["token", "sample"] = "token"
     weights: Literal["before", "row", "sample"] = "sample"
-    columns: ClassVar[Mapping[str, Column]] = {}
+    columns: Mapping[str, Column] = MappingProxyType({})
     metrics: tuple[str, ...] = ()
     has_reference = False
     has_estimate = False
@@ -143,7 +152,7 @@ class Term:
     carries: whether it is made of what layers compute on the way (balance.py).
     """
 
-    columns: ClassVar[Mapping[str, Column]] = {}
+    columns: Mapping[str, Column] = MappingProxyType({})
     metrics: tuple[str, ...] = ()
     carries = False
 

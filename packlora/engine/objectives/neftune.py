@@ -9,7 +9,7 @@ Shapes: T tokens, D width of the embeddings.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ KEYS, SCALE = "neftune keys", "neftune scale"
 class Neftune(Term):
     """Noise of one job. key: of everything that it draws."""
 
-    columns: ClassVar = {KEYS: Column("token", dtype=torch.int64), SCALE: Column("token")}
+    columns = MappingProxyType({KEYS: Column("token", dtype=torch.int64), SCALE: Column("token")})
 
     def __init__(self, key: int, alpha: float) -> None:
         self.key, self.alpha = key, alpha

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -62,7 +62,9 @@ class PreferenceObjective(Objective):
     """
 
     unit = "sample"
-    columns: ClassVar = {"counts": Column("sample", 3), "reference": Column("sample", 3), "desirable": Column("sample")}
+    columns = MappingProxyType(
+        {"counts": Column("sample", 3), "reference": Column("sample", 3), "desirable": Column("sample")}
+    )
     metrics = (
         "chosen", "rejected", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "rewards/accuracies",
     )  # fmt: skip

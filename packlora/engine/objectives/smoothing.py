@@ -7,7 +7,7 @@ of the label's log-probability alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,7 +21,7 @@ SMOOTHING = "smoothing"
 class LabelSmoothing(Term):
     """Smoothing by the same share of every label."""
 
-    columns: ClassVar = {SMOOTHING: Column("label")}
+    columns = MappingProxyType({SMOOTHING: Column("label")})
 
     def __init__(self, share: float) -> None:
         self.of_label = share
