@@ -17,8 +17,8 @@ import torch
 
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.data.encode import Sample
-from packlora.engine.objectives import RowsView, Term
-from packlora.engine.parts import Carried, PackedPart, Part, Parts, num_tokens, rows_of
+from packlora.engine.objectives import Carried, RowsView, Term
+from packlora.engine.parts import PackedPart, Part, Parts, num_tokens, rows_of
 from packlora.engine.rows import NO_ADAPTER
 from packlora.ops.dropout.keys import packed_token_keys
 
@@ -174,16 +174,11 @@ def _carried(parts: Parts) -> Iterator[Carried]:
         start = stops[-1]
         for term in _carrying(part):
             share = term.share(part.facts)
-            yield Carried(part.adapter, share, share * part.weight, tuple(itertools.pairwise(stops)))
+            yield Carried(part.adapter, term, share, share * part.weight, tuple(itertools.pairwise(stops)))
 
 
 def _carrying(part: Part) -> list[Term]:
     return [term for term in part.terms if term.carries]
-
-
-def num_carried(parts: Parts) -> int:
-    """Samples with a term that carries something."""
-    return sum(len(part.rows) * len(_carrying(part)) for part in parts)
 
 
 def _fillers(tokens: int, longest: int) -> list[int]:

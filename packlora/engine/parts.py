@@ -62,17 +62,3 @@ class PackedPart:
     def num_rows(self) -> int:
         """Rows of labels, padding included."""
         return self.num_labels + self.padding
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """Samples of a part with a term that carries something through the layers.
-
-    share: factor of each sample's value in the sum of the adapter's losses. weight: in the gradient. spans: (start, stop) of
-    the samples' tokens in the microbatch.
-    """
-
-    adapter: int
-    share: float
-    weight: float
-    spans: tuple[tuple[int, int], ...]

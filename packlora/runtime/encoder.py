@@ -62,8 +62,8 @@ class Encoder:
         encoded, eval_encoded = mixed(parts, job.data, self.run.seed_of(job), job.name, notes), joined(held_out)
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
         _check_vocabulary(job.name, encoded, eval_encoded, vocabulary, self.tokenizer)
-        _check_divergence(job, "training", encoded)
-        _check_divergence(job, "held-out", eval_encoded)
+        _check_samples(job, "training", encoded)
+        _check_samples(job, "held-out", eval_encoded)
         data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
         _check_scheduler(job, data)
         coefficient, told_of_it = coefficient_of(self.run, job, self.skeleton)
@@ -207,13 +207,9 @@ def _check_scheduler(job: JobConfig, data: JobData) -> None:
         raise InputError(f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}") from None
 
 
-def _check_divergence(job: JobConfig, what: str, encoded: Encoded) -> None:
-    """The loss kto compares samples with each other's completions."""
-    if job.train.loss_types == ("kto",) and not job.train.objective and len(encoded.samples) == 1:
-        raise InputError(
-            f"job {job.name!r}: its {what} data is 1 sample; loss_type kto compares with the completions of other samples and "
-            "takes at least 2; apo_zero_unpaired takes 1"
-        )
+def _check_samples(job: JobConfig, what: str, encoded: Encoded) -> None:
+    if (why := objective_of(job.train).why_not(encoded.samples)) is not None:
+        raise InputError(f"job {job.name!r}: its {what} data {why}")
 
 
 def _doubts(job: JobConfig, data: JobData) -> list[str]:
@@ -224,12 +220,7 @@ def _doubts(job: JobConfig, data: JobData) -> list[str]:
             f"warmup_steps {warmup} is no less than its {data.configured_steps} optimizer steps, so the learning "
             f"rate never comes to {train.learning_rate:g}"
         )
-    has_divergence = train.loss_types == ("kto",) and train.objective is None
-    if has_divergence and not train.drop_last and data.num_samples % train.global_batch_size == 1:
-        out.append(
-            "an epoch's last global batch is one sample, which loss_type kto compares with its own completion; set drop_last, "
-            "or another global_batch_size"
-        )
+    out += objective_of(train).doubts(data.num_samples, train)
     if train.global_batch_size > data.num_samples:
         out.append(
             f"global_batch_size {train.global_batch_size} is more than its {data.num_samples} samples, so every optimizer "

@@ -372,7 +372,7 @@ class GraphedDevice:
         head = plain_head(base.model)
         assert head is not None
         losses = fused_losses(hidden_TD[batch.rows_L], head, batch, batch.weights_L)
-        return Waiting(Pending(batch, losses, losses.total), hidden_TD, body, ready.parts)
+        return Waiting(Pending(batch, losses), hidden_TD, body, ready.parts)
 
     def backward(self, pending: Pending | Waiting) -> MicrobatchResult:
         if isinstance(pending, Pending):
@@ -386,7 +386,7 @@ class GraphedDevice:
 
     def _backward(self, pending: Waiting) -> MicrobatchResult:
         result = pending.pending.result()  # whatever fails does so before anything is added to a gradient
-        pending.pending.total.backward()
+        pending.pending.backward()
         assert pending.hidden_TD.grad is not None
         with _nothing_waits(self.single.base.device, self._checked == 1):
             pending.body.backward(pending.hidden_TD.grad, pending.pending.batch.num_tokens)

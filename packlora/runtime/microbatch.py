@@ -19,7 +19,8 @@ from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.heads import Losses, token_losses
-from packlora.engine.parts import Carried, Parts, num_tokens
+from packlora.engine.objectives import Carried, CarriedSums
+from packlora.engine.parts import Parts, num_tokens
 
 NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """How libraries and drivers say it that do not raise torch's own error."""
@@ -86,13 +87,21 @@ def with_carried(
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A forward that waits for its backward. total: that of the losses with what terms carry, of which `carried` is the sum by
-    adapter."""
+    """A forward that waits for its backward. carrying: where terms carry something; `carried` is its sum by adapter."""
 
     batch: PackedBatch
     losses: Losses
-    total: torch.Tensor
+    carrying: CarriedSums | None = None
     carried: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    def backward(self) -> None:
+        """Run it from all roots, if any adapter takes part in the output."""
+        roots: list[tuple[torch.Tensor, torch.Tensor | None]] = (
+            [] if self.carrying is None else [*self.carrying.roots()]
+        )
+        roots += [(self.losses.total, None)] if self.losses.total.requires_grad else []
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [own for _, own in roots])
 
     def result(self) -> MicrobatchResult:
         """What is known once the forward has run."""
@@ -123,18 +132,16 @@ class SingleDevice:
             with self.attached.active(batch.owners):
                 losses = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
             if routed is None:
-                return Pending(batch, losses, losses.total)
-            from packlora.engine.objectives.balance import with_balance
-
-            total, found = with_balance(losses.total, routed, batch.carried, model.num_experts_per_tok)
-            return Pending(batch, losses, total, found)
+                return Pending(batch, losses)
+            wide = torch.promote_types(model.dtype, torch.float32)
+            carrying = batch.carried[0].term.begin(batch.carried, routed, None, model, wide, self.base.device)
+            return Pending(batch, losses, carrying, carrying.losses())
 
     def backward(self, pending: Pending) -> MicrobatchResult:
         """See Executor."""
         with one_error_for_memory():
-            if pending.total.requires_grad:  # else no adapter takes part in the output, which its job will notice
-                with self.attached.active(pending.batch.owners):
-                    pending.total.backward()
+            with self.attached.active(pending.batch.owners):
+                pending.backward()
             return pending.result()
 
     @torch.no_grad()
@@ -144,7 +151,7 @@ class SingleDevice:
             batch = collate(parts, self.base.device, self._total(parts), self.base.vision)
             with self.attached.active(batch.owners):
                 losses = token_losses(self.base.model, batch, fused=self.base.fused_loss)
-            return Pending(batch, losses, losses.total).result()
+            return Pending(batch, losses).result()
 
     def _total(self, parts: Parts) -> int:
         return -(-max(MIN_ROWS, num_tokens(parts)) // self.multiple) * self.multiple

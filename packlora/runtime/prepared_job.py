@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -76,14 +75,9 @@ class PreparedJob:
         return max([self.most, *(n for s in self.encoded.samples + self.eval_encoded.samples for n in s.part_lengths)])
 
     @property
-    def longest_mismatched(self) -> int:
-        """Tokens that a prompt with another sample's completion may have; 0 where no loss takes it."""
-        if not objective_of(self.config.train).has_estimate:
-            return 0
-        samples = [s for s in self.encoded.samples + self.eval_encoded.samples if s.preference is not None]
-        starts = [int(np.argmax(sample.is_label)) for sample in samples]
-        ends = [sample.num_tokens - start for sample, start in zip(samples, starts, strict=True)]
-        return min(max(starts) + max(ends), *(s.preference.limit for s in samples if s.preference is not None))
+    def longest_estimated(self) -> int:
+        """Tokens of the longest sample that its objective makes of the others; 0 where it makes none."""
+        return objective_of(self.config.train).longest_of(self.encoded.samples + self.eval_encoded.samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
 from packlora.base.packing import hidden_states
-from packlora.engine.collate import PackedBatch, collate, num_carried
+from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.heads import Losses, token_losses
-from packlora.engine.objectives.balance import StageRouting
+from packlora.engine.objectives import CarriedSums
 from packlora.engine.parts import Parts, num_tokens
 from packlora.parallel.stages import Stage
 from packlora.runtime.microbatch import MicrobatchResult, one_error_for_memory, with_carried
@@ -26,7 +26,7 @@ class StagePending:
 
     incoming: hidden states of the stage below. root: what the backward begins at, the hidden states for the stage above or, on
     the last stage, the total of the losses. gradient: [1, T, D] of the hidden states; before the backward
-    from the stage above, after it for the stage below. routing: where samples have a term that carries
+    from the stage above, after it for the stage below. carrying: where samples have a term that carries
     something.
     """
 
@@ -35,9 +35,9 @@ class StagePending:
     root: torch.Tensor
     losses: Losses | None
     gradient: torch.Tensor | None = None
-    routing: StageRouting | None = None
+    carrying: CarriedSums | None = None
     carried: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By adapter, the sum over its samples of what `routing` makes; nothing where the losses are on another stage."""
+    """By adapter, the sum over its samples of what `carrying` makes; nothing where the losses are on another stage."""
 
     def result(self) -> MicrobatchResult:
         """Results of the microbatch; numbers are zeros where the losses are on another stage."""
@@ -55,9 +55,9 @@ class StagePending:
         return MicrobatchResult(sums, batch.num_tokens, batch.num_samples, losses_L)
 
     def gradients(self) -> list[torch.Tensor]:
-        """After the backward, for the stage below: of the hidden states, and that of StageRouting."""
-        of_routing = None if self.routing is None else self.routing.gradient
-        return [own for own in (self.gradient, of_routing) if own is not None]
+        """After the backward, for the stage below: of the hidden states, and that of `carrying`."""
+        of_carried = None if self.carrying is None else self.carrying.gradient
+        return [own for own in (self.gradient, of_carried) if own is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,54 +83,51 @@ class StageDevice:
     # --- what passes between stages; shape: as `shape` gives it ------------------------------------------------------------
 
     def receive_totals(self, parts: Parts) -> torch.Tensor | None:
-        """From the stage below, before the forward here: [2, N, E] in float32 or wider, StageRouting's totals of N samples with
+        """From the stage below, before the forward here: [2, N, E] in float32 or wider, CarriedSums' totals of N samples with
         a term that carries something, over E experts. They follow the hidden states, which send_up there sends first. None
         where no sample has such a term. Not for the first stage, which has none below."""
-        samples = num_carried(parts)
-        return self.stage.links.up.receive((2, samples, self._routers[0]), self._wide) if samples else None
+        carrying = [(len(part.rows), term) for part in parts for term in part.terms if term.carries]
+        if not carrying:
+            return None
+        shape = carrying[0][1].carried_shape(sum(samples for samples, _ in carrying), self.base.model)
+        return self.stage.links.up.receive(shape, self._wide)
 
     def send_up(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
         """To the stage above, after the forward here: hidden states [1, T, D] in the model's dtype, then, where samples have
-        something to carry, StageRouting's totals [2, N, E] over the layers here and below. Not for the last stage."""
+        something to carry, CarriedSums' totals [2, N, E] over the layers here and below. Not for the last stage."""
         up = self.stage.links.up
         up.send(pending.root.detach(), shape, self.stage.dtype)
-        if (routing := pending.routing) is not None:
-            up.send(routing.totals, routing.totals.shape, self._wide)
+        if (carrying := pending.carrying) is not None:
+            up.send(carrying.totals, carrying.totals.shape, self._wide)
 
     def receive_down(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
         """From the stage above, before the backward here, into pending: the gradient [1, T, D] of what send_up sent, then,
-        where samples have something to carry, that of StageRouting's sums, [N, E], which the last stage has made and all
+        where samples have something to carry, that of CarriedSums' sums, [N, E], which the last stage has made and all
         others pass on. Not for the last stage."""
         down = self.stage.links.down
         pending.gradient = down.receive(shape, self.stage.dtype)
-        if (routing := pending.routing) is not None:
-            routing.gradient = down.receive(routing.totals.shape[1:], self._wide)
+        if (carrying := pending.carrying) is not None:
+            carrying.gradient = down.receive(carrying.totals.shape[1:], self._wide)
 
     def send_down(self, gradients: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> None:
         """To the stage below, after the backward here, what its receive_down takes. gradients: of the hidden states [1, T, D]
-        that came from there, then, where there is one, StageRouting's [N, E]: StagePending.gradients. Not for the first."""
-        of_hidden, *of_routing = gradients
+        that came from there, then, where there is one, CarriedSums' [N, E]: StagePending.gradients. Not for the first."""
+        of_hidden, *of_carried = gradients
         self.stage.links.down.send(of_hidden, shape, self.stage.dtype)
-        for own in of_routing:
+        for own in of_carried:
             self.stage.links.down.send(own, own.shape, self._wide)
 
     # --- forward and backward ----------------------------------------------------------------------------------------------
 
     @property
     def _wide(self) -> torch.dtype:
-        """Of what StageRouting sends."""
+        """Of what CarriedSums send."""
         return torch.promote_types(self.stage.dtype, torch.float32)
-
-    @property
-    def _routers(self) -> tuple[int, int]:
-        """Experts of the model, and how many a token goes to."""
-        model: Any = self.base.model
-        return model.num_experts, model.num_experts_per_tok
 
     def forward(
         self, parts: Parts, incoming: torch.Tensor | None = None, below: torch.Tensor | None = None
     ) -> StagePending:
-        """incoming: hidden states [1, T, D] of the stage below; None on the first stage. below: see StageRouting."""
+        """incoming: hidden states [1, T, D] of the stage below; None on the first stage. below: see CarriedSums."""
         with one_error_for_memory():
             batch = collate(parts, self.base.device, self._total(parts))
             return self._run(batch, incoming, below)
@@ -152,11 +149,11 @@ class StageDevice:
                 root, self.stage.outgoing = self.stage.outgoing.contiguous(), None
         pending = StagePending(batch, incoming, root, losses)
         if batch.carried:
-            pending.routing = StageRouting(
-                routed or [], batch.carried, below, *self._routers, self._wide, self.base.device
+            pending.carrying = batch.carried[0].term.begin(
+                batch.carried, routed or [], below, self.base.model, self._wide, self.base.device
             )
             if self.stage.links.is_last:
-                pending.carried = pending.routing.losses()
+                pending.carried = pending.carrying.losses()
         return pending
 
     def backward(self, pending: StagePending) -> MicrobatchResult:
@@ -165,8 +162,8 @@ class StageDevice:
         pending.gradient = None
         with one_error_for_memory():
             roots = [(pending.root, gradient)] if pending.root.requires_grad else []
-            if pending.routing is not None:
-                roots += pending.routing.roots()
+            if pending.carrying is not None:
+                roots += pending.carrying.roots()
             if roots:
                 with self.attached.active(batch.owners):
                     torch.autograd.backward([root for root, _ in roots], [own for _, own in roots])

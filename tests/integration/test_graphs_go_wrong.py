@@ -147,7 +147,7 @@ def test_memory_that_runs_out_in_a_backward_beside_graphs_is_tried_without_them(
 ) -> None:
     train(run, samples(50), samples(50), samples(50))
     assert any(body.recorded for body in run.executor._bodies.values())
-    owner, name = (Body, "_run_backward") if where == "of the layers" else (torch.Tensor, "backward")
+    owner, name = (Body, "_run_backward") if where == "of the layers" else (microbatch.Pending, "backward")
     once(monkeypatch, owner, name, torch.OutOfMemoryError)
     got = train(run, samples(900))
     assert not run.executor._bodies and not run.told

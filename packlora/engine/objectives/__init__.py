@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
+from packlora.config import TrainConfig
 from packlora.data.encode import Sample
 from packlora.engine.rows import Row
 
@@ -123,6 +124,18 @@ class Objective:
         """
         raise NotImplementedError
 
+    def why_not(self, samples: Sequence[Sample]) -> str | None:
+        """Why it does not take samples of a job, all that there are; None where it does."""
+        return None
+
+    def doubts(self, samples: int, train: TrainConfig) -> list[str]:
+        """What can be trained with so many samples, but is hardly meant."""
+        return []
+
+    def longest_of(self, samples: Sequence[Sample]) -> int:
+        """Tokens of the longest sample that `estimate` makes of these; 0 where it makes none."""
+        return 0
+
     def facts(self, batch: Sequence[Sample]) -> Facts:
         """Numbers of a global batch that its samples tell."""
         return {}
@@ -144,12 +157,44 @@ class Objective:
         return {}
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Samples of a part with a term that carries something through the layers.
+
+    share: factor of each sample's value in the sum of the adapter's losses. weight: in the gradient. spans: (start, stop) of
+    the samples' tokens in the microbatch.
+    """
+
+    adapter: int
+    term: Term
+    share: float
+    weight: float
+    spans: tuple[tuple[int, int], ...]
+
+
+class CarriedSums(Protocol):
+    """What the layers of a microbatch add up for such a term, on one device or on each stage of a pipeline in turn.
+
+    totals: of the layers here and below, which go up with the hidden states. gradient: of the losses by the sums of any stage,
+    which comes down with the gradient of the hidden states; None before `losses` or before it has come.
+    """
+
+    totals: torch.Tensor
+    gradient: torch.Tensor | None
+
+    def losses(self) -> dict[int, torch.Tensor]:
+        """By adapter, the sum over its samples [] float64; where all layers are in the totals. Leaves the gradient."""
+
+    def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors and their gradients, for backward."""
+
+
 class Term:
     """What an objective is combined with, and what is no function of log-probabilities. It takes part in training alone.
 
     columns, metrics: as of Objective. A column that other parts of a microbatch lack is 0 there. Those of labels go to the
         output layer, those of tokens to whoever runs the model's forward (owners.TokenOwners.columns).
-    carries: whether it is made of what layers compute on the way (balance.py).
+    carries: whether it is made of what the routers of layers give on the way; then it has `share`, `carried_shape` and `begin`.
     """
 
     columns: Mapping[str, Column] = MappingProxyType({})
@@ -162,7 +207,25 @@ class Term:
 
     def share(self, facts: Facts) -> float:
         """Factor of what it carries, in the sum of an adapter's losses."""
-        return 0.0
+        raise NotImplementedError
+
+    def carried_shape(self, samples: int, model: Any) -> tuple[int, ...]:
+        """Shape of the totals of so many samples."""
+        raise NotImplementedError
+
+    def begin(
+        self, carried: Sequence[Carried], routed: Sequence[torch.Tensor], below: torch.Tensor | None, model: Any,
+        dtype: torch.dtype, device: torch.device,
+    ) -> CarriedSums:  # fmt: skip
+        """Add up what the layers here give, once they have run.
+
+        Args:
+            carried: all samples of the microbatch with such a term.
+            routed: logits of each layer with a router, [T, E].
+            below: totals of the stage below; None on the first one.
+            dtype: of what passes between stages.
+        """
+        raise NotImplementedError
 
     def report(self, sums: Sequence[float], facts: Facts) -> dict[str, float]:
         """Metrics of a global batch."""

@@ -11,11 +11,11 @@ Shapes: T tokens of a row, E experts, N samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from packlora.engine.objectives import Facts, Term
-from packlora.engine.parts import Carried
+from packlora.engine.objectives import Carried, CarriedSums, Facts, Term
 
 METRIC = "aux_loss"
 """TRL's name for the mean over a global batch, without the coefficient."""
@@ -33,6 +33,17 @@ class Balance(Term):
     def share(self, facts: Facts) -> float:
         """Factor of a sample's loss in a sum of losses that is divided by the units of the global batch."""
         return self.coefficient * facts["units"] / facts["samples"]
+
+    def carried_shape(self, samples: int, model: Any) -> tuple[int, ...]:
+        """Counts and sums of probabilities of all experts [2, N, E]."""
+        return 2, samples, model.num_experts
+
+    def begin(
+        self, carried: Sequence[Carried], routed: Sequence[torch.Tensor], below: torch.Tensor | None, model: Any,
+        dtype: torch.dtype, device: torch.device,
+    ) -> RouterSums:  # fmt: skip
+        """See Term."""
+        return RouterSums(routed, carried, below, model.num_experts, model.num_experts_per_tok, dtype, device)
 
     def report(self, sums: Sequence[float], facts: Facts) -> dict[str, float]:
         """Mean over the samples of the global batch."""
@@ -81,15 +92,6 @@ def _losses(counts_NE: torch.Tensor, sums_NE: torch.Tensor, top_k: int) -> torch
     return torch.stack([row_E.sum() for row_E in slopes(counts_NE, top_k) * sums_NE])
 
 
-def with_balance(
-    total: torch.Tensor, router_logits: Sequence[torch.Tensor], carried: Sequence[Carried], top_k: int
-) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """A root for backward with the load-balancing losses of a microbatch's samples, and by owner their sum [] float64."""
-    losses_N = balance_losses(router_logits, _spans(carried), top_k)
-    found = sums_by_adapter(losses_N, carried)
-    return total + (losses_N * _weights(carried, losses_N)).sum(), found
-
-
 def sums_by_adapter(losses_N: torch.Tensor, carried: Sequence[Carried]) -> dict[int, torch.Tensor]:
     """By adapter, the sum [] of its samples' losses in float64, without gradient."""
     parts = losses_N.detach().split([len(one.spans) for one in carried])
@@ -105,9 +107,10 @@ def _weights(carried: Sequence[Carried], like: torch.Tensor) -> torch.Tensor:
     return torch.cat([like.new_full((len(one.spans),), one.weight) for one in carried])
 
 
-class StageRouting:
-    """The load-balancing losses of a microbatch on one stage of a pipeline. Each is a product of two sums over the layers of
-    all stages: these go up with the hidden states, and the losses' derivative comes down with the gradient of these.
+class RouterSums(CarriedSums):
+    """The load-balancing losses of a microbatch, where its layers are or on one stage of a pipeline. Each is a product of two
+    sums over the layers of all stages: these go up with the hidden states, and the losses' derivative comes down with the
+    gradient of these.
 
     Args:
         router_logits: of the layers here; none where they have no routers.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from packlora.config import TrainConfig
 from packlora.data.encode import Sample
 from packlora.engine.objectives import Objective, Term
-from packlora.engine.objectives.neftune import Neftune
+from packlora.engine.objectives.neftune import Neftune, add_noise
 from packlora.engine.objectives.sft import CROSS_ENTROPY
 from packlora.engine.objectives.smoothing import LabelSmoothing
 from packlora.seeding import stable_hash
@@ -33,6 +33,10 @@ def objective_of(train: TrainConfig, samples: Sequence[Sample] = (), where: Sequ
     from packlora.engine.objectives.preference import PreferenceObjective
 
     return PreferenceObjective.of(train)
+
+
+CHANGES_OF_EMBEDDINGS = add_noise
+"""What terms do to the embeddings of tokens that have their columns (adapters/embeddings.py)."""
 
 
 def terms_of(train: TrainConfig, seed: int, router_coefficient: float) -> tuple[Term, ...]:

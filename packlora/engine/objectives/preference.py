@@ -110,6 +110,33 @@ class PreferenceObjective(Objective):
         counts_N3 = np.array([sample.group_counts for sample in samples], np.float64)
         return {"counts": counts_N3, "reference": reference_N3, "desirable": np.array(desirable, np.float64)}
 
+    def why_not(self, samples: Sequence[Sample]) -> str | None:
+        """One sample has no other completion to be compared with."""
+        if not self.has_estimate or len(samples) != 1:
+            return None
+        return (
+            "is 1 sample; loss_type kto compares with the completions of other samples and takes at least 2; "
+            "apo_zero_unpaired takes 1"
+        )
+
+    def doubts(self, samples: int, train: TrainConfig) -> list[str]:
+        """A global batch of one sample is compared with itself."""
+        if not self.has_estimate or train.drop_last or samples % train.global_batch_size != 1:
+            return []
+        return [
+            "an epoch's last global batch is one sample, which loss_type kto compares with its own completion; set drop_last, "
+            "or another global_batch_size"
+        ]
+
+    def longest_of(self, samples: Sequence[Sample]) -> int:
+        """Tokens that a prompt with another sample's completion may have."""
+        own = [sample for sample in samples if sample.preference is not None] if self.has_estimate else []
+        if not own:
+            return 0
+        starts = [int(np.argmax(sample.is_label)) for sample in own]
+        ends = [sample.num_tokens - start for sample, start in zip(own, starts, strict=True)]
+        return min(max(starts) + max(ends), *(s.preference.limit for s in own if s.preference is not None))
+
     def facts(self, batch: Sequence[Sample]) -> Facts:
         """`per_token`, see Scores."""
         return {"per_token": len(batch) / sum(sum(sample.group_counts[:2]) for sample in batch)}
