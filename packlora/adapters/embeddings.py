@@ -1,4 +1,4 @@
-"""What is done to a model's embeddings in training, by the columns of the tokens that are running."""
+"""Changes to the embeddings of a model in training, made by the columns of the tokens that are running."""
 
 from __future__ import annotations
 

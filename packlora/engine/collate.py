@@ -136,7 +136,7 @@ def _labels_of(part: Part) -> int:
 
 
 def _columns_of_terms(parts: Parts, total: int, few: int) -> Iterator[tuple[str, tuple[str, list[np.ndarray]]]]:
-    """By name, whether a column is of tokens or of labels, and its values: 0 for parts without it and for padding.
+    """Columns of terms by name: whether one is of tokens or of labels, and its values, 0 for parts without it and for padding.
 
     Args:
         total: tokens of the microbatch.
@@ -158,7 +158,7 @@ def _columns_of_terms(parts: Parts, total: int, few: int) -> Iterator[tuple[str,
 def _views(
     packed: Sequence[tuple[Part, Mapping[str, np.ndarray]]], sent: Mapping[Name, torch.Tensor], few: int
 ) -> Iterator[PackedPart]:
-    """What each part's objective sees. few: label rows of padding."""
+    """Parts as their objectives see them. few: label rows of padding."""
     for at, (part, host) in enumerate(packed):
         tensors = {name: sent[at, name].view(values.shape) for name, values in host.items()}
         lengths = tuple(row.sample.num_labels for row in part.rows)

@@ -33,7 +33,7 @@ from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 
 
 class Judgement(NamedTuple):
-    """What objectives make of log-probabilities.
+    """Sums and factors that objectives make of log-probabilities.
 
     sums: by adapter, its sum of losses and those of its metrics, [1 + M] float64 on the device. factors_L: of the gradient of
     each label's cross entropy, float64; None: 1 for each.
@@ -141,7 +141,7 @@ def _weigh_rows(losses_C: torch.Tensor, batch: PackedBatch, start: int, stop: in
 
 
 def _smoothed(logits_LV: torch.Tensor, labels_L: torch.Tensor, smoothing_L: torch.Tensor) -> torch.Tensor:
-    """What smoothing adds to losses [L]: its share of the way from the label's logit to the mean of all."""
+    """Addition of smoothing to losses [L]: its share of the way from the label's logit to the mean of all."""
     at_label_L = logits_LV.gather(1, labels_L.clamp(0)[:, None])[:, 0]
     counts_L = (smoothing_L != 0) & (labels_L != IGNORE)
     return torch.where(counts_L, smoothing_L * (at_label_L - logits_LV.mean(1)), 0.0)
@@ -156,7 +156,8 @@ def has_head_loss(model: PreTrainedModel) -> bool:
 def head_losses(
     model: PreTrainedModel, hidden_LD: torch.Tensor, batch: PackedBatch, weights_L: torch.Tensor | None = None
 ) -> Losses:
-    """token_losses of what the output layer is given for the label rows. The logits are never held all at once."""
+    """Losses, as token_losses gives them, from the input of the output layer for the label rows. Logits are never held all at
+    once."""
     head, rows = model.get_output_embeddings(), batch.owners.rows
     plain: Any = plain_head(model)
     if isinstance(head, AdaptedHead) and (rows is None or rows.adapters.isdisjoint(on_head := trained_on(head))):
@@ -192,7 +193,7 @@ def head_losses(
 
 
 def fused_losses(hidden_LD: torch.Tensor, head: Any, batch: PackedBatch, weights_L: torch.Tensor | None) -> Losses:
-    """As token_losses, from what the output layer is given [L, D]. head: a frozen linear layer."""
+    """Losses, as token_losses gives them, from the input of the output layer [L, D]. head: a frozen linear layer."""
     losses_L, total = linear_cross_entropy(
         hidden_LD, head.weight, head.bias, batch.labels_L, weights_L,
         part=getattr(head, "vocabulary", None), smoothing_L=batch.labels.get(SMOOTHING),

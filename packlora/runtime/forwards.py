@@ -24,7 +24,7 @@ Samples = Mapping[str, Sequence[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is found of some samples: the sum of the cross entropies of their labels; of each the labels' log-probabilities,
+    """Results for some samples: the sum of the cross entropies of their labels; of each the labels' log-probabilities,
     float64 [l], where they were asked for."""
 
     loss_sum: float

@@ -1,4 +1,4 @@
-"""What a job learns: its objective and terms, with what is known of its samples and of its global batches."""
+"""Objective of a job while it trains, with its terms and with what is known of its samples and of its global batches."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Pending:
             torch.autograd.backward([root for root, _ in roots], [own for _, own in roots])
 
     def result(self) -> MicrobatchResult:
-        """What is known once the forward has run."""
+        """Results that are known once the forward has run."""
         sums = with_carried(self.losses.sums, self.batch.carried, self.carried)
         return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples, self.losses.losses_L)
 

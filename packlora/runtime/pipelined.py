@@ -67,14 +67,14 @@ def join_found(jobs: Sequence[Job], links: Links) -> None:
 
 
 def put_sums(row: torch.Tensor, job: Job) -> None:
-    """What this stage adds up of a job that is about to step."""
+    """Write the sums of this stage for a job that is about to step."""
     assert job.sums is not None
     row[SQUARE], row[FOUND] = job.square(), len(job.parameters) - len(job.without)
     row[LOSS : LOSS + len(job.sums)] = job.sums
 
 
 def take_totals(row: torch.Tensor, job: Job) -> None:
-    """What all stages have added up of it."""
+    """Give a job what all stages have added up."""
     job.sums = row[LOSS : LOSS + 1 + job.learning.num_metrics]
 
 

@@ -71,7 +71,7 @@ class StageDevice:
     """Of which the numbers of tokens are, with tokens of nobody."""
 
     def shape(self, num_tokens: int) -> tuple[int, int, int]:
-        """Of hidden states and their gradient, of a microbatch of so many tokens of samples."""
+        """Shape of hidden states and their gradient, of a microbatch of so many tokens of samples."""
         return 1, -(-max(MIN_ROWS, num_tokens) // self.multiple) * self.multiple, self.stage.width
 
     def _total(self, parts: Parts) -> int:
@@ -83,9 +83,9 @@ class StageDevice:
     # --- what passes between stages; shape: as `shape` gives it ------------------------------------------------------------
 
     def receive_totals(self, parts: Parts) -> torch.Tensor | None:
-        """From the stage below, before the forward here: [2, N, E] in float32 or wider, CarriedSums' totals of N samples with
-        a term that carries something, over E experts. They follow the hidden states, which send_up there sends first. None
-        where no sample has such a term. Not for the first stage, which has none below."""
+        """Receive from the stage below, before the forward here: CarriedSums' totals in float32 or wider, of N samples with a
+        term that carries something. They follow the hidden states, which send_up there sends first. None where no sample has
+        such a term. Not for the first stage, which has none below."""
         carrying = [(len(part.rows), term) for part in parts for term in part.terms if term.carries]
         if not carrying:
             return None
@@ -93,25 +93,25 @@ class StageDevice:
         return self.stage.links.up.receive(shape, self._wide)
 
     def send_up(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
-        """To the stage above, after the forward here: hidden states [1, T, D] in the model's dtype, then, where samples have
-        something to carry, CarriedSums' totals [2, N, E] over the layers here and below. Not for the last stage."""
+        """Send to the stage above, after the forward here: hidden states [1, T, D] in the model's dtype, then, where samples
+        have something to carry, CarriedSums' totals over the layers here and below. Not for the last stage."""
         up = self.stage.links.up
         up.send(pending.root.detach(), shape, self.stage.dtype)
         if (carrying := pending.carrying) is not None:
             up.send(carrying.totals, carrying.totals.shape, self._wide)
 
     def receive_down(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
-        """From the stage above, before the backward here, into pending: the gradient [1, T, D] of what send_up sent, then,
-        where samples have something to carry, that of CarriedSums' sums, [N, E], which the last stage has made and all
-        others pass on. Not for the last stage."""
+        """Receive from the stage above, before the backward here, into pending: the gradient [1, T, D] of what send_up sent,
+        then, where samples have something to carry, that of CarriedSums' sums, which the last stage has made and all others
+        pass on. Not for the last stage."""
         down = self.stage.links.down
         pending.gradient = down.receive(shape, self.stage.dtype)
         if (carrying := pending.carrying) is not None:
             carrying.gradient = down.receive(carrying.totals.shape[1:], self._wide)
 
     def send_down(self, gradients: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> None:
-        """To the stage below, after the backward here, what its receive_down takes. gradients: of the hidden states [1, T, D]
-        that came from there, then, where there is one, CarriedSums' [N, E]: StagePending.gradients. Not for the first."""
+        """Send to the stage below, after the backward here, what its receive_down takes. gradients: of the hidden states
+        [1, T, D] that came from there, then, where there is one, CarriedSums': StagePending.gradients. Not for the first."""
         of_hidden, *of_carried = gradients
         self.stage.links.down.send(of_hidden, shape, self.stage.dtype)
         for own in of_carried:
@@ -121,7 +121,7 @@ class StageDevice:
 
     @property
     def _wide(self) -> torch.dtype:
-        """Of what CarriedSums send."""
+        """Type of what CarriedSums send."""
         return torch.promote_types(self.stage.dtype, torch.float32)
 
     def forward(

@@ -36,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsView:
-    """What an objective sees of the rows of a part.
+    """Rows of a part as an objective sees them.
 
     lengths: labels of each sample, known on the host.
     facts: of the global batch, see parts.Part.
@@ -129,7 +129,7 @@ class Objective:
         return None
 
     def doubts(self, samples: int, train: TrainConfig) -> list[str]:
-        """What can be trained with so many samples, but is hardly meant."""
+        """Notes of settings that can be trained with so many samples, but are hardly meant."""
         return []
 
     def longest_of(self, samples: Sequence[Sample]) -> int:
@@ -173,7 +173,7 @@ class Carried:
 
 
 class CarriedSums(Protocol):
-    """What the layers of a microbatch add up for such a term, on one device or on each stage of a pipeline in turn.
+    """Sums that the layers of a microbatch add up for such a term, on one device or on each stage of a pipeline in turn.
 
     totals: of the layers here and below, which go up with the hidden states. gradient: of the losses by the sums of any stage,
     which comes down with the gradient of the hidden states; None before `losses` or before it has come.
@@ -183,14 +183,14 @@ class CarriedSums(Protocol):
     gradient: torch.Tensor | None
 
     def losses(self) -> dict[int, torch.Tensor]:
-        """By adapter, the sum over its samples [] float64; where all layers are in the totals. Leaves the gradient."""
+        """Sum over the samples of each adapter, [] float64, once all layers are in the totals. Leaves the gradient."""
 
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors and their gradients, for backward."""
 
 
 class Term:
-    """What an objective is combined with, and what is no function of log-probabilities. It takes part in training alone.
+    """Addition to an objective that is no function of log-probabilities. It takes part in training alone.
 
     columns, metrics: as of Objective. A column that other parts of a microbatch lack is 0 there. Those of labels go to the
         output layer, those of tokens to whoever runs the model's forward (owners.TokenOwners.columns).

@@ -93,7 +93,7 @@ def _losses(counts_NE: torch.Tensor, sums_NE: torch.Tensor, top_k: int) -> torch
 
 
 def sums_by_adapter(losses_N: torch.Tensor, carried: Sequence[Carried]) -> dict[int, torch.Tensor]:
-    """By adapter, the sum [] of its samples' losses in float64, without gradient."""
+    """Sum [] of the losses of each adapter's samples, in float64, without gradient."""
     parts = losses_N.detach().split([len(one.spans) for one in carried])
     return {one.adapter: part.sum().double() for one, part in zip(carried, parts, strict=True)}
 
@@ -137,7 +137,7 @@ class RouterSums(CarriedSums):
             self.totals = self.totals + torch.stack([counts_NE.to(dtype), self.sums.detach()])
 
     def losses(self) -> dict[int, torch.Tensor]:
-        """On the last stage, by owner the sum of its samples' losses; leaves their gradient."""
+        """Sum of the losses of each adapter's samples, on the last stage; leaves their gradient."""
         counts_NE, sums_NE = self.totals.unbind()
         self.gradient = slopes(counts_NE, self.top_k) * _weights(self.carried, counts_NE)[:, None]
         return sums_by_adapter(_losses(counts_NE, sums_NE, self.top_k), self.carried)

@@ -1,4 +1,4 @@
-"""What a job of a run file learns: its objective, and the terms beside it."""
+"""Objective of a job of a run file, and the terms beside it."""
 
 from __future__ import annotations
 

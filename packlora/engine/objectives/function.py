@@ -287,7 +287,7 @@ def _are_sums(sums: Any) -> bool:
 
 
 def _said(found: Any) -> str:
-    """What a function returned, in words."""
+    """Result of a function, in words."""
     if isinstance(found, torch.Tensor):
         return f"a tensor of {str(found.dtype).removeprefix('torch.')}"
     return f"a {type(found).__name__}"

@@ -34,7 +34,7 @@ AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a loss is made of, float64 on one device.
+    """Numbers that a loss is made of, float64 on one device.
 
     logps_N3: sums of log-probabilities of the model's own tokens. reference_N3: the same of the reference. counts_N3: tokens.
     desirable_N: 1 or 0. per_token: samples of the global batch over its tokens of chosen parts, which weighs a token's cross
@@ -56,7 +56,7 @@ class Scores:
 
 
 class PreferenceObjective(Objective):
-    """What a job with preferences learns.
+    """Objective of a job with preferences.
 
     trainer, beta and the others: keys of `train`. losses: names with weights.
     """
