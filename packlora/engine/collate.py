@@ -70,10 +70,11 @@ def collate(parts: Parts, device: torch.device, total: int = MIN_ROWS, vision: V
         vision: what the model is given for images; None where no sample has any.
     """
     images = _images(parts, vision, device)
-    columns = _tokens_and_labels(parts, total)
+    columns, counts = _tokens_and_labels(parts, total)
     lengths = tuple(map(len, columns["positions"]))
-    total, few = sum(lengths), sum(map(len, columns["rows"])) - sum(row.sample.num_labels for row in rows_of(parts))
-    of_terms = dict(_columns_of_terms(parts, total, few))
+    total, few = sum(lengths), sum(map(len, columns["rows"])) - sum(map(sum, counts))
+    tokens, labels = [num_tokens([part]) for part in parts], [sum(own) for own in counts]
+    of_terms = dict(_columns_of_terms(parts, {"token": [*tokens, total - sum(tokens)], "label": [*labels, few]}))
     packed = [(part, part.objective.columns_of(part.rows)) for part in parts]
     columns |= {name: values for name, (_, values) in of_terms.items()}
     columns |= {(at, name): [own] for at, (_, found) in enumerate(packed) for name, own in found.items()}
@@ -91,14 +92,14 @@ def collate(parts: Parts, device: torch.device, total: int = MIN_ROWS, vision: V
         weights_L=sent["weights"],
         owners=TokenOwners(
             total,
-            _segments(parts, [num_tokens([part]) for part in parts]),
+            _segments(parts, tokens),
             _pairs(sent["keys"]) if keys else None,
             columns={name: sent[name] for name, (of, _) in of_terms.items() if of == "token"},
-            label_rows=(_segments(parts, [_labels_of(part) for part in parts]), rows_L),
+            label_rows=(_segments(parts, labels), rows_L),
             images=None if images is None else images.owners,
         ),
-        parts=tuple(_views(packed, sent, few)),
-        num_tokens=_by_adapter(parts, [num_tokens([part]) for part in parts]),
+        parts=tuple(_views(packed, counts, sent, few)),
+        num_tokens=_by_adapter(parts, tokens),
         num_samples=_by_adapter(parts, [len(part.rows) for part in parts]),
         labels={name: sent[name] for name, (of, _) in of_terms.items() if of == "label"},
         images=None if images is None else images.arguments(total, device),
@@ -106,19 +107,23 @@ def collate(parts: Parts, device: torch.device, total: int = MIN_ROWS, vision: V
     )
 
 
-def _tokens_and_labels(parts: Parts, total: int) -> dict[Name, list[np.ndarray]]:
-    """Columns that every microbatch has, each as parts of it, padding included. total: as of collate."""
+def _tokens_and_labels(parts: Parts, total: int) -> tuple[dict[Name, list[np.ndarray]], list[list[int]]]:
+    """Columns that every microbatch has, each in pieces, padding included; and labels of each sample by part. total: as of
+    collate."""
     ids, positions, rows, labels, weights = [], [], [], [], []
+    counts: list[list[int]] = []
     start = 0
     for part in parts:
+        counts.append([])
         for row in part.rows:
             at = row.sample.label_places
+            counts[-1].append(len(at))
             ids.append(row.sample.ids)
             positions += [np.arange(length) for length in row.sample.part_lengths]
             rows.append(start + at - 1)
             labels.append(row.sample.ids[at])
             start += row.sample.num_tokens
-        weights.append(np.full(_labels_of(part), part.weight))
+        weights.append(np.full(sum(counts[-1]), part.weight))
     for filler in _fillers(total - start, max(map(len, positions))):
         ids.append(np.resize(_texts(parts[0].rows[0].sample), filler))
         positions.append(np.arange(filler))
@@ -128,19 +133,17 @@ def _tokens_and_labels(parts: Parts, total: int) -> dict[Name, list[np.ndarray]]
         labels.append(np.full(few, IGNORE))
         weights.append(np.full(few, parts[-1].weight))
     keys = _keys(parts, sum(map(len, positions)))
-    return {"ids": ids, "positions": positions, "rows": rows, "labels": labels, "weights": weights, "keys": keys}
+    found = {"ids": ids, "positions": positions, "rows": rows, "labels": labels, "weights": weights, "keys": keys}
+    return dict[Name, list[np.ndarray]](found), counts
 
 
-def _labels_of(part: Part) -> int:
-    return sum(row.sample.num_labels for row in part.rows)
-
-
-def _columns_of_terms(parts: Parts, total: int, few: int) -> Iterator[tuple[str, tuple[str, list[np.ndarray]]]]:
+def _columns_of_terms(
+    parts: Parts, sizes: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, tuple[str, list[np.ndarray]]]]:
     """Columns of terms by name: whether one is of tokens or of labels, and its values, 0 for parts without it and for padding.
 
     Args:
-        total: tokens of the microbatch.
-        few: label rows of padding.
+        sizes: tokens and labels of each part, and at the end of the padding.
     """
     found: dict[str, tuple[str, dict[int, np.ndarray]]] = {}
     for at, part in enumerate(parts):
@@ -149,20 +152,17 @@ def _columns_of_terms(parts: Parts, total: int, few: int) -> Iterator[tuple[str,
                 found.setdefault(name, (term.columns[name].of, {}))[1][at] = values
     for name, (of, given) in found.items():
         dtype = next(iter(given.values())).dtype
-        sizes = [num_tokens([part]) if of == "token" else _labels_of(part) for part in parts]
-        padding = total - sum(sizes) if of == "token" else few
-        own = [given.get(at, np.zeros(size, dtype)) for at, size in enumerate(sizes)]
-        yield name, (of, [*own, np.zeros(padding, dtype)])
+        yield name, (of, [given.get(at, np.zeros(size, dtype)) for at, size in enumerate(sizes[of])])
 
 
 def _views(
-    packed: Sequence[tuple[Part, Mapping[str, np.ndarray]]], sent: Mapping[Name, torch.Tensor], few: int
-) -> Iterator[PackedPart]:
-    """Parts as their objectives see them. few: label rows of padding."""
+    packed: Sequence[tuple[Part, Mapping[str, np.ndarray]]], counts: Sequence[Sequence[int]],
+    sent: Mapping[Name, torch.Tensor], few: int,
+) -> Iterator[PackedPart]:  # fmt: skip
+    """Parts as their objectives see them. counts: labels of each sample by part. few: label rows of padding."""
     for at, (part, host) in enumerate(packed):
         tensors = {name: sent[at, name].view(values.shape) for name, values in host.items()}
-        lengths = tuple(row.sample.num_labels for row in part.rows)
-        view = RowsView(lengths, part.facts, host, tensors)
+        view = RowsView(tuple(counts[at]), part.facts, host, tensors)
         yield PackedPart(part.adapter, part.objective, view, few if at == len(packed) - 1 else 0)
 
 

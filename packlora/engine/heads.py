@@ -106,7 +106,8 @@ def _judged(part: PackedPart, logp_L: torch.Tensor) -> tuple[torch.Tensor, torch
     if part.objective.weights == "before":
         losses, metrics_M = part.objective.loss(own_L, part.view)
         padded = F.pad(losses, (0, part.padding)) if part.padding else losses
-        return torch.cat([padded.sum()[None], metrics_M]), None
+        loss = padded.sum()[None]
+        return torch.cat([loss, metrics_M]) if len(metrics_M) else loss, None
     loss, metrics_M, factors_L = _weighed(part.objective, own_L, part.view)
     return torch.cat([loss[None], metrics_M]), F.pad(factors_L, (0, part.padding), value=1.0)
 
