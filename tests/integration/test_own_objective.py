@@ -152,6 +152,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         'def f(logp, rows):\n    return -rows.column("v") * logp\n',
         r"field 'v' has 2 numbers for \d+ label tokens",
     ),
+    "rows that meet": (
+        "def f(logp, rows):\n    return -logp * logp.detach().mean()\nf.weights = 'row'\n",
+        r"a label's gradient depends on other labels; leave the attribute out",
+    ),
     "weights": (
         "def f(logp, rows):\n    return -logp\nf.weights = 'all'\n",
         r"`weights` is 'all'; it is one of row, sample",

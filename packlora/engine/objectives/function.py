@@ -92,6 +92,8 @@ class FunctionObjective(Objective):
             for name in asked.names:
                 if not _has(sample, name):
                     raise InputError(self._problem_of(sample, name, where[at] if where else f"sample {at + 1}"))
+        if self.weights == "row":
+            self._check_rows(logp_L.detach(), view)
         self._check_waits(logp_L, view)
         return self
 
@@ -104,6 +106,19 @@ class FunctionObjective(Objective):
             raise self._refused("its losses do not depend on the log-probabilities, so nothing would be learnt")
         if not found.isfinite().all() or not losses.isfinite().all():
             raise self._refused("its losses or their gradient are not finite on log-probabilities between -1 and 0")
+
+    def _check_rows(self, logp_L: torch.Tensor, view: RowsView) -> None:
+        """Run it on two halves of the labels, which must give what the whole gives."""
+        found, middle = [], len(logp_L) // 2
+        for start, stop in ((0, len(logp_L)), (0, middle), (middle, len(logp_L))):
+            leaf = logp_L[start:stop].clone().requires_grad_()
+            losses, _ = self._called(leaf, view.labels(start, stop))
+            gradient = torch.autograd.grad(losses.sum(), leaf, allow_unused=True)[0] if losses.requires_grad else None
+            found.append(torch.zeros_like(leaf) if gradient is None else gradient)
+        if not torch.allclose(found[0], torch.cat(found[1:]), rtol=1e-9, atol=1e-12):
+            raise self._refused(
+                'its attribute `weights` is "row", but a label\'s gradient depends on other labels; leave the attribute out'
+            )
 
     def _check_waits(self, logp_L: torch.Tensor, view: RowsView) -> None:
         """Run it on tensors without values: what reads a value fails, as it would wait for a GPU."""
