@@ -133,8 +133,8 @@ def _tokens_and_labels(parts: Parts, total: int) -> tuple[dict[Name, list[np.nda
         labels.append(np.full(few, IGNORE))
         weights.append(np.full(few, parts[-1].weight))
     keys = _keys(parts, sum(map(len, positions)))
-    found = {"ids": ids, "positions": positions, "rows": rows, "labels": labels, "weights": weights, "keys": keys}
-    return dict[Name, list[np.ndarray]](found), counts
+    found: dict[Name, list[np.ndarray]] = {"ids": ids, "positions": positions, "rows": rows}
+    return found | {"labels": labels, "weights": weights, "keys": keys}, counts
 
 
 def _columns_of_terms(
