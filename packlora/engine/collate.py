@@ -30,7 +30,7 @@ IGNORE = -100
 ALIGNED = 16
 """Words of 64 bits: tensors of a microbatch begin at multiples of 128 bytes, as those that torch allocates for itself."""
 Name = str | tuple[int, str]
-"""Of a column: of tokens and labels of all parts, or of the part of a number."""
+"""Name of a column of tokens or labels of all parts, or number of a part and name of a column of its objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PackedBatch:
     """Factor of each label's loss in the gradient, float64."""
     owners: TokenOwners
     parts: tuple[PackedPart, ...]
-    """What is learnt of the labels, in the order in which they lie."""
+    """Parts that the labels belong to, in the order in which they lie."""
     num_tokens: Mapping[int, int]
     """Tokens by adapter, without padding."""
     num_samples: Mapping[int, int]
