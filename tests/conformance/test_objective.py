@@ -350,6 +350,14 @@ def test_an_output_layer_with_adapters_is_run_once_where_weights_are_known_by_ro
         assert calls == passes, names
 
 
+def test_no_objective_waits_for_the_device(cases: list[Case]) -> None:
+    """On the meta device, whatever reads a value raises."""
+    batch = collate([part_of(case, number) for number, case in enumerate(cases)], torch.device("meta"))
+    sums, factors_L = heads.judge(torch.empty(len(batch.labels_L), device="meta"), batch)
+    assert factors_L is not None and len(factors_L) == len(batch.labels_L)
+    assert [len(own) for own in sums.values()] == [1 + len(case.objective.metrics) for case in cases]
+
+
 def test_a_wrong_gradient_would_be_seen(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     original = heads._weighed
     monkeypatch.setattr(heads, "_weighed", lambda *args: (*original(*args)[:2], original(*args)[2] * 1.001))
