@@ -48,6 +48,7 @@ from benchmarks.training import (
 from packlora.adapters.attach import attach
 from packlora.base.model import Base, load_base
 from packlora.base.weight_files import WeightFiles
+from packlora.engine.parts import Parts
 from packlora.parallel.layout import Layout, place, planned
 from packlora.parallel.mesh import OneProcess
 from packlora.parallel.pipeline import Links
@@ -358,10 +359,10 @@ class Timed(StageDevice):
     spans: dict[str, list[Any]] = field(default_factory=lambda: {"forward": [], "backward": []})
 
     def forward(
-        self, samples: Any, weights: np.ndarray, incoming: torch.Tensor | None = None, below: torch.Tensor | None = None
+        self, parts: Parts, incoming: torch.Tensor | None = None, below: torch.Tensor | None = None
     ) -> StagePending:
         with self._timed("forward"):
-            return StageDevice.forward(self, samples, weights, incoming, below)
+            return StageDevice.forward(self, parts, incoming, below)
 
     def backward(self, pending: StagePending) -> MicrobatchResult:
         with self._timed("backward"):

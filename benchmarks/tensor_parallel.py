@@ -28,9 +28,11 @@ from packlora.base.liger import use_liger
 from packlora.base.packing import prepare_model
 from packlora.config import JobConfig
 from packlora.data.dataset import JobData
+from packlora.engine.collate import PackedBatch, collate
+from packlora.engine.parts import Part
+from packlora.engine.rows import Row as SampleRow
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.tensor import shard
-from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.job import Job, take_steps
 from packlora.tune.timing import Work
 
@@ -147,7 +149,7 @@ def measure(one: Case, names: list[str], options: Options) -> Row:
     config = config_of(SHORT[one.shape], tiny, layers, vocab_size=512)  # embedding and output layer take no part
     torch.manual_seed(0)
     samples = samples_of(np.full(one.samples, length), 512, 0)
-    batch = collate([PackedSample(0, sample, n, 0, 7) for n, sample in enumerate(samples)], device)
+    batch = collate([Part(0, [SampleRow(sample, (7, 0, n)) for n, sample in enumerate(samples)])], device)
     x, dy = (torch.randn(1, one.samples * length, config.hidden_size, device=device).bfloat16() for _ in range(2))
     inputs, made = Inputs(batch, x.requires_grad_(), dy), dict[str, Work]()
     contenders = [

@@ -97,9 +97,10 @@ def rooms() -> str:
         (193, 0, 166, 1, "commands", "one file a command"),
         (371, 0, 165, 1, "plug-ins", "export, generate, tune"),
         (16, 1, 520, 1, "runtime", "the loop, executor, jobs, checkpoints"),
-        (16, 2, 128, 1, "live", "PEFT models in place"),
-        (156, 2, 128, 1, "megatron", "Megatron-Core's"),
-        (296, 2, 240, 1, "parallel", "one model over several processes"),
+        (16, 2, 96, 1, "live", "PEFT models"),
+        (124, 2, 96, 1, "megatron", "Megatron-Core's"),
+        (232, 2, 96, 1, "engine", "rows, objectives"),
+        (340, 2, 196, 1, "parallel", "one model, several processes"),
         (16, 3, 330, 1, "adapters", "spec, layers, owners, siblings, norms, files"),
         (16, 4, 330, 1, "plans", "which one for a case: cost, measurement, cache"),
         (358, 3, 178, 2, "base", "the frozen model"),
@@ -117,7 +118,7 @@ def rooms() -> str:
             text(x + width / 2, middle - 3, name, 15, anchor="middle", bold=True),
             text(x + width / 2, middle + 13, words, 11, "#555555", "middle"),
         ]
-    for x, floor in ((276, 1), (416, 2), (80, 3), (220, 3), (321, 3), (447, 3), (181, 4), (181, 5), (447, 5)):
+    for x, floor in ((276, 1), (416, 2), (64, 3), (172, 3), (280, 3), (447, 3), (181, 4), (181, 5), (447, 5)):
         shapes.append(arrow(x, 58 * floor, x, 58 * floor + 13))
     shapes += [
         arrow(540, 95, 666, 128),

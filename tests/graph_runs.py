@@ -9,19 +9,21 @@ from unittest import mock
 import numpy as np
 import torch
 from conftest import TINY, tiny_model
+from packed import PackedSample, parts
 from peft import LoraConfig
 
 from packlora.adapters.attach import attach
-from packlora.adapters.noise import noisy_embeddings
+from packlora.adapters.embeddings import change_embeddings
 from packlora.adapters.spec import resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
+from packlora.engine.objectives.neftune import Neftune, add_noise
+from packlora.engine.parts import Part
 from packlora.ops.attention import attention
 from packlora.ops.attention.blocks import SampleBlocks
 from packlora.ops.attention.by_sample import by_sample
 from packlora.ops.lora_linear.prepared import Prepared
 from packlora.plans.select import PlanChooser
-from packlora.runtime.collate import PackedSample
 from packlora.runtime.graphs import GraphedDevice, Recorder
 from packlora.runtime.microbatch import SingleDevice, run_microbatch
 
@@ -36,6 +38,7 @@ MICROBATCHES = [
 ]  # fmt: skip
 """Owner and length of each sample: all but the last are of one shape."""
 SCALES = np.array([0.01, 0.02, 0.03])
+COLUMNS = {name: column.dtype for name, column in Neftune.columns.items()}
 
 
 class Run:
@@ -55,7 +58,7 @@ class Run:
         }
         specs = {name: resolve(config, model, name) for name, config in configs.items()}
         attached, self.adapters = attach(model, specs, 0, chooser)
-        noisy_embeddings(model, attached)
+        change_embeddings(model, attached, add_noise)
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters()):
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 16
@@ -69,7 +72,7 @@ class Run:
             for adapter in self.adapters
         }
         if graphs is not None:
-            self.executor = GraphedDevice(single, self.buffers, True, 64, self.told.append, graphs, noise=True)
+            self.executor = GraphedDevice(single, self.buffers, True, 64, self.told.append, graphs, COLUMNS)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]
@@ -92,13 +95,13 @@ class Run:
                     buffer.zero_()
                     parameter.grad = None
 
-    def packed(self, number: int) -> list[PackedSample]:
+    def packed(self, number: int) -> list[Part]:
         generator, packed = np.random.default_rng(number), []
         for index, (owner, length) in enumerate(self.owned(number)):
             sample = Sample(generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2)
             smoothing, noise = 0.1 if owner == 2 else 0.0, (23, 9.0) if owner == 1 else None
             packed.append(PackedSample(owner, sample, index, number, 11 if owner == 0 else None, smoothing, noise))
-        return packed
+        return parts(packed, SCALES)
 
     def train(self, times: int = 1, evaluate: bool = False) -> list[torch.Tensor]:
         """What the jobs have become, and their losses. Jobs step after every second microbatch, if they own tokens of it."""
@@ -106,10 +109,10 @@ class Run:
         numbers = [number for number in range(times * len(MICROBATCHES)) if self.owned(number)]
         packed = [self.packed(number) for number in numbers]
         for at, number in enumerate(numbers):
-            sums.append(torch.stack([*run_microbatch(self.executor, packed[at], SCALES).sums.values()]))
+            sums.append(torch.stack([*run_microbatch(self.executor, packed[at]).sums.values()]))
             self.collect({owner for owner, _ in self.owned(number)}, step=number % 2 == 1)
             for following in packed[at + 1 : at + 2]:
-                self.executor.prepare(following, SCALES)
+                self.executor.prepare(following)
             if evaluate:  # after a forward that may have been launched ahead
                 sums += self.executor.evaluate(packed[at][-1:]).sums.values()
         return [*(p.detach().clone() for p in self.parameters()), *sums]

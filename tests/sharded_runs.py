@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from packed import PackedSample, parts
 from peft import LoraConfig
 
 from packlora.adapters.attach import attach
@@ -17,12 +18,12 @@ from packlora.adapters.spec import resolve
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.data.encode import Sample
+from packlora.engine.parts import Part
 from packlora.ops.recompute import add_recompute
 from packlora.ops.row_norm import row_norm
 from packlora.parallel.sharded import Shards, load_sharded
 from packlora.plans.ask import Ask
 from packlora.plans.select import PlanChooser
-from packlora.runtime.collate import PackedSample
 from packlora.runtime.microbatch import SingleDevice, run_microbatch
 
 STEPS = 3
@@ -94,7 +95,7 @@ class Training:
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]
 
-    def samples(self, rank: int, number: int) -> list[PackedSample]:
+    def samples(self, rank: int, number: int) -> list[Part]:
         """Those of a microbatch, others on each rank. The last adapter has none in every other one."""
         generator = np.random.default_rng(100 * rank + number)
         owners = [owner for owner in range(len(self.adapters)) if owner == 0 or (owner + number + rank) % 2 == 0]
@@ -105,12 +106,11 @@ class Training:
                 sample = Sample(generator.integers(3, 300, length).astype(np.int32), np.arange(length) > 2)
                 key = 11 + owner if self.configs[owner].get("lora_dropout") else None
                 packed.append(PackedSample(owner, sample, index, number, key))
-        return packed
+        return parts(packed, np.full(len(self.adapters), 0.01))
 
     def microbatch(self, rank: int, number: int) -> torch.Tensor:
         """Losses of a microbatch whose gradients are added up."""
-        weights = np.full(len(self.adapters), 0.01)
-        return torch.stack([*run_microbatch(self.executor, self.samples(rank, number), weights).sums.values()])
+        return torch.stack([*run_microbatch(self.executor, self.samples(rank, number)).sums.values()])
 
     def step(self) -> list[torch.Tensor]:
         """The gradients of this rank, which are then summed over the ranks for a step of all jobs."""

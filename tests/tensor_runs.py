@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import FAMILIES, TINY, tiny_model
+from packed import PackedSample, parts
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.kept_outputs import keep_outputs
@@ -25,11 +26,11 @@ from packlora.base.packing import prepare_model
 from packlora.config import AdapterConfig, JobConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.engine.parts import Part
 from packlora.ops.recompute import add_recompute
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.collectives import GATHER, SCATTER, all_of
 from packlora.parallel.tensor import shard
-from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job, take_steps
 from packlora.runtime.microbatch import SingleDevice, run_microbatch
 from packlora.seeding import stable_hash
@@ -161,7 +162,7 @@ def moved(adapters: list[Adapter]) -> None:
                 parameter.add_(own.own(leaf, whole) / 8)
 
 
-def samples_of(step: int, part: int, jobs: list[Job]) -> list[PackedSample]:
+def samples_of(step: int, part: int, jobs: list[Job]) -> list[Part]:
     """Of a microbatch: one or two samples of each job, but in odd parts none of the first one where there are others."""
     packed, generator = [], np.random.default_rng(10 * step + part)
     for owner, job in enumerate(jobs):
@@ -171,7 +172,7 @@ def samples_of(step: int, part: int, jobs: list[Job]) -> list[PackedSample]:
             packed.append(
                 PackedSample(owner, Sample(ids, np.arange(length) > 2), number + 2 * part, step, job.dropout_key)
             )
-    return packed
+    return parts(packed, np.full(len(jobs), 0.05))
 
 
 def job_of(adapter: Adapter, config: Mapping[str, Any]) -> Job:
@@ -236,7 +237,7 @@ def learn(case: Case, group: Any = None) -> Learnt:
     for step in range(case.steps):
         with counted() as calls:
             for part in range(2):
-                result = run_microbatch(executor, samples_of(step, part, jobs), np.full(len(jobs), 0.05))
+                result = run_microbatch(executor, samples_of(step, part, jobs))
                 for owner, tokens in result.tokens.items():
                     jobs[owner].collect(result.sums[owner])
                     jobs[owner].count(tokens)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.adapters.embeddings import hook_embeddings
 from packlora.adapters.expert_layout import adapted_experts, router_path
 from packlora.adapters.flat import UNDECAYED, FlatLayout
 from packlora.adapters.kinds import PARAMETERS, as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
-from packlora.adapters.noise import noisy_embeddings
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.routed import WEIGHTS, CopyWeights, Routed, RoutedRows, RoutedWeights, TiedWeights, TokenWeights
 from packlora.adapters.sharded import LINEAR
@@ -170,8 +170,7 @@ def attach_one(
     layers = adapted_layers(model)
     before, here = set(layers), _here(model, spec, attached)
     _replace(model, spec, here, attached, layers, chooser)
-    if attached.noise_hook is not None:
-        noisy_embeddings(model, attached)
+    hook_embeddings(model, attached)
     adapter = _adapter(name, number, spec, here, layers, seed, model, attached)
     _write_first_values(model, attached, layers, [number])
     new = [path for path, linear in layers.keys() - before if linear]

@@ -64,8 +64,9 @@ class Attached:
         self.norms = RowNorms()
         """DoRA's, of all adapters."""
         self._active: TokenOwners | int | None = None
-        self.noise_hook: RemovableHandle | None = None
-        """Of noisy_embeddings."""
+        self.after_embedding: Callable[..., torch.Tensor | None] | None = None
+        """Hook of the model's embedding, see embeddings.py."""
+        self.embedding_hook: RemovableHandle | None = None
         self._kept: dict[tuple[int, ...], tuple[tuple[Layer, ...], GroupState]] = {}
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -15,17 +15,6 @@ from packlora.ops.lora_linear.moving import MovingSegments
 MIN_ROWS = 16
 """Fewest rows of a matrix product whose rows have the same bits whatever other rows there are. Products of a handful of rows
 take other routines with other rounding (MKL on the CPU: fewer than 12 rows)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Noise:
-    """What NEFTune adds to the embeddings of T tokens (noise.py).
-
-    keys_T2: [T, 2] int32, as of dropout. scale_T: float32, alpha / sqrt(tokens of the sample), 0 for tokens without noise.
-    """
-
-    keys_T2: torch.Tensor
-    scale_T: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +86,7 @@ class TokenOwners:
     segments: (adapter number, start, stop) of consecutive tokens, in order; tokens in no segment see the base model alone.
     keys_T2: dropout keys [T, 2] int32 (ops.dropout.token_keys), or None when nothing is dropped (evaluation).
     moving: whose nominal segments these are, the true ones being on the device (ops.lora_linear.moving).
-    noise: of the embeddings; None where no token has any.
+    columns: named values of tokens [T], for what is done to embeddings (embeddings.py).
     label_rows: segments of the rows of labels, which the output layer is given, and which tokens these are; None where it is
         given all tokens, if any.
     images: of the rows that a vision tower is given; None where no sample has images.
@@ -107,7 +96,7 @@ class TokenOwners:
     segments: tuple[tuple[int, int, int], ...]
     keys_T2: torch.Tensor | None = None
     moving: MovingSegments | None = None
-    noise: Noise | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     label_rows: tuple[tuple[tuple[int, int, int], ...], torch.Tensor] | None = None
     images: ImageOwners | None = None
     adapters: frozenset[int] = field(init=False)

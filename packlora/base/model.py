@@ -40,7 +40,7 @@ class Base:
     """Folder or hub id that was loaded; for the packaged model its folder."""
     warnings: list[str]
     fused_loss: bool = False
-    """Whether the logits are the output layer's alone, so that the loss need not hold them: see runtime/loss.py."""
+    """Whether the logits are the output layer's alone, so that the loss need not hold them: see engine/heads.py."""
     liger: list[str] = field(default_factory=list)
     """Parts of the model that run on fused kernels, see base/liger.py."""
     kept_outputs: str | None = None

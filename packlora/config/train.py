@@ -126,6 +126,8 @@ class TrainConfig(Strict):
     trainer: Trainer = "sft"
     """What is learnt, as TRL's trainers of these names do: sft completions; dpo and orpo which of two completions is preferred;
     kto which completions are desirable."""
+    objective: PathText | None = None
+    """A loss of your own in the place of the trainer's, whose rows the job has: FILE.py:FUNCTION; see docs/run-file.md."""
     beta: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """dpo, kto: how closely the model is held to the reference; orpo: weight of the odds ratio. null: 0.1."""
     loss_type: str | list[str] | None = None
@@ -151,6 +153,23 @@ class TrainConfig(Strict):
             return LOSS_TYPES.get(self.trainer, ())[:1]
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
+    @field_validator("objective")
+    @classmethod
+    def _function_in_a_file(cls, value: str | None) -> str | None:
+        file, _, name = (value or "").rpartition(":")
+        if value is not None and not (file.endswith(".py") and name.isidentifier()):
+            raise ValueError(f"is {quoted(value)}; it names a function in a file, as FILE.py:FUNCTION")
+        return value
+
+    @model_validator(mode="after")
+    def _own_objective(self) -> TrainConfig:
+        taken = [key for key in TRAINER_KEYS if key != "reference" and getattr(self, key) is not None]
+        taken += ["label_smoothing_factor"] * (self.label_smoothing_factor > 0)
+        taken += ["metric_for_best_model"] * (self.metric_for_best_model != "eval_loss")
+        if self.objective is not None and taken:
+            raise ValueError(f"{taken[0]} is of a loss whose place objective takes; leave one of them out")
+        return self
+
     @model_validator(mode="after")
     def _of_the_trainer(self) -> TrainConfig:
         for key, trainers in TRAINER_KEYS.items():
@@ -170,7 +189,7 @@ class TrainConfig(Strict):
             )
         if self.trainer == "kto" and len(types) > 1:
             raise ValueError(f"loss_type has {len(types)} losses; kto takes one")
-        if types == ("kto",) and self.global_batch_size < 2:
+        if types == ("kto",) and self.global_batch_size < 2 and self.objective is None:
             raise ValueError(
                 "global_batch_size is 1; loss_type kto compares with the completions of other samples of the global batch and "
                 "takes at least 2; apo_zero_unpaired takes 1"

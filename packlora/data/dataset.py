@@ -30,8 +30,6 @@ class JobData:
     """Label tokens over tokens, of all samples."""
     num_labels: np.ndarray = field(init=False)
     """Label tokens of every sample."""
-    num_chosen: np.ndarray = field(init=False)
-    """Of every sample with a preference, those of its chosen part."""
 
     def __post_init__(self) -> None:
         if self.batches_per_epoch == 0:
@@ -41,8 +39,6 @@ class JobData:
             )
         lengths = np.array([sample.num_tokens for sample in self.samples], np.int32)
         self.num_labels = np.array([sample.num_labels for sample in self.samples])
-        own = [sample for sample in self.samples if sample.preference is not None]
-        self.num_chosen = np.array([sum(map(len, sample.groups()[:2])) for sample in own], np.int64)
         self.label_share = int(self.num_labels.sum()) / int(lengths.sum())
         size, seed = self.config.global_batch_size, self.seed
         self.planned = SampleOrder(

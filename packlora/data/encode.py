@@ -9,8 +9,8 @@ Tokens after the last label cannot change any loss and are left out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +46,9 @@ class Preference:
     limit: int = 2**31
 
 
+NO_COLUMNS: Mapping[str, np.ndarray] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One encoded sample. ids [T] int32; is_label [T] bool, False at 0, and where a part begins, because nothing predicts the
@@ -56,13 +59,22 @@ class Sample:
     preference: Preference | None = None
     """Of a sample whose completions are compared or judged."""
     images: Images | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=lambda: NO_COLUMNS)
+    """Numbers of its row, float64: [] for all of its labels, or one for each [l]."""
 
     def first(self, limit: int) -> Sample:
         """At most so many of its tokens, and the images that are whole among them; of a sample without a preference."""
-        images = self.images
+        images, labels = self.images, self.num_labels if self.columns else 0
         if images is not None:
             limit, images = images.cut(self.ids, limit)
-        return Sample(self.ids[:limit], self.is_label[:limit], images=images)
+        is_label = self.is_label[:limit]
+        columns = {name: own[: is_label.sum()] if own.shape == (labels,) else own for name, own in self.columns.items()}
+        return Sample(self.ids[:limit], is_label, images=images, columns=columns)
+
+    def with_fields(self, fields: Mapping[str, Any]) -> Sample:
+        """The sample with the fields of its row that are numbers, or lists of numbers, as columns."""
+        found = {name: _numbers(value) for name, value in fields.items()}
+        return replace(self, columns={name: own for name, own in found.items() if own is not None})
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +83,16 @@ class Sample:
     @property
     def num_labels(self) -> int:
         return int(self.is_label.sum())
+
+    @property
+    def label_places(self) -> np.ndarray:
+        """Places of its label tokens; those of a group lie together."""
+        return np.flatnonzero(self.is_label) if self.preference is None else np.concatenate(self.groups())
+
+    @property
+    def group_counts(self) -> list[int]:
+        """Label tokens of its three groups, see `groups`."""
+        return [len(places) for places in self.groups()]
 
     @property
     def part_lengths(self) -> tuple[int, ...]:
@@ -106,6 +128,14 @@ class Sample:
         return labels[is_context], own[is_first], own[~is_first]
 
 
+def _numbers(value: Any) -> np.ndarray | None:
+    """A number or a list of numbers, float64; None: it is something else."""
+    own = value if isinstance(value, list | tuple | np.ndarray) else [value]
+    if not all(isinstance(one, int | float | np.number) for one in own):
+        return None
+    return np.array(value, np.float64)
+
+
 def samples_hash(samples: Sequence[Sample]) -> str:
     """Of all token ids, labels and boundaries, in order: tells whether data is what it was."""
     digest = hashlib.blake2b(digest_size=16)
@@ -116,6 +146,8 @@ def samples_hash(samples: Sequence[Sample]) -> str:
             digest.update(repr((own.lengths, own.desirable)).encode() + context)
         if sample.images is not None:
             digest.update(b"".join(file.digest for file in sample.images.files))
+        for name, numbers in sorted(sample.columns.items()):
+            digest.update(repr((name, numbers.shape)).encode() + numbers.tobytes())
     return digest.hexdigest()
 
 
@@ -133,6 +165,8 @@ class Encoded:
     skipped: list[str] = field(default_factory=list)
     """Rows that are no samples, each with its place and what is wrong with it, where on_bad_row is skip."""
     notes: Notes = field(default_factory=dict)
+    where: list[str] = field(default_factory=list)
+    """File and line of each sample, where fields were kept."""
 
 
 def noted(into: Notes, notes: Notes) -> None:
@@ -165,6 +199,7 @@ def encode_rows(
     context: int = 2**31,
     told: Told = silent,
     shown: Shown | None = None,
+    fields: bool = False,
 ) -> Encoded:
     """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
 
@@ -177,11 +212,12 @@ def encode_rows(
         context: most positions that the model knows.
         told: hears how far it is.
         shown: what images become; None where the model reads none.
+        fields: whether fields of rows become columns of their samples.
 
     Raises:
         InputError: a row has no label tokens, its template cannot be followed, or it is too long and truncate is error.
     """
-    out = encode_some(rows, tokenizer, data, budget, job, context, told, shown=shown)
+    out = encode_some(rows, tokenizer, data, budget, job, context, told, shown=shown, fields=fields)
     if not out.samples and len(out.skipped) == len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     if not out.samples:
@@ -208,11 +244,13 @@ def encode_some(
     told: Told = silent,
     vocabulary: int | None = None,
     shown: Shown | None = None,
+    fields: bool = False,
 ) -> Encoded:
     """As encode_rows, where no sample may be left. vocabulary: rows with tokens beyond it are none; None: not looked at."""
     limit, limit_name = _limit(data, budget, context)
     out = Encoded([])
-    for row, sample, notes in encoded_rows(rows, tokenizer, data, job, out.skipped, told, shown):
+    for row, found, notes in encoded_rows(rows, tokenizer, data, job, out.skipped, told, shown):
+        sample = found.with_fields(row.fields) if fields else found
         if vocabulary is not None and int(sample.ids.max()) >= vocabulary:
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
             continue
@@ -236,6 +274,7 @@ def encode_some(
                 continue
             out.truncated += 1
         out.samples.append(sample)
+        out.where += [row.where] * fields
         noted(out.notes, notes)
     return out
 

@@ -33,16 +33,17 @@ def encode_for(
     context: int,
     told: Told = silent,
     shown: Shown | None = None,
+    fields: bool = False,
 ) -> Encoded:
     """Samples for a trainer: sft as encode_rows, dpo and orpo from pairs, kto from judged completions.
 
-    `max_length` and the model's context limit each part; the budget limits the sample.
+    `max_length` and the model's context limit each part; the budget limits the sample. fields: as of encode_rows.
 
     Raises:
         InputError: as encode_rows; or a row is not what the trainer takes.
     """
     if trainer == "sft":
-        return encode_rows(rows, tokenizer, data, budget, job, context, told, shown)
+        return encode_rows(rows, tokenizer, data, budget, job, context, told, shown, fields)
     out = Encoded([])
     taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
     found, notes = _halves(taken, tokenizer, data, job, out.skipped, told, shown)
@@ -77,7 +78,9 @@ def encode_for(
             out.dropped += 1
             continue
         out.truncated += is_cut
-        out.samples.append(_joined(parts, row, trainer, limit))
+        sample = _joined(parts, row, trainer, limit)
+        out.samples.append(sample.with_fields(row.fields) if fields else sample)
+        out.where += [row.where] * fields
         chosen, *rejected = (notes[id(half)] for half in row.pair or (row,))
         noted(out.notes, {what: own for other in rejected for what, own in other.items()} | chosen)  # of a pair once
     if not out.samples and len(out.skipped) >= len(rows):

@@ -16,7 +16,7 @@ completions those of the prompt; a conversation with `tools`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -86,10 +86,18 @@ class Row:
     """What the row says of its completion under `label`, unchecked."""
     images: tuple[str, ...] = ()
     """Paths of the blocks {"type": "image"} in `messages`, in their order; a message that has some is a list of blocks."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of the row, and `label`, unchecked: columns of a user's own objective."""
 
 
 def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Row:
     """The row that a value of a data file is. folder: where its images are. Raises InputError where it is none."""
+    row = _checked(value, where, job, folder)
+    fields = {key: value[key] for key in value.keys() - KEYS | (value.keys() & {"label"})}
+    return replace(row, fields=fields) if fields else row
+
+
+def _checked(value: Any, where: str, job: str, folder: str | None) -> Row:
 
     def odd(problem: str) -> InputError:
         return InputError(f"job {job!r}: {where}: {problem}")

@@ -206,9 +206,11 @@ def metric_lines(
 
 
 def told_in(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step's line of a log history tells of preferences and of a load-balancing loss."""
+    """Metrics of a job's objective and terms in a step's line of a log history."""
     return {
-        key: value for key, value in line.items() if key.startswith(("rewards/", "logps/")) or key in ("kl", "aux_loss")
+        key: value
+        for key, value in line.items()
+        if key.startswith(("rewards/", "logps/", "objective/")) or key in ("kl", "aux_loss")
     }
 
 

@@ -20,8 +20,9 @@ from packlora.data.preference import encode_for
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
+from packlora.engine.objectives.balance_key import coefficient_of
+from packlora.engine.objectives.configured import objective_of
 from packlora.errors import InputError
-from packlora.runtime.balance import coefficient_of
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told, silent
@@ -61,8 +62,8 @@ class Encoder:
         encoded, eval_encoded = mixed(parts, job.data, self.run.seed_of(job), job.name, notes), joined(held_out)
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
         _check_vocabulary(job.name, encoded, eval_encoded, vocabulary, self.tokenizer)
-        _check_divergence(job, "training", encoded)
-        _check_divergence(job, "held-out", eval_encoded)
+        _check_samples(job, "training", encoded)
+        _check_samples(job, "held-out", eval_encoded)
         data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
         _check_scheduler(job, data)
         coefficient, told_of_it = coefficient_of(self.run, job, self.skeleton)
@@ -125,7 +126,7 @@ class Encoder:
         settings = job.data.model_dump_json(exclude={"path", "eval_path"})
         if rows.stamp is None:  # it may be something else the next time
             return self._newly_encoded(rows, job, budget, told)
-        key = (rows.path, rows.stamp, settings, budget, job.train.trainer)
+        key = (rows.path, rows.stamp, settings, budget, job.train.trainer, job.train.objective)
         if key not in self._known:
             self._known[key] = self._newly_encoded(rows, job, budget, told)
         return self._known[key]
@@ -133,8 +134,13 @@ class Encoder:
     def _newly_encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         read = rows.read
         encoded = encode_for(
-            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told, self.shown
-        )
+            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told, self.shown,
+            fields=job.train.objective is not None,
+        )  # fmt: skip
+        try:
+            objective_of(job.train, encoded.samples, encoded.where)  # tries a user's own
+        except InputError as error:
+            raise InputError(f"job {job.name!r}: {error}") from None
         encoded.skipped[:0] = read.skipped
         return encoded
 
@@ -201,13 +207,9 @@ def _check_scheduler(job: JobConfig, data: JobData) -> None:
         raise InputError(f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}") from None
 
 
-def _check_divergence(job: JobConfig, what: str, encoded: Encoded) -> None:
-    """The loss kto compares samples with each other's completions."""
-    if job.train.loss_types == ("kto",) and len(encoded.samples) == 1:
-        raise InputError(
-            f"job {job.name!r}: its {what} data is 1 sample; loss_type kto compares with the completions of other samples and "
-            "takes at least 2; apo_zero_unpaired takes 1"
-        )
+def _check_samples(job: JobConfig, what: str, encoded: Encoded) -> None:
+    if (why := objective_of(job.train).why_not(encoded.samples)) is not None:
+        raise InputError(f"job {job.name!r}: its {what} data {why}")
 
 
 def _doubts(job: JobConfig, data: JobData) -> list[str]:
@@ -218,11 +220,7 @@ def _doubts(job: JobConfig, data: JobData) -> list[str]:
             f"warmup_steps {warmup} is no less than its {data.configured_steps} optimizer steps, so the learning "
             f"rate never comes to {train.learning_rate:g}"
         )
-    if train.loss_types == ("kto",) and not train.drop_last and data.num_samples % train.global_batch_size == 1:
-        out.append(
-            "an epoch's last global batch is one sample, which loss_type kto compares with its own completion; set drop_last, "
-            "or another global_batch_size"
-        )
+    out += objective_of(train).doubts(data.num_samples, train)
     if train.global_batch_size > data.num_samples:
         out.append(
             f"global_batch_size {train.global_batch_size} is more than its {data.num_samples} samples, so every optimizer "

@@ -9,17 +9,52 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from packlora.adapters.files import load_adapter
 from packlora.data.encode import Sample
-from packlora.runtime.divergence import Divergences
+from packlora.engine.objectives import RowsView
+from packlora.engine.rows import NO_ADAPTER, Row
 from packlora.runtime.forwards import Forwards, Found
 from packlora.runtime.job import Job
-from packlora.runtime.objective import Scores
-from packlora.runtime.reference import References
+
+
+@dataclass(slots=True)
+class JobForwards:
+    """Forwards that the objective of a job asks for (objectives.Evaluate).
+
+    known: see there. kept: samples whose ids are in it, so that no other sample gets them.
+    """
+
+    forwards: Forwards
+    job: Job
+    known: dict[int, np.ndarray]
+    kept: list[Sample]
+
+    def own(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
+        """Run the job's adapter as it is. Raises MemoryError: out of memory, and there is no lower budget to go on with."""
+        return self._over(samples, self.job.adapter.number)
+
+    def reference(self, samples: Sequence[Sample], keep: bool = False) -> list[np.ndarray] | None:
+        """Run the base model, or the adapter of `train.reference` in the place of the job's. Raises as `own`."""
+        folder, flat = self.job.config.reference_adapter, self.job.adapter.flat
+        self.kept += samples if keep else ()
+        if folder is None:
+            return self._over(samples, NO_ADAPTER)
+        trained = flat.clone()
+        load_adapter(folder, self.job.adapter)
+        try:
+            return self._over(samples, self.job.adapter.number)
+        finally:
+            flat.copy_(trained)
+
+    def _over(self, samples: Sequence[Sample], owner: int) -> list[np.ndarray] | None:
+        name = self.job.name
+        found = self.forwards.over({name: samples}, {name: owner}, [name])
+        return None if found is None else found[name].logps
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """loss: mean over label tokens, or over samples with preferences. metrics: what else is told of the latter."""
+    """Held-out loss of a job, a mean over the units of its objective, and the objective's metrics by their names in logs."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -36,9 +71,8 @@ class Evaluator:
 
     def __init__(self, forwards: Forwards, jobs: Sequence[Job], every: int) -> None:
         self.forwards, self.every = forwards, every
-        self.references = References(forwards)
-        self.divergences = Divergences(forwards, self.references)
-        self.learn = self.divergences.learn
+        self._known: dict[str | None, tuple[dict[int, np.ndarray], list[Sample]]] = {}
+        """By the adapter of the reference, see JobForwards."""
         self.losses: dict[tuple[str, int], float | None] = {
             (job.name, line["step"]): line["eval_loss"]
             for job in jobs
@@ -57,49 +91,54 @@ class Evaluator:
         is_asked = train.eval_on_start if job.step == 0 else is_multiple(job.step, every)
         return bool(job.eval_samples) and is_asked
 
-    def evaluate(self, jobs: Sequence[Job]) -> dict[str, HeldOut]:
-        """Held-out losses of those jobs that are due, by name: of all of them, or of none where a stop was asked for meanwhile.
-
-        Jobs with preferences learn first what their references give. Each loss is computed without dropout in microbatches of
-        its own: which others are due at the same time changes no bit of it. After its last step a job without held-out samples
-        is tried on its last global batch instead: no later step would notice that the last one ruined it.
+    def learn(self, due: Sequence[tuple[Job, int]]) -> bool:
+        """Let objectives estimate what they need of the global batches that are to be run. False where a stop was asked for.
 
         Raises:
             MemoryError: out of memory, and there is no lower budget to go on with.
         """
-        self.references.learn(jobs)
+        return all(job.learning.estimate(step, self._of(job)) for job, step in due if job.learning.lacks_estimate(step))
+
+    def _of(self, job: Job) -> JobForwards:
+        return JobForwards(self.forwards, job, *self._known.setdefault(job.config.reference_adapter, ({}, [])))
+
+    def evaluate(self, jobs: Sequence[Job]) -> dict[str, HeldOut]:
+        """Held-out losses of those jobs that are due, by name: of all of them, or of none where a stop was asked for meanwhile.
+
+        Objectives learn first what they need of all samples. Each loss is computed without dropout in microbatches of its own:
+        which others are due at the same time changes no bit of it. After its last step a job without held-out samples is tried
+        on its last global batch instead: no later step would notice that the last one ruined it.
+
+        Raises:
+            MemoryError: out of memory, and there is no lower budget to go on with.
+        """
+        if not all(job.learning.learn(self._of(job)) for job in jobs if job.status == "running"):
+            return {}
         due = [job for job in jobs if self.is_due(job)]
         samples = {job.name: job.eval_samples or job.data.last_batch() for job in due}
-        found = self.forwards.over(samples, {job.name: job.adapter.number for job in due}) if samples else None
-        if found is None:  # then references may not be known either
+        wanted = [job.name for job in due if job.learning.objective.weights != "before"]
+        found = self.forwards.over(samples, {job.name: job.adapter.number for job in due}, wanted) if samples else None
+        if found is None:
             return {}
-        divergences = {job.name: self.divergences.held_out(job, samples[job.name]) for job in due}
-        if any(divergence is None for divergence in divergences.values()):
-            return {}
-        told = {job.name: _told(job, samples[job.name], found[job.name], divergences[job.name] or 0.0) for job in due}
-        self.losses |= {(job.name, job.step): told[job.name].loss for job in due}
-        return told
+        out: dict[str, HeldOut] = {}
+        for job in due:
+            estimate = job.learning.objective.estimate(samples[job.name], self._of(job))
+            if estimate is None:
+                return {}
+            out[job.name] = _held_out(job, samples[job.name], found[job.name], estimate)
+        self.losses |= {(job.name, job.step): out[job.name].loss for job in due}
+        return out
 
 
-def _told(job: Job, samples: Sequence[Sample], found: Found, divergence: float) -> HeldOut:
-    objective = job.preferences.objective
-    if objective is None:
-        return HeldOut(found.loss_sum / sum(sample.num_labels for sample in samples), {})
-    scores = _scores(job, samples, found.logps_N3, divergence)
-    return HeldOut(
-        float(objective.losses_of(scores).mean()), objective.metrics(objective.told(scores).tolist(), divergence)
-    )
-
-
-def _scores(job: Job, samples: Sequence[Sample], logps_N3: np.ndarray, divergence: float) -> Scores:
-    counts_N3 = np.array([[len(places) for places in sample.groups()] for sample in samples], np.float64)
-    reference_N3 = np.stack([job.preferences.reference_of(sample) for sample in samples])
-    desirable_N = np.array(
-        [sample.preference is not None and sample.preference.desirable for sample in samples], np.float64
-    )
-    per_token_N = np.full(len(samples), len(samples) / counts_N3[:, :2].sum())
-    divergence_N = np.full(len(samples), divergence)
-    return Scores(*map(torch.from_numpy, (logps_N3, reference_N3, counts_N3, per_token_N, desirable_N, divergence_N)))
+def _held_out(job: Job, samples: Sequence[Sample], found: Found, estimate: Mapping[str, float]) -> HeldOut:
+    objective, labels = job.learning.objective, sum(sample.num_labels for sample in samples)
+    if objective.weights == "before":
+        return HeldOut(found.loss_sum / labels, {})
+    units = labels if objective.unit == "token" else len(samples)
+    facts = {"units": units, "samples": len(samples), **objective.facts(samples), **estimate}
+    view = RowsView.of(objective, [Row(sample) for sample in samples], facts)
+    losses, sums = objective.loss(torch.from_numpy(np.concatenate(found.logps)), view)
+    return HeldOut(float(losses.mean()), objective.report(sums.tolist(), facts))
 
 
 def is_multiple(step: int, every: int) -> bool:

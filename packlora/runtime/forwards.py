@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 
 from packlora.data.encode import Sample
 from packlora.data.order import SampleOrder
-from packlora.runtime.collate import PackedSample
+from packlora.engine.parts import Part
+from packlora.engine.rows import Row
 from packlora.runtime.memory import TokenBudget, free_memory
 from packlora.runtime.microbatch import Executor, MicrobatchResult
 from packlora.runtime.team import Team
@@ -22,10 +24,11 @@ Samples = Mapping[str, Sequence[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of samples: the sum of the losses of their label tokens; of each with a preference its log-probabilities [N, 3]."""
+    """Results for some samples: the sum of the cross entropies of their labels; of each the labels' log-probabilities,
+    float64 [l], where they were asked for."""
 
     loss_sum: float
-    logps_N3: np.ndarray
+    logps: list[np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,15 @@ class Forwards:
     budget: TokenBudget
     team: Team
 
-    def over(self, samples: Samples, owners: Mapping[str, int]) -> dict[str, Found] | None:
+    def over(
+        self, samples: Samples, owners: Mapping[str, int], wants_logps: Collection[str] = ()
+    ) -> dict[str, Found] | None:
         """What is found of each name's samples, in microbatches of its own: which others there are changes no bit of it.
 
         Args:
             samples: by name.
-            owners: by name, number of the adapter that owns the tokens, or collate.NOBODY.
+            owners: by name, number of the adapter that owns the tokens, or rows.NO_ADAPTER.
+            wants_logps: names whose samples' log-probabilities are wanted.
 
         Returns:
             By name; None where a stop was asked for meanwhile.
@@ -52,10 +58,12 @@ class Forwards:
         """
         found = None
         while found is None and not self.team.stop.asked:
-            found = self._try(samples, owners)
+            found = self._try(samples, owners, wants_logps)
         return None if self.team.stop.asked else found
 
-    def _try(self, samples: Samples, owners: Mapping[str, int]) -> dict[str, Found] | None:
+    def _try(
+        self, samples: Samples, owners: Mapping[str, int], wants_logps: Collection[str]
+    ) -> dict[str, Found] | None:
         """None: out of memory, to be tried again with a lower budget."""
         orders = [
             SampleOrder(name, np.array([sample.num_tokens for sample in own]), len(own), 0, 1, shuffle=False)
@@ -66,8 +74,7 @@ class Forwards:
         planners = [Planner([order], budget, method="greedy") for order in orders]
         microbatches = [microbatch for planner in planners for microbatch in planner.window(0).microbatches]
         sums, lacking = torch.zeros(len(microbatches), dtype=torch.float64), 0
-        compared = [name for name, own in samples.items() if own[0].preference is not None]
-        logps = {name: torch.zeros(len(samples[name]), 3, dtype=torch.float64) for name in compared}
+        logps = {name: _Logps(samples[name]) for name in wants_logps}
         rank, size = self.team.group.rank, self.team.group.size
         for number in range(rank, -(-len(microbatches) // size) * size, size):
             if self.team.stop.asked:
@@ -81,26 +88,42 @@ class Forwards:
                 lacking = microbatches[number].num_tokens
                 break
             name = placed[0].job
-            sums[number] = done.sums[owners[name]].cpu()
-            if done.logps is not None:
-                logps[name][[own.sample for own in placed]] = done.logps.cpu()
+            sums[number] = done.sums[owners[name]][0].cpu()
+            if name in logps:
+                logps[name].put([own.sample for own in placed], -done.losses_L.double().cpu())
         if lacking := self.team.agree(lacking, []):
             free_memory(self.device)
             self.budget.held_out = self.budget.below(lacking)
             return None
-        for own in (sums, *logps.values()):
+        for own in (sums, *(found.values for found in logps.values())):
             self.team.group.add_losses(own)
         totals = dict.fromkeys(samples, 0.0)
         for microbatch, own in zip(microbatches, sums.tolist(), strict=True):  # in the order of one process
             totals[microbatch.samples[0].job] += own
-        nothing = torch.zeros(0, 3)
-        return {name: Found(totals[name], logps.get(name, nothing).numpy()) for name in samples}
+        return {name: Found(totals[name], logps[name].by_sample() if name in logps else []) for name in samples}
 
     def _microbatch(
         self, microbatch: Microbatch, samples: Samples, owners: Mapping[str, int]
     ) -> MicrobatchResult | None:
-        packed = [
-            PackedSample(owners[placed.job], samples[placed.job][placed.sample], 0, 0, None)
-            for placed in microbatch.samples
-        ]
-        return self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate(packed))
+        (name,) = {placed.job for placed in microbatch.samples}
+        part = Part(owners[name], [Row(samples[name][placed.sample]) for placed in microbatch.samples])
+        return self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate([part]))
+
+
+class _Logps:
+    """Log-probabilities of the labels of samples, one sample behind the other; 0 where others find them."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._sizes = [sample.num_labels for sample in samples]
+        self._stops = list(itertools.accumulate(self._sizes))
+        self.values = torch.zeros(self._stops[-1], dtype=torch.float64)
+
+    def put(self, numbers: Sequence[int], logp_L: torch.Tensor) -> None:
+        """Take those of some samples, in their order, with padding behind."""
+        sizes = [self._sizes[number] for number in numbers]
+        for number, own in zip(numbers, logp_L[: sum(sizes)].split(sizes), strict=True):
+            self.values[self._stops[number] - len(own) : self._stops[number]] = own
+
+    def by_sample(self) -> list[np.ndarray]:
+        """Log-probabilities of each sample."""
+        return [own.numpy() for own in self.values.split(self._sizes)]

@@ -20,25 +20,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from packlora.adapters.attach import adapted_layers
 from packlora.adapters.linear import AdaptedLinear
-from packlora.adapters.owners import Noise, TokenOwners
+from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
 from packlora.base.packing import hidden_states
 from packlora.base.shape import plain_head
 from packlora.config import Run
+from packlora.engine.collate import PackedBatch, collate
+from packlora.engine.heads import fused_losses
+from packlora.engine.parts import Parts, rows_of
 from packlora.errors import InputError
 from packlora.ops import launcher
 from packlora.ops.attention.blocks import BLOCK, SampleBlocks, most_blocks, table_of
 from packlora.ops.lora_linear.moving import MovingSegments
-from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.job import Job
-from packlora.runtime.loss import fused_losses
 from packlora.runtime.memory import free_memory
 from packlora.runtime.microbatch import Executor, MicrobatchResult, Pending, SingleDevice, one_error_for_memory
 
@@ -128,12 +128,13 @@ class Body:
 
     Args:
         adapters: numbers of all that may own tokens.
-        dropout, noise: whether one of them has it.
+        dropout: whether one of them has it.
+        columns: types of the columns of tokens that some of them have.
     """
 
     def __init__(
         self, device: SingleDevice, shape: Shape, adapters: Sequence[int], dropout: bool, gradients: Gradients, room: Room,
-        noise: bool = False,
+        columns: Mapping[str, torch.dtype] | None = None,
     ) -> None:  # fmt: skip
         self.shape, self.gradients, self._room = shape, gradients, room
         self._model, self._attached, where = device.base.model, device.attached, device.base.device
@@ -142,11 +143,9 @@ class Body:
         self._positions_T = torch.zeros(T, dtype=torch.int64, device=where)
         self._samples = SampleBlocks(torch.zeros(2, 3, most_blocks(T, shape.samples), dtype=torch.int32, device=where))
         self._keys_T2 = torch.zeros(T, 2, dtype=torch.int32, device=where) if dropout else None
-        self._noise = None
-        if noise:
-            self._noise = Noise(torch.zeros(T, 2, dtype=torch.int32, device=where), torch.zeros(T, device=where))
+        self._columns = {name: torch.zeros(T, dtype=own, device=where) for name, own in (columns or {}).items()}
         self._moving = MovingSegments(T, adapters)
-        self._owners = TokenOwners(T, self._moving.nominal, self._keys_T2, self._moving, self._noise)
+        self._owners = TokenOwners(T, self._moving.nominal, self._keys_T2, self._moving, self._columns)
         self._hidden_TD: torch.Tensor | None = None
         self._d_TD: torch.Tensor | None = None
         self._forward: Callable[[], None] | None = None
@@ -168,11 +167,11 @@ class Body:
         self._samples.table.copy_(table.pin_memory() if self._ids_T.is_cuda else table, non_blocking=True)
         if self._keys_T2 is not None and batch.owners.keys_T2 is not None:
             self._keys_T2.copy_(batch.owners.keys_T2)
-        if self._noise is not None and batch.owners.noise is not None:
-            self._noise.keys_T2.copy_(batch.owners.noise.keys_T2)
-            self._noise.scale_T.copy_(batch.owners.noise.scale_T)
-        elif self._noise is not None:
-            self._noise.scale_T.zero_()
+        for name, column in self._columns.items():
+            if (own := batch.owners.columns.get(name)) is not None:
+                column.copy_(own)
+            else:
+                column.zero_()
         self._moving.write(batch.owners.segments)
         self._moving.refresh()
 
@@ -267,15 +266,13 @@ class Waiting(NamedTuple):
     pending: Pending
     hidden_TD: torch.Tensor
     body: Body
-    samples: Sequence[PackedSample]
-    weights: np.ndarray
+    parts: Parts
 
 
 class _Ready(NamedTuple):
     """A microbatch that lies in the buffers of its body. waiting: its forward, where it was launched ahead."""
 
-    samples: Sequence[PackedSample]
-    weights: np.ndarray
+    parts: Parts
     body: Body
     batch: PackedBatch
     waiting: Waiting | None = None
@@ -290,19 +287,19 @@ class GraphedDevice:
         dropout: whether one of them has it.
         budget: most tokens that microbatches are planned with.
         tell: is told once why there are no graphs.
-        noise: whether an adapter's embeddings have it.
+        columns: as of Body.
     """
 
     def __init__(
         self, single: SingleDevice, buffers: Buffers, dropout: bool, budget: int,
         tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
-        noise: bool = False,
+        columns: Mapping[str, torch.dtype] | None = None,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
         self.why_not: str | None = None
         self._unfit: str | None = None
         """Why these adapters cannot have graphs."""
-        self._adapters, self._dropout, self._budget, self._noise = tuple(buffers), dropout, budget, noise
+        self._adapters, self._dropout, self._budget, self._columns = tuple(buffers), dropout, budget, columns
         self._gradients = Gradients(buffers)
         self._new_recorder = recorder
         self._recorder: Any = None
@@ -317,7 +314,7 @@ class GraphedDevice:
         self._is_first = True
         """The next microbatch is the first one, whose kernels may be yet to compile."""
 
-    def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
+    def prepare(self, parts: Parts) -> None:
         """See Executor. What fails does so again in the forward.
 
         A forward that is recorded is launched at once: so the device has work while the host reads the numbers of the steps
@@ -327,18 +324,18 @@ class GraphedDevice:
         if self.why_not is None and not self._waiting:
             self._ready = None  # what it has loaded is written over, also where this fails
             with suppress(Exception):
-                self._ready = self._load(samples, weights)
+                self._ready = self._load(parts)
                 if self._ready.body.recorded:
                     self._ready = self._ready._replace(waiting=self._launch(self._ready))
 
-    def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending | Waiting:
+    def forward(self, parts: Parts) -> Pending | Waiting:
         """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory. No job
         may step before that, whether it has tokens here or not: operands of all are packed together."""
         if self.why_not is None and not self._waiting:
-            pending = self._attempt(lambda: self._forward(samples, weights))
+            pending = self._attempt(lambda: self._forward(parts))
             if pending is not None:
                 return pending
-        return self.single.forward(samples, weights)
+        return self.single.forward(parts)
 
     def _attempt(self, compute: Callable[[], T]) -> T | None:
         """What `compute` returns; None where that goes without graphs alone. Nothing refers to the error then, nor to what it
@@ -357,10 +354,10 @@ class GraphedDevice:
             self.tell(f"{NO_GRAPHS}: {self.why_not}")
         return None
 
-    def _forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Waiting:
+    def _forward(self, parts: Parts) -> Waiting:
         ready, self._ready = self._ready, None
-        if ready is None or ready.samples is not samples or ready.weights is not weights:
-            ready = self._load(samples, weights)
+        if ready is None or ready.parts is not parts:
+            ready = self._load(parts)
         waiting = ready.waiting or self._launch(ready)
         self._waiting = True
         return waiting
@@ -374,9 +371,8 @@ class GraphedDevice:
             hidden_TD = body.forward().requires_grad_()
         head = plain_head(base.model)
         assert head is not None
-        losses_L, total = fused_losses(hidden_TD[batch.rows_L], head, batch, batch.weights_L)
-        pending = Pending(batch, losses_L, total)
-        return Waiting(pending, hidden_TD, body, ready.samples, ready.weights)
+        losses = fused_losses(hidden_TD[batch.rows_L], head, batch, batch.weights_L)
+        return Waiting(Pending(batch, losses), hidden_TD, body, ready.parts)
 
     def backward(self, pending: Pending | Waiting) -> MicrobatchResult:
         if isinstance(pending, Pending):
@@ -385,26 +381,26 @@ class GraphedDevice:
         result = self._attempt(lambda: self._backward(pending))
         if result is None:  # nothing was added to a gradient yet
             pending.body.forget()
-            return self.single.backward(self.single.forward(pending.samples, pending.weights))
+            return self.single.backward(self.single.forward(pending.parts))
         return result
 
     def _backward(self, pending: Waiting) -> MicrobatchResult:
         result = pending.pending.result()  # whatever fails does so before anything is added to a gradient
-        pending.pending.total.backward()
+        pending.pending.backward()
         assert pending.hidden_TD.grad is not None
         with _nothing_waits(self.single.base.device, self._checked == 1):
             pending.body.backward(pending.hidden_TD.grad, pending.pending.batch.num_tokens)
         self._checked += not pending.body.recorded
         return result
 
-    def evaluate(self, samples: Sequence[PackedSample]) -> MicrobatchResult:
+    def evaluate(self, parts: Parts) -> MicrobatchResult:
         try:
-            return self.single.evaluate(samples)
+            return self.single.evaluate(parts)
         except torch.OutOfMemoryError:
             if not self._bodies:
                 raise
         self._drop()  # when nothing refers to the error any more, nor to what it held in memory
-        return self.single.evaluate(samples)
+        return self.single.evaluate(parts)
 
     def idle(self, backward: bool) -> None:
         self.single.idle(backward)
@@ -412,9 +408,9 @@ class GraphedDevice:
     def plans(self) -> list[dict[str, Any]]:
         return self.single.plans()
 
-    def _load(self, samples: Sequence[PackedSample], weights: np.ndarray) -> _Ready:
-        body = self._body(Shape.of([part for item in samples for part in item.sample.part_lengths], self._budget))
-        batch = collate(samples, self.single.base.device, weights, body.shape.tokens)
+    def _load(self, parts: Parts) -> _Ready:
+        body = self._body(Shape.of([n for row in rows_of(parts) for n in row.sample.part_lengths], self._budget))
+        batch = collate(parts, self.single.base.device, body.shape.tokens)
         body.load(batch)
         is_first, self._is_first = self._is_first, False
         if is_first and self._can_rehearse():
@@ -422,23 +418,25 @@ class GraphedDevice:
                 body.rehearse()
             except Exception:  # what it has half made is not used, and what fails will fail again
                 self._drop()
-                return self._load(samples, weights)
-        return _Ready(samples, weights, body, batch)
+                return self._load(parts)
+        return _Ready(parts, body, batch)
 
     def _body(self, shape: Shape) -> Body:
         body = self._bodies.pop(shape, None)
         if body is None:
-            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients, self._room, self._noise)
+            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients, self._room, self._columns)
             if len(self._bodies) >= MOST:
                 del self._bodies[next(iter(self._bodies))]
         self._bodies[shape] = body
         return body
 
-    def change(self, buffers: Buffers, dropout: bool, why_not: str | None, noise: bool = False) -> None:
+    def change(
+        self, buffers: Buffers, dropout: bool, why_not: str | None, columns: Mapping[str, torch.dtype] | None = None
+    ) -> None:
         """The adapters that may own tokens are others now: what was recorded is recorded anew. Between two microbatches.
 
         Args:
-            buffers, dropout, noise: as at first.
+            buffers, dropout, columns: as at first.
             why_not: in words, where these adapters cannot have graphs.
         """
         if why_not is not None and why_not != self._unfit:
@@ -447,7 +445,7 @@ class GraphedDevice:
             self.why_not = why_not
         self._unfit = why_not
         self._adapters, self._dropout, self._gradients = tuple(buffers), dropout, Gradients(buffers)
-        self._noise = noise
+        self._columns = columns
         self._drop()
 
     def _can_rehearse(self) -> bool:
@@ -508,7 +506,7 @@ def graphed(
         return single
     assert isinstance(single, SingleDevice)
     dropout = any(job.dropout_key is not None for job in jobs)
-    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, noise=any(job.noise for job in jobs))
+    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, columns=columns_of(jobs))
 
 
 def buffers_of(jobs: Sequence[Job]) -> Buffers:
@@ -517,6 +515,12 @@ def buffers_of(jobs: Sequence[Job]) -> Buffers:
         job.adapter.number: [(job.parameters[name], buffer) for name, buffer in job.gradient_buffers().items()]
         for job in jobs
     }
+
+
+def columns_of(jobs: Sequence[Job]) -> dict[str, torch.dtype]:
+    """Columns of tokens that jobs have, see Body."""
+    terms = [term for job in jobs for term in job.learning.terms]
+    return {name: own.dtype for term in terms for name, own in term.columns.items() if own.of == "token"}
 
 
 def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
@@ -540,7 +544,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
     for job in jobs:
-        if found := why_unfit(job.adapter.spec, job.balance.coefficient):
+        if found := why_unfit(job.adapter.spec, job.router_coefficient):
             return f"job {job.name!r} {found}"
     for job in jobs if len(jobs) > 1 else ():
         if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import get_scheduler
 
@@ -22,19 +21,15 @@ from packlora.adapters.starts import Held
 from packlora.config import HIGHER_IS_BETTER, JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
-from packlora.data.preference import mismatched
 from packlora.data.prompts import Prompt
-from packlora.runtime.balance import BalanceSum
-from packlora.runtime.collate import Compared
 from packlora.runtime.history import Pieces
+from packlora.runtime.learning import Learning
 from packlora.runtime.memory import on_host, on_their_way
-from packlora.runtime.objective import Objective
 from packlora.runtime.optimizer import optimizer_of
 from packlora.seeding import stable_hash
 
 IDLE_STEPS = 3
 """Steps in a row that teach a job nothing, after which it is reported."""
-NO_REFERENCE = np.zeros(3)
 USUAL_RATE = 0.01
 """Share of the configured learning rate over which a step must change something; under it are warmup and decay."""
 
@@ -51,73 +46,6 @@ class StepResult:
     tokens: int
     notice: str | None = None
     """What a person should know about it."""
-
-
-class Preferences:
-    """What a job knows of the preferences among its samples.
-
-    objective: None where it learns completions. references: by the id of a sample, its log-probabilities [3] under the
-    reference, see objective.Scores. mismatched: held-out samples with one another's completions, where the loss has a
-    divergence; divergence: the step of the present global batch and its own, see divergence.py.
-    """
-
-    def __init__(self, data: JobData, objective: Objective | None, held_out: Sequence[Sample] = ()) -> None:
-        self.objective, self._data = objective, data
-        self.references: dict[int, np.ndarray] = {}
-        self.need_divergence = objective is not None and objective.has_divergence
-        self.mismatched = mismatched(held_out) if self.need_divergence else []
-        self.divergence = (-1, 0.0)
-        self.told: torch.Tensor | None = None
-        """Of what ran of the present global batch, see Objective.told."""
-
-    @property
-    def need_references(self) -> bool:
-        return self.objective is not None and self.objective.has_reference
-
-    def reference_of(self, sample: Sample) -> np.ndarray:
-        """[3] float64; zeros where the loss has no reference."""
-        return self.references[id(sample)] if self.need_references else NO_REFERENCE
-
-    def per_token(self, step: int) -> float:
-        """Of the global batch of a step, see objective.Scores; 1 without preferences."""
-        if self.objective is None:
-            return 1.0
-        numbers = self._data.planned.samples(step)
-        return len(numbers) / int(self._data.num_chosen[numbers].sum())
-
-    def add(self, told: torch.Tensor | None) -> None:
-        """What is told of a microbatch's samples."""
-        self.told = told if self.told is None else self.told if told is None else self.told + told
-
-    def partial(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """A sum of losses [] with what is told [7], or alone, for replicas to add up."""
-        if self.objective is None:
-            return loss_sum[None]
-        return torch.cat([loss_sum[None], loss_sum.new_zeros(7) if self.told is None else self.told])
-
-    def take(self, numbers: torch.Tensor) -> torch.Tensor:
-        """What they have added up. Returns the sum of losses."""
-        self.told = None if self.objective is None else numbers[1:]
-        return numbers[0]
-
-    def metrics(self) -> dict[str, float | None]:
-        """Of the global batch that has run, by TRL's names; null for what is not finite. Waits for the device."""
-        if self.objective is None or self.told is None:
-            return {}
-        found = self.objective.metrics(self.told.tolist(), self.divergence[1])
-        return {name: value if math.isfinite(value) else None for name, value in found.items()}
-
-    def lacks_divergence(self, step: int) -> bool:
-        """Whether that of the global batch of a step must be found before its samples are run."""
-        return self.need_divergence and self.divergence[0] != step
-
-    def compared(self, number: int, per_token: float, due: bool) -> Compared | None:
-        """What the loss of a sample needs; None without preferences. due: the job is yet to step on it; what others give is
-        discarded, and of a job that had ended before the run was resumed references are not known."""
-        if self.objective is None:
-            return None
-        reference = self.reference_of(self._data.samples[number]) if due else NO_REFERENCE
-        return Compared(self.objective, reference, per_token, self.divergence[1])
 
 
 def learning_rates(config: TrainConfig, num_steps: int) -> Any:
@@ -258,8 +186,8 @@ class Job:
     failure: str | None = None
     stopped: str | None = None
     """Why it ends before the steps that it was to take, where it was asked to."""
-    balance: BalanceSum = field(default_factory=BalanceSum)
-    """Its load-balancing loss."""
+    router_coefficient: float = 0.0
+    """Of its load-balancing loss; 0: it has none."""
     tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
     pieces: Pieces = field(default_factory=Pieces)
@@ -278,10 +206,10 @@ class Job:
         self.optimizer = optimizer_of(self.adapter, train)
         self._held = Held(self.adapter)
         self.lr_at = learning_rates(train, self.data.configured_steps)
-        dropout, alpha, seed = self.adapter.spec.peft.lora_dropout, train.neftune_noise_alpha, self.data.seed
+        dropout, seed = self.adapter.spec.peft.lora_dropout, self.data.seed
         self.dropout_key = stable_hash("dropout", seed) if dropout else None
-        self.noise = None if alpha is None else (stable_hash("neftune", seed), alpha)
-        """Key and alpha of the noise on the embeddings of its samples."""
+        self.learning = Learning(train, self.data, self.eval_samples, self.router_coefficient)
+        """What it learns."""
         self.gradient: torch.Tensor | None = None
         """Of the present global batch, like adapter.flat; made by the first microbatch."""
         self.gradients: dict[str, torch.Tensor] = {}
@@ -302,13 +230,13 @@ class Job:
         self.untrained_elsewhere: set[str] = set()
         self.found_elsewhere = 0
         """Parameters that other processes have, and that got a gradient in the global batch that is about to step."""
-        self.preferences = Preferences(self.data, Objective.of(train), self.eval_samples)
         self._told: StepResult | None = None
         """Of a step that was counted and not confirmed."""
         self._before: torch.Tensor | None = None
         """adapter.flat before the step that was begun."""
-        self.loss_sum: torch.Tensor | None = None
-        """Of what ran here of the present global batch, label tokens or samples with preferences."""
+        self.sums: torch.Tensor | None = None
+        """Of what ran here of the present global batch: its losses, and the metrics of the objective and the terms, [1 + M]
+        float64."""
         self._tokens, self._judge = 0, Judge(train, self.data.configured_steps)
         self._idle = IdleSteps(train.learning_rate)
 
@@ -338,12 +266,8 @@ class Job:
         return self.status != "failed" and self.step <= batch < self.data.num_steps
 
     def loss_units(self, step: int) -> int:
-        """Of the global batch of a step, what its loss is divided by: label tokens, or samples with preferences."""
-        return self.data.label_tokens(step) if self.preferences.objective is None else self.samples_of(step)
-
-    def samples_of(self, step: int) -> int:
-        """Number of samples of the global batch of a step."""
-        return len(self.data.planned.samples(step))
+        """Units of the objective in the global batch of a step, which its loss is divided by."""
+        return self.learning.units(step)
 
     def gradient_buffers(self) -> dict[str, torch.Tensor]:
         """Views of `gradient` by parameter. Whoever adds to them in a backward leaves them as the parameters' `grad`."""
@@ -360,16 +284,16 @@ class Job:
         self._tokens += tokens
 
     def partial(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient like adapter.flat and the sum of losses [] float64 of what ran here, for replicas to add up."""
+        """The gradient like adapter.flat and the sums [1 + M] of what ran here, for replicas to add up."""
         self.gradient_buffers()
         assert self.gradient is not None
-        if self.loss_sum is None:
-            self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.gradient.device)
-        return self.gradient, self.loss_sum
+        if self.sums is None:
+            self.sums = self.learning.no_sums(self.gradient.device)
+        return self.gradient, self.sums
 
-    def collect(self, loss_sum: torch.Tensor) -> None:
-        """Add a microbatch's loss of this job to that of the global batch, and its parameters' gradients, then none."""
-        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
+    def collect(self, sums: torch.Tensor) -> None:
+        """Add a microbatch's sums [1 + M] of this job to those of the global batch, and its parameters' gradients."""
+        self.sums = sums if self.sums is None else self.sums + sums
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if not found:
             return
@@ -383,7 +307,7 @@ class Job:
 
     def discard(self) -> None:
         """Forget what was collected for the present global batch, and gradients that were not."""
-        self.loss_sum, self.preferences.told, self.balance.total, self._tokens = None, None, None, 0
+        self.sums, self._tokens = None, 0
         if self.gradient is not None and (
             len(self.without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
         ):
@@ -415,7 +339,7 @@ class Job:
             What `after_step` needs to know, [4] float64: the sum of the losses, the norm of the gradient, the largest
             parameter, and whether any parameter has changed.
         """
-        assert self.loss_sum is not None
+        assert self.sums is not None
         train, flat = self.config.train, self.adapter.flat
         self._before = flat.clone()
         whole, norm = norm, flat.new_zeros(()) if norm is None else norm.to(flat)
@@ -429,7 +353,7 @@ class Job:
             self.optimizer.step(self.gradient, self.without, self.lr_at(self.step))
             self._held.restore(flat, self._before)
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
-        return torch.stack([number.double() for number in (self.loss_sum, norm, largest, changed)])
+        return torch.stack([number.double() for number in (self.sums[0], norm, largest, changed)])
 
     def after_step(self, numbers: Sequence[float]) -> StepResult | None:
         """Count the step. None if the loss or the gradient is not finite, or the step made parameters infinite: the job has
@@ -454,7 +378,7 @@ class Job:
             return None
         self.untrained &= self.without
         self.last_good = before
-        told = self.preferences.metrics() | self.balance.metrics(self.samples_of(self.step))
+        metrics = self.learning.metrics(self.step, self.sums)
         tokens = self._tokens
         self.discard()
         self.step += 1
@@ -463,7 +387,7 @@ class Job:
         self.log_history.append(
             {
                 "step": self.step, "epoch": self.epoch, "loss": loss, "grad_norm": grad_norm, "learning_rate": lr,
-                "tokens": tokens, **told,
+                "tokens": tokens, **metrics,
             }
         )  # fmt: skip
         self._told = result

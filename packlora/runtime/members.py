@@ -28,7 +28,6 @@ from packlora.plans.ask import Ask
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Event, JobJoined, Note
-from packlora.runtime.balance import BalanceSum
 from packlora.runtime.changes import START, Change, joined_rounds, leaves, with_jobs
 from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget
@@ -61,7 +60,7 @@ def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
         adapter,
         FLOAT16_SCALE if run.dtype == "float16" else 1.0,
         prompts=item.prompts,
-        balance=BalanceSum(item.router_coefficient),
+        router_coefficient=item.router_coefficient,
     )
 
 
@@ -142,11 +141,11 @@ class Members:
         if self.run.keep_outputs:
             self.base.kept_outputs = keep_outputs(self.base.model)
         if self._has_graphs and jobs:
-            from packlora.runtime.graphs import buffers_of, why_no_graphs
+            from packlora.runtime.graphs import buffers_of, columns_of, why_no_graphs
 
             dropout = any(job.dropout_key is not None for job in jobs)
             cast("GraphedDevice", self.executor).change(
-                buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), any(job.noise for job in jobs)
+                buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), columns_of(jobs)
             )
 
     @property

@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
-from packlora.runtime.balance import with_balance
-from packlora.runtime.collate import PackedBatch, PackedSample, collate
-from packlora.runtime.loss import logps_of, sum_by_owner, token_losses, told_of
+from packlora.engine.collate import PackedBatch, collate
+from packlora.engine.heads import Losses, token_losses
+from packlora.engine.objectives import Carried, CarriedSums
+from packlora.engine.parts import Parts, num_tokens
 
 NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """How libraries and drivers say it that do not raise torch's own error."""
@@ -28,41 +28,37 @@ NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchResult:
-    """Results by owner that took part. sums: of the losses of label tokens, or of samples with preferences, [] float64 on the
-    device. tokens, samples: how many. logps: of samples with preferences, in their order, [N, 3] as of objective.Scores; None
-    where there are none. told: of those in training, see Objective.told. balance: of owners with a load-balancing loss, its
-    sum over samples, [] float64; in `sums` with its share."""
+    """Results by adapter that took part.
+
+    sums: its sum of losses, then those of the metrics of its objective and its terms, [1 + M] float64 on the device. tokens,
+    samples: how many. losses_L: cross entropy of all labels, padding included.
+    """
 
     sums: Mapping[int, torch.Tensor]
     tokens: Mapping[int, int]
     samples: Mapping[int, int]
-    logps: torch.Tensor | None = None
-    told: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    balance: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    losses_L: torch.Tensor
 
 
 class Executor(Protocol):
     """Runs microbatches. All calls raise torch.OutOfMemoryError where memory runs out; owners' gradients may then hold a part.
 
-    samples: ordered by owner.
+    parts: ordered by adapter.
     """
 
-    def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Any:
-        """Run samples through the model; the result goes to `backward`, after any number of other calls.
+    def forward(self, parts: Parts) -> Any:
+        """Run parts through the model; the result goes to `backward`, after any number of other calls.
 
         Between the two no job with tokens here may step.
-
-        Args:
-            weights: by owner, of each of its label tokens' losses in the gradient.
         """
 
-    def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
-        """The next `forward` will be given these objects: what it needs of them may be made while the device works."""
+    def prepare(self, parts: Parts) -> None:
+        """The next `forward` will be given this object: what it needs of it may be made while the device works."""
 
     def backward(self, pending: Any) -> MicrobatchResult:
         """Add the gradients of what `forward` returned to the parameters of its owners."""
 
-    def evaluate(self, samples: Sequence[PackedSample]) -> MicrobatchResult:
+    def evaluate(self, parts: Parts) -> MicrobatchResult:
         """Losses alone, without gradients."""
 
     def idle(self, backward: bool) -> None:
@@ -72,30 +68,45 @@ class Executor(Protocol):
         """How layers were computed, for run.json."""
 
 
-def run_microbatch(executor: Executor, samples: Sequence[PackedSample], weights: np.ndarray) -> MicrobatchResult:
+def run_microbatch(executor: Executor, parts: Parts) -> MicrobatchResult:
     """Forward and backward, one after the other."""
-    return executor.backward(executor.forward(samples, weights))
+    return executor.backward(executor.forward(parts))
+
+
+def with_carried(
+    sums: Mapping[int, torch.Tensor], carried: Sequence[Carried], found: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Sums of MicrobatchResult with those of a term that carries something. found: by adapter, its sum over samples [] float64,
+    which takes part in the losses with the adapter's share."""
+    out = dict(sums)
+    for one in carried:
+        loss, *metrics = out[one.adapter].split(1)
+        out[one.adapter] = torch.cat([loss + one.share * found[one.adapter], *metrics, found[one.adapter][None]])
+    return out
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A forward that waits for its backward. losses_L, total: of token_losses, the total with the load-balancing losses, which
-    are `balance`, see MicrobatchResult."""
+    """A forward that waits for its backward. carrying: where terms carry something; `carried` is its sum by adapter."""
 
     batch: PackedBatch
-    losses_L: torch.Tensor
-    total: torch.Tensor
-    balance: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    losses: Losses
+    carrying: CarriedSums | None = None
+    carried: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    def backward(self) -> None:
+        """Run it from all roots, if any adapter takes part in the output."""
+        roots: list[tuple[torch.Tensor, torch.Tensor | None]] = (
+            [] if self.carrying is None else [*self.carrying.roots()]
+        )
+        roots += [(self.losses.total, None)] if self.losses.total.requires_grad else []
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [own for _, own in roots])
 
     def result(self) -> MicrobatchResult:
-        batch, groups = self.batch, self.batch.groups
-        sums = sum_by_owner(self.losses_L, batch)
-        for one in batch.balanced:
-            sums[one.owner] += one.share * self.balance[one.owner]
-        if groups is None:
-            return MicrobatchResult(sums, batch.num_tokens, batch.num_samples, balance=self.balance)
-        logps, told = logps_of(self.losses_L, groups), told_of(self.losses_L, groups)
-        return MicrobatchResult(sums, batch.num_tokens, batch.num_samples, logps, told, self.balance)
+        """Results that are known once the forward has run."""
+        sums = with_carried(self.losses.sums, self.batch.carried, self.carried)
+        return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples, self.losses.losses_L)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,39 +120,41 @@ class SingleDevice:
     attached: Attached
     multiple: int = 1
 
-    def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
+    def prepare(self, parts: Parts) -> None:
         """Nothing."""
 
-    def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending:
+    def forward(self, parts: Parts) -> Pending:
+        """See Executor."""
         with one_error_for_memory():
-            batch = collate(samples, self.base.device, weights, self._total(samples), self.base.vision)
+            batch = collate(parts, self.base.device, self._total(parts), self.base.vision)
             # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
-            model, routed = self.base.model, list[torch.Tensor]() if batch.balanced else None
+            model, routed = self.base.model, list[torch.Tensor]() if batch.carried else None
             with self.attached.active(batch.owners):
-                losses_L, total = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
+                losses = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
             if routed is None:
-                return Pending(batch, losses_L, total)
-            total, balance = with_balance(total, routed, batch.balanced, model.num_experts_per_tok)
-            return Pending(batch, losses_L, total, balance)
+                return Pending(batch, losses)
+            wide = torch.promote_types(model.dtype, torch.float32)
+            carrying = batch.carried[0].term.begin(batch.carried, routed, None, model, wide, self.base.device)
+            return Pending(batch, losses, carrying, carrying.losses())
 
     def backward(self, pending: Pending) -> MicrobatchResult:
+        """See Executor."""
         with one_error_for_memory():
-            if pending.total.requires_grad:  # else no adapter takes part in the output, which its job will notice
-                with self.attached.active(pending.batch.owners):
-                    pending.total.backward()
+            with self.attached.active(pending.batch.owners):
+                pending.backward()
             return pending.result()
 
     @torch.no_grad()
-    def evaluate(self, samples: Sequence[PackedSample]) -> MicrobatchResult:
+    def evaluate(self, parts: Parts) -> MicrobatchResult:
+        """See Executor."""
         with one_error_for_memory():
-            batch = collate(samples, self.base.device, total=self._total(samples), vision=self.base.vision)
+            batch = collate(parts, self.base.device, self._total(parts), self.base.vision)
             with self.attached.active(batch.owners):
-                losses_L, total = token_losses(self.base.model, batch, fused=self.base.fused_loss)
-            return Pending(batch, losses_L, total).result()
+                losses = token_losses(self.base.model, batch, fused=self.base.fused_loss)
+            return Pending(batch, losses).result()
 
-    def _total(self, samples: Sequence[PackedSample]) -> int:
-        tokens = max(MIN_ROWS, sum(item.sample.num_tokens for item in samples))
-        return -(-tokens // self.multiple) * self.multiple
+    def _total(self, parts: Parts) -> int:
+        return -(-max(MIN_ROWS, num_tokens(parts)) // self.multiple) * self.multiple
 
     def idle(self, backward: bool) -> None:
         self.base.storage.idle(self.attached, backward)

@@ -31,11 +31,11 @@ from packlora.runtime.windows import Plan, planned_windows
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
-LOSS, SQUARE, FOUND, TOLD, BALANCE, LARGEST, CHANGED, COLUMNS = 0, 1, 2, slice(3, 10), 10, 11, 12, 13
-"""Columns of sums and totals, float64 [1 + steps, 13]. LARGEST and CHANGED are the largest of all stages, the others are added
-up. Row 0 says in column LARGEST whether the pipeline is to run dry; the others are of the jobs that step, in the order of the
-slot. FOUND: parameters with a gradient. TOLD: see Objective.told. BALANCE: see BalanceSum. LARGEST, CHANGED: of the job's step
-before, see Job.confirm."""
+SQUARE, FOUND, LOSS, LARGEST, CHANGED = 0, 1, 2, -2, -1
+"""Columns of sums and totals, float64 [1 + steps, 5 + M]. From LOSS on they are those of Job.sums, of the job with the most
+metrics. LARGEST and CHANGED are the largest of all stages, the others are added up. Row 0 says in column LARGEST whether the
+pipeline is to run dry; the others are of the jobs that step, in the order of the slot. FOUND: parameters with a gradient.
+LARGEST, CHANGED: of the job's step before, see Job.confirm."""
 
 
 @dataclass(slots=True)
@@ -67,22 +67,15 @@ def join_found(jobs: Sequence[Job], links: Links) -> None:
 
 
 def put_sums(row: torch.Tensor, job: Job) -> None:
-    """What this stage adds up of a job that is about to step."""
-    assert job.loss_sum is not None
-    row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
-    if job.preferences.told is not None:
-        row[TOLD] = job.preferences.told
-    if job.balance.total is not None:
-        row[BALANCE] = job.balance.total
+    """Write the sums of this stage for a job that is about to step."""
+    assert job.sums is not None
+    row[SQUARE], row[FOUND] = job.square(), len(job.parameters) - len(job.without)
+    row[LOSS : LOSS + len(job.sums)] = job.sums
 
 
 def take_totals(row: torch.Tensor, job: Job) -> None:
-    """What all stages have added up of it."""
-    job.loss_sum = row[LOSS]
-    if job.preferences.objective is not None:
-        job.preferences.told = row[TOLD]
-    if job.balance.coefficient:
-        job.balance.total = row[BALANCE]
+    """Give a job what all stages have added up."""
+    job.sums = row[LOSS : LOSS + 1 + job.learning.num_metrics]
 
 
 class PipelinedTrainer(Trainer):
@@ -189,10 +182,10 @@ class PipelinedTrainer(Trainer):
 
     def _forward(self, slot: int) -> None:
         inside = self._inside[slot]
-        samples, weights = self.runner.packer.packed(inside.microbatch)
+        parts = self.runner.packer.packed(inside.microbatch)
         tokens, incoming, inside.incoming = inside.microbatch.num_tokens, inside.incoming, None
-        below = None if self.links.is_first else self.executor.receive_totals(samples)
-        forward = partial(self.executor.forward, samples, weights, incoming, below)
+        below = None if self.links.is_first else self.executor.receive_totals(parts)
+        forward = partial(self.executor.forward, parts, incoming, below)
         with self.times.clock.span("forward", slot):
             inside.pending = self.budget.attempt(tokens, forward)
 
@@ -219,8 +212,6 @@ class PipelinedTrainer(Trainer):
             job = self.by_name[name]
             if name in due:
                 job.collect(done.sums[job.adapter.number])
-                job.preferences.add(done.told.get(job.adapter.number))
-                job.balance.add(done.balance.get(job.adapter.number))
             else:
                 job.discard()
         self._count_tokens(inside)
@@ -247,7 +238,8 @@ class PipelinedTrainer(Trainer):
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def _rows(self, slot: int) -> tuple[int, int]:
-        return 1 + len(self._inside[slot].complete), COLUMNS
+        complete = self._inside[slot].complete
+        return 1 + len(complete), 5 + max((job.learning.num_metrics for job, _ in complete), default=0)
 
     def _receive_sums(self, slot: int) -> None:
         self._inside[slot].sums = self.links.down.receive(self._rows(slot), torch.float64)

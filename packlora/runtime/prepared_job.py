@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -20,7 +19,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded
 from packlora.data.prompts import Prompt
 from packlora.data.readers import Read
-from packlora.runtime.objective import Objective
+from packlora.engine.objectives.configured import objective_of
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
@@ -76,15 +75,9 @@ class PreparedJob:
         return max([self.most, *(n for s in self.encoded.samples + self.eval_encoded.samples for n in s.part_lengths)])
 
     @property
-    def longest_mismatched(self) -> int:
-        """Tokens that a prompt with another sample's completion may have; 0 where no loss takes it."""
-        objective = Objective.of(self.config.train)
-        if objective is None or not objective.has_divergence:
-            return 0
-        samples = [s for s in self.encoded.samples + self.eval_encoded.samples if s.preference is not None]
-        starts = [int(np.argmax(sample.is_label)) for sample in samples]
-        ends = [sample.num_tokens - start for sample, start in zip(samples, starts, strict=True)]
-        return min(max(starts) + max(ends), *(s.preference.limit for s in samples if s.preference is not None))
+    def longest_estimated(self) -> int:
+        """Tokens of the longest sample that its objective makes of the others; 0 where it makes none."""
+        return objective_of(self.config.train).longest_of(self.encoded.samples + self.eval_encoded.samples)
 
 
 @dataclass(frozen=True, slots=True)

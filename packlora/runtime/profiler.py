@@ -22,8 +22,9 @@ import torch
 from packlora.base.device import choose_device
 from packlora.base.model import Base
 from packlora.config import PlansConfig, Run
+from packlora.engine.parts import Part, num_tokens, rows_of
+from packlora.engine.rows import Row
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
-from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
 from packlora.runtime.memory import free_memory, memory_room, synchronize
@@ -427,12 +428,12 @@ def measure(base: Base, executor: Executor, jobs: Sequence[Job], tried: Sequence
     points: list[Point] = []
     start = time.perf_counter()
     for budget in sorted(tried):
-        samples = sample_mix(jobs, budget)
-        tokens = sum(item.sample.num_tokens for item in samples)
-        squared = sum(item.sample.num_tokens**2 for item in samples)
+        parts = sample_mix(jobs, budget)
+        tokens = num_tokens(parts)
+        squared = sum(row.sample.num_tokens**2 for row in rows_of(parts))
         figures = None
         with contextlib.suppress(torch.OutOfMemoryError):  # and of what it holds in memory, before that is freed
-            figures = _measure_one(base, executor, jobs, samples)
+            figures = _measure_one(base, executor, jobs, parts)
         for job in jobs:
             job.discard()
         free_memory(base.device)
@@ -444,27 +445,29 @@ def measure(base: Base, executor: Executor, jobs: Sequence[Job], tried: Sequence
     return points
 
 
-def sample_mix(jobs: Sequence[Job], budget: int) -> list[PackedSample]:
-    """Samples of all jobs in turn, up to the budget, ordered by job; at least one."""
+def sample_mix(jobs: Sequence[Job], budget: int) -> list[Part]:
+    """Parts of samples of all jobs in turn, up to the budget; at least one. They learn the cross entropy of their labels."""
     sources = cycle([(job, cycle(range(len(job.data.samples)))) for job in jobs])
-    picked: list[PackedSample] = []
+    picked: dict[int, tuple[Job, list[Row]]] = {}
     total = 0
     for job, numbers in sources:
         number = next(numbers)
         sample = job.data.samples[number]
         if picked and total + sample.num_tokens > budget:
             break
-        share = job.balance.coefficient
-        picked.append(PackedSample(job.adapter.number, sample, number, 0, job.dropout_key, balance=share))
+        picked.setdefault(job.adapter.number, (job, []))[1].append(Row(sample, (job.dropout_key, 0, number)))
         total += sample.num_tokens
-    return sorted(picked, key=lambda item: item.owner)
+    facts = {"units": 1, "samples": 1}
+    return [
+        Part(adapter, rows, weight=job.grad_scale / 1000, terms=job.learning.terms, facts=facts)
+        for adapter, (job, rows) in sorted(picked.items(), key=lambda found: found[0])
+    ]
 
 
 def _measure_one(
-    base: Base, executor: Executor, jobs: Sequence[Job], samples: Sequence[PackedSample]
+    base: Base, executor: Executor, jobs: Sequence[Job], parts: Sequence[Part]
 ) -> tuple[float, int | None]:
     """Seconds of the fastest of the timed runs, and the peak of memory on a GPU."""
-    weights = np.array([job.grad_scale / 1000 for job in jobs])
     gpu = base.device.type == "cuda"
     seconds = []
     for number in range(1 + REPEATS):
@@ -472,7 +475,7 @@ def _measure_one(
             torch.cuda.reset_peak_memory_stats(base.device)
         synchronize(base.device)
         start = time.perf_counter()
-        run_microbatch(executor, samples, weights)
+        run_microbatch(executor, parts)
         synchronize(base.device)
         if number:
             seconds.append(time.perf_counter() - start)

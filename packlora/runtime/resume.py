@@ -293,7 +293,7 @@ def _other_adapters(job: Job, before: _SavedJob | None) -> list[str]:
         return []
     start, reference = job.config.adapter.init_from, job.config.reference_adapter
     known = {reference: before.reference_hash, start: before.start_hash}
-    read = [start] * (job.step == 0) + [reference] * job.preferences.need_references
+    read = [start] * (job.step == 0) + [reference] * job.learning.objective.has_reference
     return [
         f"job {job.name!r}: {folder} is not the adapter that the run began with; put that one back, or start a new run in "
         "another output_dir"

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from packlora.adapters.attach import attach
+from packlora.adapters.embeddings import change_embeddings
 from packlora.adapters.kept_outputs import keep_outputs
-from packlora.adapters.noise import noisy_embeddings
 from packlora.base.device import usual_dtype
 from packlora.base.model import Base, load_base
 from packlora.config import Run
+from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
@@ -374,7 +375,7 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
         None if base.vision is None else base.vision.example,
     )
     if replica.is_first:
-        noisy_embeddings(base.model, attached)
+        change_embeddings(base.model, attached, CHANGES_OF_EMBEDDINGS)
     jobs, whole, group = [], parts_of(adapters, replica), holders(replica)
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         job = make_job(prepared.run, item, adapter, base)

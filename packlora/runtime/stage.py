@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
 from packlora.base.packing import hidden_states
+from packlora.engine.collate import PackedBatch, collate
+from packlora.engine.heads import Losses, token_losses
+from packlora.engine.objectives import CarriedSums
+from packlora.engine.parts import Parts, num_tokens
 from packlora.parallel.stages import Stage
-from packlora.runtime.balance import StageRouting
-from packlora.runtime.collate import PackedBatch, PackedSample, collate
-from packlora.runtime.loss import logps_of, sum_by_owner, token_losses, told_of
-from packlora.runtime.microbatch import MicrobatchResult, one_error_for_memory
+from packlora.runtime.microbatch import MicrobatchResult, one_error_for_memory, with_carried
 
 
 @dataclass(slots=True)
@@ -25,46 +25,39 @@ class StagePending:
     """A forward that waits for its backward.
 
     incoming: hidden states of the stage below. root: what the backward begins at, the hidden states for the stage above or, on
-    the last stage, the loss, whose losses_L are by label token. gradient: [1, T, D] of the hidden states; before the backward
-    from the stage above, after it for the stage below. routing: where samples have a load-balancing loss.
+    the last stage, the total of the losses. gradient: [1, T, D] of the hidden states; before the backward
+    from the stage above, after it for the stage below. carrying: where samples have a term that carries
+    something.
     """
 
     batch: PackedBatch
     incoming: torch.Tensor | None
     root: torch.Tensor
-    losses_L: torch.Tensor | None
+    losses: Losses | None
     gradient: torch.Tensor | None = None
-    routing: StageRouting | None = None
-    balance: dict[int, torch.Tensor] = field(default_factory=dict)
-    """As MicrobatchResult has it; nothing where the losses are on another stage."""
+    carrying: CarriedSums | None = None
+    carried: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By adapter, the sum over its samples of what `carrying` makes; nothing where the losses are on another stage."""
 
-    def sums(self) -> dict[int, torch.Tensor]:
-        """Of losses by owner, as MicrobatchResult has them; zeros where the losses are on another stage."""
-        if self.losses_L is None:
-            return dict.fromkeys(self.batch.num_rows, torch.zeros((), dtype=torch.float64, device=self.root.device))
-        sums = sum_by_owner(self.losses_L, self.batch)
-        for one in self.batch.balanced:
-            sums[one.owner] += one.share * self.balance[one.owner]
-        return sums
-
-    def logps(self) -> torch.Tensor | None:
-        """As MicrobatchResult has them, likewise."""
-        groups = self.batch.groups
-        if groups is None:
-            return None
-        if self.losses_L is None:
-            return torch.zeros(len(groups.places) // 3, 3, dtype=torch.float64, device=self.root.device)
-        return logps_of(self.losses_L, groups)
+    def result(self) -> MicrobatchResult:
+        """Results of the microbatch; numbers are zeros where the losses are on another stage."""
+        batch = self.batch
+        if self.losses is not None:
+            sums = with_carried(self.losses.sums, batch.carried, self.carried)
+            losses_L = self.losses.losses_L
+        else:
+            sizes = {part.adapter: 1 + len(part.objective.metrics) for part in batch.parts}
+            for one in batch.carried:
+                sizes[one.adapter] += 1
+            nothing = torch.zeros(1, dtype=torch.float64, device=self.root.device)
+            sums = {adapter: nothing.repeat(size) for adapter, size in sizes.items()}
+            losses_L = nothing.repeat(len(batch.labels_L))
+        return MicrobatchResult(sums, batch.num_tokens, batch.num_samples, losses_L)
 
     def gradients(self) -> list[torch.Tensor]:
-        """After the backward, for the stage below: of the hidden states, and that of StageRouting."""
-        of_routing = None if self.routing is None else self.routing.gradient
-        return [own for own in (self.gradient, of_routing) if own is not None]
-
-    def told(self) -> dict[int, torch.Tensor]:
-        """As MicrobatchResult has it; nothing where the losses are on another stage."""
-        groups = self.batch.groups
-        return {} if groups is None or self.losses_L is None else told_of(self.losses_L, groups)
+        """After the backward, for the stage below: of the hidden states, and that of `carrying`."""
+        of_carried = None if self.carrying is None else self.carrying.gradient
+        return [own for own in (self.gradient, of_carried) if own is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,69 +71,65 @@ class StageDevice:
     """Of which the numbers of tokens are, with tokens of nobody."""
 
     def shape(self, num_tokens: int) -> tuple[int, int, int]:
-        """Of hidden states and their gradient, of a microbatch of so many tokens of samples."""
+        """Shape of hidden states and their gradient, of a microbatch of so many tokens of samples."""
         return 1, -(-max(MIN_ROWS, num_tokens) // self.multiple) * self.multiple, self.stage.width
 
-    def _total(self, samples: Sequence[PackedSample]) -> int:
-        return self.shape(sum(item.sample.num_tokens for item in samples))[1]
+    def _total(self, parts: Parts) -> int:
+        return self.shape(num_tokens(parts))[1]
 
-    def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
+    def prepare(self, parts: Parts) -> None:
         """Nothing."""
 
     # --- what passes between stages; shape: as `shape` gives it ------------------------------------------------------------
 
-    def receive_totals(self, samples: Sequence[PackedSample]) -> torch.Tensor | None:
-        """From the stage below, before the forward here: [2, N, E] in float32 or wider, StageRouting's totals of N samples with
-        a load-balancing loss over E experts. They follow the hidden states, which send_up there sends first. None where no
-        sample has such a loss. Not for the first stage, which has none below."""
-        balanced = sum(item.balance > 0 for item in samples)
-        return self.stage.links.up.receive((2, balanced, self._routers[0]), self._wide) if balanced else None
+    def receive_totals(self, parts: Parts) -> torch.Tensor | None:
+        """Receive from the stage below, before the forward here: CarriedSums' totals in float32 or wider, of N samples with a
+        term that carries something. They follow the hidden states, which send_up there sends first. None where no sample has
+        such a term. Not for the first stage, which has none below."""
+        carrying = [(len(part.rows), term) for part in parts for term in part.terms if term.carries]
+        if not carrying:
+            return None
+        shape = carrying[0][1].carried_shape(sum(samples for samples, _ in carrying), self.base.model)
+        return self.stage.links.up.receive(shape, self._wide)
 
     def send_up(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
-        """To the stage above, after the forward here: hidden states [1, T, D] in the model's dtype, then, where samples have a
-        load-balancing loss, StageRouting's totals [2, N, E] over the layers here and below. Not for the last stage."""
+        """Send to the stage above, after the forward here: hidden states [1, T, D] in the model's dtype, then, where samples
+        have something to carry, CarriedSums' totals over the layers here and below. Not for the last stage."""
         up = self.stage.links.up
         up.send(pending.root.detach(), shape, self.stage.dtype)
-        if (routing := pending.routing) is not None:
-            up.send(routing.totals, routing.totals.shape, self._wide)
+        if (carrying := pending.carrying) is not None:
+            up.send(carrying.totals, carrying.totals.shape, self._wide)
 
     def receive_down(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
-        """From the stage above, before the backward here, into pending: the gradient [1, T, D] of what send_up sent, then,
-        where samples have a load-balancing loss, that of StageRouting's sums, [N, E], which the last stage has made and all
-        others pass on. Not for the last stage."""
+        """Receive from the stage above, before the backward here, into pending: the gradient [1, T, D] of what send_up sent,
+        then, where samples have something to carry, that of CarriedSums' sums, which the last stage has made and all others
+        pass on. Not for the last stage."""
         down = self.stage.links.down
         pending.gradient = down.receive(shape, self.stage.dtype)
-        if (routing := pending.routing) is not None:
-            routing.gradient = down.receive(routing.totals.shape[1:], self._wide)
+        if (carrying := pending.carrying) is not None:
+            carrying.gradient = down.receive(carrying.totals.shape[1:], self._wide)
 
     def send_down(self, gradients: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> None:
-        """To the stage below, after the backward here, what its receive_down takes. gradients: of the hidden states [1, T, D]
-        that came from there, then, where there is one, StageRouting's [N, E]: StagePending.gradients. Not for the first."""
-        of_hidden, *of_routing = gradients
+        """Send to the stage below, after the backward here, what its receive_down takes. gradients: of the hidden states
+        [1, T, D] that came from there, then, where there is one, CarriedSums': StagePending.gradients. Not for the first."""
+        of_hidden, *of_carried = gradients
         self.stage.links.down.send(of_hidden, shape, self.stage.dtype)
-        for own in of_routing:
+        for own in of_carried:
             self.stage.links.down.send(own, own.shape, self._wide)
 
     # --- forward and backward ----------------------------------------------------------------------------------------------
 
     @property
     def _wide(self) -> torch.dtype:
-        """Of what StageRouting sends."""
+        """Type of what CarriedSums send."""
         return torch.promote_types(self.stage.dtype, torch.float32)
 
-    @property
-    def _routers(self) -> tuple[int, int]:
-        """Experts of the model, and how many a token goes to."""
-        model: Any = self.base.model
-        return model.num_experts, model.num_experts_per_tok
-
     def forward(
-        self, samples: Sequence[PackedSample], weights: np.ndarray, incoming: torch.Tensor | None = None,
-        below: torch.Tensor | None = None,
-    ) -> StagePending:  # fmt: skip
-        """incoming: hidden states [1, T, D] of the stage below; None on the first stage. below: see StageRouting."""
+        self, parts: Parts, incoming: torch.Tensor | None = None, below: torch.Tensor | None = None
+    ) -> StagePending:
+        """incoming: hidden states [1, T, D] of the stage below; None on the first stage. below: see CarriedSums."""
         with one_error_for_memory():
-            batch = collate(samples, self.base.device, weights, self._total(samples))
+            batch = collate(parts, self.base.device, self._total(parts))
             return self._run(batch, incoming, below)
 
     def _run(
@@ -148,22 +137,23 @@ class StageDevice:
     ) -> StagePending:
         if incoming is not None and torch.is_grad_enabled():
             incoming.requires_grad_()
-        model, losses_L = self.base.model, None
-        routed = list[torch.Tensor]() if batch.balanced and self.stage.routes else None
+        model, losses = self.base.model, None
+        routed = list[torch.Tensor]() if batch.carried and self.stage.routes else None
         with self.attached.active(batch.owners), self.stage.given(incoming):
             if self.stage.links.is_last:
-                losses_L, root = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
+                losses = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
+                root = losses.total
             else:
                 hidden_states(model, batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, routed=routed)
                 assert self.stage.outgoing is not None
                 root, self.stage.outgoing = self.stage.outgoing.contiguous(), None
-        pending = StagePending(batch, incoming, root, losses_L)
-        if batch.balanced:
-            pending.routing = StageRouting(
-                routed or [], batch.balanced, below, *self._routers, self._wide, self.base.device
+        pending = StagePending(batch, incoming, root, losses)
+        if batch.carried:
+            pending.carrying = batch.carried[0].term.begin(
+                batch.carried, routed or [], below, self.base.model, self._wide, self.base.device
             )
             if self.stage.links.is_last:
-                pending.balance = pending.routing.losses()
+                pending.carried = pending.carrying.losses()
         return pending
 
     def backward(self, pending: StagePending) -> MicrobatchResult:
@@ -172,29 +162,27 @@ class StageDevice:
         pending.gradient = None
         with one_error_for_memory():
             roots = [(pending.root, gradient)] if pending.root.requires_grad else []
-            if pending.routing is not None:
-                roots += pending.routing.roots()
+            if pending.carrying is not None:
+                roots += pending.carrying.roots()
             if roots:
                 with self.attached.active(batch.owners):
                     torch.autograd.backward([root for root, _ in roots], [own for _, own in roots])
             if incoming is not None:
                 back = torch.zeros_like(incoming) if incoming.grad is None else incoming.grad
                 pending.gradient = back.contiguous()
-            return MicrobatchResult(
-                pending.sums(), batch.num_tokens, batch.num_samples, told=pending.told(), balance=pending.balance
-            )
+            return pending.result()
 
     @torch.no_grad()
-    def evaluate(self, samples: Sequence[PackedSample]) -> MicrobatchResult:
+    def evaluate(self, parts: Parts) -> MicrobatchResult:
         """All stages call it for the same microbatches."""
-        links, shape = self.stage.links, self.shape(sum(item.sample.num_tokens for item in samples))
+        links, shape = self.stage.links, self.shape(num_tokens(parts))
         incoming = None if links.is_first else links.up.receive(shape, self.stage.dtype)
         with one_error_for_memory():
-            batch = collate(samples, self.base.device, total=self._total(samples))
+            batch = collate(parts, self.base.device, self._total(parts))
             pending = self._run(batch, incoming)
         if not links.is_last:
             links.up.send(pending.root, shape, self.stage.dtype)
-        return MicrobatchResult(pending.sums(), pending.batch.num_tokens, pending.batch.num_samples, pending.logps())
+        return pending.result()
 
     def idle(self, backward: bool) -> None:
         """Nothing: the stages have the same microbatches."""

@@ -74,12 +74,8 @@ class Team:
         """The gradients and losses of jobs that are about to step, over all replicas."""
         if self.group.size == 1 or not jobs:
             return
-        gradients, losses = zip(*(job.partial() for job in jobs), strict=True)
-        numbers = [
-            torch.cat([job.preferences.partial(loss), job.balance.partial(loss)])
-            for job, loss in zip(jobs, losses, strict=True)
-        ]
-        summed = torch.cat(numbers)
+        gradients, sums = zip(*(job.partial() for job in jobs), strict=True)
+        summed = torch.cat(sums)
         if self.group.exchanges:
             from packlora.parallel.adapter import SharedGradient
 
@@ -90,5 +86,5 @@ class Team:
             self.group.add([summed])
         else:
             self.group.add([*gradients, summed])
-        for job, own in zip(jobs, summed.split([len(one) for one in numbers]), strict=True):
-            job.loss_sum = job.preferences.take(job.balance.take(own))
+        for job, own in zip(jobs, summed.split([len(one) for one in sums]), strict=True):
+            job.sums = own

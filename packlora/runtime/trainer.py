@@ -2,8 +2,8 @@
 
 Rounds: in round r every job's r-th global batch is due. Windows of some rounds are packed into shared microbatches by
 schedule/, in a process beside this one and a window ahead. A job steps after the last microbatch that holds samples of its
-global batch; nothing of its next one is run before that. A job's numbers depend on its own samples alone: see collate.py,
-loss.py and ops/ for how that is kept.
+global batch; nothing of its next one is run before that. A job's numbers depend on its own samples alone: see
+engine/ and ops/ for how that is kept.
 
 The loop shows nothing and writes no log: it emits events (report/events.py), and subscribers do so. It writes what nothing may
 lose, checkpoints and adapters, through folder.py.

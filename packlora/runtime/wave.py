@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import torch
-
+from packlora.engine.parts import Part, Parts
+from packlora.engine.rows import Row
 from packlora.parallel.layout import waves
 from packlora.report.events import MicrobatchDone
-from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget, memory_now
 from packlora.runtime.microbatch import Executor, run_microbatch
@@ -27,32 +25,24 @@ class Packer:
 
     def __init__(self, jobs: Mapping[str, Job]) -> None:
         self.jobs = jobs
-        self.num_owners = 0
-        """Length of what is kept by the numbers of the jobs' adapters; some may be those of jobs that have left."""
-        self._last: tuple[Microbatch, tuple[list[PackedSample], np.ndarray]] | None = None
+        self._last: tuple[Microbatch, Parts] | None = None
 
-    def packed(self, microbatch: Microbatch) -> tuple[list[PackedSample], np.ndarray]:
-        """Its samples, ordered by owner, and by owner the weight of a label token's loss in the gradient, or of
-        that of a sample with a preference."""
-        if self._last is not None and self._last[0] is microbatch:
-            return self._last[1]
-        weights, per_token, shares = np.zeros(self.num_owners), dict[str, float](), dict[str, float]()
-        for name, batch in {(sample.job, sample.batch) for sample in microbatch.samples}:
-            job = self.jobs[name]
-            weights[job.adapter.number] = job.grad_scale / job.loss_units(batch)
-            per_token[name] = job.preferences.per_token(batch)
-            shares[name] = job.balance.share(job.loss_units(batch), job.samples_of(batch))
-        placed = [(self.jobs[sample.job], sample) for sample in microbatch.samples]
-        samples = [
-            PackedSample(
-                job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key,
-                job.config.train.label_smoothing_factor, job.noise,
-                job.preferences.compared(own.sample, per_token[own.job], job.is_due(own.batch)), shares[own.job],
-            )
-            for job, own in placed
-        ]  # fmt: skip
-        self._last = microbatch, (sorted(samples, key=lambda sample: sample.owner), weights)
+    def packed(self, microbatch: Microbatch) -> Parts:
+        """Its samples as parts, ordered by adapter. Of a job a microbatch holds samples of one global batch only."""
+        if self._last is None or self._last[0] is not microbatch:
+            numbers: dict[tuple[str, int], list[int]] = {}
+            for placed in microbatch.samples:
+                numbers.setdefault((placed.job, placed.batch), []).append(placed.sample)
+            found: list[Part] = [_part(self.jobs[name], batch, own) for (name, batch), own in numbers.items()]
+            self._last = microbatch, sorted(found, key=lambda part: part.adapter)
         return self._last[1]
+
+
+def _part(job: Job, step: int, numbers: Sequence[int]) -> Part:
+    """Samples of the global batch of a step of a job, by their numbers."""
+    rows, own = [Row(job.data.samples[number], (job.dropout_key, step, number)) for number in numbers], job.learning
+    weight = job.grad_scale / own.units(step)
+    return Part(job.adapter.number, rows, own.objective, weight, own.terms, own.facts_of(step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +100,6 @@ class Runner:
         """The jobs are others now."""
         self.by_name.clear()
         self.by_name.update({job.name: job for job in self.jobs})
-        self.packer.num_owners = 1 + max((job.adapter.number for job in self.jobs), default=0)
 
     def run(self, wave: Wave) -> int:
         """Gradients go to the parameters, losses to the jobs. Of a job a wave holds samples of one global batch only.
@@ -148,11 +137,11 @@ class Runner:
 
     def prepare(self, wave: Wave | None) -> None:
         """Let the executor make ready what comes next, if anything does and is known before the steps that are being taken."""
-        if wave is None or any(job.preferences.lacks_divergence(batch) for job, batch in self.due(wave)):
+        if wave is None or any(job.learning.lacks_estimate(batch) for job, batch in self.due(wave)):
             return
         own = self.own(wave)
         if own is not None:
-            self.executor.prepare(*self.packer.packed(own))
+            self.executor.prepare(self.packer.packed(own))
 
     def begin(self) -> None:
         """What is told next begins now."""
@@ -178,16 +167,14 @@ class Runner:
 
     def _run(self, microbatch: Microbatch) -> int:
         """Returns as `run`."""
-        samples, weights = self.packer.packed(microbatch)
-        done = self.budget.attempt(microbatch.num_tokens, lambda: run_microbatch(self.executor, samples, weights))
+        parts = self.packer.packed(microbatch)
+        done = self.budget.attempt(microbatch.num_tokens, lambda: run_microbatch(self.executor, parts))
         if done is None:
             return microbatch.num_tokens
         for name, batch in {placed.job: placed.batch for placed in microbatch.samples}.items():
             job = self.by_name[name]
             if job.is_due(batch):
                 job.collect(done.sums[job.adapter.number])
-                job.preferences.add(done.told.get(job.adapter.number))
-                job.balance.add(done.balance.get(job.adapter.number))
             else:
                 job.discard()
         return 0
@@ -199,7 +186,7 @@ class Runner:
             if job.name in here:
                 continue
             if job.name in counted:
-                job.collect(torch.zeros((), dtype=torch.float64, device=job.adapter.flat.device))
+                job.collect(job.learning.no_sums(job.adapter.flat.device))
             for parameter in job.parameters.values():
                 parameter.grad = None
 

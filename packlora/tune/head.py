@@ -17,11 +17,13 @@ from packlora.base.packing import hidden_states, prepare_model
 from packlora.base.shape import decoder_layers, plain_head
 from packlora.config import Run
 from packlora.data.encode import Sample
+from packlora.engine.collate import collate
+from packlora.engine.heads import token_losses
+from packlora.engine.parts import Part
+from packlora.engine.rows import Row
 from packlora.parallel.sharded import empty_model
 from packlora.parallel.stages import Elsewhere, NoEmbedding, Stage, layer_chain
-from packlora.runtime.collate import PackedSample, collate
 from packlora.runtime.head_cost import HeadCost
-from packlora.runtime.loss import token_losses
 from packlora.runtime.memory import synchronize
 from packlora.runtime.prepared_job import ModelShape
 
@@ -44,11 +46,11 @@ def measure_head(run: Run, shape: ModelShape, device: torch.device) -> HeadCost:
     lengths = [LENGTH] * (tokens // LENGTH) or [tokens]
     tokens, generator = sum(lengths), np.random.default_rng(0)
     labels = [np.arange(length) > 0 for length in lengths]
-    samples = [
-        PackedSample(0, Sample(generator.integers(0, shape.vocabulary, len(own)).astype(np.int32), own), number, 0, 0)
+    rows = [
+        Row(Sample(generator.integers(0, shape.vocabulary, len(own)).astype(np.int32), own), (0, 0, number))
         for number, own in enumerate(labels)
     ]
-    batch = collate(samples, device, np.ones(1), tokens)
+    batch = collate([Part(0, rows)], device, tokens)
     model, shorten = _last_layers(run, tokens, device)
     fused = plain_head(model) is not None
 
@@ -57,7 +59,7 @@ def measure_head(run: Run, shape: ModelShape, device: torch.device) -> HeadCost:
         hidden.backward(torch.ones_like(hidden))
 
     def with_head() -> None:
-        token_losses(model, batch, batch.weights_L, fused)[1].backward()
+        token_losses(model, batch, batch.weights_L, fused).total.backward()
 
     two = _seconds(layers, device)
     shorten()

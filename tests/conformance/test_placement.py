@@ -277,7 +277,7 @@ FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
 MORE_FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("pipeline", "packlora.runtime.checkpoint._restore_optimizer", nothing),
     ("tensor", "packlora.parallel.sequence.summed_tokens", itself),
-    ("shared jobs", "packlora.runtime.collate.packed_token_keys", by_process),
+    ("shared jobs", "packlora.engine.collate.packed_token_keys", by_process),
     ("sharded", "packlora.parallel.replicas.Replicas.add", nothing),
     ("experts", "packlora.parallel.experts.summed", itself),
 ]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from packed import PackedSample, parts
 from waits import no_waiting
 
 from packlora.data.encode import Sample
-from packlora.runtime.collate import PackedSample, collate
-from packlora.runtime.loss import sum_by_owner
+from packlora.engine.collate import collate
+from packlora.engine.heads import judge
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,12 +28,12 @@ def test_nothing_waits_for_the_device_and_the_tensors_are_those_of_a_cpu() -> No
         for number, (owner, length) in enumerate([(0, 9), (0, 4), (2, 23), (3, 1), (3, 60)])
     ]
     weights = np.array([0.1, 1 / 3, 7.0, 1e-9])
-    want = collate(samples, torch.device("cpu"), weights)
+    want = collate(parts(samples, weights), torch.device("cpu"))
     losses_L = torch.rand(len(want.labels_L), device="cuda")
     with no_waiting():
-        got = collate(samples, torch.device("cuda"), weights)
-        sums = sum_by_owner(losses_L, got)
+        got = collate(parts(samples, weights), torch.device("cuda"))
+        sums = judge(losses_L, got).sums
     for name in ("input_ids_T", "position_ids_T", "rows_L", "labels_L", "weights_L"):
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
     on_host = {owner: own.cpu() for owner, own in sums.items()}
-    torch.testing.assert_close(on_host, sum_by_owner(losses_L.cpu(), want), rtol=1e-14, atol=0)
+    torch.testing.assert_close(on_host, judge(losses_L.cpu(), want).sums, rtol=1e-14, atol=0)

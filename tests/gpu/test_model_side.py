@@ -245,6 +245,7 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
     """LoRA and DoRA, with and without dropout, in float32, beside float64: liger's kernels overwrite what the layers gave them.
     Layers that are not overwritten may keep outputs in the place of DoRA's product all the same; with dropout none can."""
     pytest.importorskip("liger_kernel")
+    from packed import PackedSample, parts
     from peft import LoraConfig
 
     from packlora.adapters.attach import attach
@@ -253,8 +254,8 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
     from packlora.base.liger import use_liger
     from packlora.base.packing import prepare_model
     from packlora.data.encode import Sample
-    from packlora.runtime.collate import PackedSample, collate
-    from packlora.runtime.loss import token_losses
+    from packlora.engine.collate import collate
+    from packlora.engine.heads import token_losses
 
     packed = []
     for number, length in enumerate((30, 41, 80, 60, 7, 25)):
@@ -262,7 +263,7 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
         is_label[0], is_label[-1] = False, True
         owner = number // 2
         packed.append(PackedSample(owner, Sample(ids, is_label), number, 0, None if owner == 0 else 11 + owner))
-    batch = collate(packed, torch.device("cuda"))
+    batch = collate(parts(packed), torch.device("cuda"))
     results = []
     for dtype, setting, keep in (
         (torch.float64, False, False), (torch.float32, False, False), (torch.float32, True, False), (torch.float32, True, True),
@@ -289,7 +290,7 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
             assert ("down_proj" in kept) == (dropout == 0), found
             assert not kept & {"gate_proj", "up_proj"}, found
         with attached.active(batch.owners):
-            losses, total = token_losses(model, batch, fused=family != "gemma2")
+            losses, total, _ = token_losses(model, batch, fused=family != "gemma2")
             results.append([losses, *torch.autograd.grad(total, parameters)])
     exact, *narrow = results
     plain, *with_liger = (

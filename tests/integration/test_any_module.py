@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import TINY, tiny_model
+from packed import PackedSample, parts
 from peft import LoraConfig, PeftModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +25,6 @@ from packlora.ops.cross_entropy import chunked
 from packlora.ops.dropout import dropout
 from packlora.ops.dropout.keys import layer_salt, packed_token_keys
 from packlora.plans.select import PlanChooser
-from packlora.runtime.collate import PackedSample
 from packlora.runtime.microbatch import SingleDevice, run_microbatch
 
 LINEAR = ["q_proj", "down_proj"]
@@ -151,7 +151,7 @@ def ours(adapter: Adapter, own: str) -> str:
 
 def hold_against_peft(beside: Beside, tmp_path: Path) -> None:
     weights = np.linspace(0.1, 0.3, len(beside.adapters))
-    result = run_microbatch(beside.device, beside.samples, weights)
+    result = run_microbatch(beside.device, parts(beside.samples, weights))
     for adapter in beside.adapters:
         model = beside.peft(adapter, tmp_path / str(adapter.number))
         loss, grads = beside.gradients(adapter, model, float(weights[adapter.number]))
@@ -234,7 +234,7 @@ def test_jobs_come_and_go_whatever_others_have_on_the_same_modules(checkpointing
         samples = [
             PackedSample(a.number, rows[a.name], 0, STEP, KEY + len(a.name)) for a in adapters if a.name not in gone
         ]
-        run_microbatch(device, samples, np.ones(len(order)))
+        run_microbatch(device, parts(samples))
         return {
             f"{a.name} {name}": parameter.grad
             for a in adapters if a.name not in gone for name, parameter in a.named_parameters().items()
@@ -255,7 +255,7 @@ def test_jobs_come_and_go_whatever_others_have_on_the_same_modules(checkpointing
 def test_a_nan_of_one_job_is_no_other_jobs() -> None:
     beside = Beside(qwen, JOBS, fused=True)
     weights = np.ones(len(beside.adapters))
-    run_microbatch(beside.device, beside.samples, weights)
+    run_microbatch(beside.device, parts(beside.samples, weights))
     healthy = {a.name: {n: p.grad.clone() for n, p in a.named_parameters().items()} for a in beside.adapters}
     for broken in ("dora embedding and head", "copies"):
         for adapter in beside.adapters:
@@ -266,7 +266,7 @@ def test_a_nan_of_one_job_is_no_other_jobs() -> None:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.fill_(torch.nan)
-        result = run_microbatch(beside.device, beside.samples, weights)
+        result = run_microbatch(beside.device, parts(beside.samples, weights))
         for adapter in beside.adapters:
             if adapter.name == broken:
                 assert result.sums[adapter.number].isnan()
@@ -293,7 +293,7 @@ def test_logits_of_all_rows_are_held_at_no_time(monkeypatch: pytest.MonkeyPatch)
             return out
 
     with Sizes():
-        run_microbatch(beside.device, beside.samples, np.ones(len(beside.adapters)))
+        run_microbatch(beside.device, parts(beside.samples))
     assert 0 < largest < rows / 3
 
 

@@ -125,7 +125,7 @@ def test_patience_and_the_best_adapter_are_the_same_wherever_a_run_is_broken_off
     """Killed after the checkpoint of the best evaluation, while no better one comes, and after the last. The
     evaluations that decide are in pieces of the log history by then."""
     monkeypatch.setattr(history, "PIECE", 2)
-    monkeypatch.setattr(evaluate, "_told", lambda job, *_: HeldOut(LOSSES[job.step], {}))
+    monkeypatch.setattr(evaluate, "_held_out", lambda job, *_: HeldOut(LOSSES[job.step], {}))
     rows = write_rows("rows", 6)
     train = {"max_steps": 9, "global_batch_size": 2, "learning_rate": 1e-2, "eval_steps": 1}
     train |= {"load_best_model_at_end": True, "early_stopping_patience": 3}

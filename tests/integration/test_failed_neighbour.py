@@ -84,9 +84,9 @@ def test_a_held_out_loss_does_not_depend_on_which_other_jobs_are_evaluated(
     owners: list[set[int]] = []
     original = SingleDevice.evaluate
 
-    def noted(executor: Any, samples: Any) -> Any:
-        owners.append({sample.owner for sample in samples})
-        return original(executor, samples)
+    def noted(executor: Any, parts: Any) -> Any:
+        owners.append({part.adapter for part in parts})
+        return original(executor, parts)
 
     monkeypatch.setattr(SingleDevice, "evaluate", noted)
     jobs: list[dict[str, Any]] = [

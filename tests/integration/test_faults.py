@@ -347,7 +347,7 @@ def test_a_signal_at_any_moment_saves_and_loses_no_step_and_no_evaluation(
     "where",
     [
         MICROBATCH,
-        f"{EXECUTOR}sum_by_owner",
+        "packlora.engine.heads:judge",
         f"{EXECUTOR}collate",
         PAGE,
         "packlora.runtime.record:write_json",

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from graph_runs import JOBS, MICROBATCHES, Pretended, Run, attention_by_starts
+from packed import PackedSample, parts
 
 from packlora.data.encode import Sample
+from packlora.engine.collate import collate
 from packlora.ops import launcher
 from packlora.ops.attention.blocks import most_blocks, table_of
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
@@ -21,7 +23,6 @@ from packlora.ops.lora_linear.prepared import Prepared
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.plans.select import PlanChooser
 from packlora.runtime import graphs
-from packlora.runtime.collate import PackedSample, collate
 from packlora.runtime.graphs import MOST, Body, GraphedDevice, Shape
 from packlora.runtime.run import deterministic
 
@@ -165,7 +166,7 @@ def test_shapes_are_few_and_hold_their_microbatches() -> None:
         shape = Shape.of(lengths, 8192)
         shapes[shape] += 1
         samples = [PackedSample(0, Sample(np.full(n, 5, np.int32), np.arange(n) > 0), 0, 0, None) for n in lengths]
-        batch = collate(samples, torch.device("cpu"), total=shape.tokens)
+        batch = collate(parts(samples), torch.device("cpu"), total=shape.tokens)
         assert (
             sum(lengths) <= shape.tokens <= max(1.125 * sum(lengths), sum(lengths) + 511)
             and batch.owners.total == shape.tokens
@@ -222,14 +223,14 @@ def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: 
         ]
         for own in (run.owned(1), run.owned(2))
     ]
-    weights = np.array([0.1, 0.1, 0.1])
+    packed = [parts(own, np.array([0.1, 0.1, 0.1])) for own in samples]
     for own in run.buffers.values():
         for parameter, buffer in own:
             parameter.grad = None
             buffer.zero_()
-    run.executor.prepare(samples[0], weights)
+    run.executor.prepare(packed[0])
     ahead = run.executor._ready.waiting  # launched, and not again when it is asked for
-    first, second = (run.executor.forward(own, weights) for own in samples)
+    first, second = (run.executor.forward(own) for own in packed)
     assert type(first) is not type(second) and first is ahead
     for pending in (second, first):
         run.executor.backward(pending)
@@ -237,8 +238,8 @@ def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: 
     other = Run(None, shrink=4)
     for mine, theirs in zip(other.parameters(), run.parameters(), strict=True):
         mine.data.copy_(theirs.data)
-    for own in samples:
-        other.executor.backward(other.executor.forward(own, weights))
+    for own in packed:
+        other.executor.backward(other.executor.forward(own))
     for (_, one), parameter in zip(
         (pair for own in run.buffers.values() for pair in own), other.parameters(), strict=True
     ):

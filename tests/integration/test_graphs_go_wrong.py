@@ -16,16 +16,16 @@ import pytest
 import torch
 from conftest import TINY, tiny_model
 from graph_runs import Pretended, Run
+from packed import PackedSample, parts
 from peft import LoraConfig
 from triton.runtime.errors import OutOfResources
 
 from packlora.adapters.spec import resolve
 from packlora.data.encode import Sample
+from packlora.engine.parts import Part
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.runtime import graphs, microbatch
-from packlora.runtime.balance import BalanceSum
-from packlora.runtime.collate import PackedSample
 from packlora.runtime.graphs import Body, Shape, why_no_graphs
 from packlora.runtime.microbatch import MicrobatchResult, SingleDevice, run_microbatch
 
@@ -48,17 +48,15 @@ def decoder(run: Run) -> Callable[..., torch.Tensor]:
     return hidden
 
 
-def samples(*lengths: int, owner: int = 2) -> list[PackedSample]:
-    return [
-        PackedSample(owner, Sample(np.arange(n, dtype=np.int32) % 300 + 3, np.arange(n) > 2), 0, 0, None)
-        for n in lengths
-    ]
+def samples(*lengths: int, owner: int = 2) -> list[Part]:
+    own = [Sample(np.arange(n, dtype=np.int32) % 300 + 3, np.arange(n) > 2) for n in lengths]
+    return parts([PackedSample(owner, sample, 0, 0, None) for sample in own], WEIGHTS)
 
 
-def train(run: Run, *packed: list[PackedSample]) -> MicrobatchResult:
+def train(run: Run, *packed: list[Part]) -> MicrobatchResult:
     for one in packed:
-        result = run_microbatch(run.executor, one, WEIGHTS)
-        run.collect({item.owner for item in one}, step=False)
+        result = run_microbatch(run.executor, one)
+        run.collect({part.adapter for part in one}, step=False)
     return result
 
 
@@ -149,7 +147,7 @@ def test_memory_that_runs_out_in_a_backward_beside_graphs_is_tried_without_them(
 ) -> None:
     train(run, samples(50), samples(50), samples(50))
     assert any(body.recorded for body in run.executor._bodies.values())
-    owner, name = (Body, "_run_backward") if where == "of the layers" else (torch.Tensor, "backward")
+    owner, name = (Body, "_run_backward") if where == "of the layers" else (microbatch.Pending, "backward")
     once(monkeypatch, owner, name, torch.OutOfMemoryError)
     got = train(run, samples(900))
     assert not run.executor._bodies and not run.told
@@ -215,7 +213,7 @@ def reason(
     model = tiny_model(family)
     config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=["q_proj"])
     spec = resolve(config, model, "a", base_dropped=dora_dropout == "peft")
-    job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec), balance=BalanceSum(coefficient))
+    job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec), router_coefficient=coefficient)
     base: Any = SimpleNamespace(
         device=torch.device("cuda"),
         quantization=None,
@@ -247,7 +245,7 @@ def test_dora_with_dropout_on_the_low_rank_branch_alone_has_graphs(monkeypatch: 
 
 def test_a_forward_whose_backward_never_came_costs_no_later_microbatch_its_numbers(run: Run) -> None:
     want = train(run, samples(50)).sums
-    run.executor.forward(samples(50), WEIGHTS)
+    run.executor.forward(samples(50))
     assert all(map(torch.isfinite, want.values()))
     got = train(run, samples(50)).sums
     assert all(map(torch.isfinite, got.values()))
@@ -268,11 +266,11 @@ def test_what_fails_while_it_is_made_ready_leaves_nothing_that_a_forward_could_t
     first, second = samples(60), samples(50)
     want = [trained(own) for own in (first, second, first, second)][2:]
     assert all(body.recorded for body in run.executor._bodies.values())
-    run.executor.prepare(first, WEIGHTS)
+    run.executor.prepare(first)
     assert run.executor._ready.waiting is not None
     owner: Any = Body if where == "load" else graphs
     once(monkeypatch, owner, "load" if where == "load" else "fused_losses", torch.OutOfMemoryError)
-    run.executor.prepare(second, WEIGHTS)
+    run.executor.prepare(second)
     for packed, own in ((first, want[0]), (second, want[1]))[:: 1 if where == "load" else -1]:
         assert all(map(torch.equal, trained(packed), own))
     assert not run.told and run.executor._out_of_memory == 0

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, tiny_model
+from packed import PackedSample, parts
 from peft import LoraConfig
 from torch.utils.checkpoint import CheckpointError
 
@@ -21,9 +22,9 @@ from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
+from packlora.engine.parts import Part
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans.select import PlanChooser
-from packlora.runtime.collate import PackedSample
 from packlora.runtime.microbatch import MicrobatchResult, SingleDevice
 
 JOBS: list[dict[str, Any]] = [
@@ -85,15 +86,15 @@ class Trained:
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]
 
-    def samples(self, number: int, dropped: bool) -> list[PackedSample]:
+    def samples(self, number: int, dropped: bool) -> list[Part]:
         generator, packed = np.random.default_rng(number), []
         for index, (owner, length) in enumerate(MICROBATCHES[number]):
             sample = Sample(generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2)
             packed.append(PackedSample(owner, sample, index, number, 11 + owner if dropped and owner < 2 else None))
-        return packed
+        return parts(packed, np.array([0.1, 0.2, 0.3]))
 
     def forward(self, number: int) -> None:
-        self.pending[number] = self.executor.forward(self.samples(number, True), np.array([0.1, 0.2, 0.3]))
+        self.pending[number] = self.executor.forward(self.samples(number, True))
 
     def evaluate(self, number: int) -> None:
         self.evaluated += self.executor.evaluate(self.samples(number, False)).sums.values()

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 from packlora.config import LOSS_TYPES, Run, TrainConfig
 from packlora.data.encode import Preference, Sample
 from packlora.data.preference import mismatched
+from packlora.engine.objectives.preference import PreferenceObjective, Scores
 from packlora.errors import InputError
 from packlora.report.events import RunBegan, Stop
 from packlora.runtime.job import Job, Judged
 from packlora.runtime.job import judged as judged_by
-from packlora.runtime.objective import Objective, Scores
 from packlora.runtime.prepare import prepare
 
 Rows = Callable[..., str]
@@ -477,16 +477,14 @@ def test_a_completion_that_is_learnt_or_unlearnt_to_the_last_bit_leaves_loss_and
     def scores() -> tuple[torch.Tensor, Scores]:
         logps_N3 = torch.tensor([[0.0, chosen, rejected]], dtype=torch.float64, requires_grad=True)
         counts_N3, ones_N = torch.tensor([[0.0, 1.0, 1.0]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        return logps_N3, Scores(logps_N3, torch.full_like(counts_N3, -7.0), counts_N3, ones_N, ones_N, 0 * ones_N)
+        return logps_N3, Scores(logps_N3, torch.full_like(counts_N3, -7.0), counts_N3, ones_N, 1.0)
 
     smoothed = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}}
     pairs = [{"trainer": "dpo", "loss_type": name, "beta": 1.0} | smoothed.get(name, {}) for name in LOSS_TYPES["dpo"]]
     objectives: list[dict[str, Any]] = [{"trainer": "orpo", "beta": 1.0}, {"trainer": "kto"}, *pairs]
     for keys in objectives:
         logps_N3, given = scores()
-        objective = Objective.of(TrainConfig.model_validate(keys))
-        assert objective is not None
-        loss = objective.losses_of(given).sum()
+        loss = PreferenceObjective.of(TrainConfig.model_validate(keys)).losses_of(given).sum()
         (gradient,) = torch.autograd.grad(loss, logps_N3)
         assert loss.isfinite() and gradient.isfinite().all(), keys
         if keys["trainer"] == "orpo" and -800 < chosen < 0 and -800 < rejected < 0 and -1e-17 not in (chosen, rejected):

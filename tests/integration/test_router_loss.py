@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from expert_models import in_float64, tiny_experts
+from packed import PackedSample, parts
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_experts import EXPERTS, config, relative, with_adapters
@@ -21,8 +22,7 @@ from packlora.adapters.files import keyed
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.data.encode import Sample
-from packlora.runtime import balance
-from packlora.runtime.collate import PackedSample
+from packlora.engine.objectives import balance
 from packlora.runtime.microbatch import SingleDevice, run_microbatch
 from packlora.runtime.prepare import prepare
 
@@ -66,7 +66,7 @@ def errors(family: str, checkpointing: bool = False) -> dict[str, float]:
         model, attached, adapters, specs = with_adapters(family, both, checkpointing)
         fused = family != "granitemoe"  # whose logits are scaled
         device = SingleDevice(Base(model, None, torch.device("cpu"), "", [], fused), attached)
-        result = run_microbatch(device, samples(), WEIGHTS)
+        result = run_microbatch(device, parts(samples(), WEIGHTS))
         for adapter in adapters:
             owner = adapter.number
             peft = get_peft_model(tiny_experts(family), specs[adapter.name].peft).eval()
@@ -76,8 +76,8 @@ def errors(family: str, checkpointing: bool = False) -> dict[str, float]:
                 for name, parameter in theirs.items():
                     parameter.copy_(mine[name])
             losses, aux = by_transformers(peft, samples(), owner)
-            found[f"{owner} loss"] = abs(float(result.sums[owner]) - losses) / losses
-            found[f"{owner} aux"] = abs(float(result.balance[owner]) - aux) / aux
+            found[f"{owner} loss"] = abs(float(result.sums[owner][0]) - losses) / losses
+            found[f"{owner} aux"] = abs(float(result.sums[owner][1]) - aux) / aux
             found |= {f"{owner} {name}": relative(mine[name].grad, p.grad) for name, p in theirs.items()}
     return found
 
@@ -87,16 +87,16 @@ def test_every_family_gives_the_losses_and_gradients_of_transformers(family: str
     assert max(errors(family, checkpointing=family in ("qwen3_moe", "granitemoe")).values()) < 1e-10
 
 
-def over_all(routed: Any, spans: Any, top_k: int) -> torch.Tensor:
-    whole: torch.Tensor = by_span(routed, [(min(a for a, _ in spans), max(b for _, b in spans))], top_k)
-    return whole.expand(len(spans))
+def over_all(routed: Any, spans: Any, top_k: int) -> tuple[torch.Tensor, ...]:
+    whole = by_span(routed, [(min(a for a, _ in spans), max(b for _, b in spans))], top_k)
+    return tuple(own.expand(len(spans), -1) for own in whole)
 
 
-by_span = balance.balance_losses
+by_span = balance.router_sums
 
 
 def test_a_loss_over_the_whole_microbatch_is_another_one() -> None:
-    with mock.patch.object(balance, "balance_losses", over_all):
+    with mock.patch.object(balance, "router_sums", over_all):
         found = errors("mixtral")
     assert found["0 aux"] > 1e-3 and found["0 loss"] > 1e-4 and found["1 loss"] > 1e-4
     assert max(value for name, value in found.items() if "lora" in name) > 1e-2

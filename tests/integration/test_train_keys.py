@@ -88,8 +88,8 @@ def test_what_is_learnt_is_what_a_plain_loop_over_a_peft_model_learns(base: str,
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-    from packlora.adapters.noise import SALT
     from packlora.config import Run
+    from packlora.engine.objectives.neftune import SALT
     from packlora.ops.dropout.keys import token_keys, uniform
     from packlora.runtime.prepare import prepare
     from packlora.seeding import stable_hash

@@ -27,7 +27,7 @@ from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
-from packlora.runtime.pipelined import PipelinedTrainer
+from packlora.runtime.pipelined import SQUARE, PipelinedTrainer
 from packlora.runtime.stage import StageDevice
 from packlora.schedule.cost import CostModel
 from packlora.schedule.simulate import end_times
@@ -430,7 +430,7 @@ def broken(rank: int, tree: dict[str, Any], how: str) -> str:
         sums = self._inside[slot].sums
         own = [float(job.square()) for job, _ in self._inside[slot].complete]
         for row, square in zip(sums[1:], own, strict=True):  # type: ignore[index]
-            row[1] = square
+            row[SQUARE] = square
         steps_of(self, slot)
 
     steps_of = PipelinedTrainer._take_steps

@@ -13,21 +13,21 @@ from test_preference import alike, jobs, mixed  # noqa: F401 a fixture
 from test_training import adapter, distance, steps, train
 
 import packlora
-from packlora.runtime.divergence import Divergences
+from packlora.runtime.evaluate import Evaluator
 
 
 def changed(rank: int, tree: dict[str, Any], asked: bool) -> str:
     """A run in which the second process alone is asked to stop while a divergence is looked for, or in which none is."""
-    original, count = Divergences.learn, 0
+    original, count = Evaluator.learn, 0
 
-    def learn(self: Divergences, due: Any) -> bool:
+    def learn(self: Evaluator, due: Any) -> bool:
         nonlocal count
-        count += any(job.preferences.lacks_divergence(batch) for job, batch in due)
+        count += any(job.learning.lacks_estimate(batch) for job, batch in due)
         if asked and rank == 1 and count == 2:
             signal.raise_signal(signal.SIGTERM)
         return not asked or original(self, due)
 
-    with mock.patch.object(Divergences, "learn", learn):
+    with mock.patch.object(Evaluator, "learn", learn):
         return packlora.train(tree).status
 
 

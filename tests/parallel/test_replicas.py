@@ -251,14 +251,15 @@ def short_of_memory(rank: int, tree: dict[str, Any], short: int) -> tuple[str, i
     """A run in which one process has no memory for microbatches of more than 120 tokens."""
     import torch
 
+    from packlora.engine.parts import num_tokens
     from packlora.runtime import wave
 
     original = wave.run_microbatch
 
-    def run(executor: Any, samples: Any, weights: Any) -> Any:
-        if rank == short and sum(sample.sample.num_tokens for sample in samples) > 120:
+    def run(executor: Any, parts: Any) -> Any:
+        if rank == short and num_tokens(parts) > 120:
             raise torch.OutOfMemoryError("out of memory, for this test")
-        return original(executor, samples, weights)
+        return original(executor, parts)
 
     wave.run_microbatch = run
     try:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -258,7 +257,7 @@ def counted_gathers(rank: int, folder: str, case: Case, reach: bool) -> list[lis
         if not reach:
             Shards.adapted = before  # type: ignore[method-assign]
     training.microbatch(0, 0)  # from here on all are alike
-    own = [[item for item in training.samples(0, 1) if item.owner == owner] for owner in (0, 1)]
+    own = [[part for part in training.samples(0, 1) if part.adapter == owner] for owner in (0, 1)]
     run = [lambda own=own: sharded_step(training, own) for own in own]
     trained = [gathers(one) for one in run] + ([gathers(lambda: training.keep_step(True))] if reach else [])
     held = [gathers(lambda: training.executor.evaluate(own[0])), gathers(lambda: training.keep_step(False))]
@@ -266,7 +265,7 @@ def counted_gathers(rank: int, folder: str, case: Case, reach: bool) -> list[lis
 
 
 def sharded_step(training: Training, samples: list[Any]) -> None:
-    training.executor.backward(training.executor.forward(samples, np.full(2, 0.01)))
+    training.executor.backward(training.executor.forward(samples))
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.soak), "gemma2"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import TINY, tiny_model
 from group_cases import KINDS, GroupCase, cast, make_case
+from packed import PackedSample, parts
 from peft import LoraConfig, get_peft_model
 from seeds import SEED, SOAK
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +25,8 @@ from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
 from packlora.base.packing import prepare_model
 from packlora.data.encode import Sample
+from packlora.engine.collate import PackedBatch, collate
+from packlora.engine.heads import token_losses
 from packlora.ops.lora_linear import autograd, torch_path
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
@@ -31,8 +34,6 @@ from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import Recompute
-from packlora.runtime.collate import PackedBatch, PackedSample, collate
-from packlora.runtime.loss import token_losses
 
 BEFORE, AGAIN = Plan(up="before", dx="before"), Plan(keep_s=False)
 MERGED = Plan(up="merged", dx="merged", keep_s=False)
@@ -338,7 +339,7 @@ def packed_batch() -> PackedBatch:
         ids = generator.integers(3, TINY["vocab_size"], length).astype(np.int32)
         sample = Sample(ids, np.arange(length) > 2)
         packed.append(PackedSample(owner, sample, number, 0, None if owner else SEED))
-    return collate(packed, torch.device("cpu"))
+    return collate(parts(packed), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
@@ -393,7 +394,7 @@ def test_packed_training_makes_down_proj_once_and_gives_the_same_bits() -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
         batch = packed_batch()
         with attached.active(batch.owners), Products(batch.owners.total) as products:
-            _, loss = token_losses(model, batch, torch.ones(len(batch.labels_L), dtype=torch.float64), False)
+            _, loss, _ = token_losses(model, batch, torch.ones(len(batch.labels_L), dtype=torch.float64), False)
             made = products.taken()
             gradients = torch.autograd.grad(loss, parameters)
             again = products.taken()

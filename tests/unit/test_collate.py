@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packed import PackedSample, parts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packlora.data.encode import Sample
-from packlora.runtime.collate import IGNORE, PackedSample, collate
-from packlora.runtime.loss import sum_by_owner
+from packlora.engine.collate import IGNORE, collate
+from packlora.engine.heads import judge
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 MIXES: dict[str, list[tuple[int, int, int | None]]] = {
@@ -62,7 +63,7 @@ class Operations(TorchDispatchMode):
 def test_every_token_and_label_has_what_belongs_to_it(mix: str) -> None:
     """Token by token, from the samples."""
     items = samples(mix)
-    batch = collate(items, CPU, WEIGHTS)
+    batch = collate(parts(items, WEIGHTS), CPU)
     tokens, labels = [], []
     for item in items:
         for at, token in enumerate(item.sample.ids.tolist()):
@@ -76,17 +77,16 @@ def test_every_token_and_label_has_what_belongs_to_it(mix: str) -> None:
     assert found[: len(tokens)] == tokens
     first = items[0].sample.ids.tolist()  # nobody's tokens are its own once more
     assert found[len(tokens) :] == [(first[at % len(first)], at, (0, 0)) for at in range(len(found) - len(tokens))]
-    assert batch.weights_L is not None
     assert batch.weights_L.dtype == torch.float64
     rows = list(zip(batch.rows_L.tolist(), batch.labels_L.tolist(), batch.weights_L.tolist(), strict=True))
     assert rows[: len(labels)] == labels
     assert all(label == IGNORE for _, label, _ in rows[len(labels) :])
-    assert sum(batch.num_rows.values()) == len(rows) >= 16
+    assert sum(part.num_rows for part in batch.parts) == len(rows) >= 16
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_tensors_begin_at_128_bytes_as_kernels_take_them(mix: str) -> None:
-    batch = collate(samples(mix), CPU, WEIGHTS)
+    batch = collate(parts(samples(mix), WEIGHTS), CPU)
     tensors = [batch.input_ids_T, batch.position_ids_T, batch.rows_L, batch.labels_L, batch.weights_L]
     tensors += [batch.owners.keys_T2] if batch.owners.keys_T2 is not None else []
     start = batch.input_ids_T.data_ptr()
@@ -99,7 +99,7 @@ def test_tensors_begin_at_128_bytes_as_kernels_take_them(mix: str) -> None:
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_microbatch_is_sent_by_one_copy(mix: str) -> None:
     with Operations() as seen:
-        collate(samples(mix), META, WEIGHTS)
+        collate(parts(samples(mix), WEIGHTS), META)
     assert seen.names.count("_to_copy") == 1
     assert set(seen.names) <= {"empty.memory_format", "_to_copy", "slice.Tensor", "view", "view.dtype", "detach"}
 
@@ -108,36 +108,36 @@ def test_a_microbatch_is_sent_by_one_copy(mix: str) -> None:
 def test_losses_are_summed_by_owner_without_a_look_at_them(mix: str) -> None:
     """On the meta device, whatever depends on values raises."""
     items = samples(mix)
-    batch = collate(items, CPU)
+    batch = collate(parts(items), CPU)
     losses_L = torch.randn(len(batch.labels_L)).masked_fill(batch.labels_L == IGNORE, 0)
-    got = sum_by_owner(losses_L, batch)
+    got = judge(losses_L, batch).sums
     first, want = 0, dict[int, torch.Tensor]()
     for owner in sorted({item.owner for item in items}):
         count = sum(int(item.sample.is_label.sum()) for item in items if item.owner == owner)
         want[owner] = losses_L[first : first + count].double().sum()
         first += count
-    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
-    assert sum_by_owner(losses_L.to(META), collate(items, META)).keys() == want.keys()
+    torch.testing.assert_close({owner: own[0] for owner, own in got.items()}, want, rtol=1e-14, atol=1e-14)
+    assert judge(losses_L.to(META), collate(parts(items), META)).sums.keys() == want.keys()
 
 
 def test_a_job_s_sum_has_the_same_bits_beside_others() -> None:
     items = samples("several")
-    batch = collate(items, CPU)
+    batch = collate(parts(items), CPU)
     losses_L = torch.randn(len(batch.labels_L)).masked_fill(batch.labels_L == IGNORE, 0)
-    together, first = sum_by_owner(losses_L, batch), 0
+    together, first = judge(losses_L, batch).sums, 0
     for owner in (0, 2, 3):
         own = [item for item in items if item.owner == owner]
         count = sum(int(item.sample.is_label.sum()) for item in own)
         alone = torch.zeros(max(16, count))
         alone[:count] = losses_L[first : first + count]
-        assert torch.equal(sum_by_owner(alone, collate(own, CPU))[owner], together[owner])
+        assert torch.equal(judge(alone, collate(parts(own), CPU)).sums[owner], together[owner])
         first += count
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_rows_of_labels_have_the_owners_and_keys_of_their_tokens_and_padding_is_nobody_s(mix: str) -> None:
     items = samples(mix)
-    batch = collate(items, CPU, WEIGHTS)
+    batch = collate(parts(items, WEIGHTS), CPU)
     owners, rows = batch.owners, batch.owners.rows
     assert rows is not None and rows.total == len(batch.labels_L)
     own = [item.owner for item in items for _ in range(item.sample.num_labels)]

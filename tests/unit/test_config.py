@@ -96,7 +96,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
                     neftune_noise_alpha: null, router_aux_loss_coef: null, max_grad_norm: 1.0,
                     adam_beta1: 0.9, adam_beta2: 0.999, adam_epsilon: 1.0e-8, logging_steps: 1, shuffle: true, drop_last: false,
                     eval_steps: null, eval_on_start: true, load_best_model_at_end: false, metric_for_best_model: eval_loss,
-                    early_stopping_patience: null, early_stopping_threshold: 0.0, trainer: sft, beta: null,
+                    early_stopping_patience: null, early_stopping_threshold: 0.0, trainer: sft, objective: null, beta: null,
                     loss_type: null, loss_weights: null, label_smoothing: null, discopop_tau: null,
                     reference: null, desirable_weight: null, undesirable_weight: null}
         """

@@ -64,14 +64,12 @@ def work(run: Callable[[], object]) -> int:
 
 def a_job(number: int, step: int = 1) -> Any:
     """What the loop looks at of a job: it is evaluated every second step and takes nine."""
-    train = SimpleNamespace(eval_steps=2, eval_on_start=True, label_smoothing_factor=0.0)
-    out = mock.MagicMock(grad_scale=1.0, dropout_key=None, noise=None, eval_samples=[], prompts=[], status="running")
+    train = SimpleNamespace(eval_steps=2, eval_on_start=True)
+    out = mock.MagicMock(eval_samples=[], prompts=[], status="running")
     out.name, out.step, out.joined = f"job-{number}", step, 0
     out.config.train, out.data.num_steps, out.adapter.number = train, 9, number
-    out.preferences.need_references = out.preferences.lacks_divergence.return_value = False
-    out.loss_units.return_value, out.is_due.return_value = 1, True
-    out.preferences.per_token.return_value = out.balance.share.return_value = 1.0
-    out.data.samples = [SimpleNamespace(num_tokens=4)]
+    out.learning.lacks_estimate.return_value = False
+    out.is_due.return_value = True
     return out
 
 
@@ -117,7 +115,7 @@ def test_a_microbatch_costs_the_same_beside_many_jobs() -> None:
     for count in (FEW, MANY):
         jobs = [a_job(number) for number in range(count)]
         executor, budget = mock.MagicMock(), mock.MagicMock(tokens=9, device=torch.device("cpu"))
-        executor.backward.return_value = MicrobatchResult({1: torch.ones(())}, {1: 4}, {1: 1})
+        executor.backward.return_value = MicrobatchResult({1: torch.ones(1)}, {1: 4}, {1: 1}, torch.ones(4))
         budget.attempt = lambda tokens, compute: compute()
         team = Team(Alone(), StopRequest(), jobs)
         runner = Runner(executor, jobs, team, budget, mock.MagicMock(), 0, lambda: 0.0)

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from packed import parts
 from test_linear_cross_entropy import SHAPES, case
 from test_loss import adapted, samples
 
+from packlora.engine.collate import collate
+from packlora.engine.heads import token_losses
 from packlora.ops.cross_entropy.chunked import chunked_cross_entropy
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.cross_entropy.reference import cross_entropy as plain
-from packlora.runtime.collate import collate
-from packlora.runtime.loss import token_losses
 
 SHARES = (0.0, 0.1, 0.6)
 
@@ -86,10 +87,10 @@ def test_the_loss_of_a_microbatch_is_torchs_and_evaluation_has_none(family: str,
         pytest.skip("its output layer does not come last")
     model, attached, parameters = adapted(family, torch.float64)
     packed = [replace(item, smoothing=0.1) for item in samples((30, 7))]
-    batch = collate(packed, torch.device("cpu"))
+    batch = collate(parts(packed), torch.device("cpu"))
     weights = torch.linspace(0.5, 2, len(batch.labels_L), dtype=torch.float64)
     with attached.active(batch.owners):
-        losses, total = token_losses(model, batch, weights, fused)
+        losses, total, _ = token_losses(model, batch, weights, fused)
         gradients = torch.autograd.grad(total, parameters)
     with attached.active(batch.owners):
         from packlora.base.packing import packed_logits
@@ -100,4 +101,4 @@ def test_the_loss_of_a_microbatch_is_torchs_and_evaluation_has_none(family: str,
     torch.testing.assert_close(losses, want.detach(), rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    assert collate(samples((30, 7)), torch.device("cpu")).smoothing_L is None
+    assert collate(parts(samples((30, 7))), torch.device("cpu")).labels == {}

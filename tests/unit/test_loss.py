@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import FAMILIES, TINY, tiny_model
+from packed import PackedSample, parts
 from peft import LoraConfig
 
 from packlora.adapters.attach import attach
@@ -20,10 +21,10 @@ from packlora.base.model import Base, load_base
 from packlora.base.packing import prepare_model
 from packlora.config import Run
 from packlora.data.encode import Sample
+from packlora.engine import heads as loss
+from packlora.engine.collate import IGNORE, collate
+from packlora.engine.heads import token_losses
 from packlora.ops.cross_entropy import linear_cross_entropy
-from packlora.runtime import loss
-from packlora.runtime.collate import IGNORE, PackedSample, collate
-from packlora.runtime.loss import token_losses
 
 CPU = torch.device("cpu")
 
@@ -54,10 +55,10 @@ def adapted(family: str, dtype: torch.dtype, targets: Any = "all-linear") -> tup
 def losses_and_gradients(
     model: Any, attached: Any, parameters: list[torch.nn.Parameter], packed: list[PackedSample], fused: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    batch = collate(packed, CPU)
+    batch = collate(parts(packed), CPU)
     weights = torch.linspace(0.5, 2, len(batch.labels_L), dtype=torch.float64)
     with attached.active(batch.owners):
-        losses, total = token_losses(model, batch, weights, fused)
+        losses, total, _ = token_losses(model, batch, weights, fused)
         return losses, list(torch.autograd.grad(total, parameters))
 
 
@@ -67,24 +68,24 @@ def test_losses_and_adapter_gradients_are_the_same_with_and_without_logits_in_fl
     family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(linear_cross_entropy.CHUNK_BYTES, "cpu", 1)  # several chunks
-    parts = adapted(family, torch.float64)
+    case = adapted(family, torch.float64)
     packed = samples(lengths)
-    want, want_gradients = losses_and_gradients(*parts, packed, False)
+    want, want_gradients = losses_and_gradients(*case, packed, False)
     monkeypatch.setattr(loss, "packed_logits", None)  # must not be needed
-    got, gradients = losses_and_gradients(*parts, packed, True)
+    got, gradients = losses_and_gradients(*case, packed, True)
     assert not got.requires_grad
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     for a, b in zip(gradients, want_gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    assert (got[collate(packed, CPU).labels_L == IGNORE] == 0).all()
+    assert (got[collate(parts(packed), CPU).labels_L == IGNORE] == 0).all()
 
 
 def test_losses_are_torchs_cross_entropy_of_each_sample_alone() -> None:
     model, attached, _ = adapted("llama", torch.float64)
     packed = samples((30, 7, 41))
-    batch = collate(packed, CPU)
+    batch = collate(parts(packed), CPU)
     with attached.active(batch.owners), torch.no_grad():
-        got, total = token_losses(model, batch, fused=True)
+        got, total, _ = token_losses(model, batch, fused=True)
     want = []
     for item in packed:
         model.set_attn_implementation("eager")
@@ -104,21 +105,21 @@ def test_a_sample_has_the_bits_that_it_has_alone(dtype: torch.dtype, monkeypatch
     model, attached, _ = adapted("llama", dtype)
     monkeypatch.setitem(linear_cross_entropy.CHUNK_BYTES, "cpu", 1)
     packed = samples((40, 55, 33, 90))
-    batch = collate(packed, CPU)
+    batch = collate(parts(packed), CPU)
     with attached.active(batch.owners), torch.no_grad():
-        together, _ = token_losses(model, batch, fused=True)
+        together, *_ = token_losses(model, batch, fused=True)
     start = 0
     for item in packed:
-        alone = collate([item], CPU)
+        alone = collate(parts([item]), CPU)
         with attached.active(alone.owners), torch.no_grad():
-            got, _ = token_losses(model, alone, fused=True)
+            got, *_ = token_losses(model, alone, fused=True)
         assert torch.equal(got, together[start : start + item.sample.num_labels])
         start += item.sample.num_labels
 
 
 def test_an_output_layer_with_an_adapter_or_a_gradient_is_run_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model, attached, _ = adapted("llama", torch.float32)
-    batch = collate(samples((30, 7)), CPU)
+    batch = collate(parts(samples((30, 7))), CPU)
     monkeypatch.setattr(loss, "linear_cross_entropy", None)
     model.lm_head.weight.requires_grad_(True)
     with attached.active(batch.owners):

@@ -7,26 +7,28 @@ from dataclasses import replace
 import numpy as np
 import torch
 from conftest import TINY, tiny_model
+from packed import PackedSample, parts
 from peft import LoraConfig
 from test_loss import samples
 
 from packlora.adapters.attach import attach, attach_one
-from packlora.adapters.noise import add_noise, noisy_embeddings
+from packlora.adapters.embeddings import change_embeddings
 from packlora.adapters.spec import resolve
 from packlora.base.packing import prepare_model
+from packlora.engine.collate import collate
+from packlora.engine.heads import token_losses
+from packlora.engine.objectives.neftune import add_noise
 from packlora.ops.dropout.keys import packed_token_keys, uniform
 from packlora.plans.select import PlanChooser
-from packlora.runtime.collate import PackedSample, collate
-from packlora.runtime.loss import token_losses
 
 CPU = torch.device("cpu")
 
 
 def noise_of(packed: list[PackedSample], width: int) -> torch.Tensor:
     """What is added to embeddings that are zero."""
-    batch = collate(packed, CPU)
-    assert batch.owners.noise is not None
-    return add_noise(torch.zeros(1, batch.owners.total, width, dtype=torch.float64), batch.owners.noise)[0]
+    batch = collate(parts(packed), CPU)
+    assert batch.owners.columns
+    return add_noise(torch.zeros(1, batch.owners.total, width, dtype=torch.float64), batch.owners.columns)[0]
 
 
 def test_the_numbers_are_evenly_distributed_and_independent() -> None:
@@ -57,7 +59,7 @@ def test_the_noise_is_the_papers_and_that_of_the_sample_alone_to_the_bit() -> No
         assert torch.equal(own, noise_of([item], 48)[:n]), "the filler of a short row has none"
         for other in (replace(item, step=1), replace(item, number=9), replace(item, noise=(13, item.noise[1]))):
             assert not torch.isclose(own, noise_of([other], 48)[:n]).any(dim=1).all()
-    assert collate(plain, CPU).owners.noise is None
+    assert not collate(parts(plain), CPU).owners.columns
 
 
 def test_a_model_is_given_noisy_embeddings_in_training_and_others_keep_their_bits() -> None:
@@ -65,19 +67,19 @@ def test_a_model_is_given_noisy_embeddings_in_training_and_others_keep_their_bit
     prepare_model(model, False)
     spec = resolve(LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), model, "job")
     attached, _ = attach(model, {"job": spec}, 0)
-    noisy_embeddings(model, attached)
+    change_embeddings(model, attached, add_noise)
     first, second = samples((40, 30))
     losses = {}
     for name, packed in {"plain": [first, second], "noisy": [first, replace(second, noise=(3, 50.0))]}.items():
-        batch = collate(packed, CPU)
+        batch = collate(parts(packed), CPU)
         with attached.active(batch.owners), torch.no_grad():
-            losses[name], _ = token_losses(model, batch, fused=True)
+            losses[name], *_ = token_losses(model, batch, fused=True)
     rows = first.sample.num_labels
     assert torch.equal(losses["plain"][:rows], losses["noisy"][:rows])
     assert not torch.isclose(losses["plain"][rows:], losses["noisy"][rows:], rtol=1e-4).all()
-    batch = collate([replace(second, noise=(3, 50.0))], CPU)
+    batch = collate(parts([replace(second, noise=(3, 50.0))]), CPU)
     with attached.active(batch.owners), torch.no_grad():
-        got, _ = token_losses(model, batch, fused=True)
+        got, *_ = token_losses(model, batch, fused=True)
     table, noise = (
         model.get_input_embeddings().weight,
         noise_of([replace(second, noise=(3, 50.0))], TINY["hidden_size"]),
@@ -104,13 +106,13 @@ def test_a_job_that_joins_with_embeddings_of_its_own_has_the_noise_that_it_would
             "copy": resolve(LoraConfig(**keys, modules_to_save=["embed_tokens"]), model, "copy"),
         }
         attached, adapters = attach(model, {"first": specs["first"]} if joins else specs, 0)
-        noisy_embeddings(model, attached)
+        change_embeddings(model, attached, add_noise)
         if joins:
             choosers = dict.fromkeys(specs["copy"].modules, PlanChooser(CPU))
             adapters.append(attach_one(model, attached, "copy", 1, specs["copy"], 0, choosers))
         one, two = samples((40, 30))
         packed = [replace(one, owner=0, noise=(3, 50.0)), replace(two, owner=1, noise=(4, 50.0))]
-        batch = collate(packed, CPU)
+        batch = collate(parts(packed), CPU)
         with attached.active(batch.owners), torch.no_grad():
-            losses[joins], _ = token_losses(model, batch, fused=True)
+            losses[joins], *_ = token_losses(model, batch, fused=True)
     assert torch.equal(losses[True], losses[False])

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
@@ -20,6 +19,7 @@ from benchmarks.training import JOBS, Lengths, make_samples, prepared_on, traine
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
 from packlora.config import Run
+from packlora.engine.parts import num_tokens
 from packlora.runtime import profiler
 from packlora.runtime.microbatch import run_microbatch
 from packlora.runtime.prepared_job import ModelShape
@@ -144,12 +144,11 @@ def test_memory_of_a_microbatch_is_estimated_as_torch_counts_it(
     prepared = prepared_on(run, base, 1500, ModelShape.of(model), samples)
     trainer = trainer_of(prepared, base, tmp_path)
     mix = profiler.sample_mix(trainer.jobs, 1500)
-    weights = np.array([job.grad_scale for job in trainer.jobs])
-    run_microbatch(trainer.executor, mix, weights)
+    run_microbatch(trainer.executor, mix)
     for job in trainer.jobs:
         job.discard()
-    peak = peak_of(lambda: run_microbatch(trainer.executor, mix, weights))
-    parts = profiler.memory_parts(run, prepared, sum(item.sample.num_tokens for item in mix))
+    peak = peak_of(lambda: run_microbatch(trainer.executor, mix))
+    parts = profiler.memory_parts(run, prepared, num_tokens(mix))
     assert parts["activations"] + parts["logits"] == pytest.approx(peak, rel=0.05)
 
 

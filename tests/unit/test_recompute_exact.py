@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from conftest import TINY, tiny_model
+from packed import PackedSample, parts
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -26,9 +27,9 @@ from packlora.adapters.spec import resolve
 from packlora.base import liger
 from packlora.base.packing import prepare_model
 from packlora.data.encode import Sample
+from packlora.engine.collate import collate
+from packlora.engine.heads import token_losses
 from packlora.ops.recompute import add_recompute, recompute_of
-from packlora.runtime.collate import PackedSample, collate
-from packlora.runtime.loss import token_losses
 
 IDS = torch.randint(3, 320, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -399,7 +400,7 @@ def test_packed_training_has_the_gradients_that_it_has_without_recomputation(bet
         )
         for number, length in enumerate([13, 20])
     ]
-    batch = collate(samples, torch.device("cpu"))
+    batch = collate(parts(samples), torch.device("cpu"))
     got: list[list[torch.Tensor]] = []
     for recompute in (False, True):
         model = tiny_model("llama")
@@ -416,6 +417,6 @@ def test_packed_training_has_the_gradients_that_it_has_without_recomputation(bet
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
         torch.manual_seed(11)
         with attached.active(batch.owners):
-            _, loss = token_losses(model, batch, torch.ones(len(batch.labels_L), dtype=torch.float64), False)
+            _, loss, _ = token_losses(model, batch, torch.ones(len(batch.labels_L), dtype=torch.float64), False)
             got.append(list(torch.autograd.grad(loss, list(adapter.named_parameters().values()))))
     assert_same_bits(*got)

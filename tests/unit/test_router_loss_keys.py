@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from packlora.config import Run
+from packlora.engine.objectives.balance import balance_losses
+from packlora.engine.objectives.balance_key import coefficient_of
 from packlora.errors import InputError
-from packlora.runtime.balance import balance_losses, coefficient_of
 
 
 def skeleton(family: str, **changes: Any) -> Any:

@@ -25,7 +25,8 @@ MAY_USE: dict[str, set[str]] = {
     "report": {"schedule"},
     "parallel": {"ops", "plans", "adapters", "base", "schedule"},
     "megatron": {"ops", "plans", "adapters"},
-    "runtime": {"ops", "plans", "adapters", "base", "data", "schedule", "report", "parallel"},
+    "engine": {"ops", "adapters", "base", "data"},
+    "runtime": {"ops", "plans", "adapters", "base", "data", "engine", "schedule", "report", "parallel"},
 }
 MAY_USE["tune"] = {*MAY_USE}
 MAY_USE["commands"] = {*MAY_USE}

@@ -18,6 +18,7 @@ from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.first_order import first_order
 
 Logits = Callable[[torch.Tensor, int, int], torch.Tensor]
+Weigh = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
 def chunked_cross_entropy(
@@ -29,6 +30,7 @@ def chunked_cross_entropy(
     weights_L: torch.Tensor | None = None,
     chunk_bytes: int | None = None,
     smoothing_L: torch.Tensor | None = None,
+    weigh: Weigh | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses of logits_of(hidden); softmax in float32 at least.
 
@@ -39,6 +41,7 @@ def chunked_cross_entropy(
         parameters: of the output layer, which get gradients.
         vocabulary: V.
         labels_L, weights_L, chunk_bytes, smoothing_L: as of linear_cross_entropy.
+        weigh: gives more factors of the gradient [C], from the losses of rows start to stop; None: there are none.
 
     Returns:
         As linear_cross_entropy. A parameter that no row has reached gets no gradient.
@@ -50,7 +53,7 @@ def chunked_cross_entropy(
     rows = chunk_rows(len(labels_L), vocabulary, hidden_LD.dtype, budget)
     needed = torch.is_grad_enabled()
     losses_L, total = _Chunked.apply(
-        hidden_LD, logits_of, labels_L, weights_L.detach().to(wide), rows, needed,
+        hidden_LD, logits_of, weigh, labels_L, weights_L.detach().to(wide), rows, needed,
         None if smoothing_L is None else torch.where(labels_L == IGNORE, 0, smoothing_L.detach().to(wide)), *parameters,
     )  # fmt: skip
     return losses_L, total
@@ -64,8 +67,8 @@ def _towards_mean(logits_CV: torch.Tensor, labels_C: torch.Tensor, dtype: torch.
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_LD: torch.Tensor, logits_of: Logits, labels_L: torch.Tensor, weights_L: torch.Tensor,
-        rows: list[int], needed: bool, smoothing_L: torch.Tensor | None, *parameters: torch.Tensor,
+        ctx: Any, hidden_LD: torch.Tensor, logits_of: Logits, weigh: Weigh | None, labels_L: torch.Tensor,
+        weights_L: torch.Tensor, rows: list[int], needed: bool, smoothing_L: torch.Tensor | None, *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         losses_L = torch.empty_like(weights_L)
         of_hidden = torch.empty_like(hidden_LD) if ctx.needs_input_grad[0] else None
@@ -85,6 +88,8 @@ class _Chunked(torch.autograd.Function):
                 losses_L[at] += smoothing_L[at] * smoothed_C
                 share_C1 = (weights_L[at] * smoothing_L[at])[:, None]
                 d.sub_(share_C1 / d.shape[1]).scatter_add_(1, labels_L[at, None].clamp(0), share_C1.to(d.dtype))
+            if weigh is not None and needed:
+                d.mul_(weigh(losses_L[at], start, stop)[:, None].to(d.dtype))
             if needed:
                 found = torch.autograd.grad(logits, [given, *(parameters[i] for i in wanted)], d, allow_unused=True)
                 if of_hidden is not None and found[0] is not None:
@@ -106,4 +111,4 @@ class _Chunked(torch.autograd.Function):
         ctx.grads = None
         d = grad_outputs[1]
         out = [None if grad is None else grad * d.to(grad.dtype) for grad in grads]
-        return (None if of_hidden is None else of_hidden * d, *[None] * 6, *out)
+        return (None if of_hidden is None else of_hidden * d, *[None] * 7, *out)

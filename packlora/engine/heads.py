@@ -1,0 +1,206 @@
+"""The loss of a packed microbatch, by kind of output layer: cross entropy of labels, weighted by what is learnt of them.
+
+Microbatches hold parts of global batches, so each label's gradient is weighted with the part's weight, and sums of losses are
+collected by adapter. Losses of different adapters are never added: a NaN of one is no other's.
+
+An objective is a function of log-probabilities. Its derivative by one of them is the weight of that label in the gradient, and
+may be known only when the forward is done. After a frozen output layer the gradient of the hidden states, which is linear in
+these weights, is multiplied with them row by row: no logits are kept, and one pass is enough. An output layer with adapters
+adds up gradients of its parameters over rows, so a label's weight must be known where its row is: it is by an objective whose
+weights are known before or by row; else they are found by a pass of their own.
+
+Shapes: L label rows, C those of a chunk, D hidden size, V vocabulary, M metrics of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from packlora.adapters.attach import AdaptedHead, trained_on
+from packlora.base.packing import packed_hidden, packed_logits
+from packlora.base.shape import plain_head
+from packlora.engine.collate import IGNORE, PackedBatch
+from packlora.engine.objectives import Objective, RowsView
+from packlora.engine.objectives.smoothing import SMOOTHING
+from packlora.engine.parts import PackedPart
+from packlora.ops.cross_entropy.chunked import Weigh, chunked_cross_entropy
+from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+
+
+class Judgement(NamedTuple):
+    """Sums and factors that objectives make of log-probabilities.
+
+    sums: by adapter, its sum of losses and those of its metrics, [1 + M] float64 on the device. factors_L: of the gradient of
+    each label's cross entropy, float64; None: 1 for each.
+    """
+
+    sums: dict[int, torch.Tensor]
+    factors_L: torch.Tensor | None
+
+
+class Losses(NamedTuple):
+    """Cross entropy of the labels [L] without gradient, in float32 (float64 for a float64 model), 0 for padding rows; the root
+    for backward, whose gradient is each label's own weight and whose value mixes adapters, and is for nothing; and what
+    objectives make of it, by adapter (Judgement.sums)."""
+
+    losses_L: torch.Tensor
+    total: torch.Tensor
+    sums: Mapping[int, torch.Tensor]
+
+
+def token_losses(
+    model: PreTrainedModel,
+    batch: PackedBatch,
+    weights_L: torch.Tensor | None = None,
+    fused: bool = False,
+    routed: list[torch.Tensor] | None = None,
+) -> Losses:
+    """Losses of a microbatch. The owners of the batch must be active.
+
+    Args:
+        model: frozen, with adapters attached.
+        batch: on the model's device.
+        weights_L: of each label's loss in the total, batch.weights_L in training; None is 1 for each.
+        fused: the logits are the output layer's alone (Base.fused_loss), so they need not exist all at once.
+        routed: gets what routers give, see packed_logits.
+    """
+    at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L, batch.images)
+    if fused and has_head_loss(model):
+        return head_losses(model, packed_hidden(model, *at, routed), batch, weights_L)
+    logits_LV = packed_logits(model, *at, routed)
+    wide = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+    losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
+    if (smoothing_L := batch.labels.get(SMOOTHING)) is not None:
+        losses_L = losses_L + _smoothed(wide, batch.labels_L, smoothing_L.to(wide))
+    weighted_L = losses_L if weights_L is None else losses_L * weights_L.to(losses_L)
+    sums, factors_L = judge(losses_L, batch)
+    total = weighted_L.sum() if factors_L is None else (weighted_L * factors_L.to(losses_L)).sum()
+    return Losses(losses_L.detach(), total, sums)
+
+
+def judge(losses_L: torch.Tensor, batch: PackedBatch) -> Judgement:
+    """Give each part's log-probabilities to its objective. Nothing waits for the device.
+
+    One sum per part over its own rows, in row order: index_add on a GPU would add in any order.
+    """
+    logps = (-losses_L.detach().double()).split([part.num_rows for part in batch.parts])
+    sums, factors = dict[int, torch.Tensor](), list[torch.Tensor | None]()
+    for part, logp_L in zip(batch.parts, logps, strict=True):
+        own, gradient_L = _judged(part, logp_L)
+        sums[part.adapter] = own if part.adapter not in sums else sums[part.adapter] + own
+        factors.append(gradient_L)
+    if all(part.objective.weights == "before" for part in batch.parts):
+        return Judgement(sums, None)
+    ones = [torch.ones_like(logp_L) if own is None else own for own, logp_L in zip(factors, logps, strict=True)]
+    return Judgement(sums, torch.cat(ones))
+
+
+def _judged(part: PackedPart, logp_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sums [1 + M] of a part, and factors [L], 1 for padding; None where they are 1 for all."""
+    own_L = logp_L[: part.num_labels]
+    if part.objective.weights == "before":
+        losses, metrics_M = part.objective.loss(own_L, part.view)
+        padded = F.pad(losses, (0, part.padding)) if part.padding else losses
+        loss = padded.sum()[None]
+        return torch.cat([loss, metrics_M]) if len(metrics_M) else loss, None
+    loss, metrics_M, factors_L = _weighed(part.objective, own_L, part.view)
+    return torch.cat([loss[None], metrics_M]), F.pad(factors_L, (0, part.padding), value=1.0)
+
+
+def _weighed(
+    objective: Objective, logp_L: torch.Tensor, view: RowsView
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum of losses [], sums of metrics [M], and factors [L]."""
+    with torch.enable_grad():
+        leaf = logp_L.clone().requires_grad_()
+        losses, metrics_M = objective.loss(leaf, view)
+        loss = losses.sum()
+        found = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+    return loss.detach(), metrics_M.detach(), torch.zeros_like(logp_L) if found is None else -found
+
+
+def _weigh_rows(losses_C: torch.Tensor, batch: PackedBatch, start: int, stop: int) -> torch.Tensor:
+    """Factors [C] of label rows start to stop, where objectives know them by row."""
+    out, first, logp_C = [], 0, -losses_C.detach().double()
+    for part in batch.parts:
+        begin, end = max(start, first), min(stop, first + part.num_rows)
+        labels = max(min(end - first, part.num_labels) - max(begin - first, 0), 0)
+        if end > begin:
+            own_C = logp_C[begin - start : end - start]
+            factors_C = torch.ones_like(own_C)
+            if labels and part.objective.weights != "before":
+                view = part.view.labels(begin - first, begin - first + labels)
+                factors_C[:labels] = _weighed(part.objective, own_C[:labels], view)[2]
+            out.append(factors_C)
+        first += part.num_rows
+    return torch.cat(out)
+
+
+def _smoothed(logits_LV: torch.Tensor, labels_L: torch.Tensor, smoothing_L: torch.Tensor) -> torch.Tensor:
+    """Addition of smoothing to losses [L]: its share of the way from the label's logit to the mean of all."""
+    at_label_L = logits_LV.gather(1, labels_L.clamp(0)[:, None])[:, 0]
+    counts_L = (smoothing_L != 0) & (labels_L != IGNORE)
+    return torch.where(counts_L, smoothing_L * (at_label_L - logits_LV.mean(1)), 0.0)
+
+
+def has_head_loss(model: PreTrainedModel) -> bool:
+    """Whether `head_losses` takes the output layer: it is a frozen linear layer, with or without what jobs train there."""
+    head = model.get_output_embeddings()
+    return plain_head(model) is not None or (isinstance(head, AdaptedHead) and type(head.base) is torch.nn.Linear)
+
+
+def head_losses(
+    model: PreTrainedModel, hidden_LD: torch.Tensor, batch: PackedBatch, weights_L: torch.Tensor | None = None
+) -> Losses:
+    """Losses, as token_losses gives them, from the input of the output layer for the label rows. Logits are never held all at
+    once."""
+    head, rows = model.get_output_embeddings(), batch.owners.rows
+    plain: Any = plain_head(model)
+    if isinstance(head, AdaptedHead) and (rows is None or rows.adapters.isdisjoint(on_head := trained_on(head))):
+        plain = head.base
+    if plain is not None:
+        return fused_losses(hidden_LD, plain, batch, weights_L)
+    assert isinstance(head, AdaptedHead) and rows is not None
+
+    def logits_of(hidden_CD: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        with head.attached.among_rows(rows.part(start, stop)):
+            logits: torch.Tensor = head(hidden_CD)
+        return logits
+
+    own = [weights for number, weights in on_head.items() if number in rows.adapters]
+    parameters = [parameter for weights in own for parameter in weights.named_parameters().values()]
+
+    def losses(weights_L: torch.Tensor | None, weigh: Weigh | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return chunked_cross_entropy(
+            hidden_LD, logits_of, parameters, len(head.base.weight), batch.labels_L, weights_L,
+            smoothing_L=batch.labels.get(SMOOTHING), weigh=weigh,
+        )  # fmt: skip
+
+    known = {part.objective.weights for part in batch.parts} if torch.is_grad_enabled() else {"before"}
+    if "sample" in known:
+        # weights of labels are known after a forward, the layer's gradients are made in it: so there are two
+        with torch.no_grad():
+            factors_L = judge(losses(weights_L)[0], batch).factors_L
+        assert factors_L is not None
+        weights_L = factors_L if weights_L is None else factors_L * weights_L
+    by_row = "row" in known and "sample" not in known
+    losses_L, total = losses(weights_L, (lambda C, a, b: _weigh_rows(C, batch, a, b)) if by_row else None)
+    return Losses(losses_L, total, judge(losses_L, batch).sums)
+
+
+def fused_losses(hidden_LD: torch.Tensor, head: Any, batch: PackedBatch, weights_L: torch.Tensor | None) -> Losses:
+    """Losses, as token_losses gives them, from the input of the output layer [L, D]. head: a frozen linear layer."""
+    losses_L, total = linear_cross_entropy(
+        hidden_LD, head.weight, head.bias, batch.labels_L, weights_L,
+        part=getattr(head, "vocabulary", None), smoothing_L=batch.labels.get(SMOOTHING),
+    )  # fmt: skip
+    sums, factors_L = judge(losses_L, batch)
+    if factors_L is not None and hidden_LD.requires_grad:
+        wide = factors_L[:, None].to(torch.promote_types(hidden_LD.dtype, torch.float32))
+        hidden_LD.register_hook(lambda gradient_LD: (gradient_LD * wide).to(gradient_LD.dtype))
+    return Losses(losses_L, total, sums)

@@ -1,0 +1,53 @@
+"""Objective of a job of a run file, and the terms beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from packlora.config import TrainConfig
+from packlora.data.encode import Sample
+from packlora.engine.objectives import Objective, Term
+from packlora.engine.objectives.neftune import Neftune, add_noise
+from packlora.engine.objectives.sft import CROSS_ENTROPY
+from packlora.engine.objectives.smoothing import LabelSmoothing
+from packlora.seeding import stable_hash
+
+
+def objective_of(train: TrainConfig, samples: Sequence[Sample] = (), where: Sequence[str] = ()) -> Objective:
+    """Objective of a job, which does not share it if it learns.
+
+    Args:
+        samples: that a user's own is tried on, see FunctionObjective.tried; none: it is not.
+        where: file and line of each.
+
+    Raises:
+        InputError: a user's own objective cannot be used.
+    """
+    if train.objective is not None:
+        from packlora.engine.objectives.function import FunctionObjective
+
+        own = FunctionObjective(train.objective)
+        return own.tried(samples, where) if samples else own
+    if train.trainer == "sft":
+        return CROSS_ENTROPY
+    from packlora.engine.objectives.preference import PreferenceObjective
+
+    return PreferenceObjective.of(train)
+
+
+CHANGES_OF_EMBEDDINGS = add_noise
+"""What terms do to the embeddings of tokens that have their columns (adapters/embeddings.py)."""
+
+
+def terms_of(train: TrainConfig, seed: int, router_coefficient: float) -> tuple[Term, ...]:
+    """Terms of a job. router_coefficient: of its load-balancing loss, 0 for none (balance_key.py)."""
+    found: list[Term] = []
+    if train.label_smoothing_factor:
+        found.append(LabelSmoothing(train.label_smoothing_factor))
+    if train.neftune_noise_alpha is not None:
+        found.append(Neftune(stable_hash("neftune", seed), train.neftune_noise_alpha))
+    if router_coefficient:
+        from packlora.engine.objectives.balance import Balance
+
+        found.append(Balance(router_coefficient))
+    return tuple(found)

@@ -1,0 +1,21 @@
+"""Cross entropy of labels: what is learnt of completions, conversations and texts."""
+
+from __future__ import annotations
+
+import torch
+
+from packlora.engine.objectives import Objective, RowsView
+
+
+class CrossEntropy(Objective):
+    """Mean over the label tokens of a global batch of -log p."""
+
+    name = "sft"
+    weights = "before"
+
+    def loss(self, logp_L: torch.Tensor, rows: RowsView) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [L]; no metrics."""
+        return -logp_L, logp_L.new_zeros(0)
+
+
+CROSS_ENTROPY = CrossEntropy()
