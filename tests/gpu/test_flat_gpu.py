@@ -75,7 +75,7 @@ def test_a_job_collects_and_begins_its_step_without_waiting_and_waits_once() -> 
     job_config = JobConfig.model_validate({"name": "job", "data": {"path": "rows"}, "train": {"max_steps": 9}})
     samples = [Sample(np.arange(5, dtype=np.int32), np.arange(5) > 0)] * 8
     job = Job(job_config, JobData("job", samples, job_config.train, 0), [], adapter)
-    loss = torch.tensor(3.0, dtype=torch.float64, device="cuda")
+    loss = torch.tensor([3.0], dtype=torch.float64, device="cuda")
     with deterministic():
         for _ in range(3):
             for _ in range(2):
