@@ -94,7 +94,9 @@ def test_a_run_is_resumed_joined_and_evaluated_on_a_later_day(
 ) -> None:
     tokenizers = []
     made = encoder.encode_for
-    monkeypatch.setattr(encoder, "encode_for", lambda *given: (tokenizers.append(given[2]), made(*given))[1])
+    monkeypatch.setattr(
+        encoder, "encode_for", lambda *given, **more: (tokenizers.append(given[2]), made(*given, **more))[1]
+    )
     whole, out = {**tree, "output_dir": str(tmp_path / "whole")}, tmp_path / "out"
     assert train({**whole, "jobs": [*tree["jobs"], tree["new"]]}).status == "done"
     train(tree, max_steps=2)

@@ -222,7 +222,7 @@ def ran(job: Job, grads: dict[str, torch.Tensor], loss: float = 3.0) -> None:
     """A microbatch has left gradients in the parameters."""
     for name, grad in grads.items():
         job.parameters[name].grad = grad.clone()
-    job.collect(torch.tensor(loss, dtype=torch.float64))
+    job.collect(torch.tensor([loss], dtype=torch.float64))
     job.count(7)
     assert all(parameter.grad is None for parameter in job.parameters.values())
 
