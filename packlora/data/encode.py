@@ -129,11 +129,12 @@ class Sample:
 
 
 def _numbers(value: Any) -> np.ndarray | None:
-    """A number or a list of numbers, float64; None: it is something else."""
-    own = value if isinstance(value, list | tuple | np.ndarray) else [value]
-    if not all(isinstance(one, int | float | np.number) for one in own):
+    """A number or a list of numbers, float64; None: it is something else, or not finite."""
+    try:
+        found = np.array(value, np.float64)
+    except (TypeError, ValueError, OverflowError):
         return None
-    return np.array(value, np.float64)
+    return found if found.ndim < 2 and np.isfinite(found).all() else None
 
 
 def samples_hash(samples: Sequence[Sample]) -> str:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packlora.data.rows import KEYS, Row, check_row
-from packlora.data.tables import read_hub, read_parquet, read_saved
+from packlora.data.rows import KEYS, Row, check_row, with_fields
 from packlora.data.values import parse_json
 from packlora.errors import InputError
 from packlora.terminal import Told, silent
@@ -43,7 +42,7 @@ def read_rows(path: str, job: str, told: Told = silent) -> list[Row]:
     return read_data(path, job, told).rows
 
 
-def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error") -> Read:
+def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error", fields: bool = False) -> Read:
     """All rows that a data path means, checked.
 
     Args:
@@ -51,6 +50,7 @@ def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error
         job: name for messages.
         told: hears how far it is.
         on_bad_row: skip: rows that are no samples are left out.
+        fields: rows keep their other fields; of tables those that hold numbers.
 
     Raises:
         InputError: a file is missing, empty, unreadable or malformed, or a row lacks the fields it needs; the message
@@ -64,7 +64,7 @@ def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error
     out = Read()
     for name in files_of(path, job):
         before = len(out.rows)
-        for row in _rows(name, job):
+        for row in _rows(name, job, fields):
             if isinstance(row, Row):
                 out.rows.append(row)
             elif on_bad_row == "error":
@@ -92,13 +92,15 @@ def rows_of(path: str, job: str) -> Iterator[Row | InputError]:
         yield from _rows(name, job)
 
 
-def _rows(name: str, job: str) -> Iterator[Row | InputError]:
+def _rows(name: str, job: str, fields: bool = False) -> Iterator[Row | InputError]:
     folder = (name if os.path.isdir(name) else os.path.dirname(name) or ".") if is_file_name(name) else None
-    for where, value in _values(name, job):
+    for where, value in _values(name, job, fields):
         try:
             if isinstance(value, InputError):
                 raise value
             row: Row | InputError = check_row(value, where, job, folder)
+            if fields and isinstance(row, Row):
+                row = with_fields(row, value)
         except InputError as error:
             row = error
         yield row
@@ -130,14 +132,16 @@ def files_of(path: str, job: str) -> list[str]:
     return found
 
 
-def _values(name: str, job: str) -> Iterator[tuple[str, Any]]:
+def _values(name: str, job: str, fields: bool) -> Iterator[tuple[str, Any]]:
     """What stands in a file or a data set, each row with its place; an InputError where a row cannot be read by itself."""
-    if os.path.isdir(name):
-        return read_saved(Path(name), job, ACCEPTED)
-    return _read_file(Path(name), job) if is_file_name(name) else read_hub(name, job)
+    if is_file_name(name) and not os.path.isdir(name):
+        return _read_file(Path(name), job, fields)
+    from packlora.data.tables import read_hub, read_saved
+
+    return read_saved(Path(name), job, ACCEPTED, fields) if os.path.isdir(name) else read_hub(name, job, fields)
 
 
-def _read_file(file: Path, job: str) -> Iterator[tuple[str, Any]]:
+def _read_file(file: Path, job: str, fields: bool) -> Iterator[tuple[str, Any]]:
     if not os.path.exists(file):
         raise InputError(f"job {job!r}: the data file {file} does not exist")
     if file.suffix not in FILE_KINDS:
@@ -152,7 +156,9 @@ def _read_file(file: Path, job: str) -> Iterator[tuple[str, Any]]:
         elif file.suffix == ".csv":
             yield from _read_csv(file, job)
         else:
-            yield from read_parquet(file, job)
+            from packlora.data.tables import read_parquet
+
+            yield from read_parquet(file, job, fields)
     except OSError as error:
         raise InputError(f"job {job!r}: cannot read {file}: {error}") from None
     except UnicodeDecodeError as error:

@@ -87,17 +87,11 @@ class Row:
     images: tuple[str, ...] = ()
     """Paths of the blocks {"type": "image"} in `messages`, in their order; a message that has some is a list of blocks."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of the row, and `label`, unchecked: columns of a user's own objective."""
+    """Other fields of the row, and `label`, unchecked: columns of a user's own objective, see with_fields."""
 
 
 def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Row:
     """The row that a value of a data file is. folder: where its images are. Raises InputError where it is none."""
-    row = _checked(value, where, job, folder)
-    fields = {key: value[key] for key in value.keys() - KEYS | (value.keys() & {"label"})}
-    return replace(row, fields=fields) if fields else row
-
-
-def _checked(value: Any, where: str, job: str, folder: str | None) -> Row:
 
     def odd(problem: str) -> InputError:
         return InputError(f"job {job!r}: {where}: {problem}")
@@ -128,6 +122,11 @@ def _checked(value: Any, where: str, job: str, folder: str | None) -> Row:
         chosen, rejected = (check_row(half, f"{where}, {name}", job, folder) for half, name in halved)
         return Row(where, pair=(chosen, rejected))
     return _conversation(value, kind, where, bad, folder)
+
+
+def with_fields(row: Row, value: Mapping[str, Any]) -> Row:
+    """A row with the fields of its value that it is not made of, and `label`."""
+    return replace(row, fields={key: value[key] for key in value.keys() - KEYS | (value.keys() & {"label"})})
 
 
 def _text(value: dict[str, Any], where: str, bad: Bad, odd: Bad) -> Row:

@@ -1,6 +1,6 @@
 """Rows of tables: parquet files, data sets that Hugging Face's save_to_disk wrote, data sets of the hub.
 
-Only the columns that a row is made of (rows.py, KEYS) are read: what stands in the others, a timestamp that Python cannot
+Only the columns that a row is made of (rows.py, KEYS) are read, and where fields are asked for those of numbers: what stands in the others, a timestamp that Python cannot
 hold or an image that cannot be decoded, does not matter.
 """
 
@@ -25,7 +25,7 @@ Values = Iterator[tuple[str, Any]]
 """Rows with their places; an InputError where a row cannot be read by itself."""
 
 
-def read_parquet(file: Path, job: str) -> Values:
+def read_parquet(file: Path, job: str, fields: bool = False) -> Values:
     """Rows of a .parquet file. Raises InputError where it is none, or unpacks to too much."""
     import pyarrow
     import pyarrow.parquet
@@ -33,15 +33,15 @@ def read_parquet(file: Path, job: str) -> Values:
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             bound = Bound(str(file), os.path.getsize(file), job)
-            read, left = _used(table.schema_arrow.names)
+            read, left = _used(table.schema_arrow, fields)
             bound.check(claimed_by_parquet(table.metadata, read))
             batches = table.iter_batches(rows_at_once(table.metadata, file, read, AT_ONCE), columns=read)
-            yield from _rows(batches, str(file), job, bound, left)
+            yield from _rows(batches, str(file), job, fields, bound, left)
     except pyarrow.ArrowException as error:
         raise InputError(f"job {job!r}: cannot read {file} as parquet: {error}") from None
 
 
-def read_saved(folder: Path, job: str, accepted: str) -> Values:
+def read_saved(folder: Path, job: str, accepted: str, fields: bool = False) -> Values:
     """Rows of a data set of Hugging Face's save_to_disk, of one with splits of the split train. accepted: other data, for
     messages."""
     folder = _split(folder, job, accepted)
@@ -60,14 +60,14 @@ def read_saved(folder: Path, job: str, accepted: str) -> Values:
                 "it does not name plain files beside it; save_to_disk the data set again, with flatten_indices() before"
             )
         bound = Bound(str(folder), sum(os.path.getsize(folder / name) for name in names), job)
-        yield from _rows(_saved_batches(folder, names, columns, bound), str(folder), job, bound)
+        yield from _rows(_saved_batches(folder, names, columns, bound), str(folder), job, fields, bound)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise bad(f"it is not what save_to_disk writes ({type(error).__name__}: {error})") from None
     except (OSError, pyarrow.ArrowException) as error:
         raise InputError(f"job {job!r}: cannot read the data set {folder}: {error}") from None
 
 
-def read_hub(name: str, job: str) -> Values:
+def read_hub(name: str, job: str, fields: bool = False) -> Values:
     """Rows of the split train of a data set that the library datasets finds."""
     try:
         import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -80,7 +80,7 @@ def read_hub(name: str, job: str) -> Values:
         rows = datasets.load_dataset(name, split="train").with_format("arrow")
     except Exception as error:  # the library raises many unrelated types for "not there"
         raise InputError(f"job {job!r}: {name} is neither a file nor a data set that loads: {error}") from None
-    yield from _rows((batch for table in rows.iter(AT_ONCE) for batch in table.to_batches()), name, job)
+    yield from _rows((batch for table in rows.iter(AT_ONCE) for batch in table.to_batches()), name, job, fields)
 
 
 def _split(folder: Path, job: str, accepted: str) -> Path:
@@ -114,12 +114,17 @@ def _saved_batches(folder: Path, names: list[str], columns: list[str] | None, bo
 
 
 def _rows(
-    batches: Iterator[Any], name: str, job: str, bound: Bound | None = None, left: dict[str, Any] | None = None
+    batches: Iterator[Any],
+    name: str,
+    job: str,
+    fields: bool,
+    bound: Bound | None = None,
+    left: dict[str, Any] | None = None,
 ) -> Values:
     """left: what stands for columns that the batches have been read without; None: they have all of them."""
     number = 0
     for whole in batches:
-        read, rest = _used(whole.schema.names)
+        read, rest = _used(whole.schema, fields)
         if twice := next((key for key in read if read.count(key) > 1), None):
             raise InputError(f"job {job!r}: {name} has the column {twice!r} twice; give each column a name of its own")
         if left is not None:
@@ -138,10 +143,20 @@ def _rows(
                 yield f"{name}, row {number}", problem or without_nulls(row)
 
 
-def _used(names: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The columns that a row is made of, and what stands for the others: that they are there is part of what is said of a table
-    whose rows are none."""
-    return [name for name in names if name in KEYS], dict.fromkeys((name for name in names if name not in KEYS), "")
+def _used(schema: Any, fields: bool) -> tuple[list[str], dict[str, Any]]:
+    """The columns that a row is made of, with `fields` also those of numbers, and what stands for the others: that they are
+    there is part of what is said of a table whose rows are none."""
+    read = [one.name for one in schema if one.name in KEYS or (fields and _is_of_numbers(one.type))]
+    return read, dict.fromkeys((name for name in schema.names if name not in read), "")
+
+
+def _is_of_numbers(kind: Any) -> bool:
+    """Whether a column holds numbers, or lists of them."""
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return any(is_kind(kind) for is_kind in (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal))
 
 
 def _values(key: str, column: Any, where: str, first: int) -> list[Any]:

@@ -9,6 +9,8 @@ these weights, is multiplied with them row by row: no logits are kept, and one p
 adds up gradients of its parameters over rows, so a label's weight must be known where its row is: it is by an objective whose
 weights are known before or by row; else they are found by a pass of their own.
 
+Of terms the output layer knows label smoothing alone, whose column needs the mean of all logits.
+
 Shapes: L label rows, C those of a chunk, D hidden size, V vocabulary, M metrics of a part.
 """
 

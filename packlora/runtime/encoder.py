@@ -20,8 +20,8 @@ from packlora.data.preference import encode_for
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
-from packlora.engine.objectives.balance_key import coefficient_of
-from packlora.engine.objectives.configured import objective_of
+from packlora.engine.objectives import Objective
+from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
@@ -62,12 +62,14 @@ class Encoder:
         encoded, eval_encoded = mixed(parts, job.data, self.run.seed_of(job), job.name, notes), joined(held_out)
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
         _check_vocabulary(job.name, encoded, eval_encoded, vocabulary, self.tokenizer)
-        _check_samples(job, "training", encoded)
-        _check_samples(job, "held-out", eval_encoded)
+        objective = objective_of(job.train)
+        for what, some in (("training", encoded), ("held-out", eval_encoded)):
+            if (why := objective.why_not(some.samples)) is not None:
+                raise InputError(f"job {job.name!r}: its {what} data {why}")
         data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
         _check_scheduler(job, data)
-        coefficient, told_of_it = coefficient_of(self.run, job, self.skeleton)
-        notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data) + told_of_it
+        coefficient, told_of_it = router_coefficient(self.run, job, self.skeleton)
+        notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data, objective) + told_of_it
         return PreparedJob(
             job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec),
             router_coefficient=coefficient, products=products_kept(spec, self.skeleton),
@@ -101,8 +103,8 @@ class Encoder:
         _check_vocabulary(job.name, encoded, held_out, vocabulary, self.tokenizer)
         data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
         _check_scheduler(job, data)
-        notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data)
-        coefficient, told_of_it = coefficient_of(self.run, job, self.skeleton)
+        notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data, objective_of(job.train))
+        coefficient, told_of_it = router_coefficient(self.run, job, self.skeleton)
         notes += _cut_samples(job.name, encoded, held_out) + told_of_it
         most, prompts = min(own.max_length, budget, self.longest), self._prompts(job)
         return PreparedJob(
@@ -150,7 +152,7 @@ class Reader:
 
     def __init__(self, told: Told = silent) -> None:
         self.told = told
-        self._known: dict[tuple[str, str], Rows] = {}
+        self._known: dict[tuple[str, str, bool], Rows] = {}
 
     def rows(self, job: JobConfig) -> list[Rows]:
         """Of each of a job's sources; none of those that are read in training."""
@@ -160,13 +162,14 @@ class Reader:
         return [self._rows(path, job) for path in job.data.eval_paths]
 
     def _rows(self, path: str, job: JobConfig) -> Rows:
-        key = path, job.data.on_bad_row
+        fields = job.train.objective is not None
+        key = path, job.data.on_bad_row, fields
         if key not in self._known:
             stamp = None
             with contextlib.suppress(OSError):  # read_data says what is wrong
                 found = os.stat(path)
                 stamp = (found.st_mtime_ns, found.st_size, found.st_ino) if os.path.isfile(path) else None
-            self._known[key] = Rows(path, read_data(path, job.name, self.told, job.data.on_bad_row), stamp)
+            self._known[key] = Rows(path, read_data(path, job.name, self.told, job.data.on_bad_row, fields), stamp)
         return self._known[key]
 
 
@@ -207,12 +210,7 @@ def _check_scheduler(job: JobConfig, data: JobData) -> None:
         raise InputError(f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}") from None
 
 
-def _check_samples(job: JobConfig, what: str, encoded: Encoded) -> None:
-    if (why := objective_of(job.train).why_not(encoded.samples)) is not None:
-        raise InputError(f"job {job.name!r}: its {what} data {why}")
-
-
-def _doubts(job: JobConfig, data: JobData) -> list[str]:
+def _doubts(job: JobConfig, data: JobData, objective: Objective) -> list[str]:
     """What can be trained, but is hardly meant."""
     train, out = job.train, []
     if (warmup := train.warmup_of(data.configured_steps)) >= data.configured_steps and train.warmup_steps:
@@ -220,7 +218,7 @@ def _doubts(job: JobConfig, data: JobData) -> list[str]:
             f"warmup_steps {warmup} is no less than its {data.configured_steps} optimizer steps, so the learning "
             f"rate never comes to {train.learning_rate:g}"
         )
-    out += objective_of(train).doubts(data.num_samples, train)
+    out += objective.doubts(data.num_samples, train)
     if train.global_batch_size > data.num_samples:
         out.append(
             f"global_batch_size {train.global_batch_size} is more than its {data.num_samples} samples, so every optimizer "

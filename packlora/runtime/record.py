@@ -41,7 +41,7 @@ from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
-from packlora.runtime.resume import SavedRun, folder_hash
+from packlora.runtime.resume import SavedRun, folder_hash, objective_hash
 
 PAID = 2**15
 """Bytes of run.json that a change pays for: a small one is written whole at every checkpoint, a large one as seldom as this
@@ -59,6 +59,7 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
         "seed": job.data.seed,
         "start_hash": folder_hash(job.config.adapter.init_from),
         "reference_hash": folder_hash(job.config.reference_adapter),
+        "objective_hash": objective_hash(job.config.train.objective),
         "samples": job.data.num_samples,
         "eval_samples": len(held_out),
         "tokens": round(sum(lengths) / len(lengths) * job.data.num_samples),

@@ -43,6 +43,7 @@ class _SavedJob(BaseModel):
     seed: int
     start_hash: str | None = None
     reference_hash: str | None = None
+    objective_hash: str | None = None
 
 
 class _SavedSchedule(BaseModel):
@@ -279,7 +280,7 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
             is_judged = job.config.train.needs_evaluations or saved.config.sweep is not None
             note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
             notes += [note] if note else []
-            problems += _other_adapters(job, saved.jobs.get(job.name))
+            problems += _other_files(job, saved.jobs.get(job.name))
         except InputError as error:
             problems.append(str(error))
     if problems:
@@ -287,10 +288,22 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
     return notes
 
 
-def _other_adapters(job: Job, before: _SavedJob | None) -> list[str]:
-    """What to say of folders that a restored job reads once more, and that hold other tensors than they did."""
+def objective_hash(spec: str | None) -> str | None:
+    """Of the file of a user's own objective (`train.objective`), if it is there."""
+    file = Path(spec.rpartition(":")[0]) if spec is not None else None
+    return digest(file) if file is not None and file.is_file() else None
+
+
+def _other_files(job: Job, before: _SavedJob | None) -> list[str]:
+    """What to say of what a restored job reads once more, and what is not as it was: tensors of adapters, its own objective."""
     if before is None:
         return []
+    own = job.config.train.objective
+    if before.objective_hash is not None and objective_hash(own) != before.objective_hash:
+        return [
+            f"job {job.name!r}: the file of train.objective {own} is not the one that the run began with; put that one back, or "
+            "start a new run in another output_dir"
+        ]
     start, reference = job.config.adapter.init_from, job.config.reference_adapter
     known = {reference: before.reference_hash, start: before.start_hash}
     read = [start] * (job.step == 0) + [reference] * job.learning.objective.has_reference

@@ -42,10 +42,10 @@ LAYOUTS: dict[str, tuple[int, Tree]] = {
     "tensor": (2, {"tensor": 2, "sequence_parallel": True}),
     "shared jobs": (2, {"devices_per_job": 2}),
     "sharded": (2, {"shard_base": True}),
+    "three stages": (3, {"pipeline": 3}),
 }
 LARGER: dict[str, tuple[int, Tree]] = {
     "own jobs": (2, {"devices_per_job": 1}),
-    "three stages": (3, {"pipeline": 3}),
     "offloaded": (2, {"shard_base": True, "offload_base": True}),
     "tensor without sequence": (2, {"tensor": 2}),
     "two pipelines": (4, {"pipeline": 2, "devices_per_job": 4}),
@@ -57,11 +57,11 @@ LARGER: dict[str, tuple[int, Tree]] = {
 EXPERT_LAYOUTS: dict[str, tuple[int, Tree]] = {
     "experts": (2, {"expert": 2}),
     "exchanged": (2, {"expert": 2, "ep_implementation": "all_to_all"}),
-}
-LARGER_EXPERTS: dict[str, tuple[int, Tree]] = {
     "staged": (2, {"pipeline": 2}),
     "cut": (2, {"tensor": 2}),
-    "sharded": (2, {"shard_base": True}),
+    "rows": (2, {"shard_base": True}),
+}
+LARGER_EXPERTS: dict[str, tuple[int, Tree]] = {
     "staged experts": (4, {"pipeline": 2, "expert": 2}),
     "sharded experts": (4, {"shard_base": 2, "expert": 2, "ep_implementation": "all_to_all"}),
 }
@@ -213,7 +213,7 @@ def check(layout: tuple[int, Tree], after: tuple[int, Tree], tree: Tree, ranks: 
 
 
 def pairs_of(layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:
-    """Each layout and the one after it; larger ones are for `make soak`."""
+    """Each layout of the table and the one after it; larger ones are for `make soak`."""
     found = [(name, list(layouts)[(at + 1) % len(layouts)]) for at, name in enumerate(layouts) if name != "one"]
     return found + [pytest.param(name, next(iter(layouts)), marks=pytest.mark.soak) for name in larger]
 

@@ -203,3 +203,58 @@ def test_the_example_trains(tiny_base: Callable[..., str], tmp_path: Path) -> No
     path = rows(tmp_path / "rows.jsonl", advantage=lambda n: (-1) ** n * 0.5, logprobs=lambda n: -6.0)
     train(tree(tiny_base("llama"), tmp_path / "out", [job("a", path, True, objective=f"{example}:loss")]))
     assert all(line["objective/ratio"] > 0 for line in steps(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "saved"])
+def test_fields_are_read_from_files_of_every_kind(kind: str, tiny_base: Callable[..., str], tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    given = rows(tmp_path / "rows.jsonl", w=lambda n: n / 4, label=lambda n: n % 2)
+    lines, path = [json.loads(line) for line in Path(given).read_text().splitlines()], tmp_path / f"other.{kind}"
+    if kind == "jsonl":
+        path = Path(given)
+    elif kind == "json":
+        path.write_text(json.dumps(lines))
+    elif kind == "csv":
+        cells = [",".join(map(str, line.values())) for line in lines]
+        path.write_text("\n".join([",".join(lines[0]), *cells]) + "\n")
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), path)
+    else:
+        path.mkdir()
+        table = pyarrow.Table.from_pylist(lines)
+        with pyarrow.ipc.new_stream(str(path / "data.arrow"), table.schema) as stream:
+            stream.write_table(table)
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    mine = tmp_path / "mine.py"
+    mine.write_text('def f(logp, rows):\n    return -rows.column("w") * rows.column("label") * logp\n')
+    one = job("a", str(path), objective=f"{mine}:f")
+    samples = prepare(Run.model_validate(tree(tiny_base("llama"), tmp_path / "out", [one]))).jobs[0].encoded.samples
+    found = {name: [float(sample.columns[name]) for sample in samples] for name in ("w", "label")}
+    assert found == {"w": [n / 4 for n in range(9)], "label": [n % 2 for n in range(9)]}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, [1.0, None], [[1.0]], {"a": 1}, "much", 10**400])
+def test_a_field_that_is_no_finite_number_is_refused_with_its_line(
+    value: Any, tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text('def f(logp, rows):\n    return -rows.column("w") * logp\n')
+    path = rows(tmp_path / "rows.jsonl", w=lambda n: value if n == 3 else 1.0)
+    asked = tree(tiny_base("llama"), tmp_path / "out", [job("a", path, objective=f"{mine}:f")])
+    with pytest.raises(InputError, match=r"job 'a': .*rows\.jsonl, line 4: "):
+        prepare(Run.model_validate(asked))
+
+
+def test_a_run_is_not_resumed_with_another_loss(tiny_base: Callable[..., str], tmp_path: Path) -> None:
+    mine, path = tmp_path / "mine.py", rows(tmp_path / "rows.jsonl")
+    mine.write_text("def f(logp, rows):\n    return -logp\n")
+    asked = tree(tiny_base("llama"), tmp_path / "out", [job("a", path, objective=f"{mine}:f")])
+    train(asked, max_steps=1)
+    mine.write_text("def f(logp, rows):\n    return -2 * logp\n")
+    with pytest.raises(InputError, match=r"job 'a': the file of train\.objective .* is not the one that the run began"):
+        train(asked, resume=True)
+    mine.write_text("def f(logp, rows):\n    return -logp\n")
+    train(asked, resume=True)
+    assert [line["step"] for line in steps(tmp_path / "out")] == [1, 2, 3]

@@ -153,7 +153,7 @@ def test_a_backward_sees_its_owners_in_whatever_thread_it_runs(how: str) -> None
     one.backward(0)
     pending = other.pending.pop(0)
     with other.attached.active(pending.batch.owners):
-        thread = threading.Thread(target=pending.total.backward)
+        thread = threading.Thread(target=pending.backward)
         thread.start()
         thread.join()
     for parameter, twin in zip(one.parameters(), other.parameters(), strict=True):
@@ -168,7 +168,7 @@ def test_a_backward_that_recomputes_without_its_owners_is_refused(how: str) -> N
     trained.forward(0)
     pending = trained.pending[0]
     with pytest.raises(RuntimeError, match=r"must run inside active\(owners\) of its microbatch"):
-        pending.total.backward()
+        pending.backward()
 
 
 @pytest.mark.parametrize("how", ["checkpointed", "reentrant"])

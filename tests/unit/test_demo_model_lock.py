@@ -31,7 +31,6 @@ def start(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return start
 
 
-@pytest.mark.soak
 def test_two_processes_at_once_convert_it_once_and_both_get_it_whole(tmp_path: Path, start: Any) -> None:
     both = [start(together=2) for _ in range(2)]
     said = [process.communicate(timeout=60) for process in both]

@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from packlora.config import Run
 from packlora.engine.objectives.balance import balance_losses
-from packlora.engine.objectives.balance_key import coefficient_of
+from packlora.engine.objectives.configured import router_coefficient
 from packlora.errors import InputError
 
 
@@ -33,7 +33,7 @@ def asked(tmp_path: Path, coefficient: float | None = None, **keys: Any) -> Run:
 
 
 def found(run: Run, model: Any) -> tuple[float, list[str]]:
-    return coefficient_of(run, run.jobs[0], model)
+    return router_coefficient(run, run.jobs[0], model)
 
 
 WITHOUT = ("deepseek_v2", "deepseek_v3", "llama4")

@@ -1,9 +1,9 @@
 """The protocol of objectives: what is learnt of a sample, as a function of the log-probabilities of its labels.
 
 A feature is one file in this folder: a subclass of `Objective`, or of `Term` where it is no function of log-probabilities.
-Neither the packing of rows (collate.py) nor the output layer (heads.py) knows one of them by name: an objective says which
-columns its rows have, collate carries them, and the derivative of the loss by each log-probability is that label's weight in
-the gradient.
+The packing of rows (collate.py) knows none of them by name, the output layer (heads.py) label smoothing alone, which needs all
+logits: an objective says which columns its rows have, collate carries them, and the derivative of the loss by each
+log-probability is that label's weight in the gradient.
 
 Shapes: N samples of a part, L their labels, T their tokens, M metrics.
 """

@@ -18,7 +18,8 @@ FUNCTION = "load_balancing_loss_func"
 
 
 def coefficient_of(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:
-    """The coefficient of a job's load-balancing loss, 0 for none, and what the user should know of it.
+    """The coefficient of a job's load-balancing loss, 0 for none, and what the user should know of it. The job's key is not 0,
+    and is set, or the model's configuration asks for router logits.
 
     Args:
         skeleton: the base model, which may be without weights.
@@ -27,7 +28,7 @@ def coefficient_of(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple
         InputError: the model has no such loss, or one that is not computed here; or what is asked beside it does not serve it.
     """
     key, base = job.train.router_aux_loss_coef, f"base_model {base_path(run.base_model)!r}"
-    if key == 0 or (key is None and not _adds_one(skeleton)):
+    if key is None and not _adds_one(skeleton):
         return 0.0, []
     if (why := _why_none(skeleton)) is not None:
         if key is None:
@@ -52,11 +53,8 @@ def _adds_one(model: PreTrainedModel) -> bool:
     """Whether the model's own forward adds such a loss, by its configuration. Of code that is not transformers' it is assumed
     where the configuration has a coefficient."""
     text = model.config.get_text_config()
-    if not getattr(text, "output_router_logits", False):
-        return False
-    return _own_function(model) is not None or (
-        not _is_native(model) and bool(getattr(text, "router_aux_loss_coef", None))
-    )
+    own = not _is_native(model) and bool(getattr(text, "router_aux_loss_coef", None))
+    return own or _own_function(model) is not None
 
 
 def _own_function(model: PreTrainedModel) -> Any:

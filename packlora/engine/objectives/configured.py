@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from packlora.config import TrainConfig
+from packlora.config import JobConfig, Run, TrainConfig
 from packlora.data.encode import Sample
 from packlora.engine.objectives import Objective, Term
 from packlora.engine.objectives.neftune import Neftune, add_noise
 from packlora.engine.objectives.sft import CROSS_ENTROPY
 from packlora.engine.objectives.smoothing import LabelSmoothing
 from packlora.seeding import stable_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def objective_of(train: TrainConfig, samples: Sequence[Sample] = (), where: Sequence[str] = ()) -> Objective:
@@ -37,6 +41,16 @@ def objective_of(train: TrainConfig, samples: Sequence[Sample] = (), where: Sequ
 
 CHANGES_OF_EMBEDDINGS = add_noise
 """What terms do to the embeddings of tokens that have their columns (adapters/embeddings.py)."""
+
+
+def router_coefficient(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:
+    """The coefficient of a job's load-balancing loss, 0 for none, and what the user should know of it; see balance_key.py."""
+    key = job.train.router_aux_loss_coef
+    if key == 0 or (key is None and not getattr(skeleton.config.get_text_config(), "output_router_logits", False)):
+        return 0.0, []
+    from packlora.engine.objectives.balance_key import coefficient_of
+
+    return coefficient_of(run, job, skeleton)
 
 
 def terms_of(train: TrainConfig, seed: int, router_coefficient: float) -> tuple[Term, ...]:
