@@ -1,7 +1,7 @@
 """Rows of tables: parquet files, data sets that Hugging Face's save_to_disk wrote, data sets of the hub.
 
-Only the columns that a row is made of (rows.py, KEYS) are read, and where fields are asked for those of numbers: what stands in the others, a timestamp that Python cannot
-hold or an image that cannot be decoded, does not matter.
+Only the columns that a row is made of (rows.py, KEYS) are read, and where fields are asked for those of numbers: what stands in
+the others, a timestamp that Python cannot hold or an image that cannot be decoded, does not matter.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def _other_files(job: Job, before: _SavedJob | None) -> list[str]:
     own = job.config.train.objective
     if before.objective_hash is not None and objective_hash(own) != before.objective_hash:
         return [
-            f"job {job.name!r}: the file of train.objective {own} is not the one that the run began with; put that one back, or "
-            "start a new run in another output_dir"
+            f"job {job.name!r}: the file of train.objective {own} is not the one that the run began with; put that one back, "
+            "or start a new run in another output_dir"
         ]
     start, reference = job.config.adapter.init_from, job.config.reference_adapter
     known = {reference: before.reference_hash, start: before.start_hash}
