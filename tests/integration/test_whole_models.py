@@ -52,6 +52,12 @@ def run_of(base: str, data: str, out: Path, adapters: dict[str, dict[str, Any]],
     return {"base_model": base, "output_dir": str(out), "device": "cpu", "dtype": "float32", "jobs": jobs, **keys}
 
 
+def rounding_of_peft(base: str, folder: Path, want: torch.Tensor) -> float:
+    """Largest difference that merging in float32 makes to these logits where PEFT does it."""
+    model = PeftModel.from_pretrained(TEXT.from_pretrained(base, dtype=torch.float32), folder)
+    return float((logits(model.merge_and_unload()) - want).abs().max())
+
+
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         out: torch.Tensor = model.double().eval()(IDS).logits
@@ -103,8 +109,9 @@ def test_a_merged_folder_loads_with_all_classes_of_its_base_and_has_its_vision_t
     base, folder = whole_base(), trained / kind.replace(" ", "-")
     merge_adapter(folder, tmp_path / "merged")
     want = loaded(TEXT, base, folder)
+    bound = max(1e-5, 2 * rounding_of_peft(base, folder, want))
     for auto in (WHOLE, TEXT):
-        torch.testing.assert_close(logits(plain(auto, str(tmp_path / "merged"))), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits(plain(auto, str(tmp_path / "merged"))), want, rtol=0, atol=bound)
     merged, before = (plain(WHOLE, str(one)).state_dict() for one in (tmp_path / "merged", base))
     tower = [name for name in before if ".visual." in name]
     assert tower and all(torch.equal(merged[name], before[name]) for name in tower)
