@@ -132,7 +132,7 @@ def attach(
         chooser: chooses how layers are computed, one for all or by path; by default from what is known of the device. Siblings
             with different ones are computed apart.
         storage: how the weights of the model lie; None: in memory. Modules that the model lacks are elsewhere.
-        example: keyword arguments of a packed call with images; None where no sample has any.
+        example: keyword arguments of a packed call with extras; None where no sample has any.
     """
     model.requires_grad_(False)
     if not isinstance(chooser, Mapping):
@@ -358,9 +358,9 @@ def given_half(model: PreTrainedModel) -> Iterator[set[str]]:
     def begin(module: torch.nn.Module, args: Any, y: torch.Tensor) -> None:
         tokens[0] = y.shape[-2]
 
-    of_images = beside_decoder(model)
+    beside = beside_decoder(model)
     for path, module in model.named_modules():
-        if path and path not in of_images and not any(part.isdecimal() for part in path.split(".")):
+        if path and path not in beside and not any(part.isdecimal() for part in path.split(".")):
             hooks.append(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
     hooks.append(model.get_input_embeddings().register_forward_hook(begin))
     try:
@@ -375,7 +375,7 @@ def _replace(
     chooser: Mapping[str, PlanChooser],
 ) -> None:  # fmt: skip
     """Put what serves a job's adapter at these paths, where there is none yet, and into `layers`."""
-    of_images = beside_decoder(model)
+    beside = beside_decoder(model)
     for path in _layers_of(spec, paths):
         linear = is_linear(spec.modules[path])
         if (path, linear) in layers:
@@ -400,7 +400,7 @@ def _replace(
         salt = layer_salt(attached.groups.get(path, (path,))[0])
         base = as_linear(there.inner if isinstance(there, Routed) else there)
         layers[path, True] = adapted = AdaptedLinear(
-            base, salt, attached, chooser[path], of_rows, path in of_images
+            base, salt, attached, chooser[path], of_rows, path in beside
         )  # fmt: skip
         if isinstance(there, Routed):
             there.inner = adapted

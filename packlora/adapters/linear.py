@@ -132,7 +132,7 @@ class Attached:
         if active is None:
             return None
         if of_images and isinstance(active, TokenOwners):
-            return None if active.images is None else active.images.of(total)
+            return None if active.beside is None else active.beside.of(total)
         if isinstance(active, int):
             return TokenOwners(total, ((active, 0, total),))
         if active.total != total:
@@ -225,7 +225,7 @@ class AdaptedLinear(torch.nn.Module):
         """A sibling asks whether this layer can be computed with it."""
         owners = self.attached.microbatch
         if owners is not None and self.of_images:
-            owners = None if owners.images is None else owners.images.last
+            owners = None if owners.beside is None else owners.beside.last
         if owners is None or owners.adapters.isdisjoint(self.computed()):
             return None
         return AdaptedCall(self, owners)

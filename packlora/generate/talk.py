@@ -33,7 +33,7 @@ from packlora.config import QuantizationConfig
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template
 from packlora.errors import InputError, quoted
-from packlora.generate.asked_images import AskedImages
+from packlora.modality import Asked, plugin
 from packlora.terminal import obeys, on, say, show, standard_output
 
 BASE = "base"
@@ -61,7 +61,7 @@ class Speakers:
     context: int
     ends: list[int]
     """Tokens that end an answer."""
-    images: AskedImages
+    images: Asked
 
     def answer(self, name: str, said: str | list[dict[str, Any]], sampling: Sampling, paths: Sequence[str] = ()) -> str:
         """What an adapter, or BASE, answers.
@@ -124,7 +124,7 @@ def load_speakers(
         kind = chosen if dtype == "auto" else getattr(torch, dtype)
         stored = stored_as(config, path)
         quantization = _quantization(folders, place) if stored is None else stored.as_asked
-    seeing = AskedImages(path, revision, config)
+    seeing = plugin().asked(path, revision, config)
     for image in images:
         seeing.look(image, "--image", tokenizer)
     with of_the_base():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -28,6 +28,7 @@ from packlora.data.prompts import listed, taught_end
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock
 from packlora.errors import InputError, quoted
+from packlora.modality import Modality, plugin
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
@@ -38,9 +39,6 @@ from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, Pre
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.starts import check_start_of_weights
 from packlora.terminal import Told, silent
-
-if TYPE_CHECKING:
-    from packlora.base.vision import Vision
 
 LOOKED_AT = 1000
 """Samples of a job that are looked at for how answers end."""
@@ -92,12 +90,12 @@ def prepare(
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
     encoder = Encoder.of(run, skeleton, tokenizer, max_steps)
-    vision = vision_of(run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some])
-    if vision is not None:
-        from packlora.data.images import Shown
-
-        encoder.shown = Shown(vision)
-        tokenizer.chat_template = vision.chat_template or tokenizer.chat_template
+    modality = modality_of(
+        run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some]
+    )
+    if modality is not None:
+        encoder.reader = modality.reader
+        tokenizer.chat_template = modality.chat_template or tokenizer.chat_template
     jobs = []
     for job in run_jobs:
         most = budgets.get(job.name, budget) if auto else budget
@@ -106,7 +104,7 @@ def prepare(
         warnings += doubts
     prepared = PreparedRun(
         run, tokenizer, budget, shape, jobs, warnings + _of_tokenizer(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
-        quantization, encoder, vision, in_codes, known_head(run, shape, device),
+        quantization, encoder, modality, in_codes, known_head(run, shape, device),
     )  # fmt: skip
     if run.parallel.in_parts or run.parallel.is_sharded or quantization is not None:
         from packlora.runtime.wholeness import check_parallel
@@ -176,13 +174,11 @@ def _check_sweep(prepared: PreparedRun, resumed: bool) -> None:
         prepared.warnings += doubts(sweep, later)
 
 
-def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Vision | None:
-    """What the base model is given for images, where rows have some. Raises InputError where it reads none here."""
-    if not any(half.images for some in rows for row in some.read.rows for half in row.pair or (row,)):
+def modality_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Modality | None:
+    """What the base model reads beside texts, where rows have some of it. Raises InputError where it reads texts alone."""
+    if not any(half.files for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
-    from packlora.base.vision import Vision
-
-    return Vision.of(base_path(run.base_model), run.revision, skeleton.config)
+    return plugin().modality(base_path(run.base_model), run.revision, skeleton.config)
 
 
 def _made_floats(run: Run, skeleton: PreTrainedModel) -> list[str]:
@@ -312,9 +308,9 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
             f"job {job.name!r}: loraplus_lr_ratio does not go with an adapter of {embedding}, for which LoRA+ has a learning "
             "rate of its own; leave one of them out"
         )
-    of_images = beside_decoder(skeleton)
+    beside = beside_decoder(skeleton)
     for path, own in spec.modules.items():
-        if own.kind not in ("linear", "convolution") and path in of_images:
+        if own.kind not in ("linear", "convolution") and path in beside:
             raise InputError(
                 f"job {job.name!r}: {path} is part of the vision tower, of which linear layers and convolutions are adapted in "
                 "this version; leave it out of modules_to_save and target_modules, or name whole paths in the language model"

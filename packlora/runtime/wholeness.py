@@ -33,9 +33,10 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
                 found = whole_alone(job.spec, skeleton, quantized=key == "quantization")
             if found and key != "parallel.expert":
                 raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
-            if key != "quantization" and job.has_images:
+            if key != "quantization" and job.beside_texts:
                 raise InputError(
-                    f"job {job.config.name!r}: its data has images, which {key} does not take in this version; leave it out"
+                    f"job {job.config.name!r}: its data has {job.beside_texts}, which {key} does not take in this version; "
+                    "leave it out"
                 )
     if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
         prepared.warnings.append(
@@ -85,8 +86,8 @@ def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
 
 def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool) -> str | None:
     """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
-    if job.has_images:
-        return "its data has images"
+    if job.beside_texts:
+        return f"its data has {job.beside_texts}"
     if staged and job.config.train.optim not in CUT_OPTIMS:
         return (
             f"its train.optim is {job.config.train.optim}, which steps whole jobs ({', '.join(CUT_OPTIMS)} step parts)"

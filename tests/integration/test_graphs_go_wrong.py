@@ -220,7 +220,7 @@ def reason(
         fused_loss=True,
         model=model,
         storage=InMemory(),
-        vision=None,
+        modality=None,
     )
     run: Any = SimpleNamespace(dtype="bfloat16", gradient_checkpointing=False)
     model.requires_grad_(False)
