@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, codes_of
+from packlora.codes.weight import Codes, EightBit, FourBit, codes_of
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 KINDS = ("nf4", "nf4 double", "fp4", "int8")

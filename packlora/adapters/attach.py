@@ -23,13 +23,12 @@ from packlora.adapters.kinds import PARAMETERS, as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.routed import WEIGHTS, CopyWeights, Routed, RoutedRows, RoutedWeights, TiedWeights, TokenWeights
-from packlora.adapters.sharded import LINEAR
+from packlora.adapters.sharded import is_known_linear
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes, shapes_at
 from packlora.ops.dropout.keys import layer_salt
-from packlora.ops.lora_linear.frozen import Storage
-from packlora.ops.lora_linear.quantized import QuantizedLinear
+from packlora.ops.lora_linear.frozen import FrozenLinear, Storage
 from packlora.ops.modules import beside_decoder
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
@@ -323,8 +322,7 @@ def _adapter(
             routed = WEIGHTS[module.kind](module, layer.base, at, room)
         tokens = routed if isinstance(routed, TokenWeights) and layer.takes_ids else tokens
         weights[path] = layer.adapters[number] = routed
-    codes = next((module.frozen for module in model.modules() if isinstance(module, QuantizedLinear)), None)
-    trained_on = None if codes is None else {**codes.codes.settings, "dtype": str(codes.dtype).removeprefix("torch.")}
+    trained_on = next((module.settings for module in model.modules() if isinstance(module, FrozenLinear)), None)
     return Adapter(name, number, spec, weights, layout, flat, trained_on)
 
 
@@ -335,7 +333,7 @@ def shared_inputs(model: PreTrainedModel, example: Mapping[str, Any] | None = No
     does not depend on which jobs there are. Half of the tokens are kept for the output layer, as rows of labels are.
     example: see attach.
     """
-    paths = [path for path, module in model.named_modules() if type(module) in LINEAR]
+    paths = [path for path, module in model.named_modules() if is_known_linear(module)]
     ids = torch.arange(MIN_ROWS, device=model.device)[None]
     plain = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
     told = dict(example or plain)
@@ -390,9 +388,9 @@ def _replace(
             continue
         of_rows = path in attached.of_rows or there is model.get_output_embeddings()
         if not linear:
-            rows_of_images = spec.modules[path].kind == "convolution"
+            is_convolution = spec.modules[path].kind == "convolution"
             routed = (
-                RoutedRows(there, attached, layer_salt(path)) if rows_of_images else Routed(there, attached, of_rows)
+                RoutedRows(there, attached, layer_salt(path)) if is_convolution else Routed(there, attached, of_rows)
             )
             layers[path, False] = routed
             setattr(parent, leaf, routed)

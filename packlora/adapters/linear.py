@@ -22,9 +22,8 @@ from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
 from packlora.ops.lora_linear.autograd import lora_group
-from packlora.ops.lora_linear.frozen import FrozenWeight, InMemory, Storage
+from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory, Storage
 from packlora.ops.lora_linear.prepared import GroupState
-from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
@@ -292,7 +291,7 @@ class AdaptedLinear(torch.nn.Module):
 
     def frozen(self) -> FrozenWeight:
         """The frozen weight as the operator takes it: the same object while it is the same tensor."""
-        if isinstance(self.base, QuantizedLinear):
+        if isinstance(self.base, FrozenLinear):
             return self.base.frozen
         known = self._frozen
         if known is None or known.dense() is not self.base.weight:

@@ -21,8 +21,8 @@ from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
 from packlora.base.shape import check_row
-from packlora.base.stored import check_stored, stored_as
-from packlora.config import QuantizationConfig, Run
+from packlora.config import Run
+from packlora.form import WeightForm, form_in
 from packlora.modality import Modality
 from packlora.ops.lora_linear.frozen import InMemory, Storage
 
@@ -45,8 +45,8 @@ class Base:
     """In words, how many DoRA layers keep their outputs, where the run asks for it: adapters/kept_outputs.py."""
     storage: Storage = field(default_factory=InMemory)
     """How its weights lie."""
-    quantization: QuantizationConfig | None = None
-    """How its linear layers are stored; None of floats."""
+    form: WeightForm | None = None
+    """How its linear layers lie; None of floats."""
     fingerprint: Fingerprint | None = None
     """Of the whole model; None of one that was not loaded."""
     modality: Modality | None = None
@@ -69,17 +69,14 @@ def load_base(
     settle_dtype(run)
     path, device, dtype = base_path(run.base_model), choose_device(run.device), getattr(torch, run.dtype)
     config = read_config(path, run.revision, run.trust_remote_code)
-    quantization, notes = check_stored(run.quantization, config, path), list[str]()
-    if quantization is None:
+    form, notes = form_in(run, config, path), list[str]()
+    if form is None:
         model = read_model(path, run.revision, dtype, run.trust_remote_code).to(device)
     else:
-        from packlora.base.quantized import read_quantised
-
-        stored = stored_as(config, path)
-        model = read_quantised(path, run.revision, quantization, stored, dtype, device, run.trust_remote_code, notes)
+        model = form.read(path, run.revision, dtype, device, run.trust_remote_code, notes)
     check_row(model, run.max_tokens_per_microbatch, path)
     base = ready_base(run, model, tokenizer, device, path, longest or {}, InMemory(), modality=modality)
-    base.quantization = quantization
+    base.form = form
     base.warnings += notes
     return base
 

@@ -76,8 +76,8 @@ def evaluate_adapter(
             }
         ],
     }  # fmt: skip
-    if trained and trained.run.quantization is not None:
-        tree["quantization"] = trained.run.quantization.model_dump()
+    if trained:  # the base in the form that it had
+        tree |= trained.run.model_dump(include={"quantization"}, exclude_none=True)
     run = parse_run(tree, "packlora eval")
     with Activity() as told:
         prepared = prepare(run, told=told, moment=trained.began if trained else None)

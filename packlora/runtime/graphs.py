@@ -527,7 +527,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     """What is known beforehand; None where microbatches are tried."""
     if base.device.type != "cuda":
         return f"there are none on {base.device.type}"
-    if base.quantization is not None:
+    if base.form is not None:
         return "the weights of quantised layers are made where they are read, by their libraries"
     if not base.storage.is_whole:
         return "the base model is in parts on several processes, which exchange what they compute from the host"

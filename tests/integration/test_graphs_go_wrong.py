@@ -216,7 +216,7 @@ def reason(
     job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec), router_coefficient=coefficient)
     base: Any = SimpleNamespace(
         device=torch.device("cuda"),
-        quantization=None,
+        form=None,
         fused_loss=True,
         model=model,
         storage=InMemory(),

@@ -1,5 +1,5 @@
 """Frozen weights of four and eight bits a number, and the layer that has one. What bitsandbytes makes is read here, what other
-libraries make in library_codes.py.
+libraries make in library.py.
 
 A product takes W as a tensor of the compute dtype, which is made of the codes where it is read and is gone when the call of the
 operator ends (temporary.py); then it is a product like any other, and any plan computes it. What is made is what the library
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from packlora.ops.first_order import first_order
-from packlora.ops.lora_linear.frozen import Products
+from packlora.ops.lora_linear.frozen import FrozenLinear, Products
 from packlora.ops.lora_linear.temporary import no_longer_than_this, temporary
 from packlora.ops.stamp import stamps
 
@@ -135,7 +135,7 @@ class Quantized(Products):
             return self.codes.values(self.dtype)
 
 
-class QuantizedLinear(torch.nn.Linear):
+class QuantizedLinear(FrozenLinear):
     """A frozen linear layer with a quantised weight, of the compute dtype.
 
     weight: the codes as they are stored, of integers: floats would be cast with the model (bnb_4bit_quant_storage has bytes in
@@ -149,7 +149,11 @@ class QuantizedLinear(torch.nn.Linear):
         self.weight = torch.nn.Parameter(stored, requires_grad=False)
         if bias_N is not None:
             self.bias = torch.nn.Parameter(bias_N.detach().to(dtype), requires_grad=False)
-        self.frozen = Quantized(codes.with_stored(self.weight), dtype)
+        self.frozen: Quantized = Quantized(codes.with_stored(self.weight), dtype)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**self.frozen.codes.settings, "dtype": str(self.frozen.dtype).removeprefix("torch.")}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y_TN: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), self.bias, self.frozen)
