@@ -19,9 +19,9 @@ from transformers.utils import is_bitsandbytes_available, is_torchao_available
 
 from packlora.base.classes import ClassOf, auto_class, served_class
 from packlora.base.load import read_model
-from packlora.codes.library import library_codes
+from packlora.codes.library import EightBit, FourBit, library_codes, state_of
 from packlora.codes.stored import Stored, stored_as
-from packlora.codes.weight import Codes, EightBit, FourBit, QuantizedLinear, codes_of, state_of
+from packlora.codes.weight import Codes, QuantizedLinear
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError
 from packlora.ops.twin import twin_of
@@ -271,14 +271,8 @@ def own_layers(
 
 
 def _quantised(model: torch.nn.Module) -> Iterator[tuple[str, Any, Codes]]:
-    kinds: tuple[type, ...] = ()
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        from bitsandbytes.nn import Linear4bit, Linear8bitLt
-
-        kinds = (Linear4bit, Linear8bitLt)
     for path, module in model.named_modules():
-        codes: Codes | None = codes_of(module) if isinstance(module, kinds) else library_codes(module)
-        if codes is not None:
+        if (codes := library_codes(module)) is not None:
             yield path, module, codes
 
 

@@ -18,8 +18,8 @@ from peft.import_utils import is_bnb_available
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from packlora.codes.library import library_codes
-from packlora.codes.weight import Codes, EightBit, FourBit, Quantized, codes_of, state_of
+from packlora.codes.library import EightBit, FourBit, library_codes, state_of
+from packlora.codes.weight import Codes, Quantized
 from packlora.live.adapter import observed
 from packlora.live.wrapped import UNITS, NotWhole, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.frozen import FrozenWeight
@@ -62,7 +62,7 @@ def stored_weight(kind: type | None, base: Any, known: StoredWeight | None) -> S
         return reason
     if known is not None and known.is_of(base):
         return known
-    codes: Codes | None = library_codes(base) if kind is None else codes_of(base)
+    codes = library_codes(base)
     if codes is None:
         return f"its base layer is a {name}, whose codes are not read here"
     if getattr(codes, "quantises_inputs", False):

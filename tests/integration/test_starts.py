@@ -18,7 +18,7 @@ from test_training import adapter, config, distance, like_peft, steps, train, tr
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from packlora.adapters.spec import AdapterSpec
-from packlora.codes.weight import codes_of
+from packlora.codes.library import codes_of
 from packlora.config import Run
 from packlora.config.train import LACKED
 from packlora.errors import InputError
