@@ -7,8 +7,6 @@ of one weight is ops/lora_linear/frozen.py's.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -52,50 +50,9 @@ class WeightForm(Protocol):
         the run."""
 
 
-class Plugin(Protocol):
-    """The plug-in's own functions."""
-
-    def check_asked(self, run: Run, device: torch.device) -> None:
-        """Raises InputError where what a run asks for cannot be made on its device."""
-
-    def check_config(self, config: Any, path: str) -> None:
-        """Raises InputError where a model's configuration says a form that is not read here."""
-
-    def check_keys(self, path: str, keys: Collection[str], skeleton: PreTrainedModel) -> None:
-        """Raises InputError where the names in a folder's files are of another form than its configuration says."""
-
-    def form_in(self, run: Run, config: Any, path: str) -> WeightForm | None:
-        """The form that a run asks for, or that the model's configuration says. Raises InputError where these differ."""
-
-    def prepared_form(self, run: Run, skeleton: PreTrainedModel, path: str, device: torch.device) -> WeightForm | None:
-        """The same, with what it holds. Raises InputError where it cannot be met here, or not with other settings."""
-
-    def form_of_answers(
-        self, config: Any, path: str, trained_on: Sequence[Mapping[str, Any]], device: torch.device
-    ) -> WeightForm | None:
-        """The form of a base model that answers: as it is saved, or as it was when all of the adapters were trained.
-
-        Args:
-            trained_on: what the files of the adapters say, unchecked.
-
-        Raises:
-            InputError: the folder's form is not read on this device.
-        """
-
-    def as_stored(self) -> AbstractContextManager[None]:
-        """While a model is loaded: transformers keeps a form that it would give up for kernels that this device lacks."""
-
-    def reader(self, kind: type) -> Any:
-        """What reads the weights under a PEFT layer: live/foreign.py, WeightReader; None of kinds that are not known."""
-
-    def left_as_they_are(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """During a run of a model in evaluation: layers of libraries keep their layout and dtypes."""
-
-
-def plugin() -> Plugin:
-    """The plug-in, imported now."""
-    found: Any = importlib.import_module(PLUGIN)
-    return found  # type: ignore[no-any-return]
+def plugin() -> Any:
+    """The plug-in, codes/plugin.py, imported now."""
+    return importlib.import_module(PLUGIN)
 
 
 def said_of(config: Any) -> tuple[str, dict[str, Any]]:
@@ -125,22 +82,16 @@ def check_asked(run: Run, device: torch.device) -> None:
 
 def form_in(run: Run, config: Any, path: str) -> WeightForm | None:
     """The form of a base model; None of floats. Raises InputError where a run asks for another than its configuration says."""
-    return None if _floats(run, config) else plugin().form_in(run, config, path)
+    found: WeightForm | None = None if _floats(run, config) else plugin().form_in(run, config, path)
+    return found
 
 
 def prepared_form(run: Run, skeleton: PreTrainedModel, path: str, device: torch.device) -> WeightForm | None:
     """The same, with what it holds. Raises InputError where it cannot be met here, or not with other settings of the run."""
-    return None if _floats(run, skeleton.config) else plugin().prepared_form(run, skeleton, path, device)
+    floats = _floats(run, skeleton.config)
+    found: WeightForm | None = None if floats else plugin().prepared_form(run, skeleton, path, device)
+    return found
 
 
 def _floats(run: Run, config: Any) -> bool:
     return run.quantization is None and not is_stored(config)
-
-
-def form_of_answers(
-    config: Any, path: str, trained_on: Sequence[Mapping[str, Any]], device: torch.device
-) -> WeightForm | None:
-    """See Plugin; None of floats."""
-    if not is_stored(config) and not all(trained_on):
-        return None
-    return plugin().form_of_answers(config, path, trained_on, device)

@@ -7,7 +7,7 @@ run or a question have something beside texts.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
@@ -65,22 +65,6 @@ class ExtrasReader(Protocol):
         """What is wrong with the tokens [T] of a sample: those that stand for something must be of its extras."""
 
 
-class SampleWithExtras(Protocol):
-    """A sample of a microbatch."""
-
-    @property
-    def ids(self) -> np.ndarray: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def extras(self) -> Extras | None: ...
-
-    def parts(self) -> Sequence[SampleWithExtras]:
-        """Its parts, none of which sees another, as samples of their own."""
-
-
 class BatchExtras(Protocol):
     """What the samples of a microbatch have beside their tokens."""
 
@@ -116,59 +100,17 @@ class Modality(Protocol):
         """Raises InputError where packed samples are not what they are alone. own: of `own`."""
 
     def in_batch(
-        self, samples: Sequence[SampleWithExtras], owners: Sequence[int], draws: Sequence[Draw], device: torch.device
+        self, samples: Sequence[Any], owners: Sequence[int], draws: Sequence[Draw], device: torch.device
     ) -> BatchExtras | None:
         """The extras of a microbatch, read when it is due; None where no sample has any. Raises InputError where a file is not
         what it was.
 
         Args:
+            samples: of data/encode.py.
             owners, draws: of each sample.
         """
 
 
-class Asked(Protocol):
-    """What a base model that answers can be shown."""
-
-    there: bool
-    """Whether it can be shown anything."""
-
-    def look(self, file: str, where: str, tokenizer: Any) -> None:
-        """Raises InputError where the base model cannot be shown a file. where: for messages."""
-
-    def named(self, file: str, where: str, tokenizer: Any) -> list[str]:
-        """The path of a file that a person named; none, and a line that says why, where it cannot be shown."""
-
-    def inputs(
-        self, messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, model: PreTrainedModel
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Token ids [1, T] of a conversation, and what else the model takes."""
-
-    def tokens_of(self, ids: torch.Tensor) -> int:
-        """How many tokens stand for something else."""
-
-
-class Plugin(Protocol):
-    """The plug-in's own functions."""
-
-    def read_row(
-        self, value: dict[str, Any], folder: str | None, bad: Callable[[str], Exception]
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """A row whose files are blocks of its messages, and their paths, in their order.
-
-        Args:
-            value: a row of messages, or of a prompt and a completion.
-            folder: of the data file; None where it has none.
-            bad: makes the error of a problem.
-        """
-
-    def modality(self, path: str, revision: str | None, config: Any) -> Modality:
-        """What the base model of a folder or a hub id reads. Raises InputError where it reads nothing beside texts here."""
-
-    def asked(self, path: str, revision: str | None, config: Any) -> Asked:
-        """What a base model can be shown; what it takes for that is loaded with the first file."""
-
-
-def plugin() -> Plugin:
-    """The plug-in, imported now."""
-    found: Any = importlib.import_module(PLUGIN)
-    return found  # type: ignore[no-any-return]
+def plugin() -> Any:
+    """The plug-in, images/plugin.py, imported now."""
+    return importlib.import_module(PLUGIN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -53,20 +54,24 @@ class Form:
 
 
 def check_asked(run: Run, device: torch.device) -> None:
+    """Raises InputError where what a run asks for cannot be made on its device."""
     if run.quantization is not None and run.quantization.method in MADE:
         check_quantization(run.quantization, device)
 
 
 def check_config(config: Any, path: str) -> None:
+    """Raises InputError where a model's configuration says codes that are not read here."""
     stored_as(config, path)
 
 
 def form_in(run: Run, config: Any, path: str) -> Form | None:
+    """The form that a run asks for, or that the model's configuration says. Raises InputError where these differ."""
     asked = check_stored(run.quantization, config, path)
     return None if asked is None else Form(asked, stored_as(config, path))
 
 
 def prepared_form(run: Run, skeleton: PreTrainedModel, path: str, device: torch.device) -> Form | None:
+    """The same, with what it holds. Raises InputError where it cannot be met here, or not with other settings of the run."""
     form = form_in(run, skeleton.config, path)
     if form is None:
         return None
@@ -82,6 +87,14 @@ def prepared_form(run: Run, skeleton: PreTrainedModel, path: str, device: torch.
 def form_of_answers(
     config: Any, path: str, trained_on: Sequence[Mapping[str, Any]], device: torch.device
 ) -> Form | None:
+    """The form of a base model that answers: as it is saved, or as it was when all adapters were trained; None of floats.
+
+    Args:
+        trained_on: what the files of the adapters say, unchecked.
+
+    Raises:
+        InputError: the codes of the folder are not read on this device.
+    """
     stored = stored_as(config, path)
     asked = _as_trained(trained_on, device) if stored is None else stored.as_asked
     if asked is None:
@@ -103,13 +116,15 @@ def _as_trained(trained_on: Sequence[Mapping[str, Any]], device: torch.device) -
 
 
 def reader(kind: type) -> Any:
+    """What reads the weights under a PEFT layer: live/foreign.py, WeightReader; None of kinds that are not known."""
     from packlora.codes.peft import quantised_kinds, stored_weight
 
     kinds = quantised_kinds()
     return partial(stored_weight, kinds[kind]) if kind in kinds else None
 
 
-def left_as_they_are(model: torch.nn.Module) -> Any:
+def left_as_they_are(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """See peft.py."""
     from packlora.codes import peft
 
     return peft.left_as_they_are(model)

@@ -144,7 +144,7 @@ def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad:
         value, form = value | {"messages": _of_sharegpt(value["conversations"], bad)}, SHAREGPT
     if isinstance(value.get("prompt"), list) and isinstance(value.get("completion"), list):
         value = value | {"messages": _conversational(value["prompt"], value["completion"], bad)}
-    value, files = plugin().read_row(value, folder, bad) if _shows_more(value) else (value, ())
+    value, files = plugin().with_images(value, folder, bad) if _shows_more(value) else (value, ())
     tools, variables, system = check_tools(value, bad), flags.variables(value, bad), value.get("system") or None
     if system is not None:
         check_text(system, "'system'", bad)

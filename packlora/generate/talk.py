@@ -25,12 +25,12 @@ from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
 from packlora.base.own_tokenizer import unused_note
 from packlora.base.shape import context_of
+from packlora.codes.plugin import form_of_answers
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template
 from packlora.errors import InputError, quoted
-from packlora.form import form_of_answers
-from packlora.modality import Asked, plugin
+from packlora.images.asked import AskedImages
 from packlora.terminal import obeys, on, say, show, standard_output
 
 BASE = "base"
@@ -58,7 +58,7 @@ class Speakers:
     context: int
     ends: list[int]
     """Tokens that end an answer."""
-    images: Asked
+    images: AskedImages
 
     def answer(self, name: str, said: str | list[dict[str, Any]], sampling: Sampling, paths: Sequence[str] = ()) -> str:
         """What an adapter, or BASE, answers.
@@ -120,7 +120,7 @@ def load_speakers(
         chosen = getattr(torch, trained.run.dtype) if trained else config.dtype or torch.float32
         kind = chosen if dtype == "auto" else getattr(torch, dtype)
         trained_on = {folder: read_trained_on(folder) for folder in folders}
-    seeing = plugin().asked(path, revision, config)
+    seeing = AskedImages(path, revision, config)
     for image in images:
         seeing.look(image, "--image", tokenizer)
     with of_the_base():

@@ -20,7 +20,7 @@ from packlora.terminal import say
 
 
 class AskedImages:
-    """What a base model sees. Its processor is loaded with the first image. See modality.py, Asked.
+    """What a base model sees. Its processor is loaded with the first image.
 
     Args:
         path, revision: of the base model.

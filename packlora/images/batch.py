@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from packlora.data.encode import Sample
 from packlora.images.files import ImageFile, Images
 from packlora.images.owners import ImageOwners, OwnedImage
 from packlora.images.vision import ImageTensors, Vision, joined_positions, on_device
-from packlora.modality import Draw, SampleWithExtras
+from packlora.modality import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class BatchImages:
     """samples: each part of one by itself. images: of each, None where it has none. See modality.py, BatchExtras."""
 
     vision: Vision
-    samples: Sequence[SampleWithExtras]
+    samples: Sequence[Sample]
     images: Sequence[ImageTensors | None]
     owners: ImageOwners
 
@@ -48,7 +49,7 @@ class BatchImages:
 
 
 def in_batch(
-    samples: Sequence[SampleWithExtras],
+    samples: Sequence[Sample],
     owners: Sequence[int],
     draws: Sequence[Draw],
     vision: Vision,
@@ -63,7 +64,7 @@ def in_batch(
         return None
     files = dict.fromkeys(file for item in samples for file in _files(item))
     tensors = {file: vision.tensors(file.decode()) for file in files}
-    parts: list[SampleWithExtras] = []
+    parts: list[Sample] = []
     images: list[ImageTensors | None] = []
     owned: list[OwnedImage] = []
     for item, owner, draw in zip(samples, owners, draws, strict=True):
@@ -75,7 +76,7 @@ def in_batch(
     return BatchImages(vision, parts, images, ImageOwners(owned, device))
 
 
-def _files(sample: SampleWithExtras) -> tuple[ImageFile, ...]:
+def _files(sample: Sample) -> tuple[ImageFile, ...]:
     if sample.extras is None:
         return ()
     assert isinstance(sample.extras, Images)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.images.rows import with_images as read_row
-from packlora.modality import Asked, Draw, Modality, SampleWithExtras
+from packlora.data.encode import Sample
+from packlora.images.rows import with_images
+from packlora.modality import Draw, Modality
 
 if TYPE_CHECKING:
     from packlora.images.batch import BatchImages
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from packlora.images.proof import OwnImages
     from packlora.images.vision import Vision
 
-__all__ = ["asked", "modality", "read_row"]
+__all__ = ["modality", "with_images"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class ImageModality:
         check_images(model, own, path, self.vision)
 
     def in_batch(
-        self, samples: Sequence[SampleWithExtras], owners: Sequence[int], draws: Sequence[Draw], device: torch.device
+        self, samples: Sequence[Sample], owners: Sequence[int], draws: Sequence[Draw], device: torch.device
     ) -> BatchImages | None:
         from packlora.images.batch import in_batch
 
@@ -55,14 +56,9 @@ class ImageModality:
 
 
 def modality(path: str, revision: str | None, config: Any) -> Modality:
+    """The images that the base model of a folder or a hub id sees. Raises InputError where it sees none here."""
     from packlora.images.files import Shown
     from packlora.images.vision import Vision
 
     vision = Vision.of(path, revision, config)
     return ImageModality(vision, Shown(vision))
-
-
-def asked(path: str, revision: str | None, config: Any) -> Asked:
-    from packlora.images.asked import AskedImages
-
-    return AskedImages(path, revision, config)

@@ -175,7 +175,8 @@ def modality_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Mo
     """What the base model reads beside texts, where rows have some of it. Raises InputError where it reads texts alone."""
     if not any(half.files for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
-    return plugin().modality(base_path(run.base_model), run.revision, skeleton.config)
+    found: Modality = plugin().modality(base_path(run.base_model), run.revision, skeleton.config)
+    return found
 
 
 def _made_floats(run: Run, skeleton: PreTrainedModel) -> list[str]:
