@@ -31,6 +31,8 @@ Tensors = Mapping[str, torch.Tensor]
 class FourBit:
     """Two codes a byte, a scale for each block of them; the scales may be quantised themselves. state: a QuantState."""
 
+    quantises_inputs = False
+
     def __init__(self, stored: torch.Tensor, state: Any) -> None:
         self.stored, self.state = stored, state
         self.settings: dict[str, Any] = {"method": str(state.quant_type), "double_quant": bool(state.nested)}
@@ -61,6 +63,8 @@ class FourBit:
 class EightBit:
     """A code a byte, [N, K], and the largest value of each row, [N] in float32."""
 
+    quantises_inputs = False
+
     def __init__(self, stored: torch.Tensor, largest_N: torch.Tensor) -> None:
         self.stored, self.largest_N = stored, largest_N
         self.settings: dict[str, Any] = {"method": "int8", "double_quant": False}
@@ -80,11 +84,7 @@ class EightBit:
 
 
 class LibraryCodes:
-    """The weight of a layer of a library.
-
-    stored: the tensor that most of its memory is, as integers. settings: how it was made, as a run file says it.
-    quantises_inputs: the library's own product rounds its inputs as well.
-    """
+    """The weight of a layer of a library. stored: the tensor that most of its memory is, as integers."""
 
     def __init__(
         self,

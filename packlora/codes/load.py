@@ -251,7 +251,7 @@ def own_layers(
     """
     _check_made(model, path)
     found = list(_quantised(model))
-    if notes is not None and any(getattr(codes, "quantises_inputs", False) for _, _, codes in found):
+    if notes is not None and any(codes.quantises_inputs for _, _, codes in found):
         notes.append(
             f"base_model {path!r}: its library rounds the inputs of quantised layers too; here they are multiplied as they "
             "are, with what the codes stand for"

@@ -65,7 +65,7 @@ def stored_weight(kind: type | None, base: Any, known: StoredWeight | None) -> S
     codes = library_codes(base)
     if codes is None:
         return f"its base layer is a {name}, whose codes are not read here"
-    if getattr(codes, "quantises_inputs", False):
+    if codes.quantises_inputs:
         return f"its base layer is a {name}, which quantises its inputs too"
     return StoredWeight(base, codes)
 

@@ -24,11 +24,12 @@ class Codes(Protocol):
     """The numbers of a quantised weight [N, K].
 
     stored: the tensor that most of its memory is; where another module owns it, it may be bytes that are called floats.
-    settings: how they were made, as a run file says it.
+    settings: how they were made, as a run file says it. quantises_inputs: the library's own product rounds its inputs as well.
     """
 
     stored: torch.Tensor
     settings: dict[str, Any]
+    quantises_inputs: bool
 
     @property
     def shape(self) -> tuple[int, int]: ...
