@@ -35,12 +35,12 @@ from packlora.adapters.attach import attach
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.base.packing import hidden_states, prepare_model
-from packlora.base.quantized import check_quantization, own_layers
+from packlora.codes.load import check_quantization, own_layers
+from packlora.codes.weight import QuantizedLinear
 from packlora.config import QuantizationConfig
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.lora_experts import low_rank
 from packlora.ops.lora_linear.plan import Plan
-from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.parallel.experts import shard_experts
 from packlora.tune.timing import Contender, Work
 

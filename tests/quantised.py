@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, codes_of
+from packlora.codes.library import EightBit, FourBit, codes_of
+from packlora.codes.weight import Codes
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 KINDS = ("nf4", "nf4 double", "fp4", "int8")

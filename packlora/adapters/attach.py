@@ -23,13 +23,12 @@ from packlora.adapters.kinds import PARAMETERS, as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.routed import WEIGHTS, CopyWeights, Routed, RoutedRows, RoutedWeights, TiedWeights, TokenWeights
-from packlora.adapters.sharded import LINEAR
+from packlora.adapters.sharded import is_known_linear
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes, shapes_at
 from packlora.ops.dropout.keys import layer_salt
-from packlora.ops.lora_linear.frozen import Storage
-from packlora.ops.lora_linear.quantized import QuantizedLinear
+from packlora.ops.lora_linear.frozen import FrozenLinear, Storage
 from packlora.ops.modules import beside_decoder
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
@@ -132,7 +131,7 @@ def attach(
         chooser: chooses how layers are computed, one for all or by path; by default from what is known of the device. Siblings
             with different ones are computed apart.
         storage: how the weights of the model lie; None: in memory. Modules that the model lacks are elsewhere.
-        example: keyword arguments of a packed call with images; None where no sample has any.
+        example: keyword arguments of a packed call with extras; None where no sample has any.
     """
     model.requires_grad_(False)
     if not isinstance(chooser, Mapping):
@@ -323,8 +322,7 @@ def _adapter(
             routed = WEIGHTS[module.kind](module, layer.base, at, room)
         tokens = routed if isinstance(routed, TokenWeights) and layer.takes_ids else tokens
         weights[path] = layer.adapters[number] = routed
-    codes = next((module.frozen for module in model.modules() if isinstance(module, QuantizedLinear)), None)
-    trained_on = None if codes is None else {**codes.codes.settings, "dtype": str(codes.dtype).removeprefix("torch.")}
+    trained_on = next((module.settings for module in model.modules() if isinstance(module, FrozenLinear)), None)
     return Adapter(name, number, spec, weights, layout, flat, trained_on)
 
 
@@ -335,7 +333,7 @@ def shared_inputs(model: PreTrainedModel, example: Mapping[str, Any] | None = No
     does not depend on which jobs there are. Half of the tokens are kept for the output layer, as rows of labels are.
     example: see attach.
     """
-    paths = [path for path, module in model.named_modules() if type(module) in LINEAR]
+    paths = [path for path, module in model.named_modules() if is_known_linear(module)]
     ids = torch.arange(MIN_ROWS, device=model.device)[None]
     plain = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
     told = dict(example or plain)
@@ -358,9 +356,9 @@ def given_half(model: PreTrainedModel) -> Iterator[set[str]]:
     def begin(module: torch.nn.Module, args: Any, y: torch.Tensor) -> None:
         tokens[0] = y.shape[-2]
 
-    of_images = beside_decoder(model)
+    beside = beside_decoder(model)
     for path, module in model.named_modules():
-        if path and path not in of_images and not any(part.isdecimal() for part in path.split(".")):
+        if path and path not in beside and not any(part.isdecimal() for part in path.split(".")):
             hooks.append(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
     hooks.append(model.get_input_embeddings().register_forward_hook(begin))
     try:
@@ -375,7 +373,7 @@ def _replace(
     chooser: Mapping[str, PlanChooser],
 ) -> None:  # fmt: skip
     """Put what serves a job's adapter at these paths, where there is none yet, and into `layers`."""
-    of_images = beside_decoder(model)
+    beside = beside_decoder(model)
     for path in _layers_of(spec, paths):
         linear = is_linear(spec.modules[path])
         if (path, linear) in layers:
@@ -390,9 +388,9 @@ def _replace(
             continue
         of_rows = path in attached.of_rows or there is model.get_output_embeddings()
         if not linear:
-            rows_of_images = spec.modules[path].kind == "convolution"
+            is_convolution = spec.modules[path].kind == "convolution"
             routed = (
-                RoutedRows(there, attached, layer_salt(path)) if rows_of_images else Routed(there, attached, of_rows)
+                RoutedRows(there, attached, layer_salt(path)) if is_convolution else Routed(there, attached, of_rows)
             )
             layers[path, False] = routed
             setattr(parent, leaf, routed)
@@ -400,7 +398,7 @@ def _replace(
         salt = layer_salt(attached.groups.get(path, (path,))[0])
         base = as_linear(there.inner if isinstance(there, Routed) else there)
         layers[path, True] = adapted = AdaptedLinear(
-            base, salt, attached, chooser[path], of_rows, path in of_images
+            base, salt, attached, chooser[path], of_rows, path in beside
         )  # fmt: skip
         if isinstance(there, Routed):
             there.inner = adapted

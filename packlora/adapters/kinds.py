@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.convolution import CONVOLVE
 from packlora.adapters.expert_layout import is_experts
-from packlora.adapters.sharded import LINEAR
+from packlora.adapters.sharded import is_known_linear
 
 Kind = Literal["linear", "embedding", "copy", "tokens", "tied", "experts", "router", "convolution"]
 PARAMETERS: tuple[Kind, ...] = ("experts", "router")
@@ -52,7 +52,7 @@ SUFFIXES: dict[Kind, dict[str, str]] = {
 
 def kind_of(module: torch.nn.Module) -> Kind | None:
     """The kind of low-rank adapter that a base module takes."""
-    if type(module) in LINEAR or type(module) is Conv1D or _qualified(module) in AS_LINEAR:
+    if is_known_linear(module) or type(module) is Conv1D or _qualified(module) in AS_LINEAR:
         return "linear"
     if isinstance(module, torch.nn.Embedding):
         return "embedding"
@@ -61,7 +61,7 @@ def kind_of(module: torch.nn.Module) -> Kind | None:
 
 def kind_of_parameter(owner: torch.nn.Module, name: str) -> Kind:
     """The kind of low-rank adapter that a parameter of a base module takes; of a router, if it takes any."""
-    if type(owner) in LINEAR and name == "weight":
+    if is_known_linear(owner) and name == "weight":
         return "linear"
     return "experts" if is_experts(owner) else "router"
 
@@ -87,7 +87,7 @@ def lies_transposed(module: torch.nn.Module) -> bool:
 def as_linear(module: Any) -> torch.nn.Linear:
     """A linear layer of a kind as torch has it: itself where it is one, else one with its parameters; a weight that lies
     transposed is copied."""
-    if type(module) in LINEAR:
+    if is_known_linear(module):
         return module  # type: ignore[no-any-return]
     N, K = sizes(module)
     layer = torch.nn.Linear(K, N, module.bias is not None, device="meta")

@@ -22,9 +22,8 @@ from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
 from packlora.ops.lora_linear.autograd import lora_group
-from packlora.ops.lora_linear.frozen import FrozenWeight, InMemory, Storage
+from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory, Storage
 from packlora.ops.lora_linear.prepared import GroupState
-from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
@@ -132,7 +131,7 @@ class Attached:
         if active is None:
             return None
         if of_images and isinstance(active, TokenOwners):
-            return None if active.images is None else active.images.of(total)
+            return None if active.beside is None else active.beside.of(total)
         if isinstance(active, int):
             return TokenOwners(total, ((active, 0, total),))
         if active.total != total:
@@ -225,7 +224,7 @@ class AdaptedLinear(torch.nn.Module):
         """A sibling asks whether this layer can be computed with it."""
         owners = self.attached.microbatch
         if owners is not None and self.of_images:
-            owners = None if owners.images is None else owners.images.last
+            owners = None if owners.beside is None else owners.beside.last
         if owners is None or owners.adapters.isdisjoint(self.computed()):
             return None
         return AdaptedCall(self, owners)
@@ -292,7 +291,7 @@ class AdaptedLinear(torch.nn.Module):
 
     def frozen(self) -> FrozenWeight:
         """The frozen weight as the operator takes it: the same object while it is the same tensor."""
-        if isinstance(self.base, QuantizedLinear):
+        if isinstance(self.base, FrozenLinear):
             return self.base.frozen
         known = self._frozen
         if known is None or known.dense() is not self.base.weight:

@@ -21,8 +21,7 @@ from typing import Any, Literal
 import torch
 
 from packlora.ops.first_order import first_order
-from packlora.ops.lora_linear.gathered_codes import GatheredCodesLinear
-from packlora.ops.lora_linear.quantized import QuantizedLinear
+from packlora.ops.lora_linear.frozen import FrozenLinear
 
 SLICED: dict[int, dict[str, int]] = {0: {"B": 0, "magnitude": 0, "bias": 0}, 1: {"A": 1}}
 """Of an adapter's tensors those that are sliced, with their dimension, by `Shard.dim`."""
@@ -107,8 +106,9 @@ class ShardedLinear(torch.nn.Linear):
         return y + self.bias if shard.dim and self.bias is not None else y
 
 
-LINEAR = (torch.nn.Linear, ShardedLinear, QuantizedLinear, GatheredCodesLinear)
-"""The types of layers that can be adapted."""
+def is_known_linear(module: torch.nn.Module) -> bool:
+    """Whether a module is torch's linear layer, a slice of one, or one with another frozen weight; others' classes are not."""
+    return type(module) in (torch.nn.Linear, ShardedLinear) or isinstance(module, FrozenLinear)
 
 
 def shard_of(linear: torch.nn.Module) -> Shard | None:

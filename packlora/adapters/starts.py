@@ -23,7 +23,6 @@ from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec
 from packlora.adapters.weights import AdapterWeights
 from packlora.errors import InputError
-from packlora.ops.lora_linear.quantized import Quantized
 from packlora.seeding import stable_hash
 
 
@@ -63,7 +62,7 @@ def begin(
         assert isinstance(layer, AdaptedLinear) and isinstance(own, AdapterWeights)
         assert own.A is not None and own.B is not None
         frozen, start, scaling = layer.frozen(), str(own.spec.start), own.spec.scaling
-        if start == "loftq" and not isinstance(frozen, Quantized):
+        if start == "loftq" and frozen.dense() is not None:
             continue
         W_NK = frozen.rows(0, frozen.shape[0]).to(own.A.dtype)
         if start == "loftq":

@@ -69,14 +69,14 @@ def targets_of(
                 f"job {job!r}: target_modules names {quoted(target, 300)}, which matches nothing in the model; "
                 + (f"did you mean {near[0]!r}?" if near else f"linear layers are {leaves}")
             )
-    of_images = beside_decoder(model)
+    beside = beside_decoder(model)
     for name in sorted(matched):
         module = model.get_submodule(name)
         kind = kind_of(module)
         found = None if kind is not None else f"of type {type(module).__name__}"
         if isinstance(module, torch.nn.Embedding):
             found = why_no_rows(module)
-        if kind == "convolution" and name not in of_images:
+        if kind == "convolution" and name not in beside:
             found = (
                 f"a {type(module).__name__} over tokens, in which packed samples would see each other (PEFT and "
                 "packlora.accelerate train it)"

@@ -1,32 +1,18 @@
-"""What the weight files of a folder hold, by the names in their headers, against what its config.json says that they hold."""
+"""What the weight files of a folder hold, by the names in their headers."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
-from collections.abc import Collection
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from packlora.base.stored import BITSANDBYTES, read_as_floats, stored_as
 from packlora.errors import InputError
+from packlora.form import plugin, said_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = "floats"
-MARKS = {
-    r"\.quant_state\.bitsandbytes__nf4$": ("nf4",),
-    r"\.quant_state\.bitsandbytes__fp4$": ("fp4",),
-    r"\.SCB$": ("int8",),
-    r"\.qweight$": ("gptq", "awq"),
-    r"\.weight_scale_inv$": ("fp8",),
-    r"_blocks$": ("mxfp4",),
-    r"\.(weight_packed|weight_scale)$": ("compressed-tensors",),
-}
-"""Ends of keys that only the files of these methods have."""
-UNMARKED = ("torchao",)
-"""Methods whose names of tensors depend on their version."""
 
 
 def check_held(path: str, skeleton: PreTrainedModel) -> None:
@@ -39,30 +25,10 @@ def check_held(path: str, skeleton: PreTrainedModel) -> None:
         )
     if not keys:
         return
-    stored = stored_as(skeleton.config, path)
-    says = "mxfp4" if read_as_floats(skeleton.config) else FLOATS if stored is None else stored.as_asked.method
-    held = {methods: key for mark, methods in MARKS.items() if (key := _first(mark, keys)) is not None}
-    if not held and says not in (FLOATS, *UNMARKED):
-        raise _refused(path, says, FLOATS)
-    for methods, key in held.items():
-        if says not in methods and not (says == "fp8" and methods == ("compressed-tensors",)):
-            raise _refused(path, says, f"codes of {' or '.join(methods)} ({key})")
-    if says in BITSANDBYTES and stored is not None:
-        for layer in stored.layers(skeleton):
-            own = {key.removeprefix(f"{layer}.") for key in keys if key.startswith(f"{layer}.")}
-            if "weight" in own and own <= {"weight", "bias"}:
-                raise _refused(path, says, f"floats in {layer}")
-
-
-def _refused(path: str, says: str, holds: str) -> InputError:
-    return InputError(
-        f"base_model {path!r}: config.json says that the weights are {says}, and the files hold {holds}; mend its "
-        "quantization_config, or take a whole copy of the model"
-    )
-
-
-def _first(mark: str, keys: Collection[str]) -> str | None:
-    return next((key for key in keys if re.search(mark, key)), None)
+    known = itertools.chain(skeleton.named_parameters(), skeleton.named_buffers())
+    leaves = {name.rpartition(".")[2] for name, _ in known}
+    if said_of(skeleton.config)[0] or any(key.rpartition(".")[2] not in leaves for key in keys):
+        plugin().check_keys(path, keys, skeleton)
 
 
 def _keys(folder: Path) -> tuple[list[str], str]:

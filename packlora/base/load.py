@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from packlora.base.classes import ClassOf, auto_class, own_class, twin_for, without_weights
 from packlora.base.demo_model import DEMO_MODEL, base_path
 from packlora.base.shape import check_sizes
-from packlora.base.stored import as_stored, read_as_floats, stored_as
 from packlora.config import Run
 from packlora.errors import InputError, foreign, quoted
+from packlora.form import is_stored, plugin, read_as_floats
 from packlora.ops.twin import set_twin, twin_of
 
 LISTED = 8
@@ -103,7 +104,8 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool = False
         path,
         lambda: AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code),
     )
-    stored_as(config, path)
+    if is_stored(config):
+        plugin().check_config(config, path)
     check_sizes(config, path)
     return config
 
@@ -150,7 +152,8 @@ def read_model(
     if read_as_floats(config):
         how["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     transformers.utils.logging.disable_progress_bar()
-    with _quiet(), as_stored():  # its report of the weights is check_weights' matter
+    kept = plugin().as_stored() if is_stored(config) else contextlib.nullcontext()
+    with _quiet(), kept:  # its report of the weights is check_weights' matter
         model, found = load_part(
             "model",
             path,
@@ -256,7 +259,8 @@ def _quiet() -> Iterator[None]:
     before = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of attributes that libraries of codes are told
             yield
     finally:
         transformers.utils.logging.set_verbosity(before)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,12 +21,10 @@ from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
 from packlora.base.shape import check_row
-from packlora.base.stored import check_stored, stored_as
-from packlora.config import QuantizationConfig, Run
+from packlora.config import Run
+from packlora.form import WeightForm, form_in
+from packlora.modality import Modality
 from packlora.ops.lora_linear.frozen import InMemory, Storage
-
-if TYPE_CHECKING:
-    from packlora.base.vision import Vision
 
 
 @dataclass(slots=True)
@@ -47,21 +45,23 @@ class Base:
     """In words, how many DoRA layers keep their outputs, where the run asks for it: adapters/kept_outputs.py."""
     storage: Storage = field(default_factory=InMemory)
     """How its weights lie."""
-    quantization: QuantizationConfig | None = None
-    """How its linear layers are stored; None of floats."""
+    form: WeightForm | None = None
+    """How its linear layers lie; None of floats."""
     fingerprint: Fingerprint | None = None
     """Of the whole model; None of one that was not loaded."""
-    vision: Vision | None = None
-    """What it is given for images, where the data has some."""
+    modality: Modality | None = None
+    """What it reads beside texts, where the data has some of it."""
 
 
-def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, vision: Vision | None = None) -> Base:
+def load_base(
+    run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, modality: Modality | None = None
+) -> Base:
     """Load the base model for packed training: frozen, on its device, in the run's dtype.
 
     Args:
         longest: tokens of the longest sample of each job. Longer ones are not known to be computed right; without it, than
             PROBE_TOKENS.
-        vision: what it is given for images; None where no sample has any.
+        modality: what it reads beside texts; None where no sample has any of it.
 
     Raises:
         InputError: it cannot be loaded, its weights are not those of its configuration, or packing would train it wrongly.
@@ -69,17 +69,14 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     settle_dtype(run)
     path, device, dtype = base_path(run.base_model), choose_device(run.device), getattr(torch, run.dtype)
     config = read_config(path, run.revision, run.trust_remote_code)
-    quantization, notes = check_stored(run.quantization, config, path), list[str]()
-    if quantization is None:
+    form, notes = form_in(run, config, path), list[str]()
+    if form is None:
         model = read_model(path, run.revision, dtype, run.trust_remote_code).to(device)
     else:
-        from packlora.base.quantized import read_quantised
-
-        stored = stored_as(config, path)
-        model = read_quantised(path, run.revision, quantization, stored, dtype, device, run.trust_remote_code, notes)
+        model = form.read(path, run.revision, dtype, device, run.trust_remote_code, notes)
     check_row(model, run.max_tokens_per_microbatch, path)
-    base = ready_base(run, model, tokenizer, device, path, longest or {}, InMemory(), vision=vision)
-    base.quantization = quantization
+    base = ready_base(run, model, tokenizer, device, path, longest or {}, InMemory(), modality=modality)
+    base.form = form
     base.warnings += notes
     return base
 
@@ -98,7 +95,7 @@ def look_at(
 
 def ready_base(
     run: Run, model: PreTrainedModel, tokenizer: Any, device: torch.device, path: str, longest: Mapping[str, int],
-    storage: Storage, looked_at: LookedAt | None = None, vision: Vision | None = None,
+    storage: Storage, looked_at: LookedAt | None = None, modality: Modality | None = None,
 ) -> Base:  # fmt: skip
     """A model on its device, as transformers runs it, made ready for packed training, with the proof that it may be packed.
 
@@ -109,17 +106,13 @@ def ready_base(
         InputError: packing would train it wrongly.
     """
     known, own = looked_at or look_at(run, model, path, longest, storage.is_whole)
-    images = None
-    if vision is not None:
-        from packlora.base.vision_proof import check_images, own_images
-
-        images = own_images(model, path, vision)
+    with_extras = None if modality is None else modality.own(model, path)
     notes = prepare_model(model, run.gradient_checkpointing)
     replaced = use_liger(model, run.liger, storage.each)
     fused_loss = check_packing(model, own, path, longest, notes)
-    if vision is not None and images is not None:
-        check_images(model, images, path, vision)
+    if modality is not None:
+        modality.check(model, with_extras, path)
     return Base(
         model, tokenizer, device, path, notes, fused_loss, replaced, storage=storage, fingerprint=known,
-        vision=vision,
+        modality=modality,
     )  # fmt: skip

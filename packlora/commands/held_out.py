@@ -76,15 +76,15 @@ def evaluate_adapter(
             }
         ],
     }  # fmt: skip
-    if trained and trained.run.quantization is not None:
-        tree["quantization"] = trained.run.quantization.model_dump()
+    if trained:  # the base in the form that it had
+        tree |= trained.run.model_dump(include={"quantization"}, exclude_none=True)
     run = parse_run(tree, "packlora eval")
     with Activity() as told:
         prepared = prepare(run, told=told, moment=trained.began if trained else None)
         told(f"loading {path}")
-        base = load_base(run, prepared.tokenizer, prepared.longest_by_job, prepared.vision)
+        base = load_base(run, prepared.tokenizer, prepared.longest_by_job, prepared.modality)
     (item,) = prepared.jobs
-    example = None if base.vision is None else base.vision.example
+    example = None if base.modality is None else base.modality.example
     attached, (adapter,) = attach(base.model, {"eval": item.spec}, 0, PlanChooser(base.device), example=example)
     load_adapter(folder, adapter)
     samples = item.encoded.samples

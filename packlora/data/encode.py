@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,8 @@ from packlora.data.spans import learn
 from packlora.data.template import EndlessTemplateError, Spans, Template
 from packlora.data.tokens import ended, tokens_and_offsets
 from packlora.errors import InputError, quoted
+from packlora.modality import Extras, ExtrasReader
 from packlora.terminal import Told, silent
-
-if TYPE_CHECKING:
-    from packlora.data.images import Images, Shown
 
 ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""
@@ -58,18 +56,19 @@ class Sample:
     is_label: np.ndarray
     preference: Preference | None = None
     """Of a sample whose completions are compared or judged."""
-    images: Images | None = None
+    extras: Extras | None = None
+    """What it has beside its tokens, images for one."""
     columns: Mapping[str, np.ndarray] = field(default_factory=lambda: NO_COLUMNS)
     """Numbers of its row, float64: [] for all of its labels, or one for each [l]."""
 
     def first(self, limit: int) -> Sample:
-        """At most so many of its tokens, and the images that are whole among them; of a sample without a preference."""
-        images, labels = self.images, self.num_labels if self.columns else 0
-        if images is not None:
-            limit, images = images.cut(self.ids, limit)
+        """At most so many of its tokens, and the extras that are whole among them; of a sample without a preference."""
+        extras, labels = self.extras, self.num_labels if self.columns else 0
+        if extras is not None:
+            limit, extras = extras.cut(self.ids, limit)
         is_label = self.is_label[:limit]
         columns = {name: own[: is_label.sum()] if own.shape == (labels,) else own for name, own in self.columns.items()}
-        return Sample(self.ids[:limit], is_label, images=images, columns=columns)
+        return Sample(self.ids[:limit], is_label, extras=extras, columns=columns)
 
     def with_fields(self, fields: Mapping[str, Any]) -> Sample:
         """The sample with the fields of its row that are numbers, or lists of numbers, as columns."""
@@ -100,22 +99,13 @@ class Sample:
         return (len(self.ids),) if self.preference is None else self.preference.lengths
 
     def parts(self) -> list[Sample]:
-        """Its parts as samples of their own, with their images."""
+        """Its parts as samples of their own, with their extras."""
         if self.preference is None:
             return [self]
-        out, start, files = [], 0, 0
-        for length in self.preference.lengths:
-            ids, is_label = self.ids[start : start + length], self.is_label[start : start + length]
-            own, first = None, files
-            if self.images is not None:
-                tokens = int((ids == self.images.token_id).sum())
-                while sum(self.images.counts[first:files]) < tokens:
-                    files += 1
-                if tokens:
-                    own = self.images.part(first, files)
-            out.append(Sample(ids, is_label, images=own))
-            start += length
-        return out
+        stops = np.cumsum(self.preference.lengths)[:-1]
+        ids, is_label = np.split(self.ids, stops), np.split(self.is_label, stops)
+        extras = [None] * len(ids) if self.extras is None else self.extras.split(ids)
+        return [Sample(own, learnt, extras=more) for own, learnt, more in zip(ids, is_label, extras, strict=True)]
 
     def groups(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of a sample with a preference, the places of its label tokens: those outside of completions, those of the chosen
@@ -145,8 +135,8 @@ def samples_hash(samples: Sequence[Sample]) -> str:
         if (own := sample.preference) is not None:
             context = b"" if own.is_context is None else own.is_context.tobytes()
             digest.update(repr((own.lengths, own.desirable)).encode() + context)
-        if sample.images is not None:
-            digest.update(b"".join(file.digest for file in sample.images.files))
+        if sample.extras is not None:
+            digest.update(sample.extras.digest)
         for name, numbers in sorted(sample.columns.items()):
             digest.update(repr((name, numbers.shape)).encode() + numbers.tobytes())
     return digest.hexdigest()
@@ -187,7 +177,7 @@ class Text:
     text: str
     spans: Spans
     template: bool
-    images: Images | None = None
+    extras: Extras | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -199,7 +189,7 @@ def encode_rows(
     job: str,
     context: int = 2**31,
     told: Told = silent,
-    shown: Shown | None = None,
+    reader: ExtrasReader | None = None,
     fields: bool = False,
 ) -> Encoded:
     """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
@@ -212,13 +202,13 @@ def encode_rows(
         job: name for messages.
         context: most positions that the model knows.
         told: hears how far it is.
-        shown: what images become; None where the model reads none.
+        reader: of what rows have beside texts; None where no row has any.
         fields: whether fields of rows become columns of their samples.
 
     Raises:
         InputError: a row has no label tokens, its template cannot be followed, or it is too long and truncate is error.
     """
-    out = encode_some(rows, tokenizer, data, budget, job, context, told, shown=shown, fields=fields)
+    out = encode_some(rows, tokenizer, data, budget, job, context, told, reader=reader, fields=fields)
     if not out.samples and len(out.skipped) == len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     if not out.samples:
@@ -244,26 +234,26 @@ def encode_some(
     context: int = 2**31,
     told: Told = silent,
     vocabulary: int | None = None,
-    shown: Shown | None = None,
+    reader: ExtrasReader | None = None,
     fields: bool = False,
 ) -> Encoded:
     """As encode_rows, where no sample may be left. vocabulary: rows with tokens beyond it are none; None: not looked at."""
     limit, limit_name = _limit(data, budget, context)
     out = Encoded([])
-    for row, found, notes in encoded_rows(rows, tokenizer, data, job, out.skipped, told, shown):
+    for row, found, notes in encoded_rows(rows, tokenizer, data, job, out.skipped, told, reader):
         sample = found.with_fields(row.fields) if fields else found
         if vocabulary is not None and int(sample.ids.max()) >= vocabulary:
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
             continue
         if sample.num_tokens > limit:
             if data.truncate == "error":
-                of_images = sum(sample.images.counts) if sample.images is not None else 0
+                extras = sample.extras
                 raise InputError(
                     f"job {job!r}: {row.where}: the sample has {sample.num_tokens} tokens"
-                    + (f", {of_images} of them of images" if of_images else "")
+                    + ("" if extras is None else f", {extras.num_tokens} of them of {extras.kind}")
                     + f", over {limit_name}; "
                     + ("" if limit == context else "raise it, ")
-                    + ("use smaller images, or " if of_images else "or " if limit != context else "")
+                    + (f"use smaller {extras.kind}, or " if extras is not None else "or " if limit != context else "")
                     + "set truncate to drop or right"
                 )
             if data.truncate == "drop":
@@ -287,7 +277,7 @@ def encoded_rows(
     job: str,
     skipped: list[str],
     told: Told,
-    shown: Shown | None,
+    reader: ExtrasReader | None,
 ) -> Iterator[tuple[Row, Sample, Notes]]:
     """Each row with its sample, in order, however long, and with what its writer may not expect.
 
@@ -309,13 +299,13 @@ def encoded_rows(
         for number, row in enumerate(rows[start : start + ENCODE_BATCH]):
             told(f"job {job}: encoding samples", start + number, len(rows))
             try:
-                texts.append((row, text_of(row, tokenizer, data, job, shown)))
+                texts.append((row, text_of(row, tokenizer, data, job, reader)))
             except InputError as error:
                 skip(error)
         tokenized = iter(_tokenize([text for _, text in texts if text is not None], tokenizer))
         for row, text in texts:
             sample = next(tokenized) if text is not None else _given(row)
-            if shown is not None and (problem := shown.problem_of(sample.ids, sample.images)):
+            if reader is not None and (problem := reader.problem_of(sample.ids, sample.extras)):
                 skip(InputError(f"job {job!r}: {row.where}: {problem}"))
             elif sample.num_labels:
                 notes = text.notes if text is not None else {}
@@ -324,23 +314,23 @@ def encoded_rows(
                 skip(InputError(f"job {job!r}: {row.where}: the sample has no label tokens, {_why_no_labels(row)}"))
 
 
-def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, shown: Shown | None = None) -> Text | None:
-    """What a row becomes, and what is learnt of it, with its images; None for a row of token ids.
+def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, reader: ExtrasReader | None = None) -> Text | None:
+    """What a row becomes, and what is learnt of it, with its extras; None for a row of token ids.
 
     Raises:
         InputError: the row does not go with the job or the model.
     """
     where = f"job {job!r}: {row.where}"
-    text = _without_images(row, tokenizer, data.system, where)
-    if not row.images:
+    text = _without_extras(row, tokenizer, data.system, where)
+    if not row.files:
         return text
-    if shown is None:
+    if reader is None:
         raise InputError(
             f"{where}: the row has images, which are not read under data.streaming, nor of a job that joins a run without any"
         )
     assert text is not None
-    whole, spans, images = shown.put_in(text.text, text.spans, row.images, where)
-    return Text(whole, spans, text.template, images, text.notes)
+    whole, spans, extras = reader.put_in(text.text, text.spans, row.files, where)
+    return Text(whole, spans, text.template, extras, text.notes)
 
 
 def _given(row: Row) -> Sample:
@@ -367,11 +357,11 @@ def _tokenize(texts: list[Text], tokenizer: Any) -> list[Sample]:
             continue
         tokens = tokens_and_offsets([texts[index].text for index in chosen], tokenizer, template)
         for index, (ids, offsets) in zip(chosen, tokens, strict=True):
-            out[index] = _sample(ids, offsets, texts[index].spans, texts[index].images)
+            out[index] = _sample(ids, offsets, texts[index].spans, texts[index].extras)
     return [sample for sample in out if sample is not None]
 
 
-def _sample(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]], images: Images | None) -> Sample:
+def _sample(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]], extras: Extras | None) -> Sample:
     """Tokens that overlap a span are labels.
 
     An empty overlap counts: many byte-level tokenizers trim spaces from the offsets, so that a token of spaces alone has
@@ -381,22 +371,22 @@ def _sample(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]], 
     first, stop = offsets[:, 0], offsets[:, 1]
     for start, end in spans:
         is_label |= (stop > start) & (first < end)
-    return _from_second(ids, is_label, images)
+    return _from_second(ids, is_label, extras)
 
 
-def _from_second(ids: np.ndarray, is_label: np.ndarray, images: Images | None = None) -> Sample:
+def _from_second(ids: np.ndarray, is_label: np.ndarray, extras: Extras | None = None) -> Sample:
     is_label[:1] = False
-    if images is not None:
-        is_label &= ids != images.token_id
-    return Sample(ids, is_label, images=images)
+    if extras is not None:
+        is_label &= ids != extras.token_id
+    return Sample(ids, is_label, extras=extras)
 
 
 def _up_to_last_label(sample: Sample) -> Sample:
     return sample.first(int(np.flatnonzero(sample.is_label)[-1]) + 1)
 
 
-def _without_images(row: Row, tokenizer: Any, system: str | None, where: str) -> Text | None:
-    """As text_of, with marks in the place of images. system: see DataConfig.system."""
+def _without_extras(row: Row, tokenizer: Any, system: str | None, where: str) -> Text | None:
+    """As text_of, with marks in the place of extras. system: see DataConfig.system."""
     if row.pair is not None:
         raise InputError(
             f"{where}: 'chosen' and 'rejected' are compared by train.trainer: dpo or orpo; here a loss is of one completion"

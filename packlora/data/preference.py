@@ -7,7 +7,7 @@ microbatch, and a pair is placed as any sample is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +15,8 @@ from packlora.config import DataConfig
 from packlora.data.encode import Encoded, Notes, Preference, Sample, encode_rows, encoded_rows, noted
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
+from packlora.modality import ExtrasReader
 from packlora.terminal import Told, silent
-
-if TYPE_CHECKING:
-    from packlora.data.images import Shown
 
 ALIKE = "the chosen and the rejected completion are the same tokens, so there is no preference to learn"
 
@@ -32,7 +30,7 @@ def encode_for(
     job: str,
     context: int,
     told: Told = silent,
-    shown: Shown | None = None,
+    reader: ExtrasReader | None = None,
     fields: bool = False,
 ) -> Encoded:
     """Samples for a trainer: sft as encode_rows, dpo and orpo from pairs, kto from judged completions.
@@ -43,10 +41,10 @@ def encode_for(
         InputError: as encode_rows; or a row is not what the trainer takes.
     """
     if trainer == "sft":
-        return encode_rows(rows, tokenizer, data, budget, job, context, told, shown, fields)
+        return encode_rows(rows, tokenizer, data, budget, job, context, told, reader, fields)
     out = Encoded([])
     taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
-    found, notes = _halves(taken, tokenizer, data, job, out.skipped, told, shown)
+    found, notes = _halves(taken, tokenizer, data, job, out.skipped, told, reader)
     limit, over_budget = min(data.max_length, context), False
     name = f"max_length {limit}" if limit == data.max_length else f"the model's context of {limit}"
     for row in taken:
@@ -58,10 +56,10 @@ def encode_for(
             parts = [part.first(limit) for part in parts]
             total = sum(part.num_tokens for part in parts)
         elif longest > limit and data.truncate == "error":
-            most = max(sum(part.images.counts) if part.images is not None else 0 for part in parts)
+            most, kind = max((part.extras.num_tokens, part.extras.kind) if part.extras else (0, "") for part in parts)
             raise InputError(
                 f"job {job!r}: {row.where}: a prompt with its completion has {longest} tokens"
-                f"{f', {most} of them of images' if most else ''}, over {name}; "
+                f"{f', {most} of them of {kind}' if most else ''}, over {name}; "
                 f"{'raise it, or ' if limit == data.max_length else ''}set truncate to drop or right"
             )
         if total > budget and data.truncate == "error":
@@ -93,14 +91,20 @@ def encode_for(
 
 
 def _halves(
-    rows: Sequence[Row], tokenizer: Any, data: DataConfig, job: str, skipped: list[str], told: Told, shown: Shown | None
+    rows: Sequence[Row],
+    tokenizer: Any,
+    data: DataConfig,
+    job: str,
+    skipped: list[str],
+    told: Told,
+    reader: ExtrasReader | None,
 ) -> tuple[dict[int, Sample], dict[int, Notes]]:
     """Samples of the halves of pairs, or of rows that are none, by identity, and what is to be noted of each."""
     found, notes = dict[int, Sample](), dict[int, Notes]()
     for part in (0, 1):  # a row that is skipped for its first part is not skipped again
         left = [row.pair or (row,) for row in rows if part == 0 or (row.pair and id(row.pair[0]) in found)]
         some = [halves[part] for halves in left]
-        for row, sample, own in encoded_rows(some, tokenizer, data, job, skipped, told, shown):
+        for row, sample, own in encoded_rows(some, tokenizer, data, job, skipped, told, reader):
             found[id(row)], notes[id(row)] = sample, own
     return found, notes
 
@@ -115,7 +119,7 @@ def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[
         problem = (
             f"train.trainer: kto takes rows {{prompt, completion, label}} with a label of true or false; found {found}"
         )
-    if trainer != "dpo" and any(half.images for half in row.pair or (row,)):
+    if trainer != "dpo" and any(half.files for half in row.pair or (row,)):
         problem = f"the row has images, which train.trainer: {trainer} does not take in this version"
     if problem is not None:
         _refuse(problem, row, data, job, skipped)
@@ -145,8 +149,8 @@ def _joined(parts: Sequence[Sample], row: Row, trainer: str, limit: int) -> Samp
         is_label = is_label | is_context
     desirable = bool(row.label) if trainer == "kto" else True
     preference = Preference(tuple(part.num_tokens for part in parts), desirable, is_context, limit)
-    images = [part.images for part in parts if part.images is not None]
-    return Sample(ids, is_label, preference, images[0].joined(images) if images else None)
+    extras = [part.extras for part in parts if part.extras is not None]
+    return Sample(ids, is_label, preference, extras[0].joined(extras[1:]) if extras else None)
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:

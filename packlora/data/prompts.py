@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from packlora.data.rows import Row, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
-
-if TYPE_CHECKING:
-    from packlora.data.images import Images, Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +42,6 @@ def prompt_ids(said: str | list[dict[str, Any]], tokenizer: Any, names: Sequence
     if not ids:
         raise InputError("the prompt has no tokens; there is nothing to answer")
     return ids
-
-
-def image_prompt_ids(
-    messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, shown: Shown, where: str
-) -> tuple[list[int], Images]:
-    """Tokens of a conversation with images, and the images.
-
-    Args:
-        messages: contents are texts, or lists of blocks with {"type": "image"} for each image.
-        paths: of the images, in the order of their blocks.
-        where: for messages.
-
-    Raises:
-        InputError: the template refuses the messages, or does not show all of them; or a file is no image for this model.
-    """
-    text, _, images = shown.put_in(prompt_text(Template(tokenizer), messages), [], paths, where)
-    ids = prompt_tokens(text, tokenizer, is_rendered=True)
-    if problem := shown.problem_of(np.asarray(ids), images):
-        raise InputError(f"{where}: {problem}")
-    return ids, images
 
 
 def encode_prompts(

@@ -9,7 +9,7 @@
     {prompt, chosen, rejected}      TRL's preferences, texts or lists of messages; the prompt may be what both begin with
     {prompt, completion, label}     TRL's judged completions
 
-A conversation or a prompt may come with `system`, a message of the system, and with `images` (images.py), of two
+A conversation or a prompt may come with `system`, a message of the system, and with `images` (images/rows.py), of two
 completions those of the prompt; a conversation with `tools`.
 """
 
@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from packlora.data import flags
-from packlora.data.image_rows import with_images
 from packlora.data.messages import FLAGS, ROLES, WEIGHT, check_messages, check_single_calls, check_tools, last_alone
 from packlora.data.pairs import halves
 from packlora.data.values import Bad, check_text, holds_something, integers
 from packlora.errors import InputError, quoted, shown
+from packlora.modality import plugin
 
 FORMATS = (
     "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations}, {instruction, output} or "
@@ -84,14 +84,14 @@ class Row:
     """Of the chat template, beside the messages."""
     label: Any = None
     """What the row says of its completion under `label`, unchecked."""
-    images: tuple[str, ...] = ()
-    """Paths of the blocks {"type": "image"} in `messages`, in their order; a message that has some is a list of blocks."""
+    files: tuple[str, ...] = ()
+    """Paths of what `messages` show beside texts, in the order of their blocks; a message that has some is a list of blocks."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the row, and `label`, unchecked: columns of a user's own objective, see with_fields."""
 
 
 def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Row:
-    """The row that a value of a data file is. folder: where its images are. Raises InputError where it is none."""
+    """The row that a value of a data file is. folder: where its files are. Raises InputError where it is none."""
 
     def odd(problem: str) -> InputError:
         return InputError(f"job {job!r}: {where}: {problem}")
@@ -144,7 +144,7 @@ def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad:
         value, form = value | {"messages": _of_sharegpt(value["conversations"], bad)}, SHAREGPT
     if isinstance(value.get("prompt"), list) and isinstance(value.get("completion"), list):
         value = value | {"messages": _conversational(value["prompt"], value["completion"], bad)}
-    value, images = with_images(value, folder, bad)
+    value, files = plugin().with_images(value, folder, bad) if _shows_more(value) else (value, ())
     tools, variables, system = check_tools(value, bad), flags.variables(value, bad), value.get("system") or None
     if system is not None:
         check_text(system, "'system'", bad)
@@ -164,8 +164,16 @@ def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad:
     if value.get(flags.SINGLE) is False:
         check_single_calls(messages, bad)
     return Row(
-        where, messages=messages, tools=tools, system=system, form=form, variables=variables, label=label, images=images
+        where, messages=messages, tools=tools, system=system, form=form, variables=variables, label=label, files=files
     )  # fmt: skip
+
+
+def _shows_more(value: dict[str, Any]) -> bool:
+    """Whether a row has images, or a message in blocks."""
+    messages = value.get("messages")
+    some = messages if isinstance(messages, list) else []
+    in_blocks = any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in some)
+    return in_blocks or value.get("images") is not None or value.get("image") is not None
 
 
 def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,11 +19,8 @@ from packlora.data.encode import Sample
 from packlora.engine.objectives import Carried, RowsView, Term
 from packlora.engine.parts import PackedPart, Part, Parts, num_tokens, rows_of
 from packlora.engine.rows import NO_ADAPTER
+from packlora.modality import BatchExtras, Modality
 from packlora.ops.dropout.keys import packed_token_keys
-
-if TYPE_CHECKING:
-    from packlora.base.vision import Vision
-    from packlora.engine.images import BatchImages
 
 IGNORE = -100
 ALIGNED = 16
@@ -54,22 +50,22 @@ class PackedBatch:
     num_samples: Mapping[int, int]
     labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Columns of labels that terms have, [L] each."""
-    images: Mapping[str, torch.Tensor] | None = None
-    """More of the model's keyword arguments, where samples have images; positions may be [3, T] then."""
+    arguments: Mapping[str, torch.Tensor] | None = None
+    """More of the model's keyword arguments, where samples have extras; positions may be [3, T] then."""
     carried: tuple[Carried, ...] = ()
     """Samples with a term that carries something through the layers."""
 
 
-def collate(parts: Parts, device: torch.device, total: int = MIN_ROWS, vision: Vision | None = None) -> PackedBatch:
+def collate(parts: Parts, device: torch.device, total: int = MIN_ROWS, modality: Modality | None = None) -> PackedBatch:
     """Pack the rows of parts into one row without padding between them. Nothing waits for the device.
 
     Args:
         parts: ordered by adapter.
         total: tokens that the row has at least; those without an adapter come last, in samples no longer than the others and of
             the first one's tokens: a model gives finite numbers for these if it does so for the data.
-        vision: what the model is given for images; None where no sample has any.
+        modality: what the model reads beside texts; None where no sample has any of it.
     """
-    images = _images(parts, vision, device)
+    extras = _extras(parts, modality, device)
     columns, counts = _tokens_and_labels(parts, total)
     lengths = tuple(map(len, columns["positions"]))
     total, few = sum(lengths), sum(map(len, columns["rows"])) - sum(map(sum, counts))
@@ -79,8 +75,8 @@ def collate(parts: Parts, device: torch.device, total: int = MIN_ROWS, vision: V
     columns |= {name: values for name, (_, values) in of_terms.items()}
     columns |= {(at, name): [own] for at, (_, found) in enumerate(packed) for name, own in found.items()}
     keys = columns["keys"]
-    if images is not None:
-        columns["positions"] = images.positions(total)
+    if extras is not None:
+        columns["positions"] = extras.positions(total)
     sent = _send(columns, device)
     rows_L, positions_T = sent["rows"], sent["positions"]
     return PackedBatch(
@@ -96,13 +92,13 @@ def collate(parts: Parts, device: torch.device, total: int = MIN_ROWS, vision: V
             _pairs(sent["keys"]) if keys else None,
             columns={name: sent[name] for name, (of, _) in of_terms.items() if of == "token"},
             label_rows=(_segments(parts, labels), rows_L),
-            images=None if images is None else images.owners,
+            beside=None if extras is None else extras.owners,
         ),
         parts=tuple(_views(packed, counts, sent, few)),
         num_tokens=_by_adapter(parts, tokens),
         num_samples=_by_adapter(parts, [len(part.rows) for part in parts]),
         labels={name: sent[name] for name, (of, _) in of_terms.items() if of == "label"},
-        images=None if images is None else images.arguments(total, device),
+        arguments=None if extras is None else extras.arguments(total, device),
         carried=tuple(_carried(parts)),
     )
 
@@ -187,19 +183,17 @@ def _fillers(tokens: int, longest: int) -> list[int]:
     return [min(each, tokens - first) for first in range(0, tokens, each)]
 
 
-def _images(parts: Parts, vision: Vision | None, device: torch.device) -> BatchImages | None:
-    if vision is None:
+def _extras(parts: Parts, modality: Modality | None, device: torch.device) -> BatchExtras | None:
+    if modality is None:
         return None
-    from packlora.engine.images import in_batch
-
     owned = [(part.adapter, row) for part in parts for row in part.rows]
     draws = [None if row.draw is None or row.draw[0] is None else (row.draw[0], *row.draw[1:]) for _, row in owned]
-    return in_batch([row.sample for _, row in owned], [adapter for adapter, _ in owned], draws, vision, device)
+    return modality.in_batch([row.sample for _, row in owned], [adapter for adapter, _ in owned], draws, device)
 
 
 def _texts(sample: Sample) -> np.ndarray:
-    """Its tokens without those of images, which would need images of their own."""
-    return sample.ids if sample.images is None else sample.ids[sample.ids != sample.images.token_id]
+    """Its tokens without those that stand for extras, which would need extras of their own."""
+    return sample.ids if sample.extras is None else sample.ids[sample.ids != sample.extras.token_id]
 
 
 def _pairs(words_T: torch.Tensor) -> torch.Tensor:

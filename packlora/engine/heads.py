@@ -71,7 +71,7 @@ def token_losses(
         fused: the logits are the output layer's alone (Base.fused_loss), so they need not exist all at once.
         routed: gets what routers give, see packed_logits.
     """
-    at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L, batch.images)
+    at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L, batch.arguments)
     if fused and has_head_loss(model):
         return head_losses(model, packed_hidden(model, *at, routed), batch, weights_L)
     logits_LV = packed_logits(model, *at, routed)

@@ -42,7 +42,6 @@ from packlora.adapters.older_names import module_of
 from packlora.adapters.spec import whole_number
 from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model
-from packlora.base.stored import stored_as
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
 from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
 from packlora.export.as_served import (
@@ -56,6 +55,7 @@ from packlora.export.as_served import (
 )
 from packlora.export.gguf_file import gguf_names, write_gguf
 from packlora.files import write_file, write_folder, write_json, write_tensors
+from packlora.form import is_stored
 from packlora.ops.modules import beside_decoder
 from packlora.ops.twin import twin_of
 
@@ -164,7 +164,7 @@ def _compared(opened: AdapterFolder, folder: Path, target: str, what: str) -> li
     """Hold the logits of an exported folder against the adapter's, see as_served.compare."""
     base, revision = opened.base, opened.config.revision
     try:
-        if stored_as(opened.base_config, base) is not None:
+        if is_stored(opened.base_config):
             return not_compared(what, "the base model is saved in codes")
         trained = as_trained(opened, lambda cls: read_model(base, revision, torch.float32, class_of=cls))
     except Exception as error:  # any code of a model; what is written is not wrong for it

@@ -33,14 +33,14 @@ from packlora.adapters.files import read_trained_on, tensor_key
 from packlora.adapters.kinds import PREFIX
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.classes import ClassOf
-from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
 from packlora.base.load import read_model, read_tokenizer
 from packlora.base.own_tokenizer import own_tokenizer
-from packlora.base.quantized import check_quantization, dequantised, quantised_paths, read_quantised
 from packlora.base.shape import vocabulary
-from packlora.base.stored import MADE, Stored, stored_as
 from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of, turned_keys
+from packlora.codes.dense_files import DequantisedFiles
+from packlora.codes.load import check_quantization, dequantised, quantised_paths, read_quantised
+from packlora.codes.stored import MADE, Stored, stored_as
 from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, WriteError, foreign, quoted, unwritten

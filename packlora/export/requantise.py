@@ -9,8 +9,8 @@ import torch
 
 from packlora.base.device import choose_device
 from packlora.base.load import own_skeleton
-from packlora.base.quantized import check_quantization, kept_as_floats, read_in_codes
 from packlora.base.weight_files import WeightFiles, keys_there
+from packlora.codes.load import check_quantization, kept_as_floats, read_in_codes
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, quoted
 

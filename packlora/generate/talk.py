@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.files import load_adapter, read_trained_on, resolve_folder
@@ -25,15 +24,13 @@ from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
 from packlora.base.own_tokenizer import unused_note
-from packlora.base.quantized import check_quantization, read_quantised
 from packlora.base.shape import context_of
-from packlora.base.stored import MADE, stored_as
+from packlora.codes.plugin import form_of_answers
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
-from packlora.config import QuantizationConfig
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template
 from packlora.errors import InputError, quoted
-from packlora.generate.asked_images import AskedImages
+from packlora.images.asked import AskedImages
 from packlora.terminal import obeys, on, say, show, standard_output
 
 BASE = "base"
@@ -122,17 +119,13 @@ def load_speakers(
         config, tokenizer = read_base_config(path, revision), read_tokenizer(path, revision)
         chosen = getattr(torch, trained.run.dtype) if trained else config.dtype or torch.float32
         kind = chosen if dtype == "auto" else getattr(torch, dtype)
-        stored = stored_as(config, path)
-        quantization = _quantization(folders, place) if stored is None else stored.as_asked
+        trained_on = {folder: read_trained_on(folder) for folder in folders}
     seeing = AskedImages(path, revision, config)
     for image in images:
         seeing.look(image, "--image", tokenizer)
     with of_the_base():
-        if quantization is None:
-            model = read_model(path, revision, kind)
-        else:
-            check_quantization(quantization, place, f"base_model {path!r}")
-            model = read_quantised(path, revision, quantization, stored, kind, place)
+        form = form_of_answers(config, path, [told or {} for told in trained_on.values()], place)
+        model = read_model(path, revision, kind) if form is None else form.read(path, revision, kind, place)
     model.to(place).eval()
     if getattr(model, "_supports_sdpa", False):  # generation keeps a cache and does not pack
         model.set_attn_implementation("sdpa")
@@ -143,29 +136,15 @@ def load_speakers(
         load_adapter(names[adapter.name], adapter)
         if note := unused_note(names[adapter.name], tokenizer):
             say(note)
-        codes = read_trained_on(names[adapter.name])
-        if codes is not None and (quantization is None or codes.get("method") != quantization.method):
+        told = trained_on[names[adapter.name]]
+        if told is not None and (form is None or told.get("method") != form.method):
             say(
-                f"{adapter.name} was trained on a base model in {quoted(codes.get('method'))}, and answers here on the base's "
+                f"{adapter.name} was trained on a base model in {quoted(told.get('method'))}, and answers here on the base's "
                 "own weights; packlora merge folds it into what the codes stand for"
             )
     context = context_of(config)
     ends = answer_ends(tokenizer, model.generation_config.eos_token_id)
     return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends, seeing)
-
-
-def _quantization(folders: Sequence[Path], device: torch.device) -> QuantizationConfig | None:
-    """How the base of all of these adapters was quantised when they were trained, where that can be done here."""
-    found = []
-    for folder in folders:
-        told = read_trained_on(folder) or {}
-        told.pop("dtype", None)
-        try:
-            found.append(QuantizationConfig(**told))
-            check_quantization(found[-1], device)
-        except (ValidationError, TypeError, InputError):
-            return None
-    return found[0] if found[0].method in MADE and all(one == found[0] for one in found) else None
 
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:

@@ -23,8 +23,8 @@ from packlora.adapters.kinds import lies_transposed
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.adapter import active_adapter, observed, plain_weight, why_not_read
+from packlora.live.foreign import StoredWeight, weight_reader
 from packlora.live.forward import OwnForward
-from packlora.live.quantized import StoredWeight, quantised_kinds, stored_weight
 from packlora.live.wrapped import is_frozen, kind_of, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
@@ -94,7 +94,7 @@ class LayerCall:
 
     @property
     def together(self) -> Hashable:
-        own = None if self.stored is None else (type(self.stored.codes), self.stored.products(self.A, self.A.dtype))
+        own = None if self.stored is None else self.stored.together(self.A)
         weight = self.weight
         K = weight.shape[1] if self.stored is None else self.shape[1]
         ask = None if torch.compiler.is_compiling() else self.owner.ask  # it chooses no plan of a graph
@@ -103,7 +103,7 @@ class LayerCall:
     @property
     def shape(self) -> tuple[int, int]:
         """[N, K]."""
-        return self.weight.shape if self.stored is None else self.stored.codes.shape  # type: ignore[return-value]
+        return self.weight.shape if self.stored is None else self.stored.shape  # type: ignore[return-value]
 
     def dtypes(self, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype, bool]:
         """What x is multiplied in, what the base product is made in, and whether autocast is on."""
@@ -171,7 +171,7 @@ def look(owner: LayerForward) -> LayerCall | str:
             return unfit
         weight, of_A, of_B = plain_weight(base), plain_weight(A), plain_weight(B)
         if (
-            weight is None or of_A is None or of_B is None or owner.quantised or not _is_plain_dropout(drop)
+            weight is None or of_A is None or of_B is None or owner.read is not None or not _is_plain_dropout(drop)
             or getattr(layer, "fan_in_fan_out", False)
         ):  # fmt: skip
             found = owner.stored(base)
@@ -452,8 +452,8 @@ class LayerForward(OwnForward):
     def __init__(self, layer: Any, path: str, norms: RowNorms, ask: Ask = MEASURED) -> None:
         super().__init__(layer, path, norms)
         self.ask, kind = ask, kind_of(layer)
-        self.quantised = kind in quantised_kinds()
-        self.base_kind = quantised_kinds().get(kind)
+        self.read = weight_reader(kind)
+        """Reads the weight of a base layer that is none of torch's."""
         self.group: SiblingGroup | None = None
         self.index = 0
         self.settled: dict[int, Settled] = {}
@@ -484,9 +484,9 @@ class LayerForward(OwnForward):
 
     def stored(self, base: nn.Module) -> StoredWeight | str | None:
         """The weight of a quantised base layer, or why it cannot be read; None of another layer."""
-        if not self.quantised:
+        if self.read is None:
             return None
-        found = stored_weight(base, self.base_kind, self._stored)
+        found = self.read(base, self._stored)
         self._stored = None if isinstance(found, str) else found
         return found
 
@@ -496,7 +496,7 @@ class LayerForward(OwnForward):
         traced it is asked of the layer as it is then, and nothing of it is guarded."""
         layer = self.layer
         parts = (layer._modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
-        return not self.quantised and not (
+        return self.read is None and not (
             _why_no_adapter(layer, name) or _why_not_read(layer, (layer._modules["base_layer"], *parts), None)
         )
 

@@ -12,9 +12,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from packlora.adapters.kinds import Kind, kind_of_parameter
 from packlora.adapters.norms import RowNorms
+from packlora.live.foreign import weight_reader
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerForward
-from packlora.live.quantized import quantised_kinds
 from packlora.live.wrapped import kind_of
 from packlora.plans.ask import Ask
 
@@ -31,7 +31,7 @@ def served_kind(layer: BaseTunerLayer) -> Kind | None:
     kind = kind_of(layer)
     if kind is ParamWrapper:
         return kind_of_parameter(layer.get_base_layer(), layer.parameter_name)
-    return "linear" if kind in quantised_kinds() else KINDS.get(kind)
+    return KINDS.get(kind) or (None if weight_reader(kind) is None else "linear")
 
 
 def forward_for(

@@ -45,9 +45,8 @@ from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of, own_rows
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
-from packlora.ops.lora_linear.gathered_codes import GatheredCodesLinear
-from packlora.parallel.codes import share_codes
+from packlora.form import form_in
+from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, Gathered
 
 
 def load_sharded(
@@ -72,12 +71,12 @@ def load_sharded(
     model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
     check_row(model, run.max_tokens_per_microbatch, path)
     keys = keys_of(model, files)
-    if run.quantization is not None:
-        share_codes(model, run.quantization, getattr(torch, run.dtype))
+    if (form := form_in(run, model.config, path)) is not None:
+        form.share(model, getattr(torch, run.dtype))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if group is None else mesh_of(group, device)
     shards = Shards(model, mesh, files, keys, offload=run.parallel.offload_base)
     base = ready_base(run, model, tokenizer, device, path, longest or {}, shards)
-    base.quantization = run.quantization
+    base.form = form
     return base
 
 
@@ -172,7 +171,7 @@ class Shards:
         """Of a parameter these rows."""
         owner, _, leaf = name.rpartition(".")
         layer = self.model.get_submodule(owner)
-        if isinstance(layer, GatheredCodesLinear) and leaf == "weight":
+        if isinstance(layer, FrozenLinear) and leaf == "weight":
             return layer.take(files.read(key).to(self.device))[rows]
         return files.read(key, *rows_of(self._part(name), rows))
 

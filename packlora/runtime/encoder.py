@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -23,20 +23,18 @@ from packlora.data.rows import Row
 from packlora.engine.objectives import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
+from packlora.modality import ExtrasReader
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told, silent
-
-if TYPE_CHECKING:
-    from packlora.data.images import Shown
 
 
 @dataclass(slots=True)
 class Encoder:
     """Makes samples of the data of jobs. Jobs with the same data share them.
 
-    skeleton: the base model without weights. longest: tokens of a sample that the model takes. shown: what images become; None
-    where no row has any.
+    skeleton: the base model without weights. longest: tokens of a sample that the model takes. reader: of what rows have
+    beside texts; None where no row has any.
     """
 
     run: Run
@@ -44,7 +42,7 @@ class Encoder:
     tokenizer: Any
     longest: int
     max_steps: int | None = None
-    shown: Shown | None = None
+    reader: ExtrasReader | None = None
     _known: dict[tuple[Any, ...], Encoded] = field(default_factory=dict)
 
     @staticmethod
@@ -136,7 +134,7 @@ class Encoder:
     def _newly_encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         read = rows.read
         encoded = encode_for(
-            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told, self.shown,
+            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told, self.reader,
             fields=job.train.objective is not None,
         )  # fmt: skip
         try:

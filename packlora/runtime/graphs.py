@@ -527,7 +527,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     """What is known beforehand; None where microbatches are tried."""
     if base.device.type != "cuda":
         return f"there are none on {base.device.type}"
-    if base.quantization is not None:
+    if base.form is not None:
         return "the weights of quantised layers are made where they are read, by their libraries"
     if not base.storage.is_whole:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
@@ -537,7 +537,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "the loss of this model needs more than the hidden states and the output layer"
     if mixing_functions(base.model):
         return "linear attention is computed sample by sample, of which each microbatch has others"
-    if base.vision is not None:
+    if base.modality is not None:
         return "microbatches have images, which the host decodes and of which each has a size of its own"
     if run.gradient_checkpointing:
         return "gradient_checkpointing recomputes activations from the host"

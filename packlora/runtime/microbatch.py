@@ -126,7 +126,7 @@ class SingleDevice:
     def forward(self, parts: Parts) -> Pending:
         """See Executor."""
         with one_error_for_memory():
-            batch = collate(parts, self.base.device, self._total(parts), self.base.vision)
+            batch = collate(parts, self.base.device, self._total(parts), self.base.modality)
             # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
             model, routed = self.base.model, list[torch.Tensor]() if batch.carried else None
             with self.attached.active(batch.owners):
@@ -148,7 +148,7 @@ class SingleDevice:
     def evaluate(self, parts: Parts) -> MicrobatchResult:
         """See Executor."""
         with one_error_for_memory():
-            batch = collate(parts, self.base.device, self._total(parts), self.base.vision)
+            batch = collate(parts, self.base.device, self._total(parts), self.base.modality)
             with self.attached.active(batch.owners):
                 losses = token_losses(self.base.model, batch, fused=self.base.fused_loss)
             return Pending(batch, losses).result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -22,12 +22,13 @@ from packlora.base.device import choose_device, settle_dtype
 from packlora.base.held import check_held
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
-from packlora.base.stored import MADE, check_stored, read_as_floats, stored_as
-from packlora.config import JobConfig, QuantizationConfig, Run
+from packlora.config import JobConfig, Run
 from packlora.data.prompts import listed, taught_end
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock
 from packlora.errors import InputError, quoted
+from packlora.form import WeightForm, check_asked, prepared_form, read_as_floats
+from packlora.modality import Modality, plugin
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
@@ -38,9 +39,6 @@ from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, Pre
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.starts import check_start_of_weights
 from packlora.terminal import Told, silent
-
-if TYPE_CHECKING:
-    from packlora.base.vision import Vision
 
 LOOKED_AT = 1000
 """Samples of a job that are looked at for how answers end."""
@@ -74,7 +72,7 @@ def prepare(
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     shape = ModelShape.of(skeleton)
-    quantization, in_codes = _quantization(run, skeleton, device)
+    form = _form(run, skeleton, device)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for job in run_jobs:
         _check_spec(run, job, specs[job.name], skeleton)
@@ -92,12 +90,12 @@ def prepare(
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
     encoder = Encoder.of(run, skeleton, tokenizer, max_steps)
-    vision = vision_of(run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some])
-    if vision is not None:
-        from packlora.data.images import Shown
-
-        encoder.shown = Shown(vision)
-        tokenizer.chat_template = vision.chat_template or tokenizer.chat_template
+    modality = modality_of(
+        run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some]
+    )
+    if modality is not None:
+        encoder.reader = modality.reader
+        tokenizer.chat_template = modality.chat_template or tokenizer.chat_template
     jobs = []
     for job in run_jobs:
         most = budgets.get(job.name, budget) if auto else budget
@@ -106,9 +104,9 @@ def prepare(
         warnings += doubts
     prepared = PreparedRun(
         run, tokenizer, budget, shape, jobs, warnings + _of_tokenizer(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
-        quantization, encoder, vision, in_codes, known_head(run, shape, device),
+        form, encoder, modality, known_head(run, shape, device),
     )  # fmt: skip
-    if run.parallel.in_parts or run.parallel.is_sharded or quantization is not None:
+    if run.parallel.in_parts or run.parallel.is_sharded or form is not None:
         from packlora.runtime.wholeness import check_parallel
 
         check_parallel(prepared, skeleton)
@@ -124,10 +122,7 @@ def _check_device(run: Run) -> torch.device:
     device = choose_device(run.device)
     settle_dtype(run)
     check_liger(run.liger, device, run.dtype)
-    if run.quantization is not None and run.quantization.method in MADE:
-        from packlora.base.quantized import check_quantization
-
-        check_quantization(run.quantization, device)
+    check_asked(run, device)
     return device
 
 
@@ -176,13 +171,12 @@ def _check_sweep(prepared: PreparedRun, resumed: bool) -> None:
         prepared.warnings += doubts(sweep, later)
 
 
-def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Vision | None:
-    """What the base model is given for images, where rows have some. Raises InputError where it reads none here."""
-    if not any(half.images for some in rows for row in some.read.rows for half in row.pair or (row,)):
+def modality_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Modality | None:
+    """What the base model reads beside texts, where rows have some of it. Raises InputError where it reads texts alone."""
+    if not any(half.files for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
-    from packlora.base.vision import Vision
-
-    return Vision.of(base_path(run.base_model), run.revision, skeleton.config)
+    found: Modality = plugin().modality(base_path(run.base_model), run.revision, skeleton.config)
+    return found
 
 
 def _made_floats(run: Run, skeleton: PreTrainedModel) -> list[str]:
@@ -191,27 +185,12 @@ def _made_floats(run: Run, skeleton: PreTrainedModel) -> list[str]:
     return [f"base_model: its experts, which are saved in mxfp4, are read as floats of {run.dtype}"]
 
 
-def _quantization(
-    run: Run, skeleton: PreTrainedModel, device: torch.device
-) -> tuple[QuantizationConfig | None, tuple[int, int]]:
-    """How the base model is to be quantised, or is, and what its codes take. Raises InputError where that cannot be, or not
-    with other settings."""
+def _form(run: Run, skeleton: PreTrainedModel, device: torch.device) -> WeightForm | None:
+    """How linear layers of the base model lie. Raises InputError where that cannot be, or its folder holds something else."""
     path = base_path(run.base_model)
-    found = check_stored(run.quantization, skeleton.config, path)
-    if found is None:
-        check_held(path, skeleton)
-        return None, (0, 0)
-    from packlora.base.quantized import check_quantization, codes_in
-
-    if run.quantization is None or found.method not in MADE or stored_as(skeleton.config, path) is not None:
-        check_quantization(found, device, f"base_model {path!r}")
-        try:
-            run.check_quantized(f"base_model {path!r} is saved as {found.described}")
-        except ValueError as error:
-            raise InputError(str(error)) from None
-    taken = codes_in(skeleton, found, path, getattr(torch, run.dtype))
+    form = prepared_form(run, skeleton, path, device)
     check_held(path, skeleton)
-    return found, taken
+    return form
 
 
 def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> tuple[list[PreparedJob], list[str]]:
@@ -235,10 +214,10 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
         _check_spec(run, job, spec, encoder.skeleton)
-        if prepared.quantization is not None:
-            from packlora.runtime.wholeness import whole_alone
+        if prepared.form is not None:
+            from packlora.runtime.wholeness import copied_alone
 
-            if found := whole_alone(spec, encoder.skeleton, quantized=True):
+            if found := copied_alone(spec, encoder.skeleton):
                 raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
         out.append(one)
@@ -312,9 +291,9 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
             f"job {job.name!r}: loraplus_lr_ratio does not go with an adapter of {embedding}, for which LoRA+ has a learning "
             "rate of its own; leave one of them out"
         )
-    of_images = beside_decoder(skeleton)
+    beside = beside_decoder(skeleton)
     for path, own in spec.modules.items():
-        if own.kind not in ("linear", "convolution") and path in of_images:
+        if own.kind not in ("linear", "convolution") and path in beside:
             raise InputError(
                 f"job {job.name!r}: {path} is part of the vision tower, of which linear layers and convolutions are adapted in "
                 "this version; leave it out of modules_to_save and target_modules, or name whole paths in the language model"

@@ -66,8 +66,10 @@ class PreparedJob:
         return self.active - (self.trainable - self.on_experts)
 
     @property
-    def has_images(self) -> bool:
-        return any(sample.images is not None for sample in self.encoded.samples + self.eval_encoded.samples)
+    def beside_texts(self) -> str | None:
+        """What its data has beside texts, in a word; None where it has texts alone."""
+        samples = self.encoded.samples + self.eval_encoded.samples
+        return next((sample.extras.kind for sample in samples if sample.extras is not None), None)
 
     @property
     def longest(self) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from packlora.config import QuantizationConfig, Run
+from packlora.config import Run
+from packlora.form import WeightForm
+from packlora.modality import Modality
 from packlora.plans.ask import Ask
 from packlora.runtime.encoder import Encoder
 from packlora.runtime.prepared_job import ModelShape, PreparedJob
-
-if TYPE_CHECKING:
-    from packlora.base.vision import Vision
 
 
 @dataclass(slots=True)
@@ -19,10 +18,9 @@ class PreparedRun:
     """A checked run.
 
     budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
-    with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path. quantization: of the
-    base model's linear layers, as the run file asks or as they are saved. in_codes: numbers of these layers, and bytes of their
-    codes. encoder: makes samples of data, also those of jobs that join later. vision: what the model is given for images, where
-    the data has some.
+    with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path. form: of the base
+    model's linear layers, as the run file asks or as they are saved; None of floats. encoder: makes samples of data, also those
+    of jobs that join later. modality: what the model reads beside texts, where the data has some of it.
     head_in_layers: HeadCost.in_layers of the base model, None where that was not measured.
     """
 
@@ -34,11 +32,15 @@ class PreparedRun:
     warnings: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     asks: dict[str, Ask] = field(default_factory=dict)
-    quantization: QuantizationConfig | None = None
+    form: WeightForm | None = None
     encoder: Encoder | None = None
-    vision: Vision | None = None
-    in_codes: tuple[int, int] = (0, 0)
+    modality: Modality | None = None
     head_in_layers: float | None = None
+
+    @property
+    def in_codes(self) -> tuple[int, int]:
+        """Numbers of the linear layers that are not held as floats, and the bytes that they take."""
+        return (0, 0) if self.form is None else self.form.held
 
     @property
     def longest(self) -> int:

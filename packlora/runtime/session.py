@@ -289,7 +289,7 @@ class Session:
 
                 base = load_part(self.run, prepared, self.mesh, self.group)
             if base is None:
-                base = load_base(self.run, prepared.tokenizer, prepared.longest_run, prepared.vision)
+                base = load_base(self.run, prepared.tokenizer, prepared.longest_run, prepared.modality)
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
         if self.saved is not None:
@@ -372,7 +372,7 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
         {job.config.name: job.data.seed for job in prepared.jobs},
         {path: choosers[ask] for path, ask in prepared.asks.items()},
         base.storage,
-        None if base.vision is None else base.vision.example,
+        None if base.modality is None else base.modality.example,
     )
     if replica.is_first:
         change_embeddings(base.model, attached, CHANGES_OF_EMBEDDINGS)

@@ -223,7 +223,7 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
     asked = parallel.pipeline == "auto" and parallel.in_parts is None and not parallel.is_sharded
-    if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared, staged=True):
+    if not asked or prepared.form is not None or encoder is None or needs_whole_base(prepared, staged=True):
         return []
     try:
         check_stages(encoder.skeleton, prepared.shape.layers, prepared.adapted)
@@ -245,7 +245,7 @@ def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
     asked = parallel.in_parts is not None or parallel.is_sharded
-    if asked or prepared.quantization is not None or encoder is None:
+    if asked or prepared.form is not None or encoder is None:
         return []
     out = []
     for degree in range(2, devices + 1):
@@ -270,7 +270,7 @@ def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
     """
     parallel = prepared.run.parallel
     asked = parallel.shard_base == "auto" and parallel.stages == parallel.expert == 1
-    if not asked or prepared.quantization is not None or needs_whole_base(prepared):
+    if not asked or prepared.form is not None or needs_whole_base(prepared):
         return []
     out, replicas = [], devices // parallel.tensor
     for shard in (size for size in range(replicas, 1, -1) if replicas % size == 0):

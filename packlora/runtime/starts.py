@@ -11,10 +11,10 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.starts import check_starts, of_weights
 from packlora.base.demo_model import base_path
 from packlora.base.load import read_skeleton
-from packlora.base.stored import stored_as
 from packlora.base.weight_files import WeightFiles, keys_there
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
+from packlora.form import is_stored
 from packlora.parallel.mesh import world_size
 
 
@@ -31,7 +31,7 @@ def check_start_of_weights(run: Run, job: JobConfig, spec: AdapterSpec, skeleton
             f"job {job.name!r}: init_lora_weights: {start} is for one process in this version, and {world_size()} train; "
             "leave it out"
         )
-    if start == "loftq" and (run.quantization is None or stored_as(skeleton.config, path) is not None):
+    if start == "loftq" and (run.quantization is None or is_stored(skeleton.config)):
         raise InputError(
             f"job {job.name!r}: init_lora_weights: loftq makes up for what quantization loses, and base_model {path!r} is not "
             "quantised while it is loaded; set quantization, for a base that is saved as floats"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from packlora.adapters.kinds import PARAMETERS, is_linear
-from packlora.adapters.sharded import LINEAR
+from packlora.adapters.sharded import is_known_linear
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
 from packlora.config import CUT_OPTIMS
@@ -23,19 +24,22 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     asked = {
         "parallel.tensor": parallel.tensor > 1, "parallel.pipeline": parallel.stages > 1,
         "parallel.shard_base": parallel.is_sharded, "parallel.expert": parallel.expert > 1,
-        "quantization": prepared.quantization is not None,
+        "quantization": prepared.form is not None,
     }  # fmt: skip
     for key in (key for key, is_asked in asked.items() if is_asked):
         for job in prepared.jobs:
             if key == "parallel.pipeline":
                 found = tied_in_stages(job.spec)
+            elif key == "quantization":
+                found = copied_alone(job.spec, skeleton)
             else:
-                found = whole_alone(job.spec, skeleton, quantized=key == "quantization")
+                found = whole_alone(job.spec, skeleton)
             if found and key != "parallel.expert":
                 raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
-            if key != "quantization" and job.has_images:
+            if key != "quantization" and job.beside_texts:
                 raise InputError(
-                    f"job {job.config.name!r}: its data has images, which {key} does not take in this version; leave it out"
+                    f"job {job.config.name!r}: its data has {job.beside_texts}, which {key} does not take in this version; "
+                    "leave it out"
                 )
     if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
         prepared.warnings.append(
@@ -61,20 +65,37 @@ def tied_in_stages(spec: AdapterSpec) -> str | None:
     return None if tied is None else f"it trains rows of the embedding, to which {tied} is tied on another stage"
 
 
-def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = False) -> str | None:
-    """What a job trains that needs a base model in one piece, or, where it is quantised, one of floats; None where there is
-    nothing such."""
+def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel) -> str | None:
+    """What a job trains that needs a base model in one piece; None where there is nothing such."""
     head = skeleton.get_output_embeddings()
     for path, own in spec.modules.items():
         if own.kind in PARAMETERS:
             continue
         module = skeleton.get_submodule(path)
-        if is_linear(module) and type(module) not in LINEAR:
-            return f"{path} is adapted, of type {type(module).__name__}"
-        if not quantized and (own.kind != "linear" or module is head):
+        if unknown := _of_another_type(path, module):
+            return unknown
+        if own.kind != "linear" or module is head:
             return f"{path} is trained, outside of the linear layers inside of the model"
-        if quantized and own.kind in ("copy", "tokens") and is_linear(module) and module is not head:
+    return None
+
+
+def copied_alone(spec: AdapterSpec, skeleton: PreTrainedModel) -> str | None:
+    """What a job trains that needs linear layers of floats; None where there is nothing such."""
+    head = skeleton.get_output_embeddings()
+    for path, own in spec.modules.items():
+        if own.kind in PARAMETERS:
+            continue
+        module = skeleton.get_submodule(path)
+        if unknown := _of_another_type(path, module):
+            return unknown
+        if own.kind in ("copy", "tokens") and is_linear(module) and module is not head:
             return f"a copy of {path} is trained"
+    return None
+
+
+def _of_another_type(path: str, module: torch.nn.Module) -> str | None:
+    if is_linear(module) and not is_known_linear(module):
+        return f"{path} is adapted, of type {type(module).__name__}"
     return None
 
 
@@ -85,8 +106,8 @@ def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
 
 def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool) -> str | None:
     """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
-    if job.has_images:
-        return "its data has images"
+    if job.beside_texts:
+        return f"its data has {job.beside_texts}"
     if staged and job.config.train.optim not in CUT_OPTIMS:
         return (
             f"its train.optim is {job.config.train.optim}, which steps whole jobs ({', '.join(CUT_OPTIMS)} step parts)"

@@ -23,12 +23,12 @@ from seeds import SEED
 from transformers import AutoModelForCausalLM
 
 import packlora
-from packlora.base.quantized import read_in_codes
+from packlora.codes.library import library_codes
+from packlora.codes.load import read_in_codes
+from packlora.codes.weight import Quantized
 from packlora.config import QuantizationConfig
 from packlora.ops.lora_linear.frozen import Dense
-from packlora.ops.lora_linear.library_codes import library_codes
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.ops.lora_linear.quantized import Quantized
 
 DEVICE = "cuda"
 pytestmark = [

@@ -21,10 +21,11 @@ from vision_models import image_row, vision_folder, write_images
 
 import packlora
 from packlora.adapters.linear import Attached
-from packlora.adapters.owners import ImageOwners, OwnedImage, TokenOwners
+from packlora.adapters.owners import TokenOwners
 from packlora.adapters.routed import ConvolutionWeights, RoutedRows
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.weights import parameter_shapes
+from packlora.images.owners import ImageOwners, OwnedImage
 
 DEVICE = "cuda"
 pytestmark = [
@@ -67,7 +68,7 @@ def test_convolutions_of_a_job_are_as_exact_as_peft_s_in_bfloat16(kind: str, dor
             for name, parameter in job.parameters.items():
                 parameter.copy_(values[name])
         owners = TokenOwners(
-            9, ((0, 0, 9),), images=ImageOwners([OwnedImage(0, 7), OwnedImage(-1, 2)], torch.device(DEVICE))
+            9, ((0, 0, 9),), beside=ImageOwners([OwnedImage(0, 7), OwnedImage(-1, 2)], torch.device(DEVICE))
         )
         with attached.active(owners):
             y = layer(x.requires_grad_())

@@ -17,8 +17,8 @@ from stored_codes import FORMATS, save_dense, save_stored
 from test_accelerate import assert_same, outcome
 
 import packlora
-from packlora.ops.lora_linear.library_codes import library_codes
-from packlora.ops.lora_linear.quantized import Quantized
+from packlora.codes.library import library_codes
+from packlora.codes.weight import Quantized
 
 CHANGES: dict[str, dict[str, Any]] = {
     "Int8WeightOnlyConfig": {"use_dora": True, "rank_pattern": {"v_proj": 3}},

@@ -15,7 +15,7 @@ from seeds import SEED
 from test_accelerate import IDS, assert_same, fill, outcome
 
 import packlora
-from packlora.ops.lora_linear.quantized import Quantized
+from packlora.codes.weight import Quantized
 
 
 @pytest.fixture(scope="module")

@@ -216,11 +216,11 @@ def reason(
     job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec), router_coefficient=coefficient)
     base: Any = SimpleNamespace(
         device=torch.device("cuda"),
-        quantization=None,
+        form=None,
         fused_loss=True,
         model=model,
         storage=InMemory(),
-        vision=None,
+        modality=None,
     )
     run: Any = SimpleNamespace(dtype="bfloat16", gradient_checkpointing=False)
     model.requires_grad_(False)

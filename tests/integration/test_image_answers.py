@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from vision_models import vision_folder, write_images
 
 from packlora.base.load import read_config
-from packlora.base.vision import Vision
 from packlora.cli import app
-from packlora.data import images
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
 from packlora.generate.talk import Sampling, Speakers, load_speakers
+from packlora.images import files
+from packlora.images.vision import Vision
 
 NEW = 10
 PATCHES = "model.vision_tower.embeddings.patch_embedding.weight"
@@ -166,7 +166,7 @@ def test_an_image_that_cannot_be_shown_is_refused_before_weights_are_read(
     (tmp_path / "broken.png").write_bytes(Path(own.pictures[0]).read_bytes()[:90])
     (tmp_path / "text.png").write_text("no picture")
     Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
-    monkeypatch.setattr(images, "MOST_PIXELS", 2**20)
+    monkeypatch.setattr(files, "MOST_PIXELS", 2**20)
     monkeypatch.setattr("packlora.generate.talk.read_model", lambda *_: pytest.fail("weights were read"))
     words = ["generate", str(own.folder / "lora"), "--prompt", "a"]
     for more, said in (

@@ -20,13 +20,13 @@ from stored_codes import FORMATS, NEEDS, save_dense, save_stored, write_config
 from test_training import JOBS, adapter, config, distance, like_peft, perturbed_peft, steps, train, train_by_peft
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from packlora.base import dequantised_files
 from packlora.base.model import Base, load_base
-from packlora.base.quantized import read_in_codes
+from packlora.codes import dense_files
+from packlora.codes.load import read_in_codes
+from packlora.codes.weight import QuantizedLinear
 from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
-from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.runtime.prepare import prepare
 from packlora.runtime.profiler import memory_parts
 
@@ -223,7 +223,7 @@ def test_an_adapter_is_merged_into_what_the_codes_of_its_base_stand_for(
     train(config(str(codes), tmp_path / "out", write_rows, [job]))
     folder, ids = tmp_path / "out" / job["name"], torch.arange(3, 40)[None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dequantised_files, "SHARD_BYTES", 100_000)
+        patch.setattr(dense_files, "SHARD_BYTES", 100_000)
         note = merge_adapter(folder, tmp_path / "merged")
     assert note is not None and "folded into what the base's fp8 codes stand for; the model is dense" in note
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
@@ -438,7 +438,7 @@ def test_four_bits_of_torchao_are_what_their_codes_say(
     save_dense(source, tmp_path / "plain", dense)
     whole = tmp_path / "plain" / "model.safetensors"  # what is not in codes is of bfloat16 in the other folder
     save_file({name: own.bfloat16().float() for name, own in load_file(whole).items()}, whole, {"format": "pt"})
-    monkeypatch.setattr("packlora.base.quantized.PACKS_INT4", ("cuda", "cpu"))
+    monkeypatch.setattr("packlora.codes.load.PACKS_INT4", ("cuda", "cpu"))
     jobs = [{**job, "train": {**job["train"], "max_steps": 2}} for job in JOBS[1::2]]
     tree = config(str(tmp_path / "plain"), tmp_path / "dense", write_rows, jobs, dtype="float64")
     train(tree)

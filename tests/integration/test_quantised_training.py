@@ -30,12 +30,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from packlora.base.load import read_skeleton
 from packlora.base.model import load_base
-from packlora.base.stored import stored_as
+from packlora.codes.stored import stored_as
+from packlora.codes.weight import Quantized, QuantizedLinear
 from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
-from packlora.ops.lora_linear.quantized import Quantized, QuantizedLinear
 from packlora.runtime.prepare import prepare
 from packlora.runtime.profiler import memory_parts
 

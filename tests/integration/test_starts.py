@@ -18,11 +18,11 @@ from test_training import adapter, config, distance, like_peft, steps, train, tr
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from packlora.adapters.spec import AdapterSpec
+from packlora.codes.library import codes_of
 from packlora.config import Run
 from packlora.config.train import LACKED
 from packlora.errors import InputError
 from packlora.export.export import export_adapter
-from packlora.ops.lora_linear.quantized import codes_of
 from packlora.runtime.prepare import prepare
 
 Rows = Callable[..., str]

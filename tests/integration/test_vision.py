@@ -18,13 +18,14 @@ from transformers import AutoModelForImageTextToText
 from vision_models import image_row, vision_folder, write_images
 
 import packlora
-from packlora.base import vision_proof
 from packlora.base.load import read_config
 from packlora.base.model import load_base
-from packlora.base.vision import Vision
 from packlora.commands.held_out import evaluate_adapter
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.images import proof
+from packlora.images.plugin import modality
+from packlora.images.vision import Vision
 from packlora.runtime.prepare import prepare
 
 CONVOLUTION = r".*(_proj|proj|patch_embedding|fc\d|qkv|linear_\d|linear_fc\d)"
@@ -311,7 +312,7 @@ def test_a_model_that_is_packed_wrongly_is_refused(
     family, method, wrong = BROKEN[fault]
     base = vision_base(family)
     run = Run.model_validate(tree(base, Path("out"), dict.fromkeys(KINDS, "-"), None, dtype="float32"))
-    vision = Vision.of(base, None, read_config(base, None))
+    vision = modality(base, None, read_config(base, None))
     monkeypatch.setattr(Vision, method, wrong)
     with pytest.raises(InputError, match="its own logits of samples with images differ by"):
         load_base(run, None, {}, vision)
@@ -320,8 +321,8 @@ def test_a_model_that_is_packed_wrongly_is_refused(
 def test_rows_of_images_that_do_not_lie_together_are_noticed(vision_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     base = vision_base("qwen2_5_vl")
     run = Run.model_validate(tree(base, Path("out"), dict.fromkeys(KINDS, "-"), None, dtype="float32"))
-    vision = Vision.of(base, None, read_config(base, None))
-    own = vision_proof.own_images
+    vision = modality(base, None, read_config(base, None))
+    own = proof.own_images
 
     def mixed(*args: Any) -> Any:
         found = own(*args)
@@ -329,7 +330,7 @@ def test_rows_of_images_that_do_not_lie_together_are_noticed(vision_base: Any, m
             rows["model.visual.merger.mlp.0"] = rows["model.visual.merger.mlp.0"].flip(0)
         return found
 
-    monkeypatch.setattr("packlora.base.vision_proof.own_images", mixed)
+    monkeypatch.setattr("packlora.images.proof.own_images", mixed)
     with pytest.raises(InputError, match=r"in model\.visual\.merger\.mlp\.0 the rows of an image do not lie together"):
         load_base(run, None, {}, vision)
 

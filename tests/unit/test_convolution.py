@@ -16,7 +16,7 @@ from torch import nn
 from packlora.adapters.files import tensor_shapes
 from packlora.adapters.flat import SLOW
 from packlora.adapters.linear import Attached
-from packlora.adapters.owners import ImageOwners, OwnedImage, TokenOwners
+from packlora.adapters.owners import TokenOwners
 from packlora.adapters.routed import ConvolutionWeights, RoutedRows
 from packlora.adapters.spec import ModuleSpec, resolve
 from packlora.adapters.weights import parameter_shapes
@@ -25,6 +25,7 @@ from packlora.commands.adapter_folder import AdapterFolder
 from packlora.errors import InputError
 from packlora.export.export import _check_plain
 from packlora.export.merge import Merged
+from packlora.images.owners import ImageOwners, OwnedImage
 from packlora.ops.dropout import dropout
 from packlora.ops.dropout.keys import layer_salt
 
@@ -78,7 +79,7 @@ def test_rows_of_jobs_beside_each_other_are_those_of_peft(kind: str, drops: bool
     ]
     owners = ImageOwners(images, torch.device("cpu"))
     x = torch.randn(sum(SHARES) * 2, *size, dtype=torch.float64)
-    with attached.active(TokenOwners(16, ((0, 0, 8), (1, 8, 16)), images=owners)):
+    with attached.active(TokenOwners(16, ((0, 0, 8), (1, 8, 16)), beside=owners)):
         y = layer(x.requires_grad_())
     weights = torch.randn_like(y)
     (y * weights).sum().backward()

@@ -16,10 +16,10 @@ from PIL import Image as pillow
 from transformers.image_utils import load_image
 
 from packlora.config import DataConfig
-from packlora.data.images import MOST_PIXELS, Images, Shown, decode
 from packlora.data.preference import encode_for
 from packlora.data.readers import read_data
 from packlora.errors import InputError
+from packlora.images.files import MOST_PIXELS, Images, Shown, decode
 
 MARK = "<|im_start|>"
 CHAT = (
@@ -67,7 +67,7 @@ def encoded(
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = CHAT
     looking = Shown(Vision()) if shown else None
-    out = encode_for(trainer, read.rows, tokenizer, config, 4096, "job", context, shown=looking)
+    out = encode_for(trainer, read.rows, tokenizer, config, 4096, "job", context, reader=looking)
     out.skipped[:0] = read.skipped
     return out
 
@@ -103,8 +103,8 @@ def test_every_form_is_the_same_sample(form: str, folder: Path, tokenizer: Any) 
     assert sample.ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
     learnt = tokenizer.decode(sample.ids[sample.is_label])
     assert learnt == "the fox<|im_end|>"
-    assert [os.path.basename(file.path) for file in sample.images.files] == ["a.png", "b.png"]
-    assert sample.images.counts == (2, 3)
+    assert [os.path.basename(file.path) for file in sample.extras.files] == ["a.png", "b.png"]
+    assert sample.extras.counts == (2, 3)
 
 
 PAIR: dict[str, Any] = {
@@ -121,14 +121,14 @@ def test_both_completions_of_a_pair_have_its_images(folder: Path, tokenizer: Any
     forms = [PAIR, {"prompt": blocks[:1], **turns}, {name: blocks[:1] + turn for name, turn in turns.items()}]
     samples = encoded(folder, *forms, tokenizer=tokenizer, trainer="dpo").samples
     for sample in samples:
-        assert [sample.ids.tolist(), sample.images] == [samples[0].ids.tolist(), samples[0].images]
+        assert [sample.ids.tolist(), sample.extras] == [samples[0].ids.tolist(), samples[0].extras]
         for part, text in zip(sample.parts(), (PAIR["chosen"], PAIR["rejected"]), strict=True):
             (own,) = encoded(folder, FORMS["a prompt"] | {"completion": text}, tokenizer=tokenizer).samples
             assert [part.ids.tolist(), part.is_label.tolist()] == [own.ids.tolist(), own.is_label.tolist()]
-            assert part.images == own.images
+            assert part.extras == own.extras
     whole = samples[0].preference.lengths[0]
     (cut,) = encoded(folder, PAIR, tokenizer=tokenizer, trainer="dpo", max_length=whole, truncate="right").samples
-    assert cut.preference.lengths == (whole, whole) and len(cut.images.files) == 4
+    assert cut.preference.lengths == (whole, whole) and len(cut.extras.files) == 4
     with pytest.raises(InputError, match=rf"has {whole + 2} tokens, 5 of them of images, over max_length {whole}"):
         encoded(folder, PAIR, tokenizer=tokenizer, trainer="dpo", max_length=whole)
     missing = PAIR | {"images": ["no.png", "a.png"]}
@@ -225,7 +225,7 @@ def test_a_bad_image_is_refused_with_its_line_or_skipped(bad: str, folder: Path,
 
 def test_an_absolute_path_may_lie_anywhere(folder: Path, tokenizer: Any) -> None:
     (sample,) = encoded(folder, image(str(folder.parent / "outside.png")), tokenizer=tokenizer).samples
-    assert sample.images.counts == (4,)
+    assert sample.extras.counts == (4,)
 
 
 def test_where_images_are_not_read_they_are_refused(folder: Path, tokenizer: Any) -> None:
@@ -257,7 +257,7 @@ def test_no_image_is_cut_through(limit: int, left: int, files: int) -> None:
 
 def test_what_changed_since_it_was_checked_is_noticed_when_it_is_decoded(folder: Path, tokenizer: Any) -> None:
     (sample,) = encoded(folder, image("a.png"), tokenizer=tokenizer).samples
-    (file,) = sample.images.files
+    (file,) = sample.extras.files
     assert file.decode().size == (2, 4)
     pillow.new("RGB", (2, 4)).save(folder / "a.png")
     with pytest.raises(InputError, match=r"a\.png has changed since the run began"):

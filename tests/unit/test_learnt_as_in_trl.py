@@ -22,10 +22,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from packlora.config import DataConfig
 from packlora.data.encode import Sample, encode_rows
-from packlora.data.images import Shown
 from packlora.data.prompts import answer_ends, taught_end
 from packlora.data.rows import check_row
 from packlora.errors import InputError
+from packlora.images.files import Shown
 
 _SPEC = importlib.util.find_spec("trl")
 _PLACES = (
@@ -117,7 +117,7 @@ def tokenizer_of(source: str) -> PreTrainedTokenizerFast:
 
 def encoded(tokenizer: Any, turns: Turns, folder: Path | None = None, shown: Shown | None = None) -> Sample:
     row = check_row({"messages": turns}, "row 1", "j", str(folder))
-    (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 10**6, "j", shown=shown).samples
+    (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 10**6, "j", reader=shown).samples
     return sample
 
 

@@ -12,11 +12,11 @@ from conftest import tiny_model
 from stored_codes import BLOCK, FORMATS, fp8
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
-from packlora.base.quantized import own_layers
-from packlora.base.stored import stored_as
+from packlora.codes.library import IDENTITY_ROWS, LibraryCodes, by_identity, library_codes
+from packlora.codes.load import own_layers
+from packlora.codes.stored import stored_as
+from packlora.codes.weight import QuantizedLinear
 from packlora.errors import InputError
-from packlora.ops.lora_linear.library_codes import IDENTITY_ROWS, LibraryCodes, by_identity, library_codes
-from packlora.ops.lora_linear.quantized import QuantizedLinear
 
 
 def block_layer(N: int, K: int) -> tuple[FP8Linear, torch.Tensor]:

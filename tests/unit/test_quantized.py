@@ -17,9 +17,10 @@ from quantised import bnb, codes, dequantised
 from seeds import SEED
 
 from packlora.adapters.norms import NormHandle, RowNorms
+from packlora.codes.library import FourBit
+from packlora.codes.weight import Quantized, QuantizedLinear
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.ops.lora_linear.quantized import FourBit, Quantized, QuantizedLinear
 from packlora.ops.lora_linear.temporary import _MADE
 from packlora.ops.lora_linear.types import situation
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-GROUND = {"config", "errors", "files", "renaming", "result", "run_file", "seeding", "terminal"}
+GROUND = {"config", "errors", "files", "form", "modality", "renaming", "result", "run_file", "seeding", "terminal"}
 """Files beside the rooms that every room but ops may use; they use only one another."""
 FACE = {"", "cli", "command_line", "__main__", "callbacks"}
 """What users call; no room imports it."""
@@ -28,6 +28,8 @@ MAY_USE: dict[str, set[str]] = {
     "engine": {"ops", "adapters", "base", "data"},
     "runtime": {"ops", "plans", "adapters", "base", "data", "engine", "schedule", "report", "parallel"},
 }
+MAY_USE["codes"] = {"ops", "base", "live"}
+MAY_USE["images"] = {"ops", "adapters", "base", "data"}
 MAY_USE["tune"] = {*MAY_USE}
 MAY_USE["commands"] = {*MAY_USE}
 MAY_USE["export"] = MAY_USE["generate"] = {*MAY_USE}

@@ -1,9 +1,9 @@
 """What the operator asks of a frozen weight W [N, K], so that its storage is nobody else's business.
 
 `Dense` is a weight that lies in memory as it is multiplied, `Gathered` one that lies there while its layer runs. Those of
-quantized.py are codes, of which a tensor is made where it is read. Whatever implements `FrozenWeight` beside them changes
-nothing of the operator: plans that read W are not legal where there is no tensor of it (`has_tensor`). `Storage` says how the
-weights of a whole model lie.
+codes/weight.py are codes, of which a tensor is made where it is read. Whatever implements `FrozenWeight` beside them changes
+nothing of the operator: plans that read W are not legal where there is no tensor of it (`has_tensor`). `FrozenLinear` is a
+layer with such a weight. `Storage` says how the weights of a whole model lie.
 """
 
 from __future__ import annotations
@@ -158,6 +158,24 @@ class Gathered(Dense):
     def key(self) -> Hashable:
         counted = version(self.weight)
         return None if counted is None else (id(self.weight), counted)
+
+
+class FrozenLinear(torch.nn.Linear):
+    """A frozen linear layer whose parameter `weight` is not W [N, K] but what W is made of.
+
+    frozen: W as the operator takes it, always the same object on a device.
+    """
+
+    frozen: FrozenWeight
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How W is made, for the files of adapters that are trained on it."""
+        raise NotImplementedError
+
+    def take(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Keep of a weight of floats, on the layer's device, what is not shared by rows, and give what is: the parameter."""
+        raise NotImplementedError
 
 
 class Storage(Protocol):

@@ -1,4 +1,4 @@
-"""Tensors of frozen weights that are made where they are read, such as those of quantised ones (quantized.py).
+"""Tensors of frozen weights that are made where they are read, such as those of quantised ones (codes/weight.py).
 
 A tensor that was made stays until the call of the operator ends, so that all products of the call share it, however many jobs
 own its tokens; or until others need the room: all of them together take at most what the largest two would.

@@ -5,7 +5,7 @@
                                                <image> in texts; where there are none, all stand before the first user's text
     "image": "a.png"                           the same of one
 
-A relative path is one inside of the folder of the data file. What is read of the files: images.py.
+A relative path is one inside of the folder of the data file. What is read of the files: files.py.
 """
 
 from __future__ import annotations

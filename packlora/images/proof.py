@@ -1,6 +1,6 @@
-"""The proof that samples with images may be packed, as proof.py gives it for texts: packed samples must have the logits that
-the untouched model gives each one alone, and the rows of an image must lie together in all linear layers and convolutions of a
-vision tower.
+"""The proof that samples with images may be packed, as base/proof.py gives it for texts: packed samples must have the logits
+that the untouched model gives each one alone, and the rows of an image must lie together in all linear layers and convolutions
+of a vision tower.
 
 Shapes: T tokens of a sample, n rows of images that a layer is given.
 """
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from packlora.base.packing import decoder_of, packed_logits
 from packlora.base.proof import PROBE_ERROR, cannot_be_packed, difference
 from packlora.base.shape import vocabulary
-from packlora.base.vision import ImageTensors, Vision, joined_positions, on_device
 from packlora.errors import InputError
+from packlora.images.vision import ImageTensors, Vision, joined_positions, on_device
 from packlora.ops.modules import beside_decoder
 
 SIZES = ((96, 64), (64, 112), (80, 80))

@@ -19,10 +19,11 @@ from transformers.utils import is_bitsandbytes_available, is_torchao_available
 
 from packlora.base.classes import ClassOf, auto_class, served_class
 from packlora.base.load import read_model
-from packlora.base.stored import Stored, stored_as
+from packlora.codes.library import EightBit, FourBit, library_codes, state_of
+from packlora.codes.stored import Stored, stored_as
+from packlora.codes.weight import Codes, QuantizedLinear
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError
-from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, QuantizedLinear, codes_of, state_of
 from packlora.ops.twin import twin_of
 
 FLAGS = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method", "hf_quantizer")
@@ -148,7 +149,7 @@ def read_quantised(
 
 
 def read_in_codes(
-    path: str, quantization: QuantizationConfig, dtype: torch.dtype, device: torch.device, kept: list[str] | None
+    path: str, quantization: QuantizationConfig, dtype: torch.dtype, device: torch.device, kept: list[str] | None = None
 ) -> tuple[PreTrainedModel, dict[str, Codes]]:
     """A model that is saved as floats as its library quantises it, ready to be saved in codes, and the codes by module path.
     The folder names its class.
@@ -250,7 +251,7 @@ def own_layers(
     """
     _check_made(model, path)
     found = list(_quantised(model))
-    if notes is not None and any(getattr(codes, "quantises_inputs", False) for _, _, codes in found):
+    if notes is not None and any(codes.quantises_inputs for _, _, codes in found):
         notes.append(
             f"base_model {path!r}: its library rounds the inputs of quantised layers too; here they are multiplied as they "
             "are, with what the codes stand for"
@@ -270,16 +271,8 @@ def own_layers(
 
 
 def _quantised(model: torch.nn.Module) -> Iterator[tuple[str, Any, Codes]]:
-    from packlora.ops.lora_linear.library_codes import library_codes
-
-    kinds: tuple[type, ...] = ()
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        from bitsandbytes.nn import Linear4bit, Linear8bitLt
-
-        kinds = (Linear4bit, Linear8bitLt)
     for path, module in model.named_modules():
-        codes: Codes | None = codes_of(module) if isinstance(module, kinds) else library_codes(module)
-        if codes is not None:
+        if (codes := library_codes(module)) is not None:
             yield path, module, codes
 
 
@@ -333,8 +326,6 @@ def codes_made_of(weight_NK: torch.Tensor, quantization: QuantizationConfig, dty
     weight_NK = weight_NK.to(made_of(dtype))
     if quantization.method == "torchao":
         from torchao.quantization import quantize_
-
-        from packlora.ops.lora_linear.library_codes import library_codes
 
         layer = torch.nn.Linear(weight_NK.shape[1], weight_NK.shape[0], False, "meta")
         layer.weight = torch.nn.Parameter(weight_NK, requires_grad=False)

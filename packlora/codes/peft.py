@@ -8,7 +8,7 @@ which on a GPU quantises the inputs as well; those of the backward are with what
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -18,10 +18,11 @@ from peft.import_utils import is_bnb_available
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from packlora.codes.library import EightBit, FourBit, library_codes, state_of
+from packlora.codes.weight import Codes, Quantized
 from packlora.live.adapter import observed
 from packlora.live.wrapped import UNITS, NotWhole, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.frozen import FrozenWeight
-from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, Quantized, codes_of, state_of
 
 
 @lru_cache
@@ -43,7 +44,7 @@ def quantised_kinds() -> dict[type, type | None]:
     return found
 
 
-def stored_weight(base: Any, kind: type | None, known: StoredWeight | None) -> StoredWeight | str:
+def stored_weight(kind: type | None, base: Any, known: StoredWeight | None) -> StoredWeight | str:
     """The weight of a quantised base layer, or why it cannot be read.
 
     Args:
@@ -61,16 +62,10 @@ def stored_weight(base: Any, kind: type | None, known: StoredWeight | None) -> S
         return reason
     if known is not None and known.is_of(base):
         return known
-    codes: Codes | None
-    if kind is None:
-        from packlora.ops.lora_linear.library_codes import library_codes
-
-        codes = library_codes(base)
-    else:
-        codes = codes_of(base)
+    codes = library_codes(base)
     if codes is None:
         return f"its base layer is a {name}, whose codes are not read here"
-    if getattr(codes, "quantises_inputs", False):
+    if codes.quantises_inputs:
         return f"its base layer is a {name}, which quantises its inputs too"
     return StoredWeight(base, codes)
 
@@ -101,7 +96,8 @@ def _why_no_codes(base: Any) -> str | None:
 
 
 class StoredWeight:
-    """A quantised base layer as the operator takes it: the same object for a dtype while it has the same codes."""
+    """A quantised base layer as the operator takes it: the same object for a dtype while it has the same codes. See
+    live/foreign.py, StoredWeight."""
 
     def __init__(self, base: Any, codes: Codes) -> None:
         self.base, self.codes = base, codes
@@ -111,6 +107,13 @@ class StoredWeight:
     def is_of(self, base: Any) -> bool:
         now = _parts(base)
         return base is self.base and len(now) == len(self._parts) and all(map(operator.is_, now, self._parts))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape
+
+    def together(self, like: torch.Tensor) -> Hashable:
+        return type(self.codes), self.products(like, like.dtype)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What a vision-language model is given for images: its processor, the tensors of a microbatch, the positions of tokens.
 
 The processor is the library's own, without the part for videos, which needs more packages. Images are processed one at a time
-and joined here, so an image's numbers do not depend on its neighbours. vision_proof.py shows that a model may be run so.
+and joined here, so an image's numbers do not depend on its neighbours. proof.py shows that a model may be run so.
 
 Shapes: T tokens of a sample.
 """
@@ -96,7 +96,7 @@ class Vision:
         return getattr(self.processor, "chat_template", None)
 
     def text_of(self, image: pillow.Image) -> str:
-        """See data/images.py, ImageText."""
+        """See files.py, ImageText."""
         try:
             found = self.processor(images=[image], text=[self.image_mark], return_text_replacement_offsets=True)
             return str(found["text_replacement_offsets"][0][0]["replacement"])

@@ -6,13 +6,16 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from packlora.base.vision import ImageTensors, Vision, on_device
-from packlora.data.images import Shown
-from packlora.data.prompts import image_prompt_ids
+from packlora.data.places import prompt_text
+from packlora.data.template import Template
+from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
+from packlora.images.files import Images, Shown
+from packlora.images.vision import ImageTensors, Vision, on_device
 from packlora.terminal import say
 
 
@@ -68,3 +71,23 @@ class AskedImages:
     def tokens_of(self, ids: torch.Tensor) -> int:
         """How many tokens are those of images."""
         return int((ids == self._vision.token_id).sum()) if self._vision is not None else 0
+
+
+def image_prompt_ids(
+    messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, shown: Shown, where: str
+) -> tuple[list[int], Images]:
+    """Tokens of a conversation with images, and the images.
+
+    Args:
+        messages: contents are texts, or lists of blocks with {"type": "image"} for each image.
+        paths: of the images, in the order of their blocks.
+        where: for messages.
+
+    Raises:
+        InputError: the template refuses the messages, or does not show all of them; or a file is no image for this model.
+    """
+    text, _, images = shown.put_in(prompt_text(Template(tokenizer), messages), [], paths, where)
+    ids = prompt_tokens(text, tokenizer, is_rendered=True)
+    if problem := shown.problem_of(np.asarray(ids), images):
+        raise InputError(f"{where}: {problem}")
+    return ids, images

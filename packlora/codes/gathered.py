@@ -1,17 +1,25 @@
 """Linear layers of codes of which a process holds some rows, and all of them only while the layer runs.
 
+Each process makes the codes of a whole layer out of the floats in the files, one layer at a time, as a process does that has
+all of it, and keeps its own rows. FSDP2 gathers codes as it gathers floats. Scales take some hundredths of what codes take, and
+are whole everywhere: their blocks go over the borders of rows.
+
 Shapes: N outputs, K inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from packlora.ops.lora_linear.quantized import Codes, Quantized, QuantizedLinear
+from packlora.codes.load import codes_made_of, quantised_paths
+from packlora.codes.weight import Codes, Quantized, QuantizedLinear
+from packlora.config import QuantizationConfig
 
 
 class GatheredCodes(Quantized):
@@ -85,3 +93,18 @@ class GatheredCodesLinear(QuantizedLinear):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         return torch.nn.Linear._apply(self, fn, recurse)
+
+
+def share_codes(model: PreTrainedModel, quantization: QuantizationConfig, dtype: torch.dtype) -> None:
+    """Put layers of codes in the place of those that are quantised, in a model on the meta device.
+
+    Args:
+        quantization: by bitsandbytes, of floats.
+        dtype: of the run.
+    """
+    make = partial(codes_made_of, quantization=quantization, dtype=dtype)
+    for path in quantised_paths(model):
+        whole: Any = model.get_submodule(path)
+        N, K = whole.weight.shape
+        stored = ((N, K), torch.int8) if quantization.method == "int8" else (((N * K + 1) // 2, 1), torch.uint8)
+        model.set_submodule(path, GatheredCodesLinear(whole, make, stored, dtype))

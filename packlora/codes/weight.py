@@ -1,5 +1,4 @@
-"""Frozen weights of four and eight bits a number, and the layer that has one. What bitsandbytes makes is read here, what other
-libraries make in library_codes.py.
+"""Frozen weights that are codes, and the layer that has one. How libraries store codes, and what these stand for: library.py.
 
 A product takes W as a tensor of the compute dtype, which is made of the codes where it is read and is gone when the call of the
 operator ends (temporary.py); then it is a product like any other, and any plan computes it. What is made is what the library
@@ -10,29 +9,27 @@ Shapes: N outputs, K inputs.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
 
 from packlora.ops.first_order import first_order
-from packlora.ops.lora_linear.frozen import Products
+from packlora.ops.lora_linear.frozen import FrozenLinear, Products
 from packlora.ops.lora_linear.temporary import no_longer_than_this, temporary
 from packlora.ops.stamp import stamps
-
-LARGEST_CODE = 127
 
 
 class Codes(Protocol):
     """The numbers of a quantised weight [N, K].
 
     stored: the tensor that most of its memory is; where another module owns it, it may be bytes that are called floats.
-    settings: how they were made, as a run file says it.
+    settings: how they were made, as a run file says it. quantises_inputs: the library's own product rounds its inputs as well.
     """
 
     stored: torch.Tensor
     settings: dict[str, Any]
+    quantises_inputs: bool
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -45,57 +42,6 @@ class Codes(Protocol):
 
     def with_stored(self, stored: torch.Tensor) -> Codes:
         """The same with `stored` on a device, where the rest goes too."""
-
-
-class FourBit:
-    """Two codes a byte, a scale for each block of them; the scales may be quantised themselves. state: a QuantState."""
-
-    def __init__(self, stored: torch.Tensor, state: Any) -> None:
-        self.stored, self.state = stored, state
-        self.settings: dict[str, Any] = {"method": str(state.quant_type), "double_quant": bool(state.nested)}
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return tuple(self.state.shape)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"": self.stored, **self.state.as_dict(packed=True)}
-
-    def values(self, dtype: torch.dtype) -> torch.Tensor:
-        from bitsandbytes.functional import dequantize_4bit
-
-        state = copy.copy(self.state)
-        state.dtype = torch.float32 if dtype == torch.float64 else dtype
-        # Blocks go on from row to row. bitsandbytes' kernel for CPUs (0.50) begins anew in each row where K is a multiple of 16
-        # and not of 64, and so takes wrong scales: of SigLIP's 4304 inputs, for one.
-        state.shape = torch.Size([self.state.shape.numel()])
-        W_NK: torch.Tensor = dequantize_4bit(self.stored.reshape(-1, 1), state)
-        return W_NK.view(self.shape).to(dtype)
-
-    def with_stored(self, stored: torch.Tensor) -> FourBit:
-        self.state.to(stored.device)
-        return FourBit(stored, self.state)
-
-
-class EightBit:
-    """A code a byte, [N, K], and the largest value of each row, [N] in float32."""
-
-    def __init__(self, stored: torch.Tensor, largest_N: torch.Tensor) -> None:
-        self.stored, self.largest_N = stored, largest_N
-        self.settings: dict[str, Any] = {"method": "int8", "double_quant": False}
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.stored.shape  # type: ignore[return-value]
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"": self.stored, "SCB": self.largest_N}
-
-    def values(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.stored.to(dtype, copy=True).mul_((self.largest_N * (1.0 / LARGEST_CODE)).unsqueeze(1))
-
-    def with_stored(self, stored: torch.Tensor) -> EightBit:
-        return EightBit(stored, self.largest_N.to(stored.device))
 
 
 class Quantized(Products):
@@ -135,7 +81,7 @@ class Quantized(Products):
             return self.codes.values(self.dtype)
 
 
-class QuantizedLinear(torch.nn.Linear):
+class QuantizedLinear(FrozenLinear):
     """A frozen linear layer with a quantised weight, of the compute dtype.
 
     weight: the codes as they are stored, of integers: floats would be cast with the model (bnb_4bit_quant_storage has bytes in
@@ -149,7 +95,11 @@ class QuantizedLinear(torch.nn.Linear):
         self.weight = torch.nn.Parameter(stored, requires_grad=False)
         if bias_N is not None:
             self.bias = torch.nn.Parameter(bias_N.detach().to(dtype), requires_grad=False)
-        self.frozen = Quantized(codes.with_stored(self.weight), dtype)
+        self.frozen: Quantized = Quantized(codes.with_stored(self.weight), dtype)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**self.frozen.codes.settings, "dtype": str(self.frozen.dtype).removeprefix("torch.")}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y_TN: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), self.bias, self.frozen)
@@ -188,18 +138,3 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with no_longer_than_this():
             return ctx.frozen.matmul_t(d), None, None
-
-
-def codes_of(module: Any) -> Codes:
-    """The weight of a bitsandbytes Linear4bit or Linear8bitLt that is quantised and on its device."""
-    weight, state = module.weight, state_of(module)
-    if state is not None:
-        return FourBit(weight, state)
-    largest_N = module.state.SCB if module.state.SCB is not None else weight.SCB
-    return EightBit(weight if module.state.CB is None else module.state.CB, largest_N)
-
-
-def state_of(module: Any) -> Any:
-    """The QuantState of a bitsandbytes Linear4bit; None of a layer that has none. FSDP takes it off the weight."""
-    own = getattr(module.weight, "quant_state", None)
-    return getattr(module, "quant_state", None) if own is None else own

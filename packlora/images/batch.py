@@ -11,17 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from packlora.adapters.owners import ImageOwners, OwnedImage
-from packlora.base.vision import ImageTensors, Vision, joined_positions, on_device
 from packlora.data.encode import Sample
-
-Draw = tuple[int, int, int] | None
-"""Dropout key, step and number of a sample; None: nothing is dropped."""
+from packlora.images.files import ImageFile, Images
+from packlora.images.owners import ImageOwners, OwnedImage
+from packlora.images.vision import ImageTensors, Vision, joined_positions, on_device
+from packlora.modality import Draw
 
 
 @dataclass(frozen=True, slots=True)
 class BatchImages:
-    """samples: each part of one by itself. images: of each, None where it has none."""
+    """samples: each part of one by itself. images: of each, None where it has none. See modality.py, BatchExtras."""
 
     vision: Vision
     samples: Sequence[Sample]
@@ -50,24 +49,35 @@ class BatchImages:
 
 
 def in_batch(
-    samples: Sequence[Sample], owners: Sequence[int], draws: Sequence[Draw], vision: Vision | None, device: torch.device
+    samples: Sequence[Sample],
+    owners: Sequence[int],
+    draws: Sequence[Draw],
+    vision: Vision,
+    device: torch.device,
 ) -> BatchImages | None:
     """Decode the images of samples; None where there are none. Raises InputError where a file is not what it was.
 
     Args:
         owners, draws: of each sample.
     """
-    if vision is None or all(item.images is None for item in samples):
+    if all(item.extras is None for item in samples):
         return None
-    files = dict.fromkeys(file for item in samples if item.images is not None for file in item.images.files)
+    files = dict.fromkeys(file for item in samples for file in _files(item))
     tensors = {file: vision.tensors(file.decode()) for file in files}
     parts: list[Sample] = []
     images: list[ImageTensors | None] = []
     owned: list[OwnedImage] = []
     for item, owner, draw in zip(samples, owners, draws, strict=True):
         for part in item.parts():
-            own = None if part.images is None else ImageTensors.joined([tensors[file] for file in part.images.files])
+            own = None if part.extras is None else ImageTensors.joined([tensors[file] for file in _files(part)])
             owned += [] if own is None else [OwnedImage(owner, share, draw) for share in own.shares]
             images.append(own)
             parts.append(part)
     return BatchImages(vision, parts, images, ImageOwners(owned, device))
+
+
+def _files(sample: Sample) -> tuple[ImageFile, ...]:
+    if sample.extras is None:
+        return ()
+    assert isinstance(sample.extras, Images)
+    return sample.extras.files

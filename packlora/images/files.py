@@ -1,8 +1,8 @@
 """Images of rows: which files they are, and what of a file is refused before it is decoded; which forms rows have them in:
-image_rows.py.
+rows.py.
 
 Files are checked before training, one at a time, and decoded
-again when their microbatch is due: no more than its images are in memory. What an image becomes in a model is base/vision.py's.
+again when their microbatch is due: no more than its images are in memory. What an image becomes in a model is vision.py's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import stat
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from PIL import Image as pillow
@@ -51,24 +51,37 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Of a sample. counts: tokens of each of the files, all of which are `token_id`."""
+    """The images of a sample. counts: tokens of each of the files, all of which are `token_id`. See modality.py, Extras."""
 
     files: tuple[ImageFile, ...]
     counts: tuple[int, ...]
     token_id: int
+    kind: ClassVar[str] = "images"
 
-    @staticmethod
-    def joined(parts: Sequence[Images | None]) -> Images | None:
-        """Of the parts of a sample, one behind the other."""
-        own = [part for part in parts if part is not None]
-        if not own:
-            return None
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def digest(self) -> bytes:
+        return b"".join(file.digest for file in self.files)
+
+    def joined(self, others: Sequence[Images]) -> Images:
+        """These, and those of other parts of the sample behind them."""
+        own = [self, *others]
         files, counts = (tuple(one for part in own for one in getattr(part, name)) for name in ("files", "counts"))
-        return Images(files, counts, own[0].token_id)
+        return Images(files, counts, self.token_id)
 
-    def part(self, first: int, stop: int) -> Images:
-        """Images [first, stop) of these."""
-        return Images(self.files[first:stop], self.counts[first:stop], self.token_id)
+    def split(self, parts: Sequence[np.ndarray]) -> list[Images | None]:
+        """The images of each part of the sample, by its token ids [T]."""
+        out, first, stop = list[Images | None](), 0, 0
+        for ids in parts:
+            tokens = int((ids == self.token_id).sum())
+            while sum(self.counts[first:stop]) < tokens:
+                stop += 1
+            out.append(Images(self.files[first:stop], self.counts[first:stop], self.token_id) if tokens else None)
+            first = stop
+        return out
 
     def cut(self, ids: np.ndarray, limit: int) -> tuple[int, Images | None]:
         """Tokens that are left of `ids` [T] where at most `limit` are, with no image cut through; and the images of these."""
@@ -81,7 +94,7 @@ class Images:
 
 
 class ImageText(Protocol):
-    """What data needs of a model that sees images; base/vision.py, `Vision`."""
+    """What texts need of a model that sees images; vision.py, `Vision`."""
 
     image_mark: str
     """What the chat template writes for an image."""
@@ -97,7 +110,7 @@ class ImageText(Protocol):
 
 @dataclass(slots=True)
 class Shown:
-    """Images as a model's texts have them; each file is looked at once."""
+    """Images as a model's texts have them; each file is looked at once. See modality.py, ExtrasReader."""
 
     vision: ImageText
     _known: dict[tuple[Any, ...], tuple[ImageFile, str]] = field(default_factory=dict)
@@ -134,7 +147,7 @@ class Shown:
 
     def problem_of(self, ids: np.ndarray, images: Images | None) -> str | None:
         """What is wrong with the tokens [T] of a sample: those of images must be of its images."""
-        found, wanted = int((ids == self.vision.token_id).sum()), sum(images.counts) if images is not None else 0
+        found, wanted = int((ids == self.vision.token_id).sum()), images.num_tokens if images is not None else 0
         if found == wanted:
             return None
         return f"the sample has {found} tokens of images, its images have {wanted}; the token stands in a text as well"

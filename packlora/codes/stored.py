@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, quoted
+from packlora.form import read_as_floats, said_of
 
 BITSANDBYTES, SKIPPED = ("nf4", "fp4", "int8"), "llm_int8_skip_modules"
 """Its methods, and its name for layers that are left out; also of 4 bits."""
@@ -80,24 +80,10 @@ class Stored:
         return None
 
 
-def read_as_floats(config: Any) -> bool:
-    """Whether the files of a model have codes of experts alone, of which transformers makes floats while it loads them."""
-    return _told(config)[0] == "mxfp4"
-
-
-def _told(config: Any) -> tuple[str, dict[str, Any]]:
-    """What a configuration says of how files are quantised: the method, and all of it."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return "", {}
-    told: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    return str(getattr(told.get("quant_method"), "value", told.get("quant_method"))), told
-
-
 def stored_as(config: Any, path: str) -> Stored | None:
     """How the files of a model are quantised, by its configuration; None where what is loaded of them is floats. Raises
     InputError where that is not known here."""
-    method, told = _told(config)
+    method, told = said_of(config)
     if not method or read_as_floats(config):
         return None
     if method not in _READERS:
@@ -230,9 +216,7 @@ def as_stored() -> Iterator[None]:
         awq=type("StoredAwq", (before["awq"],), {"update_dtype": lambda _, dtype: dtype}),
     )
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of loading()'s attributes
-            yield
+        yield
     finally:
         AUTO_QUANTIZER_MAPPING.update(before)
 

@@ -1,4 +1,4 @@
-"""Weights as torchao, GPTQModel, compressed-tensors and transformers store them, and how a dense weight is made of each.
+"""Weights as bitsandbytes, torchao, GPTQModel, compressed-tensors and transformers store them, and the dense weight of each.
 
 `library_codes` reads a layer of one of these libraries. The dense weight is what the library's own function makes of the codes;
 where it has none (torchao's packed int4) it is the layer's product with the identity, whose sums have one term and so round
@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from packlora.codes.weight import Codes
+
+LARGEST_CODE = 127
 IDENTITY_ROWS = 1024
 """Of the identity that are multiplied at a time."""
 TORCHAO_TYPES = {
@@ -25,12 +28,63 @@ TORCHAO_TYPES = {
 Tensors = Mapping[str, torch.Tensor]
 
 
-class LibraryCodes:
-    """The weight of a layer of a library.
+class FourBit:
+    """Two codes a byte, a scale for each block of them; the scales may be quantised themselves. state: a QuantState."""
 
-    stored: the tensor that most of its memory is, as integers. settings: how it was made, as a run file says it.
-    quantises_inputs: the library's own product rounds its inputs as well.
-    """
+    quantises_inputs = False
+
+    def __init__(self, stored: torch.Tensor, state: Any) -> None:
+        self.stored, self.state = stored, state
+        self.settings: dict[str, Any] = {"method": str(state.quant_type), "double_quant": bool(state.nested)}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.state.shape)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"": self.stored, **self.state.as_dict(packed=True)}
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        from bitsandbytes.functional import dequantize_4bit
+
+        state = copy.copy(self.state)
+        state.dtype = torch.float32 if dtype == torch.float64 else dtype
+        # Blocks go on from row to row. bitsandbytes' kernel for CPUs (0.50) begins anew in each row where K is a multiple of 16
+        # and not of 64, and so takes wrong scales: of SigLIP's 4304 inputs, for one.
+        state.shape = torch.Size([self.state.shape.numel()])
+        W_NK: torch.Tensor = dequantize_4bit(self.stored.reshape(-1, 1), state)
+        return W_NK.view(self.shape).to(dtype)
+
+    def with_stored(self, stored: torch.Tensor) -> FourBit:
+        self.state.to(stored.device)
+        return FourBit(stored, self.state)
+
+
+class EightBit:
+    """A code a byte, [N, K], and the largest value of each row, [N] in float32."""
+
+    quantises_inputs = False
+
+    def __init__(self, stored: torch.Tensor, largest_N: torch.Tensor) -> None:
+        self.stored, self.largest_N = stored, largest_N
+        self.settings: dict[str, Any] = {"method": "int8", "double_quant": False}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stored.shape  # type: ignore[return-value]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"": self.stored, "SCB": self.largest_N}
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.stored.to(dtype, copy=True).mul_((self.largest_N * (1.0 / LARGEST_CODE)).unsqueeze(1))
+
+    def with_stored(self, stored: torch.Tensor) -> EightBit:
+        return EightBit(stored, self.largest_N.to(stored.device))
+
+
+class LibraryCodes:
+    """The weight of a layer of a library. stored: the tensor that most of its memory is, as integers."""
 
     def __init__(
         self,
@@ -63,9 +117,9 @@ class LibraryCodes:
         return other
 
 
-def library_codes(module: torch.nn.Module) -> LibraryCodes | None:
+def library_codes(module: torch.nn.Module) -> Codes | None:
     """The weight of a layer whose library is known here; None of any other module, a plain linear layer among them."""
-    for read in (_torchao, _gptq, _awq, _compressed_tensors, _blocks_of_fp8):
+    for read in READERS:
         if (found := read(module)) is not None:
             return found
     return None
@@ -86,11 +140,34 @@ def by_identity(
 
 
 def _is(module: object, library: str, *names: str) -> bool:
-    kind = type(module)
+    return _named(type(module), library, *names)
+
+
+def _named(kind: type, library: str, *names: str) -> bool:
     return kind.__module__.partition(".")[0] == library and (not names or kind.__name__ in names)
 
 
 # --- libraries ---------------------------------------------------------------------------------------------------------
+
+
+def _bitsandbytes(module: torch.nn.Module) -> Codes | None:
+    known = any(_named(kind, "bitsandbytes", "Linear4bit", "Linear8bitLt") for kind in type(module).__mro__)
+    return codes_of(module) if known else None
+
+
+def codes_of(module: Any) -> Codes:
+    """The weight of a bitsandbytes Linear4bit or Linear8bitLt that is quantised and on its device."""
+    weight, state = module.weight, state_of(module)
+    if state is not None:
+        return FourBit(weight, state)
+    largest_N = module.state.SCB if module.state.SCB is not None else weight.SCB
+    return EightBit(weight if module.state.CB is None else module.state.CB, largest_N)
+
+
+def state_of(module: Any) -> Any:
+    """The QuantState of a bitsandbytes Linear4bit; None of a layer that has none. FSDP takes it off the weight."""
+    own = getattr(module.weight, "quant_state", None)
+    return getattr(module, "quant_state", None) if own is None else own
 
 
 def _torchao(module: torch.nn.Module) -> LibraryCodes | None:
@@ -194,3 +271,6 @@ def _blocks_of_fp8(module: torch.nn.Module) -> LibraryCodes | None:
 
     tensors = {name: getattr(found, name) for name in ("weight", "weight_scale_inv")}
     return LibraryCodes({"method": "fp8"}, tensors, shape, make, quantises_inputs=True)
+
+
+READERS = (_bitsandbytes, _torchao, _gptq, _awq, _compressed_tensors, _blocks_of_fp8)

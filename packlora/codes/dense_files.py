@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.base.classes import served_class
-from packlora.base.quantized import check_quantization, read_quantised
-from packlora.base.stored import Stored
 from packlora.base.weight_files import SINGLE, WeightFiles
-from packlora.ops.lora_linear.quantized import QuantizedLinear
+from packlora.codes.load import check_quantization, read_quantised
+from packlora.codes.stored import Stored
+from packlora.codes.weight import QuantizedLinear
 
 SHARD_BYTES = 4 * 2**30
 """Of a file that is written of it, in float32."""
