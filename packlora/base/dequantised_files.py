@@ -14,11 +14,12 @@ from packlora.base.weight_files import SINGLE, WeightFiles
 from packlora.ops.lora_linear.quantized import QuantizedLinear
 
 SHARD_BYTES = 4 * 2**30
-"""Of a file that is written of it, in float32."""
+"""Bytes of a file that the dequantised model is written to, in float32."""
 
 
 class DequantisedFiles:
-    """As WeightFiles; the model, of the class that its folder names, is held in codes, and a read makes one weight of them.
+    """Weights of a quantised model with the interface of WeightFiles. The model, of the class that its folder names, is held in
+    codes, and each read dequantises one weight.
 
     Raises:
         InputError: the model cannot be loaded.
@@ -41,7 +42,7 @@ class DequantisedFiles:
 
     @property
     def keys(self) -> dict[str, str]:
-        """By the model's names, as weight_files.keys_of: they are the keys."""
+        """Names of the model's weights, mapped to themselves, in the format of weight_files.keys_of."""
         return {name: name for names in self.names.values() for name in names}
 
     @property

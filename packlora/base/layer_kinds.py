@@ -55,7 +55,7 @@ def first_layers(model: PreTrainedModel, count: int | None) -> Iterator[None]:
 
 
 def _built(layer: torch.nn.Module) -> list[Any]:
-    """What a layer consists of, but for the values of its parameters."""
+    """Description of a layer's modules, without the values of their parameters."""
     out: list[Any] = []
     for path, module in layer.named_modules():
         own = {
@@ -69,8 +69,8 @@ def _built(layer: torch.nn.Module) -> list[Any]:
 
 
 def _treated(held: list[Mapping[str, Any]], number: int, layers: int) -> list[Any]:
-    """What is said of a layer outside of it: entries of lists by layer, whether it is in a list of layers, and on which side of
-    a layer that is named by its number."""
+    """Settings of a layer that are stored outside of it: entries of lists by layer, whether its number is in a list of layers,
+    and whether it comes before or after a layer that is named by its number."""
     out: list[Any] = []
     for own in held:
         for key, value in own.items():

@@ -177,7 +177,7 @@ def read_model(
 
 
 def load_part(what: str, path: str, load: Any) -> Any:
-    """What `load` returns. Raises InputError, naming what could not be loaded of which base model."""
+    """Return the result of `load`. Raises InputError, which names the part and the base model that could not be loaded."""
     try:
         return load()
     except Exception as error:  # transformers raises many types for a model that is not there
@@ -252,7 +252,8 @@ def _some(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What libraries print while they load, as GPTQModel does, goes to standard error: standard output is the command's."""
+    """Redirect the output that libraries such as GPTQModel print while they load to standard error; standard output is the
+    command's."""
     before = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:

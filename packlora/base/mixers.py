@@ -35,7 +35,7 @@ MIXING = {"causal_conv1d_fn": Mixing(2, 1), "torch_chunk_gated_delta_rule": Mixi
 
 
 def mixing_functions(model: torch.nn.Module) -> set[tuple[str, str]]:
-    """Those that the model's layers call: the module of Python that has each, and its name there."""
+    """Mixing functions that the model's layers call: the Python module of each, and its name there."""
     forwards = [inspect.unwrap(kind.forward) for kind in {type(module) for module in model.modules()}]
     codes = [(one.__module__, one.__code__) for one in forwards if hasattr(one, "__code__")]
     return {(file, name) for file, code in codes for name in MIXING.keys() & {*code.co_names}}

@@ -44,15 +44,15 @@ class Base:
     liger: list[str] = field(default_factory=list)
     """Parts of the model that run on fused kernels, see base/liger.py."""
     kept_outputs: str | None = None
-    """In words, how many DoRA layers keep their outputs, where the run asks for it: adapters/kept_outputs.py."""
+    """Description of the DoRA layers that keep their outputs, where the run requests it: adapters/kept_outputs.py."""
     storage: Storage = field(default_factory=InMemory)
     """How its weights lie."""
     quantization: QuantizationConfig | None = None
     """How its linear layers are stored; None of floats."""
     fingerprint: Fingerprint | None = None
-    """Of the whole model; None of one that was not loaded."""
+    """Fingerprint of the whole model; None for a model that was not loaded."""
     vision: Vision | None = None
-    """What it is given for images, where the data has some."""
+    """Processor of images, where the data has images."""
 
 
 def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, vision: Vision | None = None) -> Base:
@@ -85,14 +85,14 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
 
 
 LookedAt = tuple[Fingerprint, OwnLogits]
-"""What is known of a model as transformers runs it."""
+"""Fingerprint and logits of a model as transformers runs it."""
 
 
 def look_at(
     run: Run, model: PreTrainedModel, path: str, longest: Mapping[str, int], in_memory: bool = False
 ) -> LookedAt:
-    """Of a whole model, before it is packed; one that is sharded by rows counts as whole. in_memory: it is not sharded. Raises
-    InputError."""
+    """Fingerprint and own logits of a whole model, before it is packed; a model sharded by rows counts as whole. in_memory: the
+    model is not sharded. Raises InputError."""
     return fingerprint(model, path, run.revision), own_logits(model, path, longest, is_whole=in_memory)
 
 

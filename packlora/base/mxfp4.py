@@ -14,7 +14,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the keys of codes and scales in files."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127
-"""Of the scales' exponents."""
+"""Bias of the scales' exponents."""
 
 
 def packed_names(shapes: dict[str, tuple[int, ...]]) -> list[str]:

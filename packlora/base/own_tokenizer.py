@@ -45,12 +45,13 @@ def own_tokenizer(folder: str | Path, base: Any) -> OwnTokenizer | None:
 
 
 def unused_notes(folders: Iterable[str], base: Any) -> list[str]:
-    """What to say of those of several folders, each once."""
+    """Notes about the tokenizers of several folders, each note once."""
     return [note for folder in dict.fromkeys(folders) if (note := unused_note(folder, base))]
 
 
 def unused_note(folder: str | Path, base: Any) -> str | None:
-    """What to say of the tokenizer in an adapter's folder where texts are made by the base model's."""
+    """Note that an adapter's folder has a tokenizer of its own where the base model's makes the texts; None where it has
+    none."""
     found = own_tokenizer(folder, base)
     if found is None:
         return None

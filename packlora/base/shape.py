@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from packlora.errors import InputError
 
 MOST = {"layers": 10_000, "experts": 100_000}
-"""Of a base model; many more would take all memory only to be laid out. Doge names 16384 experts."""
+"""Upper bounds of a base model's sizes; many more would exhaust the memory while the model is laid out. Doge has 16384
+experts."""
 
 
 def check_sizes(config: Any, path: str) -> None:

@@ -42,7 +42,7 @@ class Stored:
     per_input: int = 0
 
     def bytes_of(self, N: int, K: int, dtype: torch.dtype) -> int:
-        """Of a layer with N outputs and K inputs in a run of this dtype."""
+        """Bytes of a layer with N outputs and K inputs in a run of this dtype."""
         each = (self.scale_bytes or min(dtype.itemsize, 4)) + self.zero_bytes
         return round(N * K * self.bits / 8 + N * K / (self.group or K) * each + self.per_input * K)
 
@@ -72,7 +72,8 @@ class Stored:
         ]
 
     def loading(self) -> Any:
-        """What else transformers is told of it: to lay codes out as the files have them, not as a kernel for inference does."""
+        """Quantisation config for from_pretrained: codes are loaded in the layout of the files, not in that of an inference
+        kernel. None where the default does so."""
         if self.as_asked.method == "gptq":
             return GPTQConfig(bits=int(self.bits), backend="gptq_torch")
         if self.as_asked.method == "awq":
@@ -86,7 +87,7 @@ def read_as_floats(config: Any) -> bool:
 
 
 def _told(config: Any) -> tuple[str, dict[str, Any]]:
-    """What a configuration says of how files are quantised: the method, and all of it."""
+    """Quantisation of the files according to a configuration: the method, and the whole entry."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return "", {}

@@ -1,4 +1,4 @@
-"""What kernels must know of the GPU that they run on. Of the CPU (Triton's interpreter) they know that it takes everything."""
+"""Properties of a GPU that its kernels depend on. Kernels on a CPU run in Triton's interpreter, which accepts everything."""
 
 from __future__ import annotations
 

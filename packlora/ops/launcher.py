@@ -33,11 +33,11 @@ from packlora.ops.probe_kernel import probe_kernel
 
 _COMPILED: dict[Any, tuple[Any, Passage | None]] = {}
 MAPS = 4096
-"""How many encoded descriptors a cached launch keeps of one argument."""
+"""Number of encoded descriptors that a cached launch keeps for one argument."""
 KEPT = 4096
-"""How many launches `bounded` lets a dict hold."""
+"""Number of launches that `bounded` lets a dict hold."""
 Shaped = tuple[list[int], Sequence[int], Sequence[int]]
-"""Of a descriptor: its blocks, its shape and its strides."""
+"""Blocks, shape and strides of a tensor descriptor."""
 
 
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
@@ -58,7 +58,7 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
         self.strides = base.stride() if strides is None else strides
 
     def encoded(self, meta: dict[str, Any]) -> tuple[Any, ...]:
-        """What a compiled kernel takes in its place."""
+        """Encode the descriptor into the arguments that a compiled kernel takes for it."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         return tuple(make_tensordesc_arg(self, meta))
@@ -76,8 +76,8 @@ class Passage:
 
     @staticmethod
     def recorded(compiled: Any, values: tuple[Any, ...]) -> Passage | None:
-        """From a copy of the kernel's own launcher, which launches nothing. None where it is not understood, or where what it
-        passes is made anew for every launch (scratch memory)."""
+        """Record the arguments that the kernel's own launcher passes on, with a copy of the launcher that launches nothing.
+        None where the launcher's call is not recognised, or where it allocates something for every launch (scratch memory)."""
         calls: list[tuple[Any, ...]] = []
         launcher = copy.copy(compiled.run)
         launcher.launch = lambda *args: calls.append(args)
@@ -236,7 +236,7 @@ def launch(
 
 
 def _known_by(kernel: Any, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    """What is compiled for a launch."""
+    """Cache key of the kernel that is compiled for a launch."""
     varying = _varying(kernel)
     return kernel, device, *constants.values(), *(_kind(value, at in varying) for at, value in enumerate(args))
 
@@ -339,7 +339,7 @@ def _difference(mapped: bool) -> str | None:
 
 
 def _passed(launcher: Any, launch: Callable[[], Any]) -> list[tuple[Any, ...]]:
-    """What Triton, without anybody's hooks, would pass to the innermost function for this launch, which does not happen."""
+    """Arguments that Triton would pass to the innermost launch function, without any launch hooks; nothing is launched."""
     calls: list[tuple[Any, ...]] = []
     usual, runtime = launcher.launch, triton.knobs.runtime
     hooks = runtime.launch_enter_hook, runtime.launch_exit_hook

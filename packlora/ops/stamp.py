@@ -1,10 +1,11 @@
-"""What the host can see of a tensor, to tell whether what was made from it still stands.
+"""Stamps of tensors: the changes of a tensor that the host can see, which tell whether a result computed from it is still
+valid.
 
-Everything that this package prepares from parameters and keeps (packed copies, scales, norms, siblings' outputs) goes by one
-rule. It stands while the tensors are the same objects with the same stamps; where objects may be replaced, while they lie in
-the same places with the same versions. Writes that leave no trace on the host, through .data or by a kernel, only their author
-knows of: who keeps something is told whether all writes are counted by the version ("version_counted"), and makes it anew every
-time where they are not.
+Everything that this package prepares from parameters and keeps (packed copies, scales, norms, siblings' outputs) follows one
+rule. A result is valid while the tensors are the same objects with the same stamps; where objects may be replaced, while they
+are at the same addresses with the same versions. Writes that leave no trace on the host (through .data, or by a kernel) are
+known only to the code that makes them. Each cache is therefore configured with `version_counted`: whether the version counts
+all writes. Where it does not, the cache recomputes its results every time.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Twin:
 
 
 def twin_of(model: Any) -> Twin | None:
-    """What set_twin put onto a model."""
+    """Twin that set_twin put onto a model, or None."""
     return getattr(model, TWIN, None)
 
 

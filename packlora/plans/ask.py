@@ -47,7 +47,7 @@ MEASURED = Ask()
 def asks_of(
     plan: object, lossy: bool = False, prefer: str = "time", paths: Iterable[str] = (), matched: Mapping[str, str] | None = None
 ) -> dict[str, Ask]:  # fmt: skip
-    """What is asked for each of the layers.
+    """Requested plan of each layer.
 
     Args:
         plan: see Ask, None for measured; or a mapping from patterns to these. A pattern matches paths as those of PEFT's
@@ -76,7 +76,7 @@ def asks_of(
 
 
 def _ask_of(plan: Any, lossy: bool, prefer: Any, whose: str = "") -> Ask:
-    """whose: the pattern, for messages."""
+    """Requested plan from one value. whose: the pattern that has it, for messages."""
     if prefer not in get_args(Prefer):
         raise ValueError(f"prefer is {quoted(prefer)}; accepted are {', '.join(get_args(Prefer))}")
     if type(lossy) is not bool:

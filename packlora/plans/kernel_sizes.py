@@ -28,13 +28,15 @@ from packlora.plans.identity import cache_path, device_name, measured_versions
 
 SCHEMA = 1
 Fields = dict[str, int]
-"""Of Sizes, where they are not the usual ones."""
+"""Fields of Sizes that differ from the usual ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Of one kernel. fields: the sizes to use, none where the usual ones are best. ratios: by `described`, time over
-    that of the usual sizes: geometric mean over cases, and the worst case. failed: why there is no time, by candidate."""
+    """Tuning result of one kernel.
+
+    fields: sizes to use, empty where the usual ones are best. ratios: time relative to the usual sizes, by `described`:
+    geometric mean over cases, and the worst case. failed: reason why there is no time, by candidate."""
 
     fields: Fields
     ratios: dict[str, tuple[float, float]]
@@ -134,6 +136,7 @@ def use_tuned(device: torch.device) -> None:
 
 
 def identity(device: torch.device) -> str | None:
-    """Of the sizes in use, in few letters; None of the usual ones. Plans that were measured with other sizes are not used."""
+    """Short hash of the kernel sizes in use; None for the usual ones. Plans that were measured with other sizes are not
+    used."""
     found = tuned(device)
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12] if found else None

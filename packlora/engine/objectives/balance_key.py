@@ -14,7 +14,7 @@ from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 
 FUNCTION = "load_balancing_loss_func"
-"""Of a family's file in transformers, where it has such a loss."""
+"""Function in a family's modeling file of transformers, where the family has a load balancing loss."""
 
 
 def coefficient_of(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:

@@ -40,7 +40,8 @@ def objective_of(train: TrainConfig, samples: Sequence[Sample] = (), where: Sequ
 
 
 CHANGES_OF_EMBEDDINGS = add_noise
-"""What terms do to the embeddings of tokens that have their columns (adapters/embeddings.py)."""
+"""Function that applies the changes of loss terms to the embeddings of the tokens that have their columns
+(adapters/embeddings.py)."""
 
 
 def router_coefficient(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:

@@ -37,7 +37,7 @@ def dropout_threshold(p: float) -> int:
 
 
 def dropout_factor(p: float) -> float:
-    """What survivors are multiplied with: one over the share that is kept."""
+    """Factor that scales the surviving elements: 1 / (share that is kept)."""
     return 1.0 / (1.0 - dropout_threshold(p) / LANE)
 
 
@@ -109,7 +109,7 @@ def _shift_xor_(v: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dropped(keys_T2: torch.Tensor, salt: int, num_features: int, p: float) -> torch.Tensor:
-    """Which elements are dropped, bool [T, num_features].
+    """Mask of the elements that are dropped, bool [T, num_features].
 
     Args:
         keys_T2: int32 [T, 2], from token_keys.

@@ -80,7 +80,7 @@ def lora_experts(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call is made of, without what autograd keeps."""
+    """Operands and settings of one call, without the tensors that autograd saves."""
 
     frozen: ExpertWeight
     routing: Routing
@@ -92,7 +92,7 @@ class Call:
 
     @property
     def rank(self) -> int:
-        """Of the packed factors; strides of 16 bytes."""
+        """Rank of the packed factors: the largest rank, rounded up so that strides are multiples of 16 bytes."""
         E = self.frozen.shape[0]
         most = max((adapter.rank(E) for adapter in self.adapters if adapter is not None), default=0)
         step = max(1, 16 // self.dtype.itemsize)
@@ -108,7 +108,7 @@ class Call:
 
     @property
     def base_rates(self) -> list[float]:
-        """Those of owners whose base product is dropped as well."""
+        """Dropout rate of the base product by owner; 0 for owners whose base product is not dropped."""
         return [
             a.dropout if a is not None and a.magnitude is not None and a.base_dropped else 0.0 for a in self.adapters
         ]

@@ -14,7 +14,7 @@ from packlora.ops.row_norm.reference import NORM_EPS
 from packlora.ops.row_norm.torch_path import compute_dtype
 
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Of W in the dtype of the sums."""
+"""Bytes of a chunk of W in the dtype of the sums."""
 
 
 def expert_norms(

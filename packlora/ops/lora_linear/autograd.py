@@ -239,16 +239,19 @@ def is_checkpoint(hooks: tuple[Any, ...]) -> bool:
 
 
 def placeholder(x: torch.Tensor, N: int) -> torch.Tensor:
-    """What autograd takes for the output [..., N] of a node that does not make it. Holds one element of memory, not set."""
+    """Stand-in for the output [..., N] of a node that computes the output elsewhere. It holds one element of memory,
+    uninitialised."""
     return x.new_empty_strided((*x.shape[:-1], N), (0,) * x.ndim)
 
 
 class Outputs(torch.autograd.Function):
-    """What `make` gives, with the history of the placeholders: the second half of a node that has saved all that it needs.
+    """Node that returns the results of `make` with the autograd history of the placeholders: the second half of a node that has
+    saved all the tensors that it needs.
 
-    Autograd packs what a node saves after the node's whole forward, and checkpointing's recomputation stops when it has the
-    last tensor of its block. Were the outputs made by the node that saves, the recomputation would make those of its last
-    layer, base product and all, for nobody: down_proj's of every block of a Llama.
+    Autograd packs the tensors that a node saves after the node's whole forward, and the recomputation of activation
+    checkpointing stops once it has the last saved tensor of its block. If the node that saves also made the outputs, the
+    recomputation would compute the outputs of the block's last layer (down_proj in a Llama), base product included, although
+    nothing reads them.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ from packlora.ops.stamp import Unchanged
 
 
 class Operands(Protocol):
-    """Of a group of layers (prepared.Prepared)."""
+    """Operands of a group of layers (prepared.Prepared)."""
 
     def refresh(self) -> None:
         """Bring all up to date with the parameters."""
@@ -38,7 +38,7 @@ class Operands(Protocol):
 
 
 class _Copies:
-    """Of the operands of one adapter, over all groups."""
+    """Copies of the operands of one adapter, over all groups."""
 
     def __init__(self) -> None:
         self.sources: list[torch.Tensor] = []
@@ -91,7 +91,7 @@ class MovingSegments:
         return 2 * len(self.adapters) + 1
 
     def tables(self, key: Hashable, segments: tuple[Segment, ...], make: Callable[[], SegmentTables]) -> SegmentTables:
-        """Those made for nominal segments and for whatever else is in `key`; `write` fills them from now on."""
+        """Tables for nominal segments and for whatever else is in `key`, made once; from then on `write` fills them."""
         found = self._tables.get((key, segments))
         if found is None:
             found = segments, make()

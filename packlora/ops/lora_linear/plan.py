@@ -58,9 +58,9 @@ class Plan:
     dx: Dx = "after"
     """The gradient of the input, [T, K]."""
     dA: ViaA = "dS"
-    """By which product dA [r, K] is formed."""
+    """Product by which dA [r, K] is formed."""
     dB: ViaB = "S"
-    """By which product dB [N, r] is formed."""
+    """Product by which dB [N, r] is formed."""
     keep_s: bool = True
     """S is saved for the backward (T r numbers); otherwise it is computed again."""
 
@@ -192,8 +192,9 @@ PLANS = (
     NamedPlan("fused-mm-grad", Plan("routed", "fused", "mm", "fused"), "16 bits on Hopper: ranks over 16"),
     *RUNLORA,
 )  # fmt: skip
-"""What is chosen among, the plain chain first. A plan is here because somewhere in a wide grid of cases the best of the others
-takes over 1 % longer by the cost model, because it was chosen in a recorded result, or because RunLoRA's paper names it."""
+"""Plans among which one is chosen, the plain chain first. A plan is here because somewhere in a wide grid of cases the best of
+the others takes over 1 % longer by the cost model, because it was chosen in a recorded result, or because RunLoRA's paper names
+it."""
 
 
 def named_plan(name: str) -> Plan:
@@ -233,7 +234,7 @@ def _halves(main: str) -> list[str]:
 # --- which plans compute a call ----------------------------------------------------------------------------------------
 
 FUSED_MULTIPLE = 16
-"""What K and every N must be a multiple of for a fused product."""
+"""Number that K and every N must be a multiple of for a fused product."""
 
 
 Rounding = Literal["exact", "lossy", "any"]
@@ -241,13 +242,13 @@ Rounding = Literal["exact", "lossy", "any"]
 
 
 class Target(NamedTuple):
-    """What of the device and the sizes decides which plans are carried out there as they are written, and as exactly."""
+    """Properties of the device and of the sizes that decide which plans run there exactly as they are written."""
 
     on_gpu: bool
     dtype: str
-    """Of x and W, for example bfloat16."""
+    """Dtype of x and W, for example bfloat16."""
     no_kernels: str | None
-    """Why the Triton kernels do not run there; None where they do."""
+    """Reason why the Triton kernels do not run there; None where they do."""
     copy_engine: bool
     """Kernels may read through tensor descriptors (gpu.has_copy_engine)."""
     rounds_first: bool
@@ -259,8 +260,8 @@ class Target(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """What of a call decides which plans compute it. It is about the adapters that own tokens of the call: others may be
-    attached to its layers, and do not matter."""
+    """Properties of a call that decide which plans compute it. Only the adapters that own tokens of the call count; others may
+    be attached to its layers."""
 
     single: bool
     """One adapter owns all tokens."""
@@ -273,14 +274,14 @@ class Situation(NamedTuple):
     base_dropped: bool
     """One of them is DoRA under dropout that scales the base product of the dropped x: there are two base products."""
     double: bool = False
-    """In float64, which the kernels do not compute."""
+    """The call is in float64, which the kernels do not compute."""
     dense: bool = True
     """A kernel or a sum can read all weights as tensors (frozen.FrozenWeight.has_tensor)."""
     moving: bool = False
     """The boundaries of its segments are on the device alone (moving.MovingSegments)."""
     target: Target | None = None
-    """Where the plan is to be carried out. None for a plan that somebody gives by its parts: it gives way only where it would
-    not compute the call at all."""
+    """Device and sizes where the plan is carried out. None for a plan that the caller gives by its parts: it is replaced only
+    where it would not compute the call at all."""
 
 
 def why_not(plan: Plan, call: Situation) -> str | None:

@@ -1,4 +1,5 @@
-"""What a call of the operator is given: layers with their adapters, and who owns which tokens; and the checks of both."""
+"""Arguments of a call of the operator, with their checks: layers with their adapters, and the segments that say which adapter
+owns which tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class LowRank:
         return self.magnitude is None and self.bias is None
 
     def operands(self) -> dict[str, torch.Tensor]:
-        """What gets gradients, by name."""
+        """Operands that get gradients, by name."""
         named = {"A": self.A, "B": self.B, "magnitude": self.magnitude, "bias": self.bias}
         return {name: operand for name, operand in named.items() if operand is not None}
 
@@ -85,7 +86,7 @@ def owns_all(segments: Sequence[Segment], num_tokens: int) -> bool:
 
 
 def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int, moving: bool = False) -> Situation:
-    """What of a call of lora_group decides which plans compute it. moving: the segments are nominal (moving.py)."""
+    """Properties of a call of lora_group that decide which plans compute it. moving: the segments are nominal (moving.py)."""
     low_rank = dropped = composed = base_dropped = False
     for segment in segments:
         for layer in layers:

@@ -164,8 +164,8 @@ def _tensor_of(weight: torch.Tensor | FrozenWeight) -> torch.Tensor | None:
 
 
 def _of_stored(problem: NormProblem, weight: FrozenWeight, budget_bytes: int | None, in_graph: bool) -> torch.Tensor:
-    """Of a weight that does not lie in memory as a tensor: of its temporary one, by kernels where they take it. Where there is
-    none rows are asked for chunk by chunk, each a module of its own."""
+    """Row norms of a weight that is not stored as a tensor. Kernels compute them from a temporary tensor of the weight where it
+    can make one; otherwise rows are read chunk by chunk."""
     with no_longer_than_this():
         tensor = weight.tensor()
         if tensor is not None:

@@ -193,7 +193,7 @@ class Batch:
             (table[p], table[p + 1], table[p + 4], table[p + 2], table[p + 3], table[p + 6])
             for p in range(0, len(table), COLUMNS)
         ]
-        """Of every problem: where W is, its stride, where A is; N, K, r."""
+        """Address of W, stride of W, address of A, N, K and r of every problem."""
         self.described = self.block > WIDE and self.aligned and self.aligned_B and has_copy_engine(self.device)
         self.problems = device_table(table, torch.int64, self.device)
         self.scalings = device_table([problem.scaling for problem in problems], torch.float32, self.device)
@@ -335,8 +335,8 @@ class Batch:
         launch(kernel, (len(rows),), own, launches=self.launches, key=key, **constants)
 
     def _stages(self, stages: int) -> int:
-        """Of kernels for ranks over WIDE: two where a program has less memory than on an A100 (cards of any generation), or
-        where more of it is taken for sums (Blackwell)."""
+        """Pipeline stages of kernels for ranks over WIDE: two where a program has less shared memory than on an A100 (cards of
+        any generation), or where more of it is taken for sums (Blackwell)."""
         return stages if self.block <= WIDE or capability(self.device) in ((8, 0), (8, 7), (9, 0)) else min(stages, 2)
 
     def _buffer(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
