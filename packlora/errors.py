@@ -64,7 +64,7 @@ def quoted(value: object, longest: int = SHOWN) -> str:
 
 
 def foreign(error: Exception) -> str:
-    """What another library says is wrong, on one line: its first, and the next where that only announces it."""
+    """Message of another library's error on one line: its first line, and the next where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
     text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) or not str(error).strip() else text
@@ -81,10 +81,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def refusing(what: str, compute: Callable[[], T]) -> T:
-    """What `compute` returns. Whatever it fails with is an InputError: what one request runs into costs that request alone.
+    """Return the result of `compute`; raise any failure as an InputError, so that it ends only the request that failed.
 
     Args:
-        what: is refused, for the message.
+        what: object that is refused, for the message.
 
     Raises:
         ProcessError: another process does not answer, so nothing can be agreed on.
@@ -113,7 +113,7 @@ class ProcessError(Exception):
 
 
 def unwritten(error: BaseException) -> str | None:
-    """What could not be written, and why, where that is the error: a full disk, a quota, a broken disk or pipe."""
+    """Describe a failed write (a full disk, a quota, a broken disk or pipe) with its file; None for another error."""
     number, name = getattr(error, "errno", None), getattr(error, "filename", None)
     if type(error).__name__ == "SafetensorError" and (found := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(found[1])  # that library has no OSError

@@ -28,7 +28,8 @@ TEMPORARY = ".tmp-"
 LONGEST_LINE = 400
 """Characters of an object that is written on one line of a JSON file."""
 REPLACED, REMOVED = f"{TEMPORARY}old-", f"{TEMPORARY}removed-"
-"""Of a folder that another one takes the place of, and of one that goes. The former is the only one until that is there."""
+"""Prefixes of a folder that is being replaced, and of one that is being removed. Until the new folder is in place, the replaced
+one is the only copy."""
 
 
 HALVES = re.compile("[\ud800-\udfff]")
@@ -59,8 +60,8 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """As write_file for a whole folder. An existing folder of that name is replaced; where a crash comes between, it has its
-    name again by `put_back`. What fails leaves nothing behind."""
+    """Write a whole folder as write_file writes a file. An existing folder of that name is replaced; after a crash in between,
+    `put_back` gives it its name again. A failed write leaves nothing behind."""
     old = path.with_name(REPLACED + path.name)
     _put_back(old)
     temporary = path.with_name(TEMPORARY + path.name)
@@ -272,7 +273,7 @@ def remove_leftovers(folder: Path, of: str = "") -> None:
 
 
 def leftovers(folder: Path, of: str = "") -> list[Path]:
-    """What a crash or an error left directly in `folder`, where its name holds `of`."""
+    """Files that a crash or an error left directly in `folder` and whose names contain `of`."""
     return [path for path in folder.glob(f"{TEMPORARY}*") if of in path.name]
 
 

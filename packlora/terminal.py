@@ -1,10 +1,10 @@
-"""What is said on standard output and standard error, where it may come to nothing: a run outlives the terminal it began on.
-Activity says what is being done, for whoever waits: on a terminal one line that moves, elsewhere a line now and then.
+"""Output on standard output and standard error, which may be closed: a run outlives the terminal it began on.
 
-Everything that is printed passes `say`, `show` or Activity, or report/screen.py: so no text of others, as the name of a file or
-a generated answer, moves anything on a terminal, and what goes to a file stays as it is.
+Activity shows the present activity: on a terminal one line that moves, elsewhere a line now and then. Everything that is
+printed passes `say`, `show` or Activity, or report/screen.py. They escape control characters in texts from elsewhere (a file
+name, a generated answer) on a terminal, and leave output to a file as it is.
 
-Imports nothing that takes time, so that a command can say at once what it is about to do, before torch is loaded.
+The module imports nothing slow, so that a command can print its first line before torch is loaded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, TextIO, cast
 from packlora.errors import shown, spelt_out
 
 TAKEN = re.compile(r"\r|\x1b\[(\d{0,4}(;\d{1,4}){0,8}m|\d{0,4}[ABCDGK]|\?25[hl])")
-"""What libraries send to a terminal for colours and bars, and may."""
+"""Control sequences for colours and bars that libraries may send to a terminal."""
 UNHEARD = (OSError, ValueError, AttributeError)
-"""What speaking raises where nobody listens: the stream is closed, in one of several ways, or there is none."""
+"""Exceptions of a write without a reader: the stream is closed, in one of several ways, or there is none."""
 WIPE = "\r\x1b[2K"
 """Takes the line that moves off a terminal."""
 
@@ -38,7 +38,7 @@ def standard_output() -> TextIO:
 
 
 class _Output:
-    """What rich needs of a file."""
+    """File interface for rich."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -92,7 +92,7 @@ def on(stream: Any, text: str) -> str:
 
 
 def _write(stream: Any, text: str) -> None:
-    """What the stream's encoding lacks is spelt out."""
+    """Write a text; characters that the stream's encoding lacks are escaped."""
     try:
         stream.write(text)
     except UnicodeEncodeError as error:

@@ -14,7 +14,7 @@ REFERENCE = {"type": "string", "pattern": r"\$\{"}
 
 
 def run_file_schema() -> dict[str, Any]:
-    """As JSON Schema, draft 2020-12."""
+    """JSON Schema of a run file, draft 2020-12."""
     schema = Run.model_json_schema()
     parts = schema["$defs"]
     for part in [*parts.values(), schema]:

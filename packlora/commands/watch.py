@@ -75,7 +75,7 @@ def report_again(run: Path) -> Path:
 
 
 def own_names(port: int) -> set[str]:
-    """What a browser calls a server on this machine, which leaves the usual port out."""
+    """Host headers that a browser sends to a server on this machine; it leaves the default port out."""
     return {
         f"{name}{end}" for name in (HOST, "localhost") for end in [f":{port}", *([""] if port == HTTP_PORT else [])]
     }
@@ -103,11 +103,11 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Of the page."""
+        """URL of the page."""
         return f"http://{HOST}:{self.server_port}/"
 
     def server_bind(self) -> None:
-        """As the class above, without asking for the name of the address."""
+        """Bind the socket as the base class does, but without looking up the host name of the address."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_name, self.server_port = HOST, self.socket.getsockname()[1]
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _answer_with(self, kind: str, made: Callable[[], str]) -> None:
-        """What is made, or why it cannot be: files of a folder may hold anything."""
+        """Answer with the result of `made`, or with its error: the files of a folder may hold anything."""
         try:
             with self.server.one_at_a_time:
                 text = made()

@@ -20,7 +20,7 @@ OTHER_STARTS = {
 """Values of PEFT's init_lora_weights that are not taken, and why."""
 STARTS = r"gaussian|orthogonal|pissa(_niter_[1-9]\d?)?|olora|loftq"
 DOUBLED = r"pissa.*|olora"
-"""Those under which an adapter has twice the rank, see adapters/starts.py."""
+"""Values of init_lora_weights under which a saved adapter has twice the rank, see adapters/starts.py."""
 
 
 class AdapterConfig(Strict):
@@ -42,8 +42,8 @@ class AdapterConfig(Strict):
     use_dora: bool = False
     """Weight-decomposed LoRA: a trained magnitude for every output of a layer."""
     dora_dropout: Literal["peft", "low_rank"] = "peft"
-    """What lora_dropout drops in a DoRA adapter: as PEFT has it the base product that the magnitude scales as well, which costs
-    a second base product; low_rank: the low-rank branch alone, as in LoRA."""
+    """Part of a DoRA layer that lora_dropout applies to. peft: also the base product that the magnitude scales, as in PEFT,
+    which costs a second base product; low_rank: the low-rank branch only, as in LoRA."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained too: none, all of the model, or those of layers with an adapter."""
     rank_pattern: dict[str, int] = Field(default_factory=dict)
@@ -57,8 +57,8 @@ class AdapterConfig(Strict):
     layers_pattern: str | list[str] | None = None
     """With layers_to_transform: the name of the list of layers, such as layers or h."""
     init_lora_weights: bool | str = True
-    """What A and B begin with: true, A random and B zeros; false, both random; gaussian; orthogonal; pissa, pissa_niter_4,
-    olora, of the weights of the base; loftq, of what they lost by quantization."""
+    """Initial values of A and B. true: A random and B zeros; false: both random; gaussian; orthogonal; pissa, pissa_niter_4 and
+    olora: from the weights of the base; loftq: from the error of their quantization."""
     modules_to_save: list[str] | None = None
     """Linear layers, embeddings and norms of which the job trains a copy of its own."""
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None

@@ -85,7 +85,7 @@ class ParallelConfig(Strict):
 
     @property
     def stages(self) -> int:
-        """Of the pipeline that is asked for; 1 where that is left to us."""
+        """Stages of the pipeline that is requested; 1 under auto."""
         return 1 if self.pipeline == "auto" else self.pipeline
 
     @property
@@ -116,7 +116,7 @@ class ParallelConfig(Strict):
         return int(self.shard_base) if self.has_degree else None
 
     def shards(self, processes: int) -> int:
-        """Of so many processes, those that share a weight by rows as it is asked for; 1: none."""
+        """Number of processes that share each weight by rows as requested, out of `processes`; 1: no sharding."""
         return self.degree or (processes // (self.tensor * self.expert) if self.shard_base is True else 1)
 
     def check(self, processes: int) -> None:

@@ -30,7 +30,7 @@ MOST_SECONDS = 60.0
 MOST_CHARACTERS = 2**28
 """Length of a text or a list that a template puts together."""
 MOST_BITS = 2**14
-"""Of a whole number that a template computes; Python writes no longer ones."""
+"""Bits of the largest integer that a template may compute; Python prints no longer ones."""
 STEP, JOIN, READY = "packlora_step", "packlora_join", "packlora_counts"
 """Filters that count and join, which no template can name by chance; and the attribute of a program that has them."""
 

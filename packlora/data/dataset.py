@@ -65,7 +65,7 @@ class JobData:
 
     @property
     def tokens(self) -> int:
-        """Of all steps that are taken, see `total`."""
+        """Number of tokens of all steps that are taken, see `total`."""
         return round(self.total(self.planned.lengths))
 
     def total(self, values: np.ndarray) -> float:
@@ -78,7 +78,7 @@ class JobData:
         return epochs * taken * float(values.sum(dtype=np.float64)) + float(last.sum(dtype=np.float64))
 
     def label_tokens(self, step: int) -> int:
-        """Of the global batch of a step, counted from 0."""
+        """Number of label tokens in the global batch of a step, counted from 0."""
         return int(self.num_labels[self.planned.samples(step)].sum())
 
     def fingerprint(self, held_out: Sequence[Sample]) -> str:
@@ -86,7 +86,7 @@ class JobData:
         return samples_hash([*self.samples, *held_out])
 
     def notes(self) -> list[str]:
-        """What became known of the samples in training."""
+        """Notes about the samples that became known during training."""
         return []
 
     def last_batch(self) -> list[Sample]:

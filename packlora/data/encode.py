@@ -33,11 +33,11 @@ ENCODE_BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """What makes a sample of one or two completions of a prompt.
+    """Structure of a sample that holds one or two completions of a prompt.
 
-    lengths: tokens of its parts, the prompt with the chosen completion and with the rejected one, or with the only one.
-    desirable: what is said of the only one. is_context: [T] bool, label tokens that are of no completion; None: there are none.
-    limit: most tokens of a part.
+    lengths: tokens of its parts: the prompt with the chosen completion and the prompt with the rejected one, or the prompt with
+    the only completion. desirable: label of an only completion. is_context: [T] bool, label tokens outside of completions; None
+    where there are none. limit: most tokens of a part.
     """
 
     lengths: tuple[int, ...]
@@ -57,13 +57,14 @@ class Sample:
     ids: np.ndarray
     is_label: np.ndarray
     preference: Preference | None = None
-    """Of a sample whose completions are compared or judged."""
+    """Structure of a sample whose completions are compared or judged."""
     images: Images | None = None
     columns: Mapping[str, np.ndarray] = field(default_factory=lambda: NO_COLUMNS)
     """Numbers of its row, float64: [] for all of its labels, or one for each [l]."""
 
     def first(self, limit: int) -> Sample:
-        """At most so many of its tokens, and the images that are whole among them; of a sample without a preference."""
+        """Cut the sample to at most `limit` tokens, with the images that lie wholly among them. The sample has no
+        preference."""
         images, labels = self.images, self.num_labels if self.columns else 0
         if images is not None:
             limit, images = images.cut(self.ids, limit)
@@ -118,8 +119,8 @@ class Sample:
         return out
 
     def groups(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of a sample with a preference, the places of its label tokens: those outside of completions, those of the chosen
-        completion, or of the only one, and those of the rejected one."""
+        """Places of the label tokens of a sample with a preference: tokens outside of completions, tokens of the chosen or only
+        completion, and tokens of the rejected one."""
         assert self.preference is not None
         labels, context = np.flatnonzero(self.is_label), self.preference.is_context
         is_context = np.zeros(len(labels), bool) if context is None else context[labels]
@@ -138,7 +139,7 @@ def _numbers(value: Any) -> np.ndarray | None:
 
 
 def samples_hash(samples: Sequence[Sample]) -> str:
-    """Of all token ids, labels and boundaries, in order: tells whether data is what it was."""
+    """Hash of all token ids, labels and boundaries, in order; it tells whether data has changed."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         digest.update(len(sample.ids).to_bytes(4, "little") + sample.ids.tobytes() + sample.is_label.tobytes())
@@ -153,7 +154,7 @@ def samples_hash(samples: Sequence[Sample]) -> str:
 
 
 Notes = dict[str, tuple[int, str]]
-"""What the writer of some samples may not expect: by what it is, of how many rows, and the first place."""
+"""Notes about samples that may surprise their author: by kind, the number of rows and the place of the first one."""
 
 
 @dataclass(slots=True)
@@ -179,9 +180,9 @@ def noted(into: Notes, notes: Notes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a row becomes before it is tokenized: text with the character spans that are learnt.
+    """Text of a row before it is tokenized, with the character spans that are learnt.
 
-    template: the text came out of a chat template. notes: what should be known of it, with the message of which it is so.
+    template: the text was rendered by a chat template. notes: by kind, the message that the note is about.
     """
 
     text: str
@@ -247,7 +248,8 @@ def encode_some(
     shown: Shown | None = None,
     fields: bool = False,
 ) -> Encoded:
-    """As encode_rows, where no sample may be left. vocabulary: rows with tokens beyond it are none; None: not looked at."""
+    """Encode rows as encode_rows does, but an empty result is accepted. vocabulary: rows with tokens beyond it are none; None:
+    not looked at."""
     limit, limit_name = _limit(data, budget, context)
     out = Encoded([])
     for row, found, notes in encoded_rows(rows, tokenizer, data, job, out.skipped, told, shown):
@@ -325,7 +327,7 @@ def encoded_rows(
 
 
 def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, shown: Shown | None = None) -> Text | None:
-    """What a row becomes, and what is learnt of it, with its images; None for a row of token ids.
+    """Text of a row, its learnt spans and its images; None for a row of token ids.
 
     Raises:
         InputError: the row does not go with the job or the model.
@@ -344,7 +346,7 @@ def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, shown: Shown |
 
 
 def _given(row: Row) -> Sample:
-    """Of a row of token ids."""
+    """Sample of a row of token ids."""
     assert row.ids is not None and row.is_label is not None
     return _from_second(row.ids, row.is_label.copy())
 
@@ -396,7 +398,7 @@ def _up_to_last_label(sample: Sample) -> Sample:
 
 
 def _without_images(row: Row, tokenizer: Any, system: str | None, where: str) -> Text | None:
-    """As text_of, with marks in the place of images. system: see DataConfig.system."""
+    """Text as in text_of, with marks in place of images. system: see DataConfig.system."""
     if row.pair is not None:
         raise InputError(
             f"{where}: 'chosen' and 'rejected' are compared by train.trainer: dpo or orpo; here a loss is of one completion"

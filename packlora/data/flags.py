@@ -1,6 +1,6 @@
-"""What a row of another tool says beside its texts: what is learnt, what the chat template is given, what else it holds.
+"""Fields of a row beside its texts, in the formats of other tools: what is learnt, what the chat template gets, and the rest.
 
-Each such key is honoured or refused by its name. Keys that no tool gives a meaning are notes of whoever made the data.
+Each key that a tool gives a meaning is honoured or refused by its name. Other keys are the author's own notes, and ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GIVEN = {
     "tokenize", "return_assistant_tokens_mask", "return_dict", "return_tensors", "padding", "truncation", "max_length",
     "tokenizer_kwargs",
 }  # fmt: skip
-"""What is no variable of a template, but an argument of what renders it."""
+"""Arguments of the function that renders a chat template; the template itself has no such variables."""
 
 
 def check_flags(row: dict[str, Any], bad: Bad) -> None:

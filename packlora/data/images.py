@@ -24,14 +24,14 @@ from PIL import ImageOps, UnidentifiedImageError
 from packlora.errors import InputError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""That are read; some others run programs."""
+"""Image formats that are read; reading some others would start external programs."""
 MOST_PIXELS = 2**26
-"""Of an image, 8192 by 8192: what is decoded takes three bytes for each."""
+"""Pixels of the largest image, 8192 by 8192: a decoded image takes three bytes for each."""
 MOST_BYTES = 2**28
-"""Of a file."""
+"""Bytes of the largest image file."""
 MOST_RATIO = 200
-"""Of the longer side to the shorter one, as Qwen's processor has it. Others enlarge the shorter side to hundreds of pixels: of
-60000 by 1 they would make 20 GB."""
+"""Largest ratio of the longer side to the shorter one, as in Qwen's processor. Other processors enlarge the shorter side to
+hundreds of pixels: they would make 20 GB of an image of 60000 by 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Of a sample. counts: tokens of each of the files, all of which are `token_id`."""
+    """Images of a sample. counts: number of tokens of each file; all of these are `token_id`."""
 
     files: tuple[ImageFile, ...]
     counts: tuple[int, ...]
@@ -59,7 +59,7 @@ class Images:
 
     @staticmethod
     def joined(parts: Sequence[Images | None]) -> Images | None:
-        """Of the parts of a sample, one behind the other."""
+        """Concatenate the images of the parts of a sample."""
         own = [part for part in parts if part is not None]
         if not own:
             return None
@@ -81,15 +81,15 @@ class Images:
 
 
 class ImageText(Protocol):
-    """What data needs of a model that sees images; base/vision.py, `Vision`."""
+    """Interface of a vision-language model to the data; base/vision.py implements it as `Vision`."""
 
     image_mark: str
-    """What the chat template writes for an image."""
+    """Text that the chat template writes for an image."""
     token_id: int
-    """Of every token in whose place the model puts a part of an image."""
+    """Token that the model replaces by a part of an image."""
 
     def text_of(self, image: pillow.Image) -> str:
-        """What stands in the place of `image_mark`. Raises ValueError where the image is none for this model."""
+        """Text that replaces `image_mark`. Raises ValueError where the model cannot take the image."""
 
     def count(self, text: str) -> int:
         """Tokens of images in it."""
@@ -133,7 +133,7 @@ class Shown:
         return "".join([*parts, text[last:]]), [(moved(start), moved(end)) for start, end in spans], images
 
     def problem_of(self, ids: np.ndarray, images: Images | None) -> str | None:
-        """What is wrong with the tokens [T] of a sample: those of images must be of its images."""
+        """Error in the tokens [T] of a sample, or None: the number of image tokens must be that of its images."""
         found, wanted = int((ids == self.vision.token_id).sum()), sum(images.counts) if images is not None else 0
         if found == wanted:
             return None
@@ -201,7 +201,8 @@ def decode(path: str) -> tuple[bytes, pillow.Image]:
 
 
 def _wider(image: pillow.Image) -> str | None:
-    """What an image has that three colours of 8 bits do not: Pillow would make all of it white, or black, without a word."""
+    """Describe the pixel values of an image that do not fit into three colours of 8 bits, or None: Pillow would silently make
+    all of it white, or black."""
     if image.mode != "F" and not image.mode.startswith("I"):
         return None
     low, high = image.getextrema()

@@ -22,7 +22,7 @@ from packlora.data.messages import THOUGHTS
 from packlora.errors import InputError, quoted
 
 TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
-"""What a template may cut a content at, if it knows it."""
+"""Tags at which a template may split a content, if it knows them."""
 SALT = f"{secrets.randbelow(10**10):010d}"
 """Random for every process, so that no data holds a mark. Digits: no template takes some for other letters than others."""
 MARK = re.compile(rf"zq{SALT}m(\d{{5,}})n(\d{{5,}})z")
@@ -60,7 +60,7 @@ class Part:
 
 
 class Place(NamedTuple):
-    """Where a part is: its first character, the one behind its last, and how many places it has before."""
+    """Place of a part: its first character, the end of its last one, and its index among the places of the same part."""
 
     start: int
     stop: int

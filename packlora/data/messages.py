@@ -15,7 +15,8 @@ ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "human": "user", "gpt": "assistant",
     "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
 }  # fmt: skip
-"""What chat templates call the roles that go by these names. Under another name most would take a turn for one of nobody."""
+"""Roles under the names that chat templates use, by the names found in data. Most templates would render an unknown name as a
+turn without a role."""
 CALL_ROLES = {
     "function_call": "the assistant, with tool_calls", "tool_call": "the assistant, with tool_calls",
     "observation": "tool", "tool_response": "tool",

@@ -15,7 +15,7 @@ SHARED = (*SHOWN, VARIABLES, LAST, SINGLE)
 
 
 def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `chosen` and `rejected` are with their prompt, as rows {prompt, completion}, texts or lists of messages.
+    """Join `chosen` and `rejected` with their prompt into rows {prompt, completion}, texts or lists of messages.
 
     Args:
         value: with `chosen` and `rejected`, and perhaps `prompt`.

@@ -23,22 +23,22 @@ from packlora.terminal import Told, silent
 FILE_KINDS = {".jsonl", ".json", ".csv", ".parquet"}
 ACCEPTED = ".jsonl, .json, .csv and .parquet"
 MOST_CHARACTERS = 2**30
-"""Of a cell of a .csv file."""
+"""Characters of the largest cell of a .csv file."""
 
 
 @dataclass(slots=True)
 class Read:
-    """What was found under a data path."""
+    """Rows found under a data path, with notes."""
 
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the user should know: forms of other tools that were recognised."""
+    """Notes for the user: forms of other tools that were recognised."""
     skipped: list[str] = field(default_factory=list)
     """Rows that are no samples, each with its place and what is wrong with it."""
 
 
 def read_rows(path: str, job: str, told: Told = silent) -> list[Row]:
-    """As read_data, the rows alone; every row must be a sample."""
+    """Rows of read_data without its notes; raises InputError if any row is not a sample."""
     return read_data(path, job, told).rows
 
 
@@ -133,7 +133,7 @@ def files_of(path: str, job: str) -> list[str]:
 
 
 def _values(name: str, job: str, fields: bool) -> Iterator[tuple[str, Any]]:
-    """What stands in a file or a data set, each row with its place; an InputError where a row cannot be read by itself."""
+    """Values of the rows of a file or a data set, each with its place; an InputError stands for a row that cannot be read."""
     if is_file_name(name) and not os.path.isdir(name):
         return _read_file(Path(name), job, fields)
     from packlora.data.tables import read_hub, read_saved

@@ -1,4 +1,4 @@
-"""What a row of data may be: prompts and completions, conversations, plain texts, token ids, and the forms of other tools.
+"""Formats of a row of data: prompts and completions, conversations, plain texts, token ids, and the forms of other tools.
 
     {prompt, completion}            texts, or lists of messages (TRL's conversational form), of which the completion is learnt
     {messages}                      a conversation, of which the assistant's turns are learnt
@@ -69,21 +69,21 @@ class Row:
     """A message's weight, 0 or 1, says whether an assistant turn is learnt; it is no part of what the template is given."""
     text: str | None = None
     tools: list[Any] | None = None
-    """What the assistant of `messages` may call, for the chat template."""
+    """Tools that the assistant of `messages` may call, for the chat template."""
     system: str | None = None
     """A message of the system before a prompt or a conversation that has none."""
     ids: np.ndarray | None = None
     """Token ids [T], int32."""
     is_label: np.ndarray | None = None
-    """Which of them are learnt [T], bool."""
+    """Mask of the tokens that are learnt, bool [T]."""
     form: str | None = None
-    """That of another tool, in words, that the row was written in."""
+    """Name of the other tool's form in which the row was written."""
     pair: tuple[Row, Row] | None = None
     """The prompt with the chosen and with the rejected completion."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template, beside the messages."""
+    """Variables of the chat template beside the messages."""
     label: Any = None
-    """What the row says of its completion under `label`, unchecked."""
+    """Value of the field `label` for the row's completion, unchecked."""
     images: tuple[str, ...] = ()
     """Paths of the blocks {"type": "image"} in `messages`, in their order; a message that has some is a list of blocks."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -253,7 +253,7 @@ def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[
 
 
 def _no_kind(value: dict[Any, Any], several: bool) -> str:
-    """What to say of a row that is of no kind, or of several."""
+    """Text of the error for a row of no kind, or of several."""
     found = shown(", ".join(map(str, value)) or "no fields")
     if several:
         return f"has fields of several kinds ({found})"

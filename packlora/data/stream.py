@@ -54,9 +54,9 @@ def shuffled(rows: Iterator[Row], size: int, key: int) -> Iterator[Row]:
 
 @dataclass(slots=True)
 class Counts:
-    """What a stream has cut and left out so far, in all passes, and what else should be known of its rows.
+    """Counts of the samples that a stream has cut or left out so far, in all passes, and notes about its rows.
 
-    first: of the rows that are no samples.
+    first: message about the first row that was not a sample.
     """
 
     truncated: int = 0
@@ -150,7 +150,7 @@ class Stream(Sequence[Sample]):
                     self.counts.add(0, 0, [str(row).removeprefix(f"job {self.name!r}: ")])
 
     def fingerprint(self) -> str:
-        """Of the probe, and of the files by name and size: tells whether data is what it was."""
+        """Fingerprint of the probe, and of the files by name and size; it tells whether data has changed."""
         digest = hashlib.blake2b(samples_hash(self._probe).encode(), digest_size=16)
         for path in self.paths:
             for name in files_of(path, self.name):
@@ -202,7 +202,7 @@ class StreamData(JobData):
         return self.config.max_steps * self.config.global_batch_size
 
     def total(self, values: np.ndarray) -> float:
-        """As JobData.total, from the mean of the probe."""
+        """Total as in JobData.total, estimated from the mean of the probe."""
         return float(values.mean(dtype=np.float64)) * self.num_steps * self.config.global_batch_size
 
     def label_tokens(self, step: int) -> int:

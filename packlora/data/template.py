@@ -25,7 +25,7 @@ CLOCK = "_packlora_clock"
 Spans = list[tuple[int, int]]
 
 _BLOCKS_ALONE: dict[tuple[str, bool], bool] = {}
-"""By template, whether it takes blocks and no texts; and whether it writes blocks as Python does."""
+"""Results of trials, by template: whether it takes only blocks as contents; and whether it writes blocks as Python does."""
 
 
 class EndlessTemplateError(InputError):
@@ -38,7 +38,7 @@ def set_clock(tokenizer: Any, moment: datetime) -> None:
 
 
 def clock_of(tokenizer: Any) -> datetime:
-    """What a chat template sees as now; where nobody has set it, the moment of the first rendering."""
+    """Current time as a chat template sees it; where the clock was not set, the moment of the first rendering."""
     if not isinstance(moment := getattr(tokenizer, CLOCK, None), datetime):
         set_clock(tokenizer, moment := datetime.now())
     return moment
@@ -128,7 +128,7 @@ class Template:
         return self._tried(False)
 
     def _tried(self, given: bool) -> bool:
-        """By trial, whether the template takes blocks alone; `given`: whether it writes them as Python does."""
+        """Try out whether the template takes only blocks; `given`: whether it writes them as Python does."""
         key = self.source, given
         if key not in _BLOCKS_ALONE:
             texts, blocks = (self._tried_with(content) for content in (PLACEHOLDER, _blocks(PLACEHOLDER)))

@@ -1,7 +1,7 @@
-"""What compressed tables unpack to: known, and bounded, before it is unpacked.
+"""Limits of the size to which compressed tables unpack, checked before they are unpacked.
 
-A file of some kilobytes can hold the same text a million times. Parquet files and Arrow streams say how much their parts unpack
-to; what dictionaries repeat is counted row by row, before it becomes Python's objects.
+A file of some kilobytes can hold the same text a million times. Parquet files and Arrow streams declare the unpacked size of
+their parts; texts that dictionaries repeat are counted row by row, before they become Python objects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNPACKED_AT_ONCE = 2**28
 MOST_UNPACKED = 2**30
 """Bytes that any file may unpack to."""
 MOST_RATIO = 1000
-"""Of unpacked bytes to those of a larger file. Texts shrink tenfold, repeated ones a hundredfold."""
+"""Largest ratio of unpacked bytes to packed bytes of a larger file. Texts shrink tenfold, repeated ones a hundredfold."""
 
 
 class Bound:
@@ -115,7 +115,7 @@ def claimed_by_message(message: Any) -> int:
         return int(struct.unpack_from(kind, data, at)[0])
 
     def field(table: int, index: int) -> int:
-        """Where a field of a table stands; 0 where it has none."""
+        """Offset of a field of a table; 0 where the table lacks the field."""
         listed = table - number("<i", table)
         place = number("<H", listed + 4 + 2 * index) if 4 + 2 * index < number("<H", listed) else 0
         return table + place if place else 0

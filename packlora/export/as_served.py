@@ -34,9 +34,9 @@ from packlora.runtime.memory import memory_room
 Check = Literal["auto", "always", "never"]
 CHECKS: tuple[Check, ...] = ("auto", "always", "never")
 PARAMETERS = 2e9
-"""Of the largest model that is compared without being asked to: some 20 s on two cores."""
+"""Parameters of the largest model that is compared by default: some 20 s on two cores."""
 BYTES = 10
-"""Of memory that a parameter takes meanwhile."""
+"""Bytes of memory that each parameter takes during the comparison."""
 TOKENS = 24
 CLOSE, ROUNDED = 1e-3, 8.0
 """How far logits may be off, as a share of what the adapter adds to them: in float32, and in units of the share of it that is
@@ -48,8 +48,8 @@ COARSE = 3e-2
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What an adapter gives on the model that it was trained on. logits: with the adapter and without, [T, V]. dtype: in which
-    they were computed."""
+    """Logits of the model that an adapter was trained on. logits: with the adapter, [T, V]; base: without it, [T, V]. dtype:
+    dtype in which they were computed."""
 
     ids: torch.Tensor
     logits: torch.Tensor
@@ -73,7 +73,7 @@ def why_not(check: str, opened: AdapterFolder) -> str | None:
 
 
 def not_compared(what: str, why: str | None) -> list[str]:
-    """What to say of it."""
+    """Note that the logits were not compared, if there is a reason."""
     if not why:
         return []
     return [f"the logits of {what} were not compared with the adapter's: {why}; --check always compares them"]

@@ -69,7 +69,7 @@ VLLM_RANK = 16
 VLLM_FUSED = ("gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe")
 """Values of model_type for which vLLM takes adapters of experts as PEFT writes them, without a switch."""
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""What a dtype loses of a tensor at most, as a share of it."""
+"""Largest rounding error of a dtype, relative to the rounded number."""
 
 
 def export_adapter(

@@ -17,7 +17,7 @@ from packlora.terminal import say
 
 
 class AskedImages:
-    """What a base model sees. Its processor is loaded with the first image.
+    """Images for a base model. Its processor is loaded with the first image.
 
     Args:
         path, revision: of the base model.

@@ -64,7 +64,7 @@ class Speakers:
     images: AskedImages
 
     def answer(self, name: str, said: str | list[dict[str, Any]], sampling: Sampling, paths: Sequence[str] = ()) -> str:
-        """What an adapter, or BASE, answers.
+        """Generate the answer of an adapter, or of BASE.
 
         Args:
             said: plain text that is continued, or the messages of a conversation.
@@ -207,7 +207,7 @@ class Talk:
     images: list[str] = field(default_factory=list)
 
     def asked(self, text: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
-        """What is said with one more turn of the user."""
+        """Conversation with one more turn of the user."""
         if self.raw:
             if self.system is not None:
                 raise InputError("a system message goes by the chat template, and the prompt is plain text here")

@@ -97,11 +97,11 @@ class MegatronAdapters:
         return self._placed.owned.names
 
     def parameters(self, name: str) -> list[torch.nn.Parameter]:
-        """Those of one adapter that are here."""
+        """Parameters of one adapter on this process."""
         return [p for own in self._weights(name).values() for p in own.named_parameters().values()]
 
     def specs(self, name: str) -> Mapping[str, ModuleSpec]:
-        """By layer, what one adapter is there."""
+        """Specification of one adapter by layer."""
         self._weights(name)
         return self._placed.specs[name].modules
 
@@ -263,7 +263,7 @@ def _parts(layer: Found) -> list[Part]:
 
 
 def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
-    """By PEFT's keys; words that the model of transformers does not have are cut off."""
+    """Tensors by PEFT's keys, cut to the vocabulary of the model of transformers."""
     at = f"{PREFIX}{part}"
     if part == "model.embed_tokens":
         A, B = tensors["A"][:, :vocab_size], tensors["B"]
@@ -275,8 +275,8 @@ def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
 
 
 def _config_of(peft: LoraConfig, specs: Mapping[str, tuple[int, float]], known: set[str]) -> LoraConfig:
-    """That of an adapter with such a rank and scaling at each layer. A layer whose rank or scaling is another one has both in
-    the patterns: a rank alone would change the scaling.
+    """LoraConfig of an adapter with these ranks and scalings by layer. A layer whose rank or scaling differs from the first
+    one's has both in the patterns: a rank by itself would change the scaling.
 
     known: all layers of the model that can have adapters.
     """
@@ -304,15 +304,15 @@ def _is_parameter(name: str) -> bool:
 
 
 def _named(part: str, model: Any) -> str:
-    """What PEFT's configuration calls a layer of transformers' model. A router is no linear layer there: its weight is named.
-    In models with experts PEFT takes names of linear layers that experts once had for the experts, so there other layers with
-    these names (shared experts, dense layers) are named by their weights too."""
+    """Name in PEFT's configuration of a layer of transformers' model. A router is no linear layer there: its weight is named.
+    In models with experts, PEFT takes former names of the experts' linear layers for the experts; so other layers with these
+    names (shared experts, dense layers) are named by their weights too."""
     once = model.num_moe_experts and part.endswith((".gate_proj", ".up_proj", ".down_proj"))
     return f"{part}.weight" if once or part.endswith(".mlp.gate") else part
 
 
 def _file_names(layer: Found, model: Any) -> list[str]:
-    """What a layer is in PEFT's configurations: names of modules, and of parameters."""
+    """Names of a layer in PEFT's configurations: names of modules, and of parameters."""
     if place := place_of(layer.name, model):
         return [f"{place[0]}.{place[1]}"]
     return [_named(part.name, model) for part in _parts(layer)]
@@ -391,7 +391,7 @@ def _expert_of(
 
 
 def _module_spec(config: LoraConfig, at: str) -> ModuleSpec:
-    """What a configuration says of a module or parameter of transformers' model, or of a module's weight."""
+    """Specification by a configuration of a module or parameter of transformers' model, or of a module's weight."""
 
     def own(patterns: Mapping[str, Any], usual: Any) -> Any:
         keys = [get_pattern_key(patterns.keys(), name) for name in (at, f"{at}.weight")]
@@ -439,7 +439,8 @@ def _check_tensors(
 def _shapes(
     layer: Found, part: Part, rank: int, use_dora: bool, words: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Of the whole tensors of an adapter on a part of a layer. words: of the vocabulary, where it is fewer than Megatron's."""
+    """Shapes of the whole tensors of an adapter on a part of a layer. words: size of the vocabulary, where it is smaller than
+    Megatron's."""
     size = _size(layer)
     size = size if words is None else min(words, size)
     if layer.kind == "embedding":

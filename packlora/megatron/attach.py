@@ -171,7 +171,7 @@ def _view(layer: Found) -> View:
 
 
 def cut_of(layer: Found) -> Shard | None:
-    """What of an adapter's tensors on a layer a process has; None: all. Of an embedding, words are the inputs."""
+    """Slice of an adapter's tensors on a layer that this process has; None: all. The inputs of an embedding are the words."""
     if layer.kind != "embedding":
         return layer.shard
     return None if layer.degree == 1 else Shard(1, layer.rank, layer.degree, 1, None, None, lambda tensor: None)

@@ -86,7 +86,8 @@ def put(placed: Placed) -> None:
 
 
 def cut_dimension(layer: Found, key: str) -> int | None:
-    """Which dimension of a parameter the processes of a layer have slices of; also where there is one process."""
+    """Dimension of a parameter that the processes of a layer have slices of, also with one process; None where the parameter is
+    not cut."""
     if layer.dim is None:
         return None
     cut = 1 if layer.kind == "embedding" else layer.dim

@@ -100,7 +100,7 @@ class Dispatch:
 
 
 def _by_expert(counts: list[list[int]], keys: torch.Tensor | None) -> dict[int, TokenOwners]:
-    """By expert, from how many tokens of nobody and of each adapter it has."""
+    """Token owners by expert, from the number of tokens without an adapter and of each adapter that the expert gets."""
     made, first = {}, 0
     for expert, own in enumerate(counts):
         at, segments = own[0], []

@@ -22,7 +22,7 @@ from packlora.ops.lora_linear.frozen import Dense
 
 
 class LinearForward:
-    """Of a linear layer, or of the grouped linear layers of experts.
+    """Forward of a linear layer, or of the grouped linear layers of experts.
 
     Args:
         members: the layer, or the layer of each expert, with its adapters, in their order.
@@ -60,7 +60,7 @@ class LinearForward:
         return y, bias if skipped else None
 
     def grouped(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of grouped layers: x has the tokens of each expert in turn."""
+        """Forward of grouped layers: x has the tokens of each expert in turn."""
         if self.owned.merged:
             return self.original(x, m_splits)  # type: ignore[no-any-return]
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
@@ -80,7 +80,7 @@ class LinearForward:
         return self.original(x, *rest)  # type: ignore[no-any-return]
 
     def _owners(self, count: int) -> TokenOwners | None:
-        """Of the tokens that the product sees, from how many the layer is given."""
+        """Owners of the tokens in the product, where the layer is given `count` tokens."""
         layer = self.layer
         if layer.expert is not None:
             return self.owned.of_expert(layer.expert, count)
@@ -150,7 +150,7 @@ class RouterForward:
 
 
 class EmbeddingForward:
-    """Of the word embedding: y = W[ids] + s B A[:, ids], cut by words, so added up by the embedding's own message.
+    """Forward of the word embedding: y = W[ids] + s B A[:, ids], cut by words, and added up by the embedding's own all-reduce.
 
     weights: by adapter number, A [r, words here], B [hidden, r] and the scaling.
     """

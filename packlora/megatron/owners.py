@@ -22,13 +22,14 @@ from packlora.plans.select import PlanChooser
 
 _LIVE: weakref.WeakSet[Owned] = weakref.WeakSet()
 GAMMA, MIX_1, MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-"""Of SplitMix64, as signed words."""
+"""Constants of SplitMix64, as signed words."""
 
 
 class Owned(Attached):
-    """What the layers of one model share. A model with one adapter needs no owners: all tokens are that adapter's.
+    """State that the layers of one model share. A model with one adapter needs no owners: all tokens are that adapter's.
 
-    only_one: its number, None of a model with several. drops: whether it has dropout. merged: adapters are in the weights.
+    only_one: its number, None for a model with several. drops: whether it has dropout. merged: adapter that is merged into the
+    weights.
     """
 
     def __init__(self, chooser: PlanChooser, names: Sequence[str]) -> None:

@@ -78,7 +78,8 @@ def stacked(
 
 
 def _stack(experts: list[tuple[Tensors, tuple[int, float]]]) -> tuple[Tensors, tuple[int, float]]:
-    """Of one weight; all have the first one's scaling, so B has what others' differ by."""
+    """Stack the experts' tensors of one weight. The result has the first expert's scaling; B absorbs the ratio of the
+    others'."""
     rank, scaling = experts[0][1]
     out = {
         "A": torch.cat([own["A"] for own, _ in experts]),
@@ -134,7 +135,7 @@ def own_of(tensors: Tensors, experts: int, number: int, rank: int) -> Tensors:
 
 
 def stacked_shapes(own: Mapping[str, tuple[int, ...]], experts: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of all experts, from those of one."""
+    """Shapes of the tensors of all experts, from those of one."""
     (rank, inputs), (rows, _) = own["A"], own["B"]
     shapes: dict[str, tuple[int, ...]] = {"A": (experts * rank, inputs), "B": (rows, rank * experts)}
     return shapes | {"magnitude": (experts, rows)} if "magnitude" in own else shapes

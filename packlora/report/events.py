@@ -1,4 +1,4 @@
-"""What a run tells while it trains: events, the type of who hears them, and how a subscriber asks for an end.
+"""Events of a run in training, the type of their subscribers, and the value that a subscriber returns to end a run or a job.
 
     from packlora.report.events import Evaluated, Stop
 
@@ -169,8 +169,8 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a job's adapter wrote for its sample_prompts at an evaluation: a line of samples.jsonl. samples: for each of them
-    `prompt` and `text`, in their order."""
+    """Texts that a job's adapter generated for its sample_prompts at an evaluation: a line of samples.jsonl. samples: `prompt`
+    and `text` of each prompt, in their order."""
 
     job: str
     step: int
@@ -252,7 +252,7 @@ class JobDone:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a person should know; run.json keeps it among its warnings."""
+    """Note for a person; run.json keeps it among its warnings."""
 
     text: str
 
@@ -291,7 +291,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """What a subscriber returns to end the run, which --resume continues, or one job of it, with its adapter as it is.
+    """Request by a subscriber to end the run, which --resume continues, or one job of it, with its adapter as it is.
 
     A job ends after the optimizer step that it is in, or the one that Stepped or Evaluated tells of: it is evaluated and saved
     as after its last step, and it stays ended when the run is resumed. The numbers of the other jobs do not change. A run ends

@@ -88,7 +88,7 @@ class Journal:
 
 
 def lines_since(folder: Path, edition: int) -> list[Line]:
-    """What the journal says since an edition of run.json was written. A last line without its end was never promised.
+    """Journal lines since an edition of run.json was written. A last line without its end was never promised.
 
     Raises:
         DamagedLine: a line is not what was written.
@@ -109,7 +109,8 @@ def lines_since(folder: Path, edition: int) -> list[Line]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a run says of itself. Raises what reading JSON and taking values out of it may raise."""
+    """Record of a run: run.json with the journal lines after it. Raises whatever reading JSON and taking values out of it may
+    raise."""
     record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     for line in lines_since(folder, record.get(EDITION, 0)):
         fold(record, line)

@@ -36,7 +36,7 @@ def policy(is_live: bool) -> str:
 
 
 def whole_page(output_dir: Path) -> str:
-    """Of what a run has written so far, to be opened as a file."""
+    """Page of everything that a run has written so far, to be opened as a file."""
     run = FollowedRun(output_dir)
     data = PageData(run)
     while data.follow():
@@ -54,7 +54,7 @@ class LivePage:
         self._data, self._clock = PageData(FollowedRun(output_dir)), clock
         self._parts: dict[str, str] = {}
         self._made: dict[str, int] = {}
-        """By part, the look of which its present text is new."""
+        """Number of the look in which each part's text last changed."""
         self._is_stale, self._next = True, 0.0
 
     def html(self) -> str:
@@ -65,7 +65,7 @@ class LivePage:
         return _assembled(self._data, self._parts, is_live=True)
 
     def news(self, look: int, epoch: int) -> dict[str, Any]:
-        """What a page does not know that has this look and epoch."""
+        """Changes since the look and epoch that a page already has."""
         self._is_stale |= self._data.follow()
         if self._is_stale and self._clock() >= self._next:
             self._make()

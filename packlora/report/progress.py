@@ -1,6 +1,6 @@
-"""What a person sees while a run trains: a live table of the jobs on a terminal, plain lines otherwise.
+"""Progress display of a run in training: a live table of the jobs on a terminal, plain lines otherwise.
 
-Progress is a subscriber: all that it knows comes from the events of the run.
+Progress is a subscriber: all its information comes from the events of the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMPILES = (
 )
 
 GAP, NAME, BAR = 2, 20, 20
-"""Of the live table, in characters: between columns, of a name that must be cut, of the bar at its longest."""
+"""Widths in the live table, in characters: the gap between columns, the longest name, and the longest bar."""
 AROUND = 4
 """Lines of a terminal that are not for jobs: headings, the last line, and two of what was said before."""
 LEAST_NEEDED = ("lr", "grad norm", "progress", "held-out")

@@ -1,4 +1,4 @@
-"""What a run has written, read back: run.json, the jsonl files and sweep.json, at once or again and again while it trains.
+"""Reader of the files that a run writes: run.json, the jsonl files and sweep.json, once or repeatedly while it trains.
 
 Any of them may be missing, empty or still growing.
 """
@@ -162,7 +162,7 @@ class FollowedRun:
         return any(changed)
 
     def files(self) -> RunFiles:
-        """What is known by now."""
+        """Files as they have been read so far."""
         config = self.about.get("config") or {}
         template = (config.get("sweep") or {}).get("job")  # which is not trained itself
         configs = {str(job["name"]): job for job in config.get("jobs", []) if job["name"] != template}

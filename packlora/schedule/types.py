@@ -24,7 +24,7 @@ class ScheduleError(InputError):
 
 
 class JobBatches(Protocol):
-    """What the scheduler needs to know of a job."""
+    """Interface of a job to the scheduler."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +49,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What is run at once. Samples are ordered by job, then as in the job's global batch; a no-op has none."""
+    """Samples that are run together. Samples are ordered by job, then as in the job's global batch; a no-op has none."""
 
     samples: tuple[Placed, ...] = ()
     completes: tuple[tuple[str, int], ...] = ()
@@ -69,9 +69,8 @@ NOOP = Microbatch()
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """What a window must know of the slots before it: per job, how many slots follow the last one that held its samples.
-
-    0 where it was the very last slot. A job that is absent may enter at once.
+    """State of the slots before a window: for each job, the number of slots after the last one that held its samples.
+    0 where that was the very last slot. A job that is absent may enter at once.
     """
 
     slots_since: Mapping[str, int] = field(default_factory=dict)
@@ -117,7 +116,7 @@ class WindowReport:
     groups: tuple[tuple[str, ...], ...] = ()
     packs: tuple[PackReport, ...] = ()
     notes: tuple[str, ...] = ()
-    """What went wrong on the way and was worked around: a solver killed, late or missing."""
+    """Failures that were worked around: a solver killed, late or missing."""
 
     @property
     def gap(self) -> float:

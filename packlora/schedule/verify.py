@@ -39,7 +39,7 @@ def with_noops(microbatches: Sequence[Microbatch], stages: int, carry: Carry | N
 
 
 def carry_after(microbatches: Sequence[Microbatch], stages: int, carry: Carry | None = None) -> Carry:
-    """What the next window must know: jobs whose last slot is less than S - 1 slots before the end."""
+    """State for the next window: jobs whose last slot is less than S - 1 slots before the end."""
     since = {job: slots + len(microbatches) for job, slots in (carry.slots_since if carry else {}).items()}
     for slot, microbatch in enumerate(microbatches):
         for placed in microbatch.samples:

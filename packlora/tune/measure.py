@@ -29,7 +29,7 @@ from packlora.plans.space import legal_plans
 from packlora.tune.timing import Contender, Work, paired
 
 RATE = 0.1
-"""Of dropout, where a case has it; the rate does not matter to time."""
+"""Dropout rate of cases with dropout; the time does not depend on it."""
 
 FAR = 1.25
 """Times the best estimate: a plan that should take longer than that is not measured."""
@@ -40,13 +40,13 @@ Make = Callable[[Case, Plan], Callable[[], None]]
 
 @dataclass(slots=True)
 class Measured:
-    """Of one case. ms: per plan name; failed: reason per plan name."""
+    """Measurements of one case. ms: by plan name; failed: reason by plan name."""
 
     ms: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def record(self, earlier: Record | None = None) -> Record:
-        """What the cache keeps of it.
+        """Record of the measurements for the cache.
 
         Args:
             earlier: the case's record so far; plans that were not measured now, as those that merge weights or those for which

@@ -51,7 +51,7 @@ UNCOUNTED, COUNTED = 5, (9, 100)
 """Runs of every plan before the counted rounds, as timing.paired has them, and the fewest and most of these."""
 
 PART = 0.1
-"""Of the time, for one case at most: a slow one is measured with fewer plans."""
+"""Largest share of the time for one case: a slow case is measured with fewer plans."""
 
 GPU_SHAPES = ((4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096))
 GPU_GROUPS = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)))
@@ -61,7 +61,8 @@ CPU_GROUPS = ((576, (576, 192, 192)), (576, (576,)), (576, (1536, 1536)), (1536,
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What came of one case: the fastest plan, its time and the plain chain's in milliseconds; or why there is none."""
+    """Tuning result of one case: the fastest plan, its time and the plain chain's in milliseconds; or the reason why there is
+    none."""
 
     case: Case
     measured: Measured
@@ -147,7 +148,7 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
 
 
 def _rank(spec: AdapterSpec, name: str) -> int:
-    """Of a linear layer that the operator computes."""
+    """Rank of a linear layer that the operator computes; 0 for other layers."""
     return spec.modules[name].rank if name in spec.modules and spec.modules[name].kind == "linear" else 0
 
 
@@ -317,10 +318,10 @@ class _Clock:
             for case in cases
         }
         self._factor = self._extra = 1.0
-        """What the last probe took over its estimate; and the seconds by which a case took longer, compiling above all."""
+        """Ratio of the last probe's time to its estimate; and the seconds by which a case took longer, mostly for compiling."""
 
     def plans(self, case: Case) -> tuple[Plan, ...]:
-        """Those to be measured, if time allows."""
+        """Plans to be measured, if time allows."""
         return candidates(case, self.device, lossy=self.lossy)
 
     @property

@@ -27,7 +27,7 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 """Before a run and after it."""
 FLUSH_BYTES = 256 * 2**20
 MORE_ROUNDS = 15
-"""Of each kind that is added."""
+"""Rounds of each kind that are added."""
 AHEAD_FACTOR, AHEAD_CYCLES_A_US = 1.5, 2000
 """The GPU waits so many times as long as the host usually takes to launch the run, at a clock of 2 GHz or less."""
 LONG = 0.05
@@ -54,11 +54,12 @@ class Contender:
 
 @dataclass(slots=True)
 class Timing:
-    """Of one contender.
+    """Timing of one contender.
 
-    ms: of every counted round. host_us: until the host had launched the run. own_bytes: kept between runs since it was built.
-    peak_bytes: of one run beyond what was allocated before it (None on a CPU). note: of its Work. error: why there are no
-    figures. ahead_ms: of the rounds in which the host was ahead. wall_ms: of those in which each run was waited for.
+    ms: time of every counted round. host_us: time until the host had launched the run. own_bytes: memory kept between runs
+    since it was built. peak_bytes: memory of one run beyond what was allocated before it (None on a CPU). note: note of its
+    Work. error: reason why there are no figures. ahead_ms: times of the rounds in which the host was ahead. wall_ms: times of
+    the rounds in which each run was waited for.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Timings:
-    """Of all contenders of one case, in the order given."""
+    """Timings of all contenders of one case, in the order given."""
 
     by_name: dict[str, Timing]
 
@@ -146,7 +147,7 @@ def paired(
 
 
 def _built(contenders: Sequence[Contender], timings: Timings, device: torch.device, warmup: int) -> dict[str, Work]:
-    """Those that run, warmed up; the others' timings say how they failed."""
+    """Contenders that run, warmed up; the timings of the others get the error."""
     works: dict[str, Work] = {}
     for contender in contenders:
         timing = timings.by_name[contender.name]

@@ -1,5 +1,4 @@
-"""Specification of a frozen output layer with cross entropy; the operator is tested against this file. This file is the
-specification; the operator is checked against it.
+"""Specification of a frozen output layer with cross entropy; the operator is tested against this file.
 
 Shapes: L label rows, D hidden size, V vocabulary.
 """
