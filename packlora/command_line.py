@@ -1,5 +1,5 @@
-"""How a command runs: what goes wrong becomes a message and an exit code, libraries load once, and a command line that goes on
-with a run is put together."""
+"""Running of a command: errors become a message and an exit code, libraries load once, and the command line that resumes a run
+is put together."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = F
 
 
 def loads() -> bool:
-    """Whether the libraries that take seconds to load are yet to come."""
+    """Whether the libraries that take seconds to load are not loaded yet."""
     return "torch" not in sys.modules
 
 

@@ -1,4 +1,4 @@
-"""How a run ended: what packlora.train returns."""
+"""Result of a run: the value that packlora.train returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class JobResult:
-    """How one job ended."""
+    """Result of one job."""
 
     status: str
     """done, failed, running (interrupted) or stopped (left out of a resumed run: its data is gone)."""
@@ -21,9 +21,9 @@ class JobResult:
     eval_before: float | None = None
     """Held-out loss before training: mean cross entropy, in nats, of a label token. None without eval_path or eval_on_start."""
     eval_after: float | None = None
-    """The same at the last evaluation after a step; None also where there was none."""
+    """Held-out loss at the last evaluation after a step; None also where there was none."""
     tokens_per_second: float = 0.0
-    """Its tokens by the seconds of this session."""
+    """Tokens of the job in this session, divided by the seconds of the session."""
     steps_left: int = 0
     """Optimizer steps of the run file that it was not to take yet, as max_steps said."""
     metrics: dict[str, float | None] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class JobResult:
 
 @dataclass(slots=True)
 class Result:
-    """How a run ended."""
+    """Result of a run."""
 
     status: str
     """done, failed (a job failed or was left out, the others finished) or interrupted (by `signal` or a subscriber)."""
@@ -48,7 +48,7 @@ class Result:
     report: Path
     """The page (HTML, in one file) that shows the run."""
     jobs: dict[str, JobResult] = field(default_factory=dict)
-    """How each job ended, by its name."""
+    """Result of each job, by its name."""
     signal: int | None = None
     """Number of the signal that stopped the run."""
     incomplete: dict[str, str] = field(default_factory=dict)

@@ -100,7 +100,7 @@ def _write(stream: Any, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line on standard error, if anybody listens."""
+    """Print a line on standard error, if it is open."""
     with contextlib.suppress(*UNHEARD):
         wipe = WIPE if obeys(sys.stderr) else ""
         _write(sys.stderr, f"{wipe}packlora: {on(sys.stderr, text)}\n")  # in one write
@@ -136,7 +136,7 @@ class _Tamed:
 
 
 def tame_streams() -> None:
-    """For a whole process: what anything in it writes to a terminal moves nothing there but colours and bars."""
+    """Filter the terminal output of a whole process: it may contain no control sequences but those for colours and bars."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if _is_terminal(stream) and not isinstance(stream, _Tamed):
@@ -144,7 +144,8 @@ def tame_streams() -> None:
 
 
 def settle() -> None:
-    """Before the process ends: what a standard stream still holds and cannot write is dropped, else Python complains of it."""
+    """Flush the standard streams before the process ends, and drop what cannot be written, since Python would complain of
+    it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -156,18 +157,20 @@ def settle() -> None:
 # --- what is being done ------------------------------------------------------------------------------------------------
 
 Told = Callable[..., None]
-"""Hears what is being done as (text, how much is done, of how much), as often as one likes."""
+"""Progress callback: it is called with (text, amount done, total amount), as often as the caller likes."""
 
 REFRESH, REPEAT = 0.1, 10.0
 """Seconds between two lines, on a terminal and elsewhere."""
 
 
 def silent(text: str, done: int = 0, total: int = 0) -> None:
-    """For those that nobody listens to."""
+    """Progress callback that prints nothing."""
 
 
 class Activity:
-    """Says on stderr what is being done. Use as a context manager: at the end a terminal's line is wiped.
+    """Show the present activity on stderr. Use as a context manager: at the end a terminal's line is wiped. Where stderr is no
+    terminal, work that takes less than REPEAT seconds is not shown. Use as a context manager: at the end a terminal's line is
+    wiped.
 
     Where stderr is no terminal, work that is done within REPEAT seconds is not spoken of.
     """

@@ -38,8 +38,8 @@ GENERATE = (
 
 
 def auto_class(config: Any) -> Any:
-    """The auto class whose model is trained: of texts alone, where that reads the files and leaves out what is for images
-    (Qwen3.5), or where the files are its own; else the one that was saved (Llama 4)."""
+    """Auto class whose model is trained: the text class, where it can read the files and leaves out the weights for images
+    (Qwen3.5), or where the files were saved by it; else the class that was saved (Llama 4)."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForCausalLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -64,7 +64,7 @@ def own_class(config: Any) -> Any:
 
 
 def served_class(config: Any) -> Any:
-    """The class, or the auto class of it, that programs build which go by the architecture that a folder names."""
+    """Class, or its auto class, that programs build which go by the architecture that a folder names."""
     return own_class(config) or auto_class(config)
 
 
@@ -112,8 +112,8 @@ def _trained_class(config: Any) -> Any:
 
 
 def _pair(text: Any, whole: Any, config: Any) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, str]]:
-    """Both models without weights, and the whole one's names by those of the text model: what the text class makes of the whole
-    one's names is what it makes of the folder's files."""
+    """Both models without weights, and the whole model's names by the text model's: the text class renames the whole model's
+    names as it renames those in the folder's files."""
     return _cached_pair(text, whole, _Known(config))
 
 

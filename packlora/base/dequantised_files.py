@@ -28,7 +28,7 @@ class DequantisedFiles:
     def __init__(
         self, path: str, revision: str | None, stored: Stored, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """dtype: in which a run computed with what the codes stand for."""
+        """dtype: dtype in which a run computed with the dequantised weights."""
         check_quantization(stored.as_asked, device, f"base_model {path!r}")
         self.path, self.dtype, self._files = path, dtype, WeightFiles(path, revision)
         model = read_quantised(path, revision, stored.as_asked, stored, dtype, device, class_of=served_class)
@@ -74,7 +74,7 @@ class DequantisedFiles:
 
 
 def _of_one_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Its parameters and buffers that are saved, tied ones under the first of their names."""
+    """Parameters and buffers of a model that are saved; tied ones have the first of their names."""
     saved, parameters = model.state_dict().keys(), dict(model.named_parameters())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return parameters | buffers

@@ -1,4 +1,4 @@
-"""Why a base model cannot be packed: in which of its modules, and by what. For a model that the proof has refused."""
+"""Diagnosis of a base model that the proof has refused: the module in which packing goes wrong, and the reason."""
 
 from __future__ import annotations
 

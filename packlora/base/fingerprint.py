@@ -44,7 +44,7 @@ def fingerprint(model: PreTrainedModel, path: str, revision: str | None) -> Fing
 def fingerprint_of(
     held: Mapping[str, torch.Tensor], sums: Mapping[str, int], path: str, revision: str | None
 ) -> Fingerprint:
-    """The same of a model whose weights are elsewhere.
+    """Fingerprint of a model whose weights are elsewhere.
 
     Args:
         held: its state dict, on the meta device.

@@ -1,4 +1,4 @@
-"""How many of a model's first layers show all that its layers do with the places of tokens.
+"""Number of a model's first layers that together show everything that its layers do with positions of tokens.
 
 Layers that are built alike and that the model treats alike attend alike. So what is proved of long samples on one layer of each
 kind holds for the model, at a fraction of the time. What tells layers apart is read from the model and from its configuration.
@@ -21,7 +21,7 @@ from packlora.base.fingerprint import word_sums
 from packlora.base.shape import decoder_layers
 
 OWN_NUMBER = ("layer_idx", "layer_id")
-"""Attributes that hold a layer's number and say nothing of its kind."""
+"""Attributes that hold a layer's number, which do not depend on its kind."""
 OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 

@@ -51,7 +51,7 @@ def check_liger(setting: bool | Literal["auto"], device: torch.device, dtype: st
 def use_liger(
     model: PreTrainedModel, setting: bool | Literal["auto"], each: Callable[[Iterable[str]], Iterator[str]] = iter
 ) -> list[str]:
-    """Let liger run what it can of a loaded, frozen model, in place.
+    """Replace parts of a loaded, frozen model by liger's kernels, in place.
 
     Args:
         each: of paths, while the weights of their modules are here (ops.lora_linear.frozen.Storage).

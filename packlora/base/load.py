@@ -29,9 +29,9 @@ from packlora.ops.twin import set_twin, twin_of
 LISTED = 8
 """Names of weights that a message lists."""
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
-"""How names of a tokenizer's files begin."""
+"""Prefixes of the names of a tokenizer's files."""
 WRAPPED = ("_orig_mod.", "module.", "base_model.model.")
-"""How names begin that were saved with what is around a model."""
+"""Prefixes of names that were saved with a wrapper around the model."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 """Masks and frequencies that files of older versions hold and models now make themselves."""
 
@@ -42,7 +42,7 @@ def load_tokenizer(run: Run) -> Any:
 
 
 def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
-    """The same of a folder or a hub id."""
+    """Read the tokenizer of a folder or a hub id."""
     if os.path.isdir(path) and not any(file.name.startswith(TOKENIZER_FILES) for file in Path(path).iterdir()):
         raise InputError(
             f"base_model {path!r}: the folder holds no tokenizer (tokenizer.json); save it there beside the weights"
@@ -72,7 +72,7 @@ def load_skeleton(run: Run) -> PreTrainedModel:
 
 
 def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The same of a folder or a hub id."""
+    """Build the model of a folder or a hub id without weights."""
     config = read_config(path, revision, trust_remote_code)
     with torch.device("meta"):
         return model_of(config, path, trust_remote_code)
@@ -206,7 +206,7 @@ def check_files(path: str) -> None:
 
 
 def vocabulary_of(config: Any) -> int | None:
-    """How many tokens a configuration says that its model has."""
+    """Number of tokens in the vocabulary, according to a configuration."""
     found = getattr(config.get_text_config(), "vocab_size", None)
     return found if isinstance(found, int) else None
 

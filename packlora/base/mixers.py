@@ -23,7 +23,8 @@ from packlora.base.diagnosis import Unpackable
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """How a function takes the tokens of a row. dim: of the tokens; first: so many arguments have them; named: and these."""
+    """Signature of a function that mixes tokens. dim: dimension of the tokens; first: number of leading arguments that have
+    them; named: keyword arguments that have them."""
 
     dim: int
     first: int
@@ -42,7 +43,8 @@ def mixing_functions(model: torch.nn.Module) -> set[tuple[str, str]]:
 
 
 def mix_by_sample(model: torch.nn.Module) -> None:
-    """Let functions that the model's layers mix tokens by do so sample by sample, where they are told of samples."""
+    """Replace the functions by which the model's layers mix tokens: they run sample by sample where they are given sample
+    lengths."""
     for file, name in mixing_functions(model):
         own = getattr(sys.modules[file], name)
         if not hasattr(own, "whole_row"):

@@ -40,15 +40,15 @@ class Base:
     """Folder or hub id that was loaded; for the packaged model its folder."""
     warnings: list[str]
     fused_loss: bool = False
-    """Whether the logits are the output layer's alone, so that the loss need not hold them: see engine/heads.py."""
+    """Whether the logits come from the output layer only, so that the loss need not hold them: see engine/heads.py."""
     liger: list[str] = field(default_factory=list)
     """Parts of the model that run on fused kernels, see base/liger.py."""
     kept_outputs: str | None = None
     """Description of the DoRA layers that keep their outputs, where the run requests it: adapters/kept_outputs.py."""
     storage: Storage = field(default_factory=InMemory)
-    """How its weights lie."""
+    """Storage of the weights."""
     quantization: QuantizationConfig | None = None
-    """How its linear layers are stored; None of floats."""
+    """Quantisation of the linear layers; None for floats."""
     fingerprint: Fingerprint | None = None
     """Fingerprint of the whole model; None for a model that was not loaded."""
     vision: Vision | None = None

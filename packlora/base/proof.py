@@ -46,7 +46,7 @@ class OwnLogits:
     """Logits of the last tokens of a sample as long as the longest, and of the second probe, from the first layers only; None
     where the probes are as long."""
     layers: int | None
-    """How many first layers; None: all."""
+    """Number of first layers that were run; None: all."""
     limits: dict[str, int]
     """Tokens up to which layers can be packed, by name."""
 
@@ -232,7 +232,8 @@ def _late_start(longest: Mapping[str, int], length: int) -> int:
 
 @contextlib.contextmanager
 def cannot_be_packed(model: PreTrainedModel, path: str, by_itself: str = "") -> Iterator[None]:
-    """Says of an error why a model is not trained. by_itself: what is to be said where it runs as transformers runs it."""
+    """Raise an error in the block as an InputError that says why the model is not trained. by_itself: text for a model that
+    transformers itself can run."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:

@@ -306,7 +306,7 @@ def _check_made(model: PreTrainedModel, path: str) -> None:
 
 
 def _check_left(model: PreTrainedModel, path: str) -> None:
-    """Raises InputError for a layer whose codes nobody has read."""
+    """Raise InputError for a layer whose codes were not read."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             continue

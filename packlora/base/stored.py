@@ -19,7 +19,7 @@ from packlora.config import QuantizationConfig
 from packlora.errors import InputError, quoted
 
 BITSANDBYTES, SKIPPED = ("nf4", "fp4", "int8"), "llm_int8_skip_modules"
-"""Its methods, and its name for layers that are left out; also of 4 bits."""
+"""Methods of bitsandbytes, and its key for layers that are left out; the key holds for 4 bits too."""
 MADE = ("nf4", "fp4", "int8", "torchao")
 """Methods whose codes are made while a model is loaded."""
 TAKEN = "floats, and what bitsandbytes, torchao, gptq, awq, compressed-tensors, fp8 (in blocks) and mxfp4 make"
@@ -27,7 +27,7 @@ TAKEN = "floats, and what bitsandbytes, torchao, gptq, awq, compressed-tensors, 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How the files of a model are quantised. told: its configuration's quantization_config. bits: a number.
+    """Quantisation of the files of a model. told: its configuration's quantization_config. bits: a number.
 
     group: numbers, rows times columns, that share a scale; 0: those of an output, or of the layer. scale_bytes: of a scale; 0:
     as many as the run's dtype has. zero_bytes: of what else a group has. per_input: bytes.
@@ -96,8 +96,8 @@ def _told(config: Any) -> tuple[str, dict[str, Any]]:
 
 
 def stored_as(config: Any, path: str) -> Stored | None:
-    """How the files of a model are quantised, by its configuration; None where what is loaded of them is floats. Raises
-    InputError where that is not known here."""
+    """Quantisation of the files of a model, by its configuration; None where they are loaded as floats. Raises InputError where
+    that is not known here."""
     method, told = _told(config)
     if not method or read_as_floats(config):
         return None
@@ -239,7 +239,7 @@ def as_stored() -> Iterator[None]:
 
 
 def check_stored(asked: QuantizationConfig | None, config: Any, path: str) -> QuantizationConfig | None:
-    """How the base model of a run is quantised. Raises InputError where it is saved in another way than it is asked for."""
+    """Quantisation of a run's base model. Raises InputError where it is saved in another way than it is asked for."""
     stored = stored_as(config, path)
     if asked is None:
         return None if stored is None else stored.as_asked

@@ -98,7 +98,7 @@ class WeightFiles:
         return read
 
     def join(self, name: str, parts: list[list[str]], shape: tuple[int, ...]) -> None:
-        """Let a weight [E, N, K] of all experts be read under its name.
+        """Register a weight [E, N, K] of all experts, so that it can be read under its name.
 
         Args:
             parts: see parts_of.
@@ -250,5 +250,5 @@ def _parameters(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _without(names: Iterable[str], ignored: Iterable[str] | None) -> list[str]:
-    """Names that none of these patterns fits."""
+    """Names that match none of these patterns."""
     return [name for name in names if not any(re.search(pattern, name) for pattern in ignored or ())]

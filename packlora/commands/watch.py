@@ -113,7 +113,7 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = HOST, self.socket.getsockname()[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that goes away in the middle is nobody's concern."""
+        """Ignore a reader that disconnects in the middle."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -151,7 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, kind, text)
 
     def _refused(self) -> HTTPStatus | None:
-        """Why the request is not one of our own page, or of somebody who opens it."""
+        """HTTP status with which a request is refused that comes neither from the page itself nor from a user who opens it;
+        None otherwise."""
         hosts, origin = self.headers.get_all("Host") or [], self.headers.get("Origin")
         if len(hosts) != 1 or hosts[0].lower() not in self.server.own or not self.path.startswith("/"):
             return HTTPStatus.FORBIDDEN

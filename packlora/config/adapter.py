@@ -55,7 +55,7 @@ class AdapterConfig(Strict):
     layers_to_transform: int | list[int] | None = None
     """Numbers of the layers whose modules target_modules, a list, means."""
     layers_pattern: str | list[str] | None = None
-    """With layers_to_transform: the name of the list of layers, such as layers or h."""
+    """Name of the list of layers, such as layers or h, for layers_to_transform."""
     init_lora_weights: bool | str = True
     """Initial values of A and B. true: A random and B zeros; false: both random; gaussian; orthogonal; pissa, pissa_niter_4 and
     olora: from the weights of the base; loftq: from the error of their quantization."""

@@ -10,7 +10,7 @@ from packlora.config.shared import MOST_PATTERNS, Strict, check_regex
 
 
 class QuantizationConfig(Strict):
-    """How the frozen linear layers are stored; a text in its place is its `method`."""
+    """Quantisation of the frozen linear layers; a text in its place is its `method`."""
 
     method: Literal["nf4", "fp4", "int8", "torchao", "gptq", "awq", "compressed-tensors", "fp8"]
     """Format of the codes. bitsandbytes: nf4 and fp4, 4 bits a number, with a scale for each 64 of them; int8, 8 bits, with a
@@ -68,7 +68,7 @@ class PlansConfig(Strict):
 
 
 class ScheduleConfig(Strict):
-    """How samples are shared out to microbatches; decides speed, not results."""
+    """Packing of samples into microbatches; it decides speed, not results."""
 
     method: Literal["auto", "greedy", "milp", "solo"] = "auto"
     """solo: jobs never share a microbatch. greedy: best fit. milp: integer programs. auto: these where greedy may be beaten."""

@@ -15,7 +15,7 @@ class DataSource(Strict):
     path: PathText
     """Path in one of the forms that data.path accepts as a text."""
     weight: float | None = Field(None, gt=0, le=1e6)
-    """Its share of the samples, divided by the sum of all weights; null: all of its samples once."""
+    """Share of the samples, divided by the sum of all weights; null: all samples of the path once."""
 
 
 class DataConfig(Strict):

@@ -22,7 +22,7 @@ class JobConfig(Strict):
     adapter: AdapterConfig = Field(default_factory=AdapterConfig)
     """Adapter that is trained."""
     train: TrainConfig = Field(default_factory=TrainConfig)
-    """How it is trained."""
+    """Optimization of the adapter."""
     sample_prompts: list[Prompt] | None = Field(None, max_length=MOST_PROMPTS)
     """Prompts that its adapter completes at every evaluation; null: the run's."""
     seed: int | None = Field(None, ge=0, lt=2**63)

@@ -63,9 +63,9 @@ class Run(Strict):
     plans: PlansConfig = Field(default_factory=PlansConfig)
     """How layers with adapters are computed: decides speed and memory, and with lossy how they are rounded."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    """How a run is spread over devices."""
+    """Distribution of the run over devices."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    """How samples are shared out to microbatches."""
+    """Packing of samples into microbatches."""
     sample_prompts: list[Prompt] = Field(default_factory=list, max_length=MOST_PROMPTS)
     """Prompts that each job's adapter completes at every evaluation; samples.jsonl and the page show the completions."""
     sample_max_new_tokens: int = Field(64, ge=1, le=MOST_TOKENS)

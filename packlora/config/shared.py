@@ -16,7 +16,7 @@ RESERVED_NAMES = {
     ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "samples.jsonl",
     "pipeline.jsonl", "journal.jsonl", "report.html", "control", "trackers",
 }  # fmt: skip
-"""Not for jobs: a job's folder stands beside these files of the run."""
+"""Names that no job may have, because a job's folder stands beside these files of the run."""
 RESERVED_BY_SWEEPS = {"best", "sweep.json"}
 MOST_TOKENS = 2**31 - 1
 MOST_STEPS = 10**9

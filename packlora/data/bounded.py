@@ -1,4 +1,5 @@
-"""Chat templates that come to an end: compiled by transformers, with a count of their steps, and with one clock.
+"""Chat templates that always terminate: compiled by transformers, with a limit on their steps, and with one clock. A template
+is a program from an unknown author.
 
 A template is a program that somebody else wrote. transformers' sandbox keeps it from the machine, but lets it run for ever, or
 fill the memory. Here every turn of a loop and every call of a macro is counted, and results of `+`, `~`, `*` and `**` have a

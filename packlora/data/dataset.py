@@ -82,7 +82,7 @@ class JobData:
         return int(self.num_labels[self.planned.samples(step)].sum())
 
     def fingerprint(self, held_out: Sequence[Sample]) -> str:
-        """Tells whether the samples, and those that are held out, are what they were."""
+        """Hash of the samples, including the held-out ones; it tells whether the data has changed."""
         return samples_hash([*self.samples, *held_out])
 
     def notes(self) -> list[str]:

@@ -101,7 +101,7 @@ class Sample:
         return (len(self.ids),) if self.preference is None else self.preference.lengths
 
     def parts(self) -> list[Sample]:
-        """Its parts as samples of their own, with their images."""
+        """Parts of the sample as samples of their own, with their images."""
         if self.preference is None:
             return [self]
         out, start, files = [], 0, 0

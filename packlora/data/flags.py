@@ -11,8 +11,8 @@ from packlora.data.values import Bad, check_parts, check_text, holds_something, 
 from packlora.errors import quoted
 
 VARIABLES, LAST, SINGLE = "chat_template_kwargs", "mask_history", "parallel_tool_calls"
-"""Keys that are honoured, of rows of prompts and messages: values of the chat template's variables (TRL), that the last answer
-alone is learnt (LLaMA-Factory), whether a turn may have several calls (OpenAI)."""
+"""Keys of rows of prompts and messages that are honoured: the variables of the chat template (TRL), whether only the last
+answer is learnt (LLaMA-Factory), whether a turn may have several calls (OpenAI)."""
 SHOWN = ("system", "tools", "functions", "images", "image")
 """Keys of what a chat template shows beside the messages."""
 OF_ROWS = ("weight", "sample_weight", "loss_weight", "loss_scale")

@@ -36,7 +36,7 @@ hundreds of pixels: they would make 20 GB of an image of 60000 by 1."""
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file that was decoded once. digest: of its bytes; whoever decodes it again finds the same or an error."""
+    """Image file that was decoded once. digest: hash of its bytes; decoding it again gives the same image or an error."""
 
     path: str
     digest: bytes

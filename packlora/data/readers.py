@@ -81,7 +81,7 @@ def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error
 
 
 def rows_of(path: str, job: str) -> Iterator[Row | InputError]:
-    """Rows that a data path means, in order, one at a time, and in the place of a row that is no sample why.
+    """Rows of a data path, in order, one at a time; an InputError stands for a row that is no sample.
 
     Raises:
         InputError: as read_data.

@@ -36,19 +36,19 @@ KINDS: tuple[tuple[str, ...], ...] = (
     ("prompt", "completion"), ("messages",), ("text",), ("input_ids",), ("conversations",), ("instruction", "output"),
     ("chosen", "rejected"),
 )  # fmt: skip
-"""Fields that a row of each kind has; of two kinds at once it is none."""
+"""Fields of a row of each kind; a row with the fields of two kinds is refused."""
 FIELDS = (
     "prompt", "completion", "messages", "text", "input_ids", "conversations", "instruction", "output", "chosen", "rejected",
 )  # fmt: skip
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
-"""Beside token ids: 1 for a token that is learnt, 0 for others, by the names that TRL and others give it."""
+"""Fields beside token ids, by the names of TRL and others: 1 for a token that is learnt, 0 for others."""
 PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "token_type_ids", "pixel_values")
-"""Beside token ids: what else a model would be given."""
+"""Fields beside token ids that hold other inputs of a model."""
 KEYS = frozenset({
     *FIELDS, "input", "history", "system", "tools", "functions", "images", "image", "label", "labels", "attention_mask",
     "conversation", *MASKS, *PACKED, *flags.KEYS,
 })  # fmt: skip
-"""All that is looked at in a row. Others are notes of whoever made the data."""
+"""Fields of a row that are read; other fields are the author's own notes."""
 UNLEARNT = -100
 """The label of a token that is not learnt."""
 SHAREGPT = "ShareGPT's conversations (from, value), read as messages"

@@ -1,4 +1,4 @@
-"""The one way in which a tokenizer's chat template writes a conversation.
+"""Rendering of conversations by a tokenizer's chat template.
 
 Everything that is rendered goes through `Template`: what a job learns from, prompts and answers. All renderings with one
 tokenizer see one clock (`set_clock`), so that a template that writes the date writes the same one everywhere.
@@ -33,7 +33,7 @@ class EndlessTemplateError(InputError):
 
 
 def set_clock(tokenizer: Any, moment: datetime) -> None:
-    """Let the chat template of a tokenizer see this moment as now, in all that is rendered from here on."""
+    """Set the current time that the tokenizer's chat template sees in all later renderings."""
     setattr(tokenizer, CLOCK, moment)
 
 

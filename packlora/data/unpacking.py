@@ -19,7 +19,7 @@ from packlora.errors import InputError
 UNPACKED_AT_ONCE = 2**28
 """Bytes of texts that one read of a .parquet file may repeat out of its dictionaries."""
 MOST_UNPACKED = 2**30
-"""Bytes that any file may unpack to."""
+"""Most bytes that a file may unpack to."""
 MOST_RATIO = 1000
 """Largest ratio of unpacked bytes to packed bytes of a larger file. Texts shrink tenfold, repeated ones a hundredfold."""
 
@@ -70,7 +70,7 @@ def _sizes(array: Any) -> np.ndarray:
 
 
 def claimed_by_parquet(metadata: Any, read: list[str]) -> int:
-    """Bytes that columns of a .parquet file say they unpack to, what their encodings repeat not counted."""
+    """Unpacked bytes that the columns of a .parquet file declare, without what their encodings repeat."""
     groups = range(metadata.num_row_groups)
     return sum(chunk.total_uncompressed_size for group in groups for chunk in _chunks(metadata, group, read))
 

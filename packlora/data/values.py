@@ -16,7 +16,7 @@ Bad = Callable[[str], InputError]
 
 
 class _TwiceError(Exception):
-    """A key that a JSON object has twice; which of the values counts, nobody knows."""
+    """Error: a JSON object has a key twice, and it is unclear which value counts."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from packlora.errors import InputError
 NEAR = 4
 """Messages before a place that a window has at least."""
 KNOWN, LONG = 1024, 2**15
-"""Renderings that are kept, and the characters from which on one is not."""
+"""Number of renderings that are cached, and the length in characters from which a rendering is not cached."""
 A_USER, AN_ANSWER = -1, -2
 """Stand for messages that are not the conversation's, in the place of a message's number."""
 ADDED: dict[int, Message] = {A_USER: {"role": "user", "content": "u"}, AN_ANSWER: {"role": "assistant", "content": "a"}}

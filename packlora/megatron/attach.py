@@ -105,7 +105,8 @@ class Placed:
             self._watch(chunk)
 
     def _watch(self, chunk: torch.nn.Module) -> None:
-        """Let tokens' owners travel, and norms be made where all processes are at the same place."""
+        """Hook a chunk of the model: token owners travel with the tokens, and norms are computed where all processes are at the
+        same place."""
         adapted = {id(self.layers[path].module) for path in self.linears}
         for module in chunk.modules():
             dispatcher, experts = getattr(module, "token_dispatcher", None), getattr(module, "experts", None)
@@ -243,7 +244,8 @@ def check_model(chunks: list[torch.nn.Module], names: list[str]) -> dict[str, Fo
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Without a Float16Module around it, under which names and states of layers are those of what is in it."""
+    """Model without a Float16Module around it; the names and states of a Float16Module's layers are those of the model
+    inside."""
     while type(model).__name__ == "Float16Module":
         model = model.module  # type: ignore[assignment]
     return model

@@ -103,7 +103,7 @@ class LinearForward:
 
 
 def _of_nothing(linear: AdaptedLinear, x: torch.Tensor) -> torch.Tensor:
-    """No outputs of no tokens; parameters get gradients of zeros, for which the buckets of gradients may wait."""
+    """Empty output for no tokens; the parameters get gradients of zeros, because gradient buckets may wait for them."""
     y = torch.nn.functional.linear(x, linear.base.weight)
     for own in linear.adapters.values():
         if own.A is not None and own.B is not None:
@@ -139,7 +139,7 @@ class RouterForward:
         return self.owned.owners(count * (self.layer.degree if self.layer.sequence else 1))
 
     def _weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """The router's weight in another dtype, as long as nobody writes into it."""
+        """Copy of the router's weight in another dtype, reused until the weight is written."""
         weight = self.layer.tensor()
         if weight.dtype == dtype:
             return weight
@@ -181,7 +181,7 @@ class EmbeddingForward:
 
 
 def _segments(owners: TokenOwners) -> list[Callable[..., torch.Tensor]]:
-    """For each run of tokens of one owner or of nobody, what computes its vectors."""
+    """Functions that compute the vectors of each run of tokens of one owner, or without one."""
     made, at = [], 0
 
     def run(number: int, start: int, stop: int) -> Callable[..., torch.Tensor]:

@@ -62,7 +62,7 @@ class View(ShardedLinear):
         self.hold(weight)
 
     def hold(self, weight: torch.Tensor) -> None:
-        """This is the layer's weight from now on."""
+        """Set the layer's weight."""
         if weight is not self.weight:
             made = isinstance(weight, torch.nn.Parameter)
             self.weight = weight if made else torch.nn.Parameter(weight, requires_grad=False)

@@ -65,8 +65,8 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
 
 
 class Passage:
-    """How a compiled kernel is launched: the function, and what Triton's own launcher passes to it between the stream and the
-    arguments. `nested`: the arguments come as one sequence."""
+    """Call that launches a compiled kernel: the function, and the arguments that Triton's own launcher passes to it between the
+    stream and the kernel's arguments. `nested`: the kernel's arguments are passed as one sequence."""
 
     __slots__ = ("launch", "metas", "nested", "rest")
 
@@ -362,7 +362,8 @@ def _passed(launcher: Any, launch: Callable[[], Any]) -> list[tuple[Any, ...]]:
 
 
 def _plain(value: Any) -> Any:
-    """For a comparison: tensors by their address, sequences as tuples, what has no equality of its own by its type."""
+    """Values in a form that can be compared: tensors by their address, sequences as tuples, objects without an equality of
+    their own by their type."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if isinstance(value, tuple | list):

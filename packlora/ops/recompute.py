@@ -1,4 +1,4 @@
-"""Tensors that know how they are recomputed, so that who needs them in a backward need not keep them.
+"""Tensors with a recipe for their recomputation, so that a backward that needs them need not keep them.
 
 A LoRA layer keeps its input for the gradient of A. Where that input was computed by a cheap function of tensors that are alive
 anyway (a norm of the residual stream, the product of gate and up), keeping those and computing the input once more saves its
@@ -229,7 +229,7 @@ def _gelu_mul(approximate: str, gate: torch.Tensor, up: torch.Tensor) -> torch.T
 
 
 def _times(activated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Without a second tensor as large where nothing is broadcast or promoted."""
+    """Multiply in place where nothing is broadcast or promoted, without a second tensor of that size."""
     alike = activated.shape == up.shape and activated.dtype == up.dtype
     return activated.mul_(up) if alike else activated * up
 

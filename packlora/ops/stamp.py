@@ -22,13 +22,13 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def stamp(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Address of its data, and its version; None where it counts no versions, as a tensor made in inference mode: what is made
-    of it never stands."""
+    """Address of a tensor's data, and its version. None where the tensor counts no versions, as one made in inference mode:
+    results that were computed from it are never reused."""
     return None if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
 
 
 def stamps(tensors: Iterable[torch.Tensor]) -> Stamps:
-    """The same of several; None where that of one is."""
+    """Stamps of several tensors; None where that of any one is None."""
     found = []
     for tensor in tensors:
         if (own := stamp(tensor)) is None:
@@ -54,7 +54,7 @@ def traced_version(tensor: torch.Tensor) -> int:
 
 @torch.library.custom_op("packlora::version_as_length", mutates_args=())
 def _version_as_length(tensor: torch.Tensor) -> torch.Tensor:
-    """A graph has its length alone, from the fake tensor; compilers drop the operator itself, since nobody reads its output."""
+    """Fake version: a graph needs only its length; compilers drop the operator itself, since its output is not read."""
     return tensor.new_empty(0)
 
 
@@ -86,7 +86,7 @@ class Unchanged:
             raise
 
     def __call__(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether they are those of the last call."""
+        """Whether the tensors are the same, with the same stamps, as in the last call."""
         now, before, seen = stamps(tensors), self._stamps, self._tensors
         self._stamps, self._tensors = now, tensors
         return now is not None and now == before and all(a is b for a, b in zip(tensors, seen, strict=True))

@@ -17,12 +17,13 @@ from packlora.ops.lora_linear.plan import PLANS, Plan, named_plan
 
 Prefer = Literal["time", "memory"]
 RULES = ("measured", "flops")
-"""Beside the names of plans."""
+"""Rules that choose a plan; names of plans are accepted beside them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """For a layer, or for all.
+    """Requested plan of a layer, or of all layers. plan: `measured`, the fastest by measurements on the device, else by the
+    cost model; `flops`, the fewest floating-point operations; the name of a plan, from the list or by its parts; or a Plan.
 
     plan: measured, what was measured on the device, else the cost model; flops, the fewest floating-point operations; the name
     of a plan, from the list or by its parts; or a Plan. lossy: plans with merged weights may be chosen, and a named one may
@@ -35,7 +36,7 @@ class Ask:
 
     @property
     def given(self) -> Plan | None:
-        """The one plan that is asked for; None where a rule chooses."""
+        """Plan that is requested itself; None where a rule chooses."""
         if isinstance(self.plan, Plan):
             return self.plan
         return None if self.plan in RULES else named_plan(self.plan)

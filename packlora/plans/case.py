@@ -140,8 +140,8 @@ class Case:
 
     @property
     def target(self) -> Target:
-        """This machine's device and the sizes. A case of a GPU on a machine without one is taken for one of the oldest GPUs
-        that have the kernels."""
+        """Device of this machine, and the sizes of the case. On a machine without a GPU, a case of a GPU gets one of the oldest
+        GPUs that have the kernels."""
         sizes = (self.K, *self.Ns)
         if self.device != "cuda" or not torch.cuda.is_available():
             missing = None if gpu.HAS_TRITON else "the triton package is not installed"

@@ -27,8 +27,9 @@ DROPOUT_BYTES, DROPOUT_LAUNCHES = 60, 16
 """Bytes and launches of ops.dropout on a CPU, beside its scaling and masking of x: integer operations, each a pass over int32
 [T, K / 2]. On a GPU dropout is one kernel that reads x and writes xd."""
 WASTE = {"pass": 1.2, "joint": -0.15, "skinny": 1.6, "down": 1.6, "up": 1.4, "one-pass": 1.75, "inputs": 1.45}
-"""Time over the time of the traffic, on an H200 at 4096 x 4096, rank 16, T = 8192: library products with a small dimension, and
-the kernels. joint: what is added to one-pass where it makes e as well, whose three tensors stream better than one."""
+"""Ratio of a step's time to the time of its memory traffic, on an H200 at 4096 x 4096, rank 16, T = 8192: library products with
+a small dimension, and the kernels. joint: what is added to one-pass where it makes e as well, whose three tensors stream better
+than one."""
 WASTE_RANK = {"down": 0.010, "up": 0.03, "one-pass": 0.08, "inputs": 0.014}
 """Increase of WASTE for each rank past 16 (at rank 64 down, up and inputs took 37, 50 and 69 us; one-pass 34 at rank 16 and 59
 at rank 32, the two library products in its place 45 at any rank)."""
@@ -87,7 +88,7 @@ def seconds(plan: Plan, case: Case, machine: Machine) -> float:
 
 
 def steps(plan: Plan, case: Case) -> tuple[Step, ...]:
-    """Everything that the plan runs for the case, forward first."""
+    """Steps that the plan runs for the case, forward first."""
     shapes = _Shapes.of(case)
     plan = ordered(plan, shapes.e)
     return (*_forward(plan, shapes), *_backward(plan, shapes))

@@ -45,7 +45,7 @@ class Record:
 
 
 def described(fields: Fields) -> str:
-    """For a report and as a name: `grad_m 64, grad_n 128`."""
+    """Sizes as a text, for a report and as a name: `grad_m 64, grad_n 128`."""
     return ", ".join(f"{name} {value}" for name, value in fields.items()) or "usual"
 
 
@@ -130,7 +130,7 @@ def forget(device: torch.device) -> None:
 
 
 def use_tuned(device: torch.device) -> None:
-    """Let the kernels have the sizes that were measured on this device, where there are any."""
+    """Make the kernels use the sizes that were measured on this device, where there are any."""
     if found := tuned(device):
         use(device, combined(found, usual(device)))
 

@@ -144,7 +144,7 @@ class PlanChooser:
         return self._timed(Choice(best, "flops"), case)
 
     def _timed(self, choice: Choice, case: Case) -> Choice:
-        """With what was measured for its plan, if anything."""
+        """Choice with the measured times of its plan, if there are any."""
         record = self.cache.get(case.key)
         if record is None or choice.plan.name not in record.ms:
             return choice

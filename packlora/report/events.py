@@ -313,7 +313,7 @@ class Stop:
 
 
 class Subscriber(Protocol):
-    """Hears every event of a run, one after the other and in the same order as all others.
+    """Subscriber: it receives every event of a run, one after the other and in the same order as all others.
 
     It runs in the training loop, so it must be quick; an event that comes while another is told waits. What it raises costs
     the run nothing: the run says so once, and tells it nothing more. KeyboardInterrupt and SystemExit end the run. What it

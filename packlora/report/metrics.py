@@ -215,7 +215,7 @@ def told_in(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def eval_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The same of evals.jsonl."""
+    """Lines of evals.jsonl for jobs with these log histories, in the order of time."""
     evals = [(line["elapsed"], name, line) for name, own in histories.items() for line in own if "eval_loss" in line]
     return [
         {"job": name, "step": line["step"]} | {key: value for key, value in line.items() if key.startswith("eval_")}

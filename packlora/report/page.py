@@ -1,8 +1,8 @@
-"""The page of a run: one HTML file that needs nothing but a browser, written by a run and served by packlora watch alike.
+"""Page of a run: one HTML file that needs nothing but a browser, written by a run and served by packlora watch alike.
 
-Owns how its pieces are put together: sections.py's HTML, series.py's numbers as JSON, page.css, and page.js, which draws the
-curves. The page runs no script but its own, whose hash its Content-Security-Policy names, and asks nobody but the address that
-it came from.
+This module assembles its pieces: the HTML of sections.py, the numbers of series.py as JSON, page.css, and page.js, which draws
+the curves. The page runs no script but its own, whose hash its Content-Security-Policy names, and sends requests only to the
+address that it came from.
 """
 
 from __future__ import annotations

@@ -183,7 +183,8 @@ class FollowedRun:
         )  # fmt: skip
 
     def _ended(self, name: str, known: Mapping[str, Any]) -> Line:
-        """How a job of a run in progress has ended already, if it has. Only names in run.json are those of folders."""
+        """Status of a job that has already ended in a run in progress; empty otherwise. Only names in run.json are those of
+        folders."""
         if name not in known or "/" in name:
             return {}
         file = self.folder / name / "trainer_state.json"

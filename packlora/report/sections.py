@@ -203,7 +203,7 @@ def _job_table(run: RunFiles) -> str:
 
 
 def _of_preferences(job: JobFiles) -> str:
-    """How a job with preferences stands, of held-out samples where there are some."""
+    """Metrics of a job with preferences, from held-out samples where there are some."""
     lines = [(job.evals, "eval_rewards/"), (job.metrics, "rewards/")]
     line, start = next(((own[-1], start) for own, start in lines if own), ({}, ""))
     found = [(name, line.get(f"{start}{name}")) for name in ("accuracies", "margins")]

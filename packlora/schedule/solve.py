@@ -170,7 +170,7 @@ def _candidates(task: Task, lengths: list[list[list[int]]]) -> Iterator[_Candida
 
 
 def _queues(task: Task, groups: Sequence[Sequence[int]]) -> list[list[Unit]]:
-    """Per group its units in the order of rounds."""
+    """Units of each group in the order of rounds."""
     queues = []
     for number, group in enumerate(groups):
         queue = []

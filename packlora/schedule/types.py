@@ -78,7 +78,7 @@ class Carry:
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """How one global batch of a group was packed.
+    """Packing of one global batch of a group.
 
     bound: fewest microbatches it could open, given the room it was left in the one before. microbatches: how many it
     opened. stopped: at the bound | greedy | optimal | node limit | time limit | killed | ... (why nothing better was sought).
@@ -97,7 +97,7 @@ class PackReport:
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """How good a window is, and what was done for it.
+    """Quality of a window, and the work done for it.
 
     bound: fewest slots that any schedule of these rounds has (bounds.window_bound). microbatches: without no-ops.
     stopped: why no better window was sought. tokens_per_microbatch: what microbatches were filled to; below the capacity
@@ -133,4 +133,4 @@ class Window:
     microbatches: tuple[Microbatch, ...]
     report: WindowReport
     carry: Carry = field(default_factory=Carry)
-    """For the window after this one."""
+    """State for the window after this one."""

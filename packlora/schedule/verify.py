@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from packlora.schedule.types import NOOP, Carry, Microbatch, ScheduleError
 
 Batches = Mapping[str, Mapping[int, Sequence[tuple[int, int]]]]
-"""Per job, per global batch: (sample number, length)."""
+"""Samples (sample number, length) by job and global batch."""
 
 
 def with_noops(microbatches: Sequence[Microbatch], stages: int, carry: Carry | None = None) -> list[Microbatch]:

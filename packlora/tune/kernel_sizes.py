@@ -38,7 +38,7 @@ COUNTED = (9, 40)
 BUDGET_S = 0.1
 """Seconds of the rounds of a case."""
 FIRST_GUESS_S = 4.0
-"""For a candidate, compiling above all, until one was measured."""
+"""Estimated seconds of a candidate, mostly for compiling, until one was measured."""
 
 
 @dataclass(frozen=True, slots=True)

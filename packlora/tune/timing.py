@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
-"""Before a run and after it."""
+"""CUDA events before and after a run."""
 FLUSH_BYTES = 256 * 2**20
 MORE_ROUNDS = 15
 """Rounds of each kind that are added."""
@@ -93,7 +93,7 @@ class Timings:
 
 
 def geomean(values: Iterable[float | None]) -> float | None:
-    """None where a value is missing or there is none: a mean over fewer cases than asked for would mislead."""
+    """Geometric mean; None where a value is missing or there is none: a mean over fewer cases than requested would mislead."""
     values = list(values)
     if not values or any(value is None for value in values):
         return None
@@ -262,7 +262,7 @@ def _timed_run(work: Work, timing: Timing, device: torch.device, wait: int | Non
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """No garbage is collected but where it is asked for: a collection inside a run would be charged to whoever it hits."""
+    """Disable automatic garbage collection: a collection inside a run would be charged to that run."""
     gc.collect()
     gc.freeze()  # modules of libraries are most of what there is: the collections inside look at what is made since
     gc.disable()

@@ -85,7 +85,7 @@ def _computes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _aligned(t: torch.Tensor) -> bool:
-    """One of the last two dimensions is contiguous, the strides of all others are multiples of 16 bytes."""
+    """Whether one of the last two dimensions is contiguous and the strides of all others are multiples of 16 bytes."""
     *outer, rows, columns = t.stride()
     if rows != 1 and columns != 1:
         return False

@@ -48,7 +48,7 @@ def squared_row_norms(frozen: ExpertWeight, *operands: torch.Tensor) -> torch.Te
 
 
 def _chunks(frozen: ExpertWeight, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Experts that are made in `dtype` together."""
+    """Ranges of experts whose weights are converted to `dtype` together."""
     E, N, K = frozen.shape
     device = frozen.weight.device.type
     step = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"]) // (N * K * dtype.itemsize))

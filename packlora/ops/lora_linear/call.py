@@ -276,12 +276,12 @@ class Call:
     single_adapter: Segment | None = None
     """The segment that has all tokens and an adapter on every layer, if there is one."""
     threshold: int = 0
-    """Its dropout's, as kernels take it."""
+    """Dropout threshold of the single segment in the form that kernels take."""
     word: int = 0
     """The salt, as kernels take it."""
     whole: Stack | None = None
-    """The one stack, where it has all rows and columns of S and one factor: products make their results then, and write into
-    nothing."""
+    """Stack of the only adapter, where it has all rows and columns of S and one factor: products make their results then, and
+    write into nothing."""
     unread: torch.Tensor | None = None
     """One element in the dtype: torch wants an addend for a product that is scaled."""
     tables: GroupTables | None = None

@@ -161,7 +161,7 @@ class Gathered(Dense):
 
 
 class Storage(Protocol):
-    """How the frozen weights of a model lie."""
+    """Storage of the frozen weights of a model."""
 
     @property
     def is_whole(self) -> bool:

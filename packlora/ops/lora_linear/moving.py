@@ -63,8 +63,9 @@ class _Copies:
 
 
 class MovingSegments:
-    """Segments of `total` tokens: at most one for each of `adapters`, and tokens of nobody between. One adapter by itself has
-    all tokens, those of nobody too: calls are then as fast as they are without boundaries to look up.
+    """Segments of `total` tokens: at most one for each of `adapters`, with tokens without an adapter between them. A single
+    adapter is given all tokens, also those without an adapter: calls then need no look-up of boundaries, and are as fast as
+    without them.
     """
 
     def __init__(self, total: int, adapters: Sequence[int]) -> None:
@@ -87,7 +88,7 @@ class MovingSegments:
 
     @property
     def most(self) -> int:
-        """Parts that segments and the tokens between them may make."""
+        """Largest number of parts that segments and the tokens between them may make."""
         return 2 * len(self.adapters) + 1
 
     def tables(self, key: Hashable, segments: tuple[Segment, ...], make: Callable[[], SegmentTables]) -> SegmentTables:
@@ -100,7 +101,7 @@ class MovingSegments:
         return found[1]
 
     def write(self, boundaries: Sequence[tuple[int, int, int]]) -> None:
-        """Let these (adapter, start, stop) be the segments of what runs on the device from now on."""
+        """Write the boundaries (adapter, start, stop) of the segments for what runs on the device from now on."""
         self._boundaries = tuple(boundaries)
         for segments, tables in self._tables.values():
             tables.write(self._placed(segments))

@@ -71,7 +71,8 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """For example `mm/after-mm/after`, with what differs from the usual appended: `mm/after-mm/merged+dA:xd`."""
+        """Name of the plan, for example `mm/after-mm/after`; parts that differ from the usual ones are appended:
+        `mm/after-mm/merged+dA:xd`."""
         text = f"{self.down}/{self.up}-{self.grad}/{self.dx}"
         for part in ("dA", "dB"):
             if (value := getattr(self, part)) == "xd":
@@ -238,7 +239,8 @@ FUSED_MULTIPLE = 16
 
 
 Rounding = Literal["exact", "lossy", "any"]
-"""No more than the chain; by a merged weight too; or as the plan does that was asked for by name, where that is allowed."""
+"""Rounding that a plan may have: exact, as the chain's; lossy, also by a merged weight; any, as in the plan that was requested
+by name."""
 
 
 class Target(NamedTuple):
@@ -256,7 +258,7 @@ class Target(NamedTuple):
     sizes: tuple[int, ...]
     """K and every N."""
     rounding: Rounding = "exact"
-    """How a plan may round there."""
+    """Rounding that a plan may have there."""
 
 
 class Situation(NamedTuple):
@@ -313,7 +315,7 @@ def why_not(plan: Plan, call: Situation) -> str | None:
 
 
 def _why_not_there(plan: Plan, call: Situation, target: Target) -> str | None:
-    """It would round more than it may, or the device has not what it takes."""
+    """Reason why a plan would round more than it may, or lacks something on the device; None where it runs."""
     narrow = target.dtype in ("bfloat16", "float16")
     if target.rounding != "any" and (reason := _rounds_more(plan, call, target, narrow)) is not None:
         return reason

@@ -50,7 +50,7 @@ class GroupState:
         """Layers passed last; a caller that passes the same objects again is served faster."""
 
     def prepared(self, x: torch.Tensor, layers: tuple[Layer, ...], plan: Plan) -> Prepared:
-        """For calls on these layers, checked; brought up to date by `Prepared.refresh`."""
+        """Cache for calls on these layers, checked; `Prepared.refresh` brings it up to date."""
         self.layers, kernels = layers, plan.needs_triton
         found = self._prepared.get(kernels)
         if found is None or not found.fits(x, layers):
@@ -60,7 +60,7 @@ class GroupState:
 
 
 class _Source(NamedTuple):
-    """An A or B of the group, where it goes, and whether nobody else's lies beside it there."""
+    """A or B of the group, its destination, and whether it is the only operand there."""
 
     operand: torch.Tensor
     name: str

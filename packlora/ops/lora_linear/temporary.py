@@ -39,7 +39,8 @@ def temporary(key: Hashable, size: int, make: Callable[[], torch.Tensor]) -> tor
 
 
 class _Call:
-    """Not a generator: it is entered for every layer, and a generator takes the host three times as long."""
+    """Context manager around a call. It is a class because it is entered for every layer, and a generator takes the host three
+    times as long."""
 
     def __enter__(self) -> None:
         pass

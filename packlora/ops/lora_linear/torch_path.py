@@ -1,4 +1,4 @@
-"""The steps of a call by torch's products, segment by segment. Any device, any dtype; the plain chain computes every call.
+"""Steps of a call by torch's matrix products, segment by segment. Any device, any dtype; the plain chain computes every call.
 
     y  = x W' + S B' + bias = x (W + s B A)' + bias
     dA = dS' xd = s c B' (d' xd),    dB = d' S = s c (d' xd) A',    dS = s c d B

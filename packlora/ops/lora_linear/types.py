@@ -76,7 +76,8 @@ class Segment:
         return slice(self.start, self.stop)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its rows of a tensor [T, ...], which is itself where they are all: views cost the host time."""
+        """Rows of the segment in a tensor [T, ...]; the tensor itself where the segment has all rows, because views cost the
+        host time."""
         return tensor if (self.start, self.stop) == (0, tensor.shape[0]) else tensor[self.start : self.stop]
 
 

@@ -109,7 +109,7 @@ def run(problems: Sequence[NormProblem], budget_bytes: int | None) -> list[torch
 
 
 def prepared(problem: NormProblem) -> NormProblem:
-    """With A, B and base_N as kernels read them; the same object where nothing has to be done."""
+    """Problem with A, B and base_N in the layout that kernels read; the same object where nothing has to change."""
     A, B, base = problem.A, problem.B, problem.base_N
     if base is None:
         assert isinstance(problem.weight, torch.Tensor)
@@ -130,7 +130,7 @@ def batch_of(problems: Sequence[NormProblem]) -> Batch:
 
 
 def addresses(problems: Sequence[NormProblem]) -> tuple[Any, ...]:
-    """All that a Batch depends on."""
+    """Key of everything that a Batch depends on."""
     out: list[Any] = [kind_of(problems[0])]
     for problem in problems:
         weight, base = problem.weight, problem.base_N
@@ -165,7 +165,7 @@ class At:
 
 
 class Batch:
-    """Problems of one kind by their addresses: whoever runs it must hold their operands.
+    """Problems of one kind by their addresses: the caller that runs a batch must keep their operands alive.
 
     The columns of a problem's row in the table are those of row_norm/kernels/common.py.
     """
@@ -199,7 +199,7 @@ class Batch:
         self.scalings = device_table([problem.scaling for problem in problems], torch.float32, self.device)
         self.likes = [torch.empty(1, dtype=dtype, device=self.device) for dtype in (self.dtype, A_dtype, B_dtype)]
         self.launches: dict[Hashable, Any] = {}
-        """Its launches, see launcher.py."""
+        """Recorded launches, see launcher.py."""
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Norms by problem, out of those of all."""

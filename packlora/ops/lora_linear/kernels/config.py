@@ -92,7 +92,7 @@ def usual(device: torch.device) -> Sizes:
 
 
 def use(device: torch.device, sizes: Sizes | None) -> Sizes | None:
-    """Let calls in 16 bits that are settled from now on have these sizes, or the usual ones. Gives those that they had."""
+    """Set the sizes of calls in 16 bits that are settled from now on; None: the usual ones. Returns the sizes before."""
     before = _TUNED.pop(_numbered(device), None)
     if sizes is not None:
         _TUNED[_numbered(device)] = sizes

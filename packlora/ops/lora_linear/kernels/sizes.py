@@ -1,4 +1,4 @@
-"""How a launch chooses among the block sizes of its kernel (config.py)."""
+"""Choice of a launch among the block sizes of its kernel (config.py)."""
 
 from __future__ import annotations
 
