@@ -168,11 +168,9 @@ def silent(text: str, done: int = 0, total: int = 0) -> None:
 
 
 class Activity:
-    """Show the present activity on stderr. Use as a context manager: at the end a terminal's line is wiped. Where stderr is no
-    terminal, work that takes less than REPEAT seconds is not shown. Use as a context manager: at the end a terminal's line is
-    wiped.
+    """Show the present activity on stderr. Use as a context manager: at the end a terminal's line is wiped.
 
-    Where stderr is no terminal, work that is done within REPEAT seconds is not spoken of.
+    Where stderr is no terminal, work that takes less than REPEAT seconds is not shown.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
