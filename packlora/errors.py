@@ -1,4 +1,4 @@
-"""The errors that are told in a sentence: bad input, before any training, and files that cannot be written."""
+"""Errors that are shown as a sentence: bad input, before any training, and files that cannot be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, e
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
 SHOWN = 120
-"""Characters of a piece of somebody's input that a message quotes."""
+"""Characters of a user's input that a message quotes."""
 
 
 class InputError(Exception):

@@ -108,7 +108,7 @@ def say(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """A line, or some, on standard output: what a command was called for. Raises OSError where it cannot be written."""
+    """Print the result of a command on standard output, in one or several lines. Raises OSError where it cannot be written."""
     _write(sys.stdout, f"{on(sys.stdout, text)}\n")
     sys.stdout.flush()
 

@@ -39,7 +39,7 @@ def layers_of_each_kind(model: PreTrainedModel) -> int | None:
 
 @contextlib.contextmanager
 def first_layers(model: PreTrainedModel, count: int | None) -> Iterator[None]:
-    """The model with so many of its layers; with all of them where it is None."""
+    """Run the model with only its first `count` layers; None: with all of them."""
     layers = decoder_layers(model)
     if count is None or count >= len(layers):
         yield

@@ -186,7 +186,7 @@ def load_part(what: str, path: str, load: Any) -> Any:
 
 
 def check_files(path: str) -> None:
-    """Refuse a folder whose weights cannot be what is wanted. A hub id is transformers' to find."""
+    """Refuse a folder whose weights cannot be the expected ones. A hub id is transformers' to find."""
     if not os.path.isdir(path):
         return
     names = sorted(file.name for file in Path(path).iterdir())
@@ -212,7 +212,7 @@ def vocabulary_of(config: Any) -> int | None:
 
 
 def check_weights(path: str, found: Mapping[str, Any], vocabulary: int | None = None) -> None:
-    """Refuse weights that are not those that the configuration asks for: what is missing would be random.
+    """Refuse weights that differ from those in the configuration: missing ones would be random.
 
     Args:
         found: transformers' report on loading; its mismatched_keys are (name, shape in the files, shape in the model).

@@ -52,7 +52,8 @@ def mix_by_sample(model: torch.nn.Module) -> None:
 
 
 def _by_sample(own: Callable[..., Any], mixing: Mixing) -> Callable[..., Any]:
-    """A function of a packed row [1, T], called for each of its samples; without sample_lengths it is what it was."""
+    """Wrap a function of a packed row [1, T] so that it is called for each of its samples; without sample_lengths it is
+    unchanged."""
 
     @wraps(own)
     def call(*args: Any, sample_lengths: Sequence[int] | None = None, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from packlora.base.load import TOKENIZER_FILES
 
 @dataclass(frozen=True, slots=True)
 class OwnTokenizer:
-    """A tokenizer and what it has otherwise than the base's, in words."""
+    """Tokenizer of an adapter's folder, and its differences from the base's in words."""
 
     tokenizer: Any
     what: str

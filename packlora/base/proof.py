@@ -259,7 +259,7 @@ def _check_finite(
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all its numbers are; of a tensor that is sharded over ranks, those of all of them."""
+    """Whether all numbers of the tensor are finite; for a tensor that is sharded over ranks, the numbers of all ranks."""
     if not isinstance(tensor, DTensor):
         return bool(tensor.isfinite().all())
     odd = tensor.to_local().isfinite().logical_not().sum().to(tensor.device_mesh.device_type)
@@ -285,7 +285,7 @@ def gradient_crosses(model: PreTrainedModel, pack: Pack, n: int) -> bool:
 def depends_on_others(
     model: PreTrainedModel, n: int, outputs: Callable[[], torch.Tensor], hidden: torch.Tensor | None = None
 ) -> bool:
-    """Whether the last n rows of what `outputs` computes depend on what the embedding gives for others than the last n tokens.
+    """Whether the last n rows of the result of `outputs` depend on the embeddings of tokens other than the last n.
 
     hidden: [1, T, D], what the embedding is to give in the place of what it gives.
     """

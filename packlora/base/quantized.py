@@ -204,8 +204,7 @@ def _torchao_config(quantization: QuantizationConfig) -> Any:
 
 
 def quantised_paths(model: PreTrainedModel) -> list[str]:
-    """The layers of a model without weights that are quantised where that is asked for: of its twin, where a run trains that
-    one."""
+    """Layers of a model without weights that are quantised on request: those of its twin, where a run trains the twin."""
     twin = twin_of(model)
     if twin is not None and twin.is_trained:
         return [path for own in quantised_paths(twin.model) if (path := twin.here(own)) is not None]

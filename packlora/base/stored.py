@@ -1,4 +1,5 @@
-"""Models that are saved in codes: what their configuration says, what of them transformers quantises, and how it loads them."""
+"""Models whose weights are saved in codes: their configuration, the layers that transformers quantises, and the way it loads
+them."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ TAKEN = "floats, and what bitsandbytes, torchao, gptq, awq, compressed-tensors, 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Quantisation of the files of a model. told: its configuration's quantization_config. bits: a number.
+    """Quantisation of the files of a model. told: its configuration's quantization_config. bits: bits of a number.
 
-    group: numbers, rows times columns, that share a scale; 0: those of an output, or of the layer. scale_bytes: of a scale; 0:
-    as many as the run's dtype has. zero_bytes: of what else a group has. per_input: bytes.
+    group: number of weights, rows times columns, that share a scale; 0: those of an output, or of the layer. scale_bytes: bytes
+    of a scale; 0: as many as the run's dtype has. zero_bytes: bytes of the group's other values. per_input: bytes for each
+    input.
     """
 
     as_asked: QuantizationConfig
@@ -82,7 +84,7 @@ class Stored:
 
 
 def read_as_floats(config: Any) -> bool:
-    """Whether the files of a model have codes of experts alone, of which transformers makes floats while it loads them."""
+    """Whether only the experts of a model are saved in codes, which transformers converts to floats while it loads them."""
     return _told(config)[0] == "mxfp4"
 
 

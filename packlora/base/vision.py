@@ -40,7 +40,7 @@ class ImageTensors:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Along the first dimension; tiles of images that have fewer of them are padded, as LLaVA-NeXT takes them."""
+    """Concatenate along the first dimension; the tiles of images with fewer of them are padded, as LLaVA-NeXT expects."""
     if parts[0].ndim == 5:
         most = max(part.shape[1] for part in parts)
         parts = [torch.nn.functional.pad(part, (0, 0) * 3 + (0, most - part.shape[1])) for part in parts]

@@ -73,7 +73,8 @@ def own_images(model: PreTrainedModel, path: str, vision: Vision) -> OwnImages:
 
 @torch.no_grad()
 def check_images(model: PreTrainedModel, own: OwnImages, path: str, vision: Vision) -> None:
-    """Raises InputError where packed samples with images, and one without between them, are not what they are alone."""
+    """Raise InputError if packed samples with images, and one without images between them, give other results than each by
+    itself."""
     decoder = {*decoder_of(model).modules()}
     if decoder.isdisjoint(map(model.get_submodule, beside_decoder(model))):
         raise InputError(

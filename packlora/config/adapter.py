@@ -60,7 +60,7 @@ class AdapterConfig(Strict):
     """Initial values of A and B. true: A random and B zeros; false: both random; gaussian; orthogonal; pissa, pissa_niter_4 and
     olora: from the weights of the base; loftq: from the error of their quantization."""
     modules_to_save: list[str] | None = None
-    """Linear layers, embeddings and norms of which the job trains a copy of its own."""
+    """Linear layers, embeddings and norms that the job trains a copy of."""
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     """Tokens whose rows of the embedding are trained, also of an output layer that is tied to it; or by module."""
     expert_rank: Literal["r", "r // top_k"] = "r"
@@ -116,7 +116,7 @@ class AdapterConfig(Strict):
 
     @property
     def is_doubled(self) -> bool:
-        """Whether its adapter has twice the rank, the second half of which is never trained."""
+        """Whether its adapter has twice the rank; the second half is never trained."""
         return re.fullmatch(DOUBLED, str(self.init_lora_weights)) is not None
 
     @model_validator(mode="after")

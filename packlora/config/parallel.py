@@ -20,9 +20,10 @@ class ParallelConfig(Strict):
     timeout_s: float = Field(600, ge=1, le=1e6)
     """Seconds after which a process that does not answer is given up, and the run ends."""
     pipeline: int | Literal["auto"] = Field("auto")
-    """Stages, one behind the other, that hold some of the layers each; microbatches of all jobs pass through them. A stage is a
-    device, or as many as tensor or expert says. It divides the number of processes. auto: one, and several where a device is
-    estimated to hold no whole base model with what training needs, and they are predicted to be faster than shard_base."""
+    """Pipeline parallel size: number of stages, each with some of the layers; microbatches of all jobs pass through them. A
+    stage is a device, or as many as tensor or expert says. It divides the number of processes. auto: one, and several where a
+    device is estimated to hold no whole base model with what training needs, and they are predicted to be faster than
+    shard_base."""
     tensor: int = Field(1, ge=1)
     """Tensor parallel size: devices that hold the base model together, each a slice of every layer's weights, and whole
     experts. It divides the number of processes."""
@@ -96,14 +97,14 @@ class ParallelConfig(Strict):
 
     @property
     def in_parts(self) -> str | None:
-        """The key by which several devices hold the base model together and run the same microbatches or stages of them; None
-        where none is asked for."""
+        """Key by which several devices hold the base model together and run the same microbatches, or stages of them; None
+        without such a key."""
         asked = {"tensor": self.tensor > 1, "pipeline": self.stages > 1, "expert": self.expert > 1}
         return next((key for key, is_asked in asked.items() if is_asked), None)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether devices are asked to share weights by rows."""
+        """Whether weights are to be sharded by rows."""
         return self.shard_base is True or self.has_degree
 
     @property

@@ -69,9 +69,10 @@ class Run(Strict):
     sample_prompts: list[Prompt] = Field(default_factory=list, max_length=MOST_PROMPTS)
     """Prompts that each job's adapter completes at every evaluation; samples.jsonl and the page show the completions."""
     sample_max_new_tokens: int = Field(64, ge=1, le=MOST_TOKENS)
-    """Most tokens of what it writes."""
+    """Most tokens of a completion of sample_prompts."""
     trackers: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
-    """Who else is told of steps and held-out losses; on this machine, unless their own settings say otherwise."""
+    """Experiment trackers that steps and held-out losses are logged to; on this machine, unless their own settings say
+    otherwise."""
     sweep: SweepConfig | None = None
     """Search for the best values of a job's keys."""
     jobs: list[JobConfig] = Field(min_length=1)

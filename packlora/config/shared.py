@@ -22,7 +22,8 @@ MOST_TOKENS = 2**31 - 1
 MOST_STEPS = 10**9
 MOST_RANK = 2**16
 LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e6
-"""Far beyond what is of use; so no scaling leaves float32, where it would end the run of the other jobs as well."""
+"""Bounds of lora_alpha, far beyond useful values: no scaling may leave float32, which would end the run of the other jobs as
+well."""
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 """Bounds of the weights of a loss's parts: a smaller weight trains nothing."""
 MOST_PATTERNS, MOST_CHARACTERS = 10_000, 10_000

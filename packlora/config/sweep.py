@@ -57,7 +57,7 @@ class StoppingConfig(Strict):
     patience: int = Field(3, ge=1, le=MOST_STEPS)
     """patience: evaluations."""
     min_delta: float = Field(0.0, ge=0)
-    """patience: what is better by less is no better."""
+    """Least difference that counts as an improvement (patience)."""
     target: float | None = Field(None, allow_inf_nan=False)
     """target: the held-out loss, or what else is compared."""
 

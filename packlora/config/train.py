@@ -139,8 +139,8 @@ class TrainConfig(Strict):
     discopop_tau: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """dpo, with discopop: its temperature. null: 0.05."""
     reference: PathText | None = None
-    """dpo, kto: what the model is held to: base, the base model without an adapter, or the folder of an adapter with the job's
-    modules and ranks; null: the adapter of init_from as it was, or without one the base."""
+    """Reference model (dpo, kto): base, the base model without an adapter, or the folder of an adapter with the job's modules
+    and ranks; null: the adapter of init_from as it was, or without one the base."""
     desirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """kto: of the losses of desirable completions. null: 1."""
     undesirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)

@@ -97,7 +97,7 @@ class Sample:
 
     @property
     def part_lengths(self) -> tuple[int, ...]:
-        """Tokens of its parts, none of which sees another."""
+        """Numbers of tokens of the sample's parts, which do not attend to each other."""
         return (len(self.ids),) if self.preference is None else self.preference.lengths
 
     def parts(self) -> list[Sample]:
@@ -172,7 +172,7 @@ class Encoded:
 
 
 def noted(into: Notes, notes: Notes) -> None:
-    """Add what is so of some rows to what is so of others."""
+    """Add the notes of some rows to those of others."""
     for what, (rows, where) in notes.items():
         before, first = into.get(what, (0, where))
         into[what] = before + rows, first

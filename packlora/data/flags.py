@@ -14,9 +14,9 @@ VARIABLES, LAST, SINGLE = "chat_template_kwargs", "mask_history", "parallel_tool
 """Keys of rows of prompts and messages that are honoured: the variables of the chat template (TRL), whether only the last
 answer is learnt (LLaMA-Factory), whether a turn may have several calls (OpenAI)."""
 SHOWN = ("system", "tools", "functions", "images", "image")
-"""Keys of what a chat template shows beside the messages."""
+"""Keys that a chat template renders beside the messages."""
 OF_ROWS = ("weight", "sample_weight", "loss_weight", "loss_scale")
-"""Keys by which a whole row counts more or less. Here all count alike."""
+"""Keys that weight a whole row. Here all count alike."""
 _PROMPTS = "prompts are not learnt here; of a row with a text all is"
 _MEDIA = "of texts and images alone a model is trained here"
 _PAIR = "write preferences as prompt, chosen and rejected"
@@ -39,7 +39,7 @@ GIVEN = {
 
 
 def check_flags(row: dict[str, Any], bad: Bad) -> None:
-    """Raises an error where a row says what is not honoured."""
+    """Raise an error if a row has a flag that is not honoured."""
     for key in OF_ROWS:
         value = row.get(key)
         if value is not None and (isinstance(value, bool) or value != 1):
@@ -53,7 +53,7 @@ def check_flags(row: dict[str, Any], bad: Bad) -> None:
 
 
 def check_no_conversation(row: dict[str, Any], what: str, bad: Bad) -> None:
-    """Raises an error where a row of texts or tokens says what the chat template is to show, or which turns are learnt."""
+    """Raise an error if a row of texts or tokens has flags for the chat template, or for turns that are learnt."""
     for key in (VARIABLES, LAST, *SHOWN):
         value = row.get(key)
         if holds_something(unpacked(value, repr(key), bad) if key in (VARIABLES, "tools", "functions") else value):

@@ -105,7 +105,8 @@ class Shown:
     def put_in(
         self, text: str, spans: list[tuple[int, int]], paths: Sequence[str], where: str
     ) -> tuple[str, list[tuple[int, int]], Images]:
-        """A text with what stands for each image in the place of its mark, the spans that were given in it, and the images.
+        """Replace the image marks in a text by the images' tokens; return the text, the spans shifted accordingly, and the
+        images.
 
         Raises:
             InputError: there are not as many marks as images, or a file is no image for this model.
@@ -140,7 +141,7 @@ class Shown:
         return f"the sample has {found} tokens of images, its images have {wanted}; the token stands in a text as well"
 
     def look(self, path: str, where: str) -> tuple[ImageFile, str]:
-        """A file, and what stands for it in a text. Raises InputError where it is no image for this model."""
+        """Decode a file, and return it with the text of its tokens. Raises InputError where it is no image for this model."""
         try:
             found = os.stat(path)
             key = path, found.st_mtime_ns, found.st_size

@@ -75,7 +75,7 @@ class Placed:
 
 
 def placed(template: Template, messages: list[Message], names: Sequence[str], generation: bool = False) -> Placed:
-    """Find every part of a conversation in what a template writes.
+    """Find every part of a conversation in the text that a template renders.
 
     Args:
         generation: with what an assistant's turn begins with.

@@ -66,7 +66,7 @@ class Row:
     prompt: str | None = None
     completion: str | None = None
     messages: list[dict[str, Any]] | None = None
-    """A message's weight, 0 or 1, says whether an assistant turn is learnt; it is no part of what the template is given."""
+    """Messages; a message's weight, 0 or 1, says whether an assistant turn is learnt, and is not passed to the template."""
     text: str | None = None
     tools: list[Any] | None = None
     """Tools that the assistant of `messages` may call, for the chat template."""

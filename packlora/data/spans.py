@@ -177,7 +177,8 @@ class _Turns:
         return out
 
     def _without_results(self, group: list[Place]) -> list[list[Place]]:
-        """A group cut where an empty result of a tool stands in it, which has no mark: nothing stands there without it."""
+        """Split a group where an empty result of a tool lies inside it. Such a result has no mark; it is found by rendering the
+        group without it."""
         owner, roles = group[0].part.message, self.windows.roles
         results = itertools.takewhile(lambda number: roles[number] == "tool", range(owner + 1, len(roles)))
         if owner not in self.turns or len(group) < 2 or self._marked.issuperset(results):

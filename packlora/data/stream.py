@@ -34,11 +34,11 @@ KEPT_BATCHES = 64
 """Global batches whose samples stay in memory behind the newest: the window that trains, those planned ahead, and one more."""
 
 Encode = Callable[[Sequence[Row]], Encoded]
-"""Rows to samples; of a row that is none it says so, and leaves it out."""
+"""Function that encodes rows as samples; it records rows that are no samples, and leaves them out."""
 
 
 def shuffled(rows: Iterator[Row], size: int, key: int) -> Iterator[Row]:
-    """Rows in the order in which a buffer of `size` of them gives them: each takes the place of one that is drawn from it."""
+    """Shuffle rows through a buffer of `size` rows: each row takes the place of one that is drawn from the buffer."""
     generator = np.random.Generator(np.random.Philox(key))
     buffer: list[Row] = []
     for row in rows:
@@ -75,7 +75,7 @@ class Counts:
 
 
 class Stream(Sequence[Sample]):
-    """The samples of a job by number, 0, 1, ...; its length and what is iterated over are those of the probe.
+    """Samples of a job by number, 0, 1, ...; its length and iteration are those of the probe.
 
     Args:
         name: of the job, for messages.

@@ -46,7 +46,7 @@ def clock_of(tokenizer: Any) -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A tokenizer's chat template with what it is given beside the messages.
+    """Chat template of a tokenizer with its further arguments.
 
     Args:
         tools: the JSON schemas of what the assistant may call.

@@ -1,4 +1,4 @@
-"""Tokens of texts: what a tokenizer puts before a text stands there once, and nothing behind it.
+"""Tokens of texts: the tokens that a tokenizer puts before a text occur once, and none are put after it.
 
 A text that was rendered before begins with the first token already, and a tokenizer would put a second one before it.
 """

@@ -182,7 +182,7 @@ def _carrying(part: Part) -> list[Term]:
 
 
 def _fillers(tokens: int, longest: int) -> list[int]:
-    """Lengths of samples of nobody's tokens."""
+    """Lengths of filler samples without an adapter."""
     each = max(longest, MIN_ROWS)
     return [min(each, tokens - first) for first in range(0, tokens, each)]
 
@@ -198,7 +198,7 @@ def _images(parts: Parts, vision: Vision | None, device: torch.device) -> BatchI
 
 
 def _texts(sample: Sample) -> np.ndarray:
-    """Its tokens without those of images, which would need images of their own."""
+    """Tokens of a sample without image tokens, which would need images of their own."""
     return sample.ids if sample.images is None else sample.ids[sample.ids != sample.images.token_id]
 
 

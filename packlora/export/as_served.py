@@ -39,10 +39,10 @@ BYTES = 10
 """Bytes of memory that each parameter takes during the comparison."""
 TOKENS = 24
 CLOSE, ROUNDED = 1e-3, 8.0
-"""How far logits may be off, as a share of what the adapter adds to them: in float32, and in units of the share of it that is
-known to be lost by rounding."""
+"""Tolerance of logits, as a share of the adapter's contribution: in float32, and in multiples of the share that rounding is
+known to lose."""
 NOISE = {torch.float32: 2e-5, torch.float64: 1e-9}
-"""The same as a share of the logits themselves, by the dtype that is computed in; of 16 bits COARSE."""
+"""Tolerance as a share of the logits themselves, by the dtype of the computation; COARSE for 16 bits."""
 COARSE = 3e-2
 
 
@@ -134,7 +134,7 @@ def compare(trained: Trained, served: Mapping[str, Callable[[], Any]], what: str
 
 @contextmanager
 def told_apart(what: str) -> Iterator[None]:
-    """Says of an error of loading that it is about what was written."""
+    """Word an error of loading as an error in the written files."""
     try:
         yield
     except InputError as error:

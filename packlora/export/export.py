@@ -271,7 +271,8 @@ def _published(opened: AdapterFolder, path: str) -> str | None:
 
 
 def plain(opened: AdapterFolder) -> AdapterFolder:
-    """The same adapter with one rank and one alpha / r for all layers. It has no magnitudes and no biases."""
+    """Adapter with one rank and one alpha / r for all layers, computing the same function. It has no magnitudes and no
+    biases."""
     modules, tensors = opened.spec.modules, {}
     rank = max(module.rank for module in modules.values())
     (scaling, _), *_ = Counter(module.scaling for module in modules.values()).most_common(1)

@@ -363,7 +363,7 @@ class Merged:
     lost: float = 0.0
     """Sum of squares of what rounding to dtype changes in adapted tensors."""
     added: float = 0.0
-    """The same of what the adapter adds to them."""
+    """Sum of squares of the adapter's contribution to them."""
 
     @property
     def lost_share(self) -> float:

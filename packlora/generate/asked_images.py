@@ -57,7 +57,8 @@ class AskedImages:
     def inputs(
         self, messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, model: PreTrainedModel
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Token ids [1, T] of a conversation, and what else the model takes: of its images, and of which tokens are theirs."""
+        """Token ids [1, T] of a conversation, and further arguments of the model: the tensors of the images, and the mask of
+        image tokens."""
         vision, shown = self._loaded(tokenizer)
         ids, images = image_prompt_ids(messages, paths, tokenizer, shown, "an image")
         tensors = ImageTensors.joined([vision.tensors(file.decode()) for file in images.files]).tensors

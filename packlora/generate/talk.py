@@ -94,7 +94,7 @@ class Speakers:
     def _inputs(
         self, said: str | list[dict[str, Any]], paths: Sequence[str]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Token ids [1, T], and what the model takes of the images."""
+        """Token ids [1, T], and the model's arguments for the images."""
         if paths and isinstance(said, list):
             return self.images.inputs(said, paths, self.tokenizer, self.model)
         return torch.tensor([prompt_ids(said, self.tokenizer)], device=self.model.device), {}
@@ -155,7 +155,7 @@ def load_speakers(
 
 
 def _quantization(folders: Sequence[Path], device: torch.device) -> QuantizationConfig | None:
-    """How the base of all of these adapters was quantised when they were trained, where that can be done here."""
+    """Quantisation of the base in the training of all of these adapters, where it is possible on this device."""
     found = []
     for folder in folders:
         told = read_trained_on(folder) or {}

@@ -1,4 +1,4 @@
-"""apply_lora and what it gives: the adapters of a Megatron-Core model, to train, to keep and to hand on."""
+"""apply_lora and its result: the adapters of a Megatron-Core model, with functions to train, save and export them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class MegatronAdapters:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self, *names: str) -> dict[str, Any]:
-        """For megatron.core.dist_checkpointing, the tensors of the adapters alone; without names those of all.
+        """Tensors of the adapters for megatron.core.dist_checkpointing; without names those of all adapters.
 
         Raises:
             InputError: there is no such adapter, or one is merged.
@@ -326,7 +326,7 @@ def _alpha(rank: int, scaling: float, rslora: bool) -> Any:
 def _read(
     folder: str | Path, layers: Mapping[str, Found], name: str
 ) -> tuple[AdapterSpec, dict[str, Tensors]]:  # fmt: skip
-    """The adapter of a folder: what it is on the layers here, and their whole tensors.
+    """Adapter of a folder: its modules on the layers of this process, and their whole tensors.
 
     Raises:
         InputError: see apply_lora.
@@ -418,7 +418,7 @@ def _spec_of(config: LoraConfig, layer: Found, part: Part, tensors: Tensors, nam
 def _check_tensors(
     tensors: Tensors, wanted: Mapping[str, Sequence[tuple[int, ...]]], layer: Found, at: str, rank: int, name: str
 ) -> None:
-    """Raises InputError where what a file has at one place is not floats of one of the shapes, or not finite."""
+    """Raise InputError if a file's tensors at one place are not floats of one of the shapes, or not finite."""
     if tensors.keys() != wanted.keys():
         found = {key: list(value.shape) for key, value in tensors.items()}
         raise InputError(f"adapter {name!r}: {at} has {found}; its configuration says rank {rank} and {sorted(wanted)}")
@@ -454,7 +454,7 @@ def _shapes(
 
 
 def _copy(placed: Placed, name: str, values: Mapping[str, Tensors]) -> None:
-    """Write whole tensors into what is here of an adapter."""
+    """Copy this process's slices of whole tensors into an adapter."""
     with torch.no_grad():
         for path, tensors in values.items():
             own, layer = placed.weights[name][path], placed.layers[path]
@@ -470,7 +470,7 @@ def _copy(placed: Placed, name: str, values: Mapping[str, Tensors]) -> None:
 
 
 def _padded(whole: torch.Tensor, layer: Found, key: str, parameter: torch.Tensor) -> torch.Tensor:
-    """With room for the words that Megatron's vocabulary has more: zeros, of a magnitude what is there."""
+    """Pad a tensor to Megatron's larger vocabulary: with zeros, and a magnitude with its present values."""
     if layer.kind == "embedding":
         dim = 1 if key == "A" else None
     else:

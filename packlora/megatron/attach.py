@@ -211,7 +211,7 @@ def _mark(parameter: torch.nn.Parameter, key: str, layer: Found) -> None:
 
 
 class _Times:
-    """A gradient times the number of processes, of which Megatron-Core takes the mean."""
+    """Hook that multiplies a gradient by the number of processes, because Megatron-Core takes the mean."""
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
@@ -252,8 +252,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 ELSEWHERE = {"TEFusedMLP": "use_transformer_engine_op_fuser=False", "GroupedMLP": "moe_use_legacy_grouped_gemm=False"}
-"""Modules that read weights without calling the layers that hold them, or that hold the weights of all experts in one tensor;
-and with what they are not used."""
+"""Modules that read weights without calling the layers that hold them, or that hold the weights of all experts in one tensor,
+with the setting that avoids each."""
 
 
 def _check_config(chunk: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Adapters under the names of transformers' models: which rows of which layer of Megatron-Core each of them is.
+"""Names of adapters in transformers' models: the layer of Megatron-Core, and the rows of it, that each name corresponds to.
 
 Megatron-Core holds q, k and v in one layer, for each group of queries its heads, then its key, then its value; and gate and up
 in one layer, one after the other. An adapter of such a layer is one of each part with the same A: an identity, so nothing is

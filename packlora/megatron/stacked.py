@@ -28,7 +28,8 @@ DOWN = "down_proj"
 
 
 def place_of(path: str, config: Any) -> tuple[str, str, int] | None:
-    """(module, parameter, expert) of a layer of Megatron-Core's in transformers' model; None of what is no expert's."""
+    """(module, parameter, expert) in transformers' model of a layer of Megatron-Core; None for a layer that belongs to no
+    expert."""
     if not is_expert(path):
         return None
     head, _, rest = path.partition(".local_experts.")

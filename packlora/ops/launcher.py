@@ -166,7 +166,7 @@ def _innermost(launch: Callable[..., Any]) -> tuple[Callable[..., Any], list[dic
 
 @functools.cache
 def _varying(kernel: Any) -> frozenset[int]:
-    """Places of the arguments whose values do not decide what is compiled."""
+    """Indices of the arguments whose values do not affect compilation."""
     return frozenset(at for at, param in enumerate(kernel.params) if param.do_not_specialize)
 
 

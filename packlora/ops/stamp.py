@@ -78,7 +78,7 @@ class Unchanged:
 
     @contextmanager
     def unless_it_fails(self) -> Iterator[None]:
-        """Around what is made anew of tensors that have changed: where it fails they count as changed next time, too."""
+        """Context of an update after a change: if it fails, the tensors count as changed next time, too."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""Ask: how a user wants layers to be computed, for all of them or by patterns of their paths.
+"""Ask: the plan that a user requests, for all layers or by patterns of their paths.
 
 A value is checked and spread over the layers here, for `accelerate` and for run files alike; select.py, PlanChooser acts on it.
 """

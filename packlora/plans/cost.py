@@ -142,7 +142,7 @@ Part = tuple[int, int]
 
 
 def _low_rank(adapters: Iterable[tuple[int, int]], n: int) -> list[Part]:
-    """Products [t, r] @ [r, n] for each (t, r), what they are added to left out."""
+    """Products [t, r] @ [r, n] for each (t, r), without their addends."""
     return [(2 * t * r * n, t * r + r * n) for t, r in adapters]
 
 
@@ -220,7 +220,7 @@ def _backward(plan: Plan, s: _Shapes) -> Iterator[Step]:
 
 
 def _needs(plan: Plan, s: _Shapes) -> tuple[bool, bool, bool, bool]:
-    """Whether dA and dB are wanted, and whether each of them goes through d' xd."""
+    """Whether dA and dB are needed, and whether each of them goes through d' xd."""
     _, need_A, need_B = s.case.needs if s.case.ranks else (False, False, False)
     return need_A, need_B, need_A and plan.dA == "xd", need_B and plan.dB == "xd"
 

@@ -70,7 +70,7 @@ def _tick_step(at_least: float) -> float:
 
 
 def tick_text(value: float, step: float) -> str:
-    """A number with as many digits as the distance between ticks asks for: 1.25, 2e-4, 12k."""
+    """Format a number with as many digits as the distance between ticks needs: 1.25, 2e-4, 12k."""
     if value == 0:
         return "0"
     if step >= 1e6:

@@ -179,7 +179,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBegins:
-    """A checkpoint of a job is about to be written, beside training; what is logged up to it must be on the disk before it."""
+    """Event before a checkpoint of a job is written, beside training; logs up to it must be on the disk before it."""
 
     job: str
     step: int

@@ -30,7 +30,7 @@ class DamagedLine(ValueError):
 
 
 def fold(record: dict[str, Any], line: Mapping[str, Any]) -> None:
-    """Add what a line of the journal says to what run.json says."""
+    """Apply a line of the journal to the content of run.json."""
     for key in LISTS:
         record[key] += line.get(key, ())
     for key in TABLES:

@@ -41,7 +41,7 @@ LINES = {
     Sampled: SAMPLES,
     PipelineRan: PIPELINE,
 }
-"""Events that are a line each, and of which file; the keys are the names of their fields."""
+"""Events that are written as one line each, and their files; the keys are the names of their fields."""
 
 
 class BestEffort:

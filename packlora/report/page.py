@@ -45,7 +45,7 @@ def whole_page(output_dir: Path) -> str:
 
 
 class LivePage:
-    """The page of a run that may train now: whole, and what is new of it.
+    """Page of a run that may still train: the whole page, and its changes since a look.
 
     Drawings and tables are made again at most every REMADE seconds, and so seldom that it takes a fiftieth of the time.
     """

@@ -21,7 +21,7 @@ from packlora.report.metrics import EVALS, METRICS, MICROBATCHES, SAMPLES, WINDO
 
 @dataclass
 class JobFiles:
-    """One job: what was asked for, what it consists of, what has happened."""
+    """Files of one job: its configuration, its adapter, and its progress."""
 
     name: str
     style: str

@@ -108,7 +108,7 @@ def solve_window(task: Task, solver: Solver = by_programs) -> Window:
 
 
 def finish(window: Window, task: Task, carry: Carry | None) -> Window:
-    """The window behind the slots that the carry tells of: no-ops in place, and the whole proved valid.
+    """Complete a window that follows the slots of `carry`: insert no-ops, and prove that the whole is valid.
 
     Raises:
         ScheduleError: it is not, which is a defect of this program; nothing may be trained with it.
@@ -133,7 +133,7 @@ class _Candidate:
     microbatches: list[Microbatch]
     noops: int
     waits: int
-    """no-ops, and those that a window like this one would begin with behind it"""
+    """Number of no-ops, and number of those that a window like this one would begin with after it."""
     score: tuple[float, int]
     merge: bool
 

@@ -1,4 +1,4 @@
-"""The words of the scheduler: samples placed in microbatches, windows of rounds, and what is reported about them.
+"""Terms of the scheduler: samples placed in microbatches, windows of rounds, and reports about them.
 
 A round is one global batch of every job that is not finished: in round r a job that joined at round q contributes its global
 batch r - q. A window is a few consecutive rounds, planned at once; nothing is shared across a window's border, so a window

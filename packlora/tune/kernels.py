@@ -20,7 +20,8 @@ PART = 0.4
 
 
 def tune_sizes(device: torch.device, minutes: float, console: Screen) -> float:
-    """Measure what was not measured before, say what came of it, and use what is best from now on. Gives the minutes it took.
+    """Measure candidates that were not measured before, print the results, and use the best sizes from now on. Gives the
+    minutes it took.
 
     Args:
         minutes: of all tuning.

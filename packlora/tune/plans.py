@@ -42,7 +42,7 @@ SMALLEST = 8
 """Microbatches are measured from this part of the largest one upwards; of a full schedule few are smaller."""
 
 TRACED = 8
-"""Tokens of the forward by which groups are found; any number will do."""
+"""Tokens of the forward that finds the groups; any number works."""
 
 MINUTES = 5.0
 """How long measuring takes at most where nothing is said."""
@@ -353,7 +353,7 @@ class _Clock:
         return 2 if self._seconds(case, 2) <= room else 0
 
     def took(self, case: Case, count: int, measured_s: float) -> None:
-        """Learn from a case of which so many plans were measured."""
+        """Update the estimate with the time of a case of which `count` plans were measured."""
         self._extra = (self._extra + max(0.0, measured_s - self._seconds(case, count) + self._extra)) / 2
 
     def _seconds(self, case: Case, count: int | None = None) -> float:

@@ -143,6 +143,6 @@ class RouterSums(CarriedSums):
         return sums_by_adapter(_losses(counts_NE, sums_NE, self.top_k), self.carried)
 
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For backward: tensors and their gradients."""
+        """Tensors and their gradients, from which the backward starts."""
         assert self.gradient is not None
         return [] if self.sums is None or not self.sums.requires_grad else [(self.sums, self.gradient)]

@@ -18,8 +18,8 @@ FUNCTION = "load_balancing_loss_func"
 
 
 def coefficient_of(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:
-    """The coefficient of a job's load-balancing loss, 0 for none, and what the user should know of it. The job's key is not 0,
-    and is set, or the model's configuration asks for router logits.
+    """Coefficient of a job's load-balancing loss (0 for none), and a note for the user. The job's key is not 0, and is set, or
+    the model's configuration asks for router logits.
 
     Args:
         skeleton: the base model, which may be without weights.

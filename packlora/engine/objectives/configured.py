@@ -45,7 +45,7 @@ CHANGES_OF_EMBEDDINGS = add_noise
 
 
 def router_coefficient(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:
-    """The coefficient of a job's load-balancing loss, 0 for none, and what the user should know of it; see balance_key.py."""
+    """Coefficient of a job's load-balancing loss (0 for none), and a note for the user; see balance_key.py."""
     key = job.train.router_aux_loss_coef
     if key == 0 or (key is None and not getattr(skeleton.config.get_text_config(), "output_router_logits", False)):
         return 0.0, []

@@ -34,7 +34,7 @@ AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Numbers that a loss is made of, float64 on one device.
+    """Numbers that a loss is computed from, float64 on one device.
 
     logps_N3: sums of log-probabilities of the model's own tokens. reference_N3: the same of the reference. counts_N3: tokens.
     desirable_N: 1 or 0. per_token: samples of the global batch over its tokens of chosen parts, which weighs a token's cross
@@ -289,7 +289,7 @@ def sums_by_group(values_L: torch.Tensor, counts_N3: np.ndarray) -> torch.Tensor
 
 
 def by_group(logps: Sequence[np.ndarray], samples: Sequence[Sample]) -> np.ndarray:
-    """The same [N, 3] of log-probabilities [l] of each sample."""
+    """Sums [N, 3] by group of log-probabilities [l] of each sample."""
     counts_N3 = np.array([sample.group_counts for sample in samples])
     return sums_by_group(torch.from_numpy(np.concatenate(logps)), counts_N3).numpy()
 

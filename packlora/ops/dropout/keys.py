@@ -1,4 +1,4 @@
-"""Counter-based dropout: a mask is a pure function of what is dropped, never of what ran before.
+"""Counter-based dropout: a mask is a pure function of job, step, sample, position, feature and layer, never of earlier calls.
 
     keys_T2   two 32-bit words per token, made from (seed, step, sample, position)            -> token_keys
     salt      one 32-bit word per layer                                                       -> layer_salt

@@ -15,7 +15,7 @@ import torch
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNED = 16
-"""Bytes of which every stride must be a multiple."""
+"""Bytes that every stride must be a multiple of."""
 
 
 @dataclass(slots=True)

@@ -143,7 +143,7 @@ class Group(torch.autograd.Function):
 
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, Group).apply
-"""Group.apply without its look, at every operand, for what torch.func left behind, under which nothing is served."""
+"""Group.apply without its check of every operand for wrappers of torch.func, under which the operator is not used."""
 
 
 def made_S(

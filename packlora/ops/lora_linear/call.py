@@ -62,8 +62,8 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A segment whose adapter has a rank: its part over all layers, its parts by layer where these scale differently, and how
-    many columns of S each layer has, with what is left of them at the end."""
+    """Segment whose adapter has a rank: its part over all layers, its parts by layer where these scale differently, and the
+    number of columns of S of each layer, the rest at the end."""
 
     segment: Segment
     all_layers: Part

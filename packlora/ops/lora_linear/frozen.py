@@ -70,7 +70,7 @@ class FrozenWeight(Protocol):
 
 
 class Products:
-    """The products of a weight of which `_made` gives a tensor."""
+    """Products of a weight that `_made` dequantises to a tensor."""
 
     __slots__ = ()
     has_tensor = True
@@ -177,7 +177,7 @@ class Storage(Protocol):
         """Adapters have been put onto the layers at these paths."""
 
     def holds(self, path: str) -> bool:
-        """Whether what is trained on the module at this path of the model is trained here, if the module is."""
+        """Whether adapters on the module at this path of the model are trained on this process, if the module is here."""
 
     @property
     def is_stage(self) -> bool:

@@ -1,4 +1,4 @@
-"""Linear layers of codes of which a process holds some rows, and all of them only while the layer runs.
+"""Quantised linear layers whose codes are sharded by rows: a process has all rows only while the layer runs.
 
 Shapes: N outputs, K inputs.
 """

@@ -84,7 +84,8 @@ class SegmentTables:
         """Chunks of tokens chosen for these tables, see kernels/sizes.py."""
 
     def write(self, segments: Sequence[Segment]) -> None:
-        """Other segments of as many tokens, of the same adapters and rates or fewer; what is launched from now on sees them."""
+        """Replace the segments by others with as many tokens, of the same adapters and rates or fewer; later launches read the
+        new ones."""
         table = torch.from_numpy(self._flat(cover(segments, self.num_tokens)))
         self._table.copy_(table.pin_memory() if self._table.is_cuda else table, non_blocking=True)
 

@@ -206,8 +206,8 @@ class Batch:
         return list(flat.unsafe_split_with_sizes(self.sizes))  # views, which autograd need not know: nobody uses flat
 
     def stale(self, seen: torch.Tensor) -> torch.Tensor:
-        """int32 [P]: 0 where A, B and what is sampled of W (8 elements a row) are those of the last call with the same `seen`,
-        1 where A or B are others, 3 where W is, whose base_N is then made anew.
+        """Flags of the problems, int32 [P]: 0 where A, B and the sampled elements of W (8 a row) are unchanged since the last
+        call with the same `seen`, 1 where A or B changed, 3 where W changed and base_N is computed again.
 
         seen: int64 [P, 5], zeros for "never", brought up to date. 64 bits stand for a module's A and B: two states that
         differ are taken for the same once in 2^64.
