@@ -22,12 +22,11 @@ RULES = ("measured", "flops")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Requested plan of a layer, or of all layers. plan: `measured`, the fastest by measurements on the device, else by the
-    cost model; `flops`, the fewest floating-point operations; the name of a plan, from the list or by its parts; or a Plan.
+    """Requested plan of a layer, or of all layers.
 
-    plan: measured, what was measured on the device, else the cost model; flops, the fewest floating-point operations; the name
-    of a plan, from the list or by its parts; or a Plan. lossy: plans with merged weights may be chosen, and a named one may
-    round as it does. prefer: with memory, rules do not keep S where making it again costs little.
+    plan: measured, the fastest plan by measurements on the device, else by the cost model; flops, the fewest floating-point
+    operations; the name of a plan, from the list or by its parts; or a Plan. lossy: plans with merged weights may be chosen,
+    and a named one may round as it does. prefer: with memory, rules do not keep S where computing it again costs little.
     """
 
     plan: str | Plan = "measured"
