@@ -69,10 +69,12 @@ def loads() -> bool:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Around the import of large libraries. It makes a million objects that stay, and to look for garbage among them, again and
-    again, takes a seventh of its time, and a third of a second whenever it is done later.
+    """Context around the import of large libraries, in which garbage collection is off. The import makes a million objects that
+    stay; searching them for garbage again and again would take a seventh of the import's time, and a third of a second at every
+    later collection.
 
-    Ctrl-C in the middle ends it at once, or, where a library swallows that (what is raised in a __del__ is lost), at its end.
+    Ctrl-C in the middle ends the import at once, or at its end where a library swallows the exception (as one raised in a
+    __del__).
     """
     asked: list[int] = []
 

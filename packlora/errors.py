@@ -71,7 +71,7 @@ def foreign(error: Exception) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed, on one line: what the system says, or an error's kind and its first line."""
+    """Reason of a failure on one line: the system's message, or an error's kind and its first line."""
     if isinstance(error, OSError):
         return unwritten(error) or str(error)
     if isinstance(error, MemoryError):

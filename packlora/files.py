@@ -96,7 +96,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_folders(paths: Iterable[Path]) -> None:
-    """The same for several."""
+    """Make several folders, as make_folder makes one."""
     for path in paths:
         make_folder(path)
 

@@ -40,7 +40,7 @@ from packlora.config import (
 from packlora.errors import InputError, quoted, shown
 
 OF_DATA = (".jsonl", ".csv", ".parquet")
-"""How data files end, and no run file does."""
+"""Suffixes of data files, which no run file has."""
 MOST_BYTES = 8 * 2**20
 """Bytes of the largest run file; PyYAML reads about 100 kB a second."""
 MOST_PROBLEMS = 20
@@ -368,7 +368,7 @@ def _kind(value: Any) -> str:
 
 
 def _explain(error: Any, tree: Any) -> str:
-    """One pydantic error as a sentence: where (job by name), what was found, what is accepted."""
+    """Format a pydantic error as a sentence: where (job by name), what was found, what is accepted."""
     loc = [part for index, part in enumerate(error["loc"]) if not _is_tag(error["loc"], index)]
     where = _where(loc, tree)
     kind, found = error["type"], error["input"]

@@ -29,7 +29,7 @@ from packlora.ops.twin import Twin
 from packlora.renaming import renamed
 
 ClassOf = Callable[[Any], Any]
-"""Gives the class, or the auto class, that is built of a configuration."""
+"""Function from a configuration to the class, or the auto class, that is built from it."""
 GENERATE = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,

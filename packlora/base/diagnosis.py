@@ -20,7 +20,7 @@ class Unpackable(RuntimeError):
 
 
 def reason_of(model: PreTrainedModel, error: Exception, by_itself: str = "") -> str:
-    """Why a forward failed, in words. by_itself: what failed where nothing was packed."""
+    """Reason why a forward failed, in words. by_itself: what failed where nothing was packed."""
     if isinstance(error, Unpackable):
         return f"cannot be packed: {error}"
     first_line = (str(error).strip() or "no reason given").split("\n")[0]

@@ -47,9 +47,9 @@ class AdapterConfig(Strict):
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained too: none, all of the model, or those of layers with an adapter."""
     rank_pattern: dict[str, int] = Field(default_factory=dict)
-    """Other ranks, by a name or a regular expression of modules."""
+    """Ranks that differ from r, by a name or a regular expression of modules."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
-    """Other values of lora_alpha, likewise."""
+    """Alphas that differ from lora_alpha, by a name or a regular expression of modules."""
     exclude_modules: str | list[str] | None = None
     """Modules that target_modules leaves alone: a list of names, or a regular expression."""
     layers_to_transform: int | list[int] | None = None

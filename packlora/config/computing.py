@@ -46,7 +46,7 @@ class QuantizationConfig(Strict):
 
 
 class PlansConfig(Strict):
-    """How layers with adapters are computed; a text in its place is its `plan`."""
+    """Computation of layers with adapters; a text in its place is its `plan`."""
 
     plan: str | dict[str, str] = "measured"
     """measured: what `packlora tune` measured on this device, else a cost model on a GPU, the plain chain on a CPU. flops: the
@@ -73,6 +73,6 @@ class ScheduleConfig(Strict):
     method: Literal["auto", "greedy", "milp", "solo"] = "auto"
     """solo: jobs never share a microbatch. greedy: best fit. milp: integer programs. auto: these where greedy may be beaten."""
     padding_multiple: int = Field(1, ge=1, le=1)
-    """Nothing is padded. The key is taken from older run files."""
+    """Multiple to which sequences are padded: nothing is padded; the key is accepted for older run files."""
     time_limit_s: float = Field(10, ge=1e-3, le=1e6)
     """Emergency stop of an integer program; it normally ends earlier, at a number of nodes."""

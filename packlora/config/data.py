@@ -10,7 +10,7 @@ from packlora.config.shared import MOST_PATTERNS, MOST_TOKENS, PathText, Strict
 
 
 class DataSource(Strict):
-    """One of several places that a job's samples come from."""
+    """Source of a job's samples, one of several."""
 
     path: PathText
     """Path in one of the forms that data.path accepts as a text."""

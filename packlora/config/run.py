@@ -61,7 +61,7 @@ class Run(Strict):
     """DoRA layers keep their outputs in the place of a product as large. Not for models with kernels, other than liger's, that
     write into the outputs of linear layers behind autograd's back."""
     plans: PlansConfig = Field(default_factory=PlansConfig)
-    """How layers with adapters are computed: decides speed and memory, and with lossy how they are rounded."""
+    """Computation of layers with adapters: decides speed and memory, and with lossy the rounding."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Distribution of the run over devices."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)

@@ -78,13 +78,13 @@ class TrainConfig(Strict):
     learning_rate: float = Field(2e-4, gt=0, le=1e30)
     """The largest one of the schedule."""
     lr_scheduler_type: Scheduler = "constant"
-    """How the learning rate goes over the steps, as transformers' schedule of that name."""
+    """Schedule of the learning rate, by transformers' name."""
     lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of that schedule, by transformers' names."""
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
     """Optimizer steps in which the learning rate rises from 0."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
-    """The same as a share of all steps, rounded up."""
+    """Share of all steps that is warm-up, rounded up to steps."""
     weight_decay: float = Field(0.0, ge=0, le=1e6)
     """The optimizer's own, which is decoupled but for sgd; not applied to biases."""
     loraplus_lr_ratio: float | None = Field(None, gt=0, le=1e6)

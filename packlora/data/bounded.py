@@ -42,7 +42,7 @@ class EndlessError(Exception):
 
 @dataclass(slots=True)
 class _Rendering:
-    """One rendering that is under way. moment: what its clock says. most: its steps."""
+    """Rendering that is in progress. moment: what its clock says. most: its steps."""
 
     moment: datetime
     started: float
@@ -96,7 +96,8 @@ def _count(program: Template, source: str) -> None:
 
 
 class _Counted(NodeTransformer):
-    """Puts a step into the body of every loop, macro and block, and into every loop's condition."""
+    """Transformer of a template's syntax tree that counts a step in the body of every loop, macro and block, and in every
+    loop's condition."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -25,7 +25,8 @@ class JobData:
     step_limit: int | None = None
     """Stop after this many steps, whatever the configuration says; learning rates stay those of the configured steps."""
     planned: SampleOrder = field(init=False)
-    """All configured global batches: microbatches are planned over these, so that a limit changes none of those before it."""
+    """Order of all configured global batches: microbatches are planned over these, so that a limit on steps changes no batch
+    before it."""
     label_share: float = field(init=False)
     """Label tokens over tokens, of all samples."""
     num_labels: np.ndarray = field(init=False)

@@ -291,7 +291,7 @@ def encoded_rows(
     told: Told,
     shown: Shown | None,
 ) -> Iterator[tuple[Row, Sample, Notes]]:
-    """Each row with its sample, in order, however long, and with what its writer may not expect.
+    """Encode rows, in order and of any length, and yield each row with its sample and notes for its author.
 
     Args:
         skipped: takes rows that are no samples where on_bad_row is skip; else they are raised.

@@ -120,7 +120,7 @@ def _message(message: Any, number: int, marked: bool, found: list[str | None], b
 
 
 def _before_text(messages: list[Any], number: int, bad: Bad) -> list[Any]:
-    """All images before the text of the first message of a user."""
+    """Put all images before the text of the first message of a user."""
     for index, message in enumerate(messages):
         if isinstance(message, dict) and message.get("role") == "user" and isinstance(message.get("content"), str):
             blocks = [{"type": "image"}] * number + [{"type": "text", "text": message["content"]}]

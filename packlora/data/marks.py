@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 class Marker:
-    """Puts marks into one message.
+    """Marker of one message: it puts marks around the parts.
 
     Args:
         number: of the message.
@@ -242,7 +242,7 @@ def _check_calls(message: Message, name: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and mappings are in one another."""
+    """Depth of nested lists and mappings."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, list | dict)]:
         level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]

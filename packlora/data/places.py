@@ -55,7 +55,7 @@ class Placed:
         return self._windows
 
     def of(self, part: Part) -> list[tuple[int, int]]:
-        """Every place of a part."""
+        """Places of a part."""
         return list(zip(self.places.get(part.first, ()), self.places.get(part.last, ()), strict=False))
 
     def in_order(self) -> list[list[Place]]:

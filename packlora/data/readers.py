@@ -43,7 +43,7 @@ def read_rows(path: str, job: str, told: Told = silent) -> list[Row]:
 
 
 def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error", fields: bool = False) -> Read:
-    """All rows that a data path means, checked.
+    """Read and check all rows of a data path.
 
     Args:
         path: of a file or a saved data set, a pattern of files, or the id of a Hugging Face data set.

@@ -58,8 +58,8 @@ class Trained:
 
 
 def why_not(check: str, opened: AdapterFolder) -> str | None:
-    """Why an adapter is not compared; None where it is. An empty text where the user says so. Raises InputError for a check
-    that is none."""
+    """Reason why an adapter is not compared; None where it is. An empty text where the user says so. Raises InputError for a
+    check that is none."""
     if check not in CHECKS:
         raise InputError(f"--check {check!r} is not one of {', '.join(CHECKS)}")
     if check != "auto":

@@ -448,7 +448,7 @@ class Merged:
         self.apart = True
 
     def write(self, folder: Path) -> None:
-        """All files, one after the other. Raises InputError where a merged layer is not finite."""
+        """Write all files, one after the other. Raises InputError where a merged layer is not finite."""
         names = self.files.names
         size = 0
         for name, keys in names.items():

@@ -67,5 +67,5 @@ class AskedImages:
         return ids_T[None].to(model.device), own
 
     def tokens_of(self, ids: torch.Tensor) -> int:
-        """How many tokens are those of images."""
+        """Number of image tokens."""
         return int((ids == self._vision.token_id).sum()) if self._vision is not None else 0

@@ -43,7 +43,8 @@ RESET, IMAGE = "/reset", "/image"
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an answer is drawn. temperature 0 takes the likeliest token each time; else tokens are drawn from all of them."""
+    """Sampling settings of an answer. temperature 0 takes the likeliest token each time; else tokens are drawn from all of
+    them."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -245,8 +246,8 @@ def chat(
     base_model: str | None = None, dtype: str = "auto", device: str = "auto", lines: Iterable[str] | None = None,
     images: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Every line that is read is a turn, which each adapter answers in a conversation of its own; on standard output, each
-    answer behind the adapter's name where there are several.
+    """Chat on standard input and output: every line is a turn, which each adapter answers in a conversation of its own; where
+    there are several, each answer follows the adapter's name.
 
     Args:
         with_base: the base model answers too, first.

@@ -74,7 +74,7 @@ class Owned(Attached):
         return self._alone(total)
 
     def _alone(self, total: int) -> TokenOwners:
-        """All tokens are those of the only adapter, with keys drawn where it drops something."""
+        """Owners of a model with one adapter: it has all tokens; dropout keys are drawn where it has dropout."""
         assert self.only_one is not None
         keys = drawn_keys(total, self.device) if self.drops and self.training else None
         return TokenOwners(total, ((self.only_one, 0, total),), keys)

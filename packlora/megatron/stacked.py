@@ -127,7 +127,7 @@ def source_of(
 
 
 def own_of(tensors: Tensors, experts: int, number: int, rank: int) -> Tensors:
-    """One expert's tensors. Those of all have the shapes of `stacked_shapes`."""
+    """Tensors of one expert. Those of all have the shapes of `stacked_shapes`."""
     out = {
         "A": tensors["A"].unflatten(0, (experts, rank))[number],
         "B": tensors["B"].unflatten(1, (rank, experts))[..., number],

@@ -294,7 +294,7 @@ def is_quick() -> bool:
 
 @functools.cache
 def why_usual() -> str | None:
-    """Why every launch goes through Triton's own door, or None where launches are made again.
+    """Reason why every launch goes through Triton's own launcher; None where recorded launches are repeated.
 
     Tried once in a process, on the current GPU: what a cached launch passes to the function that launches must be what Triton
     passes to it for the same arguments, with other operands than those that it was made with.
@@ -311,7 +311,7 @@ def why_usual() -> str | None:
 
 
 def _difference(mapped: bool) -> str | None:
-    """Between a cached launch and Triton's own, in words."""
+    """Difference between a cached launch and Triton's own, in words; None where there is none."""
     BLOCK, device = 32, torch.cuda.current_device()
     where = torch.device("cuda", device)
 

@@ -49,7 +49,7 @@ def recomputed(function: Callable[..., torch.Tensor], operands: tuple[torch.Tens
 
 
 def recompute_of(x: torch.Tensor) -> Recompute | None:
-    """How x is recomputed; None where that is not known, or x was written into since."""
+    """Recipe by which x is recomputed; None where there is none, or x was written to since."""
     recompute: Recompute | None = getattr(x, "_packlora_recompute", None)
     return recompute if recompute is not None and x._version == 0 else None
 
@@ -135,7 +135,7 @@ def _called_again(
 
 
 def _why_not_norm(norm: nn.Module) -> str | None:
-    """Why the output of a norm in train mode cannot be had by calling it again."""
+    """Reason why the output of a norm in train mode cannot be recomputed by calling it again; None where it can."""
     if any(parameter.requires_grad for parameter in norm.parameters()):
         return "it is trained itself"
     weight = next(norm.parameters(), None)
@@ -235,8 +235,8 @@ def _times(activated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _why_not_product(module: Any) -> str | None:
-    """Why nothing can be recomputed in a forward of a gated feed-forward in train mode: one of four tokens is looked at, with
-    random numbers in the place of the projections, so that no weight is read."""
+    """Reason why nothing can be recomputed in a forward of a gated feed-forward in train mode; None where it can: one of four
+    tokens is looked at, with random numbers in the place of the projections, so that no weight is read."""
     read: list[bool] = []
     hooks = RecomputedProduct()
 

@@ -38,7 +38,7 @@ def stamps(tensors: Iterable[torch.Tensor]) -> Stamps:
 
 
 def version(tensor: torch.Tensor) -> int | None:
-    """How often torch's operations wrote into it; None where that is not counted."""
+    """Number of writes to the tensor by torch's operations; None where they are not counted."""
     return None if tensor.is_inference() else tensor._version
 
 

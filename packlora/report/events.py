@@ -196,7 +196,8 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class SavePointReached:
-    """All checkpoints that were due together are being written, and the adapters of jobs that have ended are on the disk."""
+    """Event after a save point: all checkpoints that were due together are being written, and the adapters of jobs that have
+    ended are on the disk."""
 
 
 @dataclass(frozen=True, slots=True)

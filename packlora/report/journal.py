@@ -41,7 +41,7 @@ def fold(record: dict[str, Any], line: Mapping[str, Any]) -> None:
 
 
 def merged(line: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """One line that says what two say, one after the other."""
+    """Merge two lines of the journal, which follow one another, into one."""
     out = {**line, **more}
     for key in line.keys() & more.keys():
         if isinstance(line[key], list):

@@ -96,7 +96,7 @@ def _rank(packing: Packing, lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def best_fit(lengths: Sequence[int], capacity: int, room: int, allowed: Sequence[bool] | None) -> Packing:
-    """Each sample, longest first, into the fullest bin that still takes it. O(n log n) searches."""
+    """Put each sample, longest first, into the fullest bin that still takes it. O(n log n) searches."""
     bins: list[list[int]] = [[]]  # the open one first
     free: list[tuple[int, int]] = [(room, 0)]  # (room left, bin), sorted
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -189,7 +189,7 @@ class _Assignment:
         return upper
 
     def constraints(self) -> Any:
-        """Every sample is in one bin, no bin holds too much, and used bins come first."""
+        """Constraints: every sample is in one bin, no bin holds too much, and used bins come first."""
         from scipy.optimize import LinearConstraint
         from scipy.sparse import coo_array
 

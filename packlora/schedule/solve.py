@@ -1,4 +1,4 @@
-"""One window from start to end: group, lay out, compare, and prove. A pure function of its task.
+"""Solution of one window from start to end: group, lay out, compare, and prove. A pure function of its task.
 
 Several groupings, and for a pipeline several fills of a microbatch, are laid out by heuristics; the one with the shortest
 simulated time (the fewest slots where there is no cost model) is taken. Only that one is laid out again with the integer

@@ -45,7 +45,7 @@ TRACED = 8
 """Tokens of the forward that finds the groups; any number works."""
 
 MINUTES = 5.0
-"""How long measuring takes at most where nothing is said."""
+"""Default limit of the measuring time, in minutes."""
 
 UNCOUNTED, COUNTED = 5, (9, 100)
 """Runs of every plan before the counted rounds, as timing.paired has them, and the fewest and most of these."""
@@ -299,7 +299,7 @@ def _measured(
 
 
 class _Clock:
-    """How long measuring takes: estimated by the cost model, and from how far off that was so far.
+    """Estimate of the measuring time: from the cost model, corrected by its errors so far.
 
     Args:
         limit_s: of all cases together.
@@ -345,7 +345,7 @@ class _Clock:
         return min(max(self.limit_s, self.spent), self.spent + sum(self._seconds(case) for case in cases))
 
     def affordable(self, case: Case) -> int:
-        """How many plans of a case its part of the time allows, two at most where only all that is left does."""
+        """Number of plans of a case that its share of the time allows; at most two where it needs all of the remaining time."""
         room = self.limit_s - self.spent
         for count in range(len(self._estimates[case]), 2, -1):
             if self._seconds(case, count) <= min(room, PART * self.limit_s):

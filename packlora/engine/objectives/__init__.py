@@ -125,7 +125,7 @@ class Objective:
         raise NotImplementedError
 
     def why_not(self, samples: Sequence[Sample]) -> str | None:
-        """Why it does not take samples of a job, all that there are; None where it does."""
+        """Reason why the objective does not take a job's samples (all of them are given); None where it does."""
         return None
 
     def doubts(self, samples: int, train: TrainConfig) -> list[str]:

@@ -66,7 +66,7 @@ def _is_native(model: PreTrainedModel) -> bool:
 
 
 def _why_none(model: PreTrainedModel) -> str | None:
-    """Why a model's load-balancing loss cannot be computed here; None where it can."""
+    """Reason why a model's load-balancing loss cannot be computed here; None where it can."""
     kind, own = model.config.model_type, _own_function(model)
     if not _is_native(model):
         return f"the code of a {kind} model is its own"

@@ -111,7 +111,7 @@ class PreferenceObjective(Objective):
         return {"counts": counts_N3, "reference": reference_N3, "desirable": np.array(desirable, np.float64)}
 
     def why_not(self, samples: Sequence[Sample]) -> str | None:
-        """One sample has no other completion to be compared with."""
+        """Reason for a refusal of one sample: it has no other completion to be compared with."""
         if not self.has_estimate or len(samples) != 1:
             return None
         return (

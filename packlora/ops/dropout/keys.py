@@ -26,7 +26,7 @@ LANE = 1 << 16
 
 
 def dropout_threshold(p: float) -> int:
-    """How many of the 65536 lane values are dropped. At least 1 for p > 0, at most 65535.
+    """Number of the 65536 lane values that are dropped. At least 1 for p > 0, at most 65535.
 
     Raises:
         ValueError: p is not in [0, 1).

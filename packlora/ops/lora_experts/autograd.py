@@ -128,7 +128,8 @@ class Call:
     def _packed(
         self, own: Sequence[torch.Tensor | None], shape: tuple[int, int, int], scalings: Sequence[float] | None = None
     ) -> torch.Tensor:
-        """One after the other for each expert, times scalings, which are rounded once."""
+        """Packed tensor of the adapters' factors, one after the other for each expert, times scalings; each product is rounded
+        once."""
         E, rows, columns = shape
         full = all(one is not None and one.shape == shape for one in own)
         new = torch.empty if full else torch.zeros

@@ -81,7 +81,7 @@ class Routing:
         return self.pair // self.owners
 
     def rows_of(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """Every row's token, [S, K]."""
+        """Token of every row, [S, K]."""
         return x_TK[self.token_of_row()]
 
     def of_places(self, x_SK: torch.Tensor) -> torch.Tensor:

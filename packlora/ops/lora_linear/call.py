@@ -40,7 +40,7 @@ from packlora.ops.lora_linear.types import Segment
 
 
 class Part(NamedTuple):
-    """One segment's share of a step: rows of tensors [T, ...] and columns of S, None where they are all; factor s c. Of one
+    """Share of one segment in a step: rows of tensors [T, ...] and columns of S, None where they are all; factor s c. Of one
     layer's: the number of its `Stack`, and of its block there."""
 
     segment: Segment
@@ -151,7 +151,7 @@ class Operands:
 
 @dataclass(slots=True)
 class Sums:
-    """Over the tokens of one adapter on one layer, in a wide dtype or the parameters' own, [N] each: the gradient of the
+    """Sums over the tokens of one adapter on one layer, in a wide dtype or the parameters' own, [N] each: the gradient of the
     magnitude, the sum of d z over w, and the sum of d. None where not wanted."""
 
     dm: torch.Tensor | None = None
@@ -181,8 +181,8 @@ class Grads(NamedTuple):
 
 
 Gradients = Sequence[torch.Tensor | None]
-"""One tensor [T, N] per layer, None where none came back. Those of outputs are contiguous and as these are, [..., N], and so is
-an output that was kept: kernels read rows wherever they lie, and views cost the host time."""
+"""Gradients by layer: one tensor [T, N] each, None where there is none. Gradients of outputs are contiguous and have the shape
+of the outputs, [..., N], and so has an output that was kept: kernels read rows at any stride, and views cost the host time."""
 
 
 class Path(Protocol):
@@ -248,7 +248,7 @@ class Call:
     """Slots of the adapters that own tokens."""
     stacked: tuple[Stack, ...]
     parts: tuple[tuple[Part, ...], ...]
-    """Per layer, the segments whose adapter has a rank on it."""
+    """Segments whose adapter has a rank, per layer."""
     composed: dict[int, tuple[tuple[Segment, bool, bool], ...]]
     """Layers where a segment has a magnitude or a bias of its own: those segments, and whether each has the one, the other."""
     plan_up: tuple[Up, ...]
@@ -283,7 +283,7 @@ class Call:
     """Stack of the only adapter, where it has all rows and columns of S and one factor: products make their results then, and
     write into nothing."""
     unread: torch.Tensor | None = None
-    """One element in the dtype: torch wants an addend for a product that is scaled."""
+    """Tensor of one element in the dtype, because torch needs an addend for a product that is scaled."""
     tables: GroupTables | None = None
     segment_tables: SegmentTables | None = None
     moving: bool = False

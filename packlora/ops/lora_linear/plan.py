@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def reads_tables(self) -> bool:
-        """Every step goes by tables on the device, none by slices of segments."""
+        """Whether every step reads tables on the device, and none takes slices of segments."""
         kernels = self.down == "routed" and self.up in ("routed", "epilogue", "fused")
         return kernels and self.grad == "one-pass" and self.dx in ("routed", "fused")
 
@@ -287,8 +287,8 @@ class Situation(NamedTuple):
 
 
 def why_not(plan: Plan, call: Situation) -> str | None:
-    """Why the plan does not compute the call, there, to the chain's exactness; None where it does. The plain chain, S kept or
-    not, computes every call."""
+    """Reason why the plan does not compute the call, on its target, as exactly as the chain; None where it does. The plain
+    chain, S kept or not, computes every call."""
     if call.moving and not plan.reads_tables:
         return "products by segment need its boundaries on the host, and these are on the device alone"
     if plan == Plan(keep_s=plan.keep_s):
@@ -328,7 +328,7 @@ def _why_not_there(plan: Plan, call: Situation, target: Target) -> str | None:
 
 
 def _rounds_more(plan: Plan, call: Situation, target: Target, narrow: bool) -> str | None:
-    """Why the plan rounds more than the chain, or is not worth being chosen."""
+    """Reason why the plan rounds more than the chain, or is never worth choosing; None otherwise."""
     if call.base_dropped:
         return "DoRA with two base products has the plain chain alone"
     adds_late = plan.up == "epilogue" or (plan.up == "routed" and target.rounds_first)

@@ -32,7 +32,7 @@ _backward_pass: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", 
 """Number of the backward pass that is running in this thread; what checkpointing recomputes belongs to it."""
 _LAYOUTS: Recent[Layout] = Recent(4096)
 _REFRESHING = threading.RLock()
-"""Two threads that first use one layer must not both make its buffers."""
+"""Lock that keeps two threads that first use a layer from both making its buffers."""
 
 
 class GroupState:
@@ -130,7 +130,7 @@ class Prepared:
         self._last: tuple[tuple[Any, ...], Call] | None = None
         """Key and value of the last call, which the next one is mostly like."""
         self.turn = 0
-        """How often it was refreshed."""
+        """Number of refreshes so far."""
         self._pass = OUTSIDE
         """The backward pass in which it was refreshed last."""
 

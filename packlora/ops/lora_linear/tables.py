@@ -62,7 +62,7 @@ class SegmentTables:
             else num_tokens // size + most
             for size in sizes
         }
-        """How many blocks there are."""
+        """Number of blocks."""
         table = torch.from_numpy(self._flat(parts))
         self._table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
         rows, pairs, at = self._table.view(-1, 4), self._table.view(-1, 2), 0

@@ -319,7 +319,7 @@ def _sum_tokens(call: Call, parts: torch.Tensor, index: int, own: Scaling, chunk
 
 
 class _Blocks(NamedTuple):
-    """How grad_kernel cuts up a layer."""
+    """Block sizes and block counts by which grad_kernel cuts a layer."""
 
     BM: int
     BN: int

@@ -21,7 +21,7 @@ CHUNK_START = 128
 
 
 def programs_at_once(device: torch.device) -> int:
-    """How many programs run at the same time; one on the CPU, where the interpreter runs them."""
+    """Number of programs that run at the same time; one on the CPU, where the interpreter runs them."""
     return processors(device)
 
 
