@@ -27,7 +27,7 @@ def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = F
     stopped: what to say after Ctrl-C. light: it needs no library that takes seconds to load.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # which tells everybody what a package would be for
+    # its warning recommends a package that few users need
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if not light and loads() and speaks():
         say("loading PyTorch and Transformers")

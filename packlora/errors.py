@@ -116,7 +116,7 @@ def unwritten(error: BaseException) -> str | None:
     """Describe a failed write (a full disk, a quota, a broken disk or pipe) with its file; None for another error."""
     number, name = getattr(error, "errno", None), getattr(error, "filename", None)
     if type(error).__name__ == "SafetensorError" and (found := re.search(r"\(os error (\d+)\)", str(error))):
-        number = int(found[1])  # that library has no OSError
+        number = int(found[1])  # the library raises no OSError
     elif not isinstance(error, OSError):
         return None
     if number not in UNWRITABLE:

@@ -42,7 +42,7 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
     It may be read by whom the umask lets read it, also where `write` makes a file for its owner alone, as safetensors does.
     """
     temporary = path.with_name(TEMPORARY + path.name)
-    temporary.unlink(missing_ok=True)  # what a crash left, or a link to somewhere else
+    temporary.unlink(missing_ok=True)  # a leftover of a crash, or a link to somewhere else
     temporary.touch(exist_ok=False)
     mode = temporary.stat().st_mode
     try:
@@ -50,10 +50,10 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
         temporary.chmod(stat.S_IMODE(mode))
         sync(temporary)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # what went wrong before is told
+        with contextlib.suppress(OSError):  # the earlier error is raised
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = error.filename or str(path)  # which the system does not say of a full disk
+            error.filename = error.filename or str(path)  # the system gives no file for a full disk
         raise
     os.replace(temporary, path)
     sync(path.parent)
@@ -164,7 +164,7 @@ def _encoder(separator: str = ", ") -> json.JSONEncoder:
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: Mapping[str, str] | None = None) -> None:
     """safetensors, on the CPU. told: texts for the file's header."""
-    from safetensors.torch import save_file  # which loads torch; whoever only reads a run needs neither
+    from safetensors.torch import save_file  # loads torch, which a reader of a run does not need
 
     on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     write_file(path, lambda file: save_file(on_cpu, file, {"format": "pt", **(told or {})}))
@@ -192,7 +192,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         raise InputError(f"cannot lock {folder}: {path} is not a plain file ({error.strerror}); remove it") from None
     itself = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:  # the folder too: the file may be removed by somebody who takes it for a leftover
+        try:  # the folder too: another program may remove the file as a leftover
             fcntl.flock(itself, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise in_use from None
@@ -207,7 +207,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             raise in_use
         try:
             os.truncate(handle, 0)
-            os.write(handle, f"{socket.gethostname()} {os.getpid()}\n".encode())  # for whoever watches from elsewhere
+            os.write(handle, f"{socket.gethostname()} {os.getpid()}\n".encode())  # for readers on other machines
             yield
         finally:
             if _same(handle, path.lstat):  # else the folder was deleted, and another run may be in its place

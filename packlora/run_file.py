@@ -104,7 +104,7 @@ class _RunFileLoader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
-        for key_node, _ in node.value:  # as written: merge keys (<<) are not filled in yet
+        for key_node, _ in node.value:  # keys as written: merge keys (<<) are not filled in yet
             if not isinstance(key_node, yaml.ScalarNode):
                 continue
             if key_node.value in seen:

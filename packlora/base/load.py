@@ -170,7 +170,7 @@ def read_model(
         )
     assert isinstance(model, PreTrainedModel)
     set_twin(model, load_part("model", path, lambda: twin_for(type(model), config)))
-    if (twin := twin_of(model)) is not None and twin.is_own:  # what the text model leaves out is the whole one's
+    if (twin := twin_of(model)) is not None and twin.is_own:  # other keys are the whole model's
         found["unexpected_keys"] = set(found["unexpected_keys"]) - twin.model.state_dict().keys()
     check_weights(path, found, vocabulary_of(config))
     return model

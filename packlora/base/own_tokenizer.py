@@ -34,7 +34,7 @@ def own_tokenizer(folder: str | Path, base: Any) -> OwnTokenizer | None:
         if not any(file.name.startswith(TOKENIZER_FILES) for file in Path(folder).iterdir()):
             return None
         own = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception:  # of many types for files that are no tokenizer; the adapter is usable without it
+    except Exception:  # files that are no tokenizer raise many types; the adapter is usable without it
         return None
     said = {
         "another chat template": own.chat_template is not None and own.chat_template != base.chat_template,

@@ -142,7 +142,7 @@ def read_quantised(
         InputError: it cannot be loaded, or something of it is in codes that are not read here.
     """
     how = _loading(quantization, stored, dtype, device)
-    if dtype == torch.float64:  # as read_model does, which is told of float32
+    if dtype == torch.float64:  # like read_model, which loads in float32
         how["experts_implementation"] = "eager"
     model = read_model(path, revision, made_of(dtype), trust_remote_code, class_of, **how)
     return own_layers(model, dtype, path, notes)

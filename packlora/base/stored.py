@@ -234,7 +234,7 @@ def as_stored() -> Iterator[None]:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of loading()'s attributes
+            warnings.simplefilter("ignore")  # warnings about loading()'s attributes
             yield
     finally:
         AUTO_QUANTIZER_MAPPING.update(before)

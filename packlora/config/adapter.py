@@ -100,7 +100,7 @@ class AdapterConfig(Strict):
         if len(names) > MOST_PATTERNS:
             raise ValueError(f"has {len(names)} names; at most {MOST_PATTERNS} are taken")
         for name in names:
-            check_regex(name, rf"(^|.*\.){name}($|\..*)")  # as PEFT puts those of modules_to_save together
+            check_regex(name, rf"(^|.*\.){name}($|\..*)")  # PEFT's form of modules_to_save
         return value
 
     @field_validator("init_lora_weights", mode="before")
@@ -165,7 +165,7 @@ class AdapterConfig(Strict):
         if len(value) > MOST_PATTERNS:
             raise ValueError(f"has {len(value)} patterns; at most {MOST_PATTERNS} are taken")
         for pattern, number in value.items():
-            check_regex(pattern, rf"(.*\.)?({pattern})$")  # as PEFT puts it together
+            check_regex(pattern, rf"(.*\.)?({pattern})$")  # PEFT's form of the pattern
             if not least <= number <= most:
                 raise ValueError(f"has {number} for {quoted(pattern)}; it must be from {least:g} to {most:g}")
         return value

@@ -63,7 +63,7 @@ class PlansConfig(Strict):
             if len(value) > MOST_PATTERNS:
                 raise ValueError(f"has {len(value)} patterns; at most {MOST_PATTERNS} are taken")
             for pattern in value:
-                check_regex(pattern, rf"(.*\.)?({pattern})$")  # as PEFT puts it together
+                check_regex(pattern, rf"(.*\.)?({pattern})$")  # PEFT's form of the pattern
         return value
 
 

@@ -69,7 +69,7 @@ def _listed(value: dict[str, Any], bad: Bad) -> list[str]:
 
 def _path(value: Any, what: str, bad: Bad) -> str:
     if isinstance(value, dict) and isinstance(value.get("path"), str) and value.get("bytes") is None:
-        value = value["path"]  # as the data sets library stores them
+        value = value["path"]  # form of the datasets library
     if not isinstance(value, str) or not value:
         raise bad(f"{what} has {quoted(value)}; an image is given as the path of a file, not by its bytes")
     if "\0" in value or re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", value):

@@ -63,7 +63,7 @@ def _message(message: Any, number: int, bad: Bad) -> dict[str, Any]:
             raise bad(f"{where} has {key!r}, which is not read; {remedy}")
     message = _with_calls(_newer(message, where, bad), where, bad)
     alone = ("tool_calls", *THOUGHTS)
-    if message.get("content") is None and any(map(message.get, alone)):  # as OpenAI writes a turn that only calls
+    if message.get("content") is None and any(map(message.get, alone)):  # OpenAI's form of a turn that only calls
         message = message | {"content": ""}
     content, what = message.get("content"), f"the content of {where}"
     for text in [block.get("text", "") for block in content] if isinstance(content, list) else [content]:

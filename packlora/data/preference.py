@@ -82,7 +82,7 @@ def encode_for(
         out.samples.append(sample.with_fields(row.fields) if fields else sample)
         out.where += [row.where] * fields
         chosen, *rejected = (notes[id(half)] for half in row.pair or (row,))
-        noted(out.notes, {what: own for other in rejected for what, own in other.items()} | chosen)  # of a pair once
+        noted(out.notes, {what: own for other in rejected for what, own in other.items()} | chosen)  # once for a pair
     if not out.samples and len(out.skipped) >= len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     if not out.samples:

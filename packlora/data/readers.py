@@ -200,7 +200,7 @@ def _read_csv(file: Path, job: str) -> Iterator[tuple[str, Any]]:
     """The first line names the columns. An empty cell is none, but for an empty prompt or completion."""
     before = csv.field_size_limit(MOST_CHARACTERS)
     try:
-        # what is no UTF-8 becomes halves of surrogate pairs, which no file holds: it may be in a column that is not read
+        # bytes that are no UTF-8 become halves of surrogate pairs, which no file holds: the column may not be read
         with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
             reader = csv.reader(lines, strict=True)
             names = next(reader, [])

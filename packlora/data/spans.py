@@ -63,7 +63,7 @@ def learn(template: Template, messages: Sequence[Message], names: Sequence[str] 
             return _learn(placed(template, form, names), turns)
         except EndlessTemplateError:
             raise
-        except InputError as error:  # what is not shown says more than what the template cannot do
+        except InputError as error:  # an error about a part that is not shown says more than one about the template
             first = error if first is None or isinstance(error, NotShownError) else first
     assert first is not None
     raise first

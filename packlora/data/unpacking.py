@@ -135,5 +135,5 @@ def claimed_by_message(message: Any) -> int:
         body = memoryview(message.body)
         claims = [struct.unpack_from("<q", body, at)[0] for at, size in zip(places, sizes, strict=True) if size >= 8]
     except struct.error:
-        return 0  # what reads it says that it is none
+        return 0  # the reader reports that it is no message
     return sum(claim for claim in claims if claim > 0)  # -1: not compressed

@@ -122,7 +122,7 @@ def export_adapter(
     opened = replace(opened, tensors=_cast(opened, base_dtype if dtype == "auto" else getattr(torch, dtype)))
 
     def write(folder: Path) -> None:
-        suffix = ".weight"  # of magnitudes, as adapters/files.py writes them
+        suffix = ".weight"  # suffix of magnitudes in adapters/files.py
         tensors = under_both(opened.tensors, opened.spec) if target == "peft" else opened.tensors
         tensors = {key + suffix * key.endswith(MAGNITUDE): tensor for key, tensor in tensors.items()}
         start = read_start(adapter_dir) if target == "peft" else None  # others get other ranks

@@ -256,7 +256,7 @@ def chat(
     """
     speakers = load_speakers(folders, base_model, dtype, device, images)
     raw = not speakers.tokenizer.chat_template
-    if system is not None or raw:  # what cannot be shown is said before anybody types
+    if system is not None or raw:  # errors of the template come before the first input
         asked = Talk(system, raw).asked("a", images if raw else ())
         prompt_ids(asked, speakers.tokenizer)
     if raw:

@@ -179,7 +179,7 @@ class MegatronAdapters:
 
     def _as_peft(self, name: str, base_model: str | None, vocab_size: int | None) -> tuple[Tensors, LoraConfig]:
         whole, layers = whole_tensors(self._placed, name), self._placed.layers
-        # what is on other processes: all layers' names there, and what the adapter is on its own
+        # gathered from other processes: the names of all their layers, and the adapter's specification on them
         model = config_in(layers)
         known = everywhere({part for layer in layers.values() for part in _file_names(layer, model)})
         every = everywhere({f"{path}|{spec.rank}|{spec.scaling!r}" for path, spec in self.specs(name).items()})

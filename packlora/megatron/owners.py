@@ -46,7 +46,7 @@ class Owned(Attached):
 
     @contextmanager
     def active(self, owners: TokenOwners | int) -> Iterator[None]:
-        if self._in_backward and not in_backward():  # of one that has failed
+        if self._in_backward and not in_backward():  # left by a backward that has failed
             self._left()
         with super().active(owners):
             yield

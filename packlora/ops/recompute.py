@@ -196,7 +196,7 @@ def product_of(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Product
     gate_edge, up_edge = (gate_node, gate.output_nr), (up_node, up.output_nr)
     edges = node.next_functions
     if edges == (gate_edge, up_edge):
-        function: Any = getattr(type(node), "_forward_cls", object)  # of autograd functions in Python
+        function: Any = getattr(type(node), "_forward_cls", object)  # autograd functions in Python have it
         return function.apply if any(base.__name__ in LIGER_PRODUCTS for base in function.__mro__) else None
     if type(node).__name__ != "MulBackward0" or len(edges) != 2:
         return None

@@ -101,9 +101,7 @@ def is_held(lock: Path) -> bool | None:
             if file is None:
                 if os.path.lexists(lock):
                     return None
-                return lock.parent.is_dir() and _is_locked(
-                    lock.parent.stat().st_ino
-                )  # somebody may have removed the file
+                return lock.parent.is_dir() and _is_locked(lock.parent.stat().st_ino)  # the file may be gone
             host, inode = file.read(1000).decode(errors="replace").split(" ")[0], os.fstat(file.fileno()).st_ino
         if host and host != socket.gethostname():
             return None

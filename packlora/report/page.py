@@ -117,7 +117,7 @@ def _assembled(data: PageData, part: Mapping[str, str], is_live: bool) -> str:
 <script>{SCRIPT}</script>
 </body></html>
 """
-    return page.encode(errors="replace").decode()  # of texts of users, halves of characters
+    return page.encode(errors="replace").decode()  # users' texts may hold halves of characters
 
 
 def embedded(value: Any) -> str:

@@ -164,7 +164,7 @@ class FollowedRun:
     def files(self) -> RunFiles:
         """Files as they have been read so far."""
         config = self.about.get("config") or {}
-        template = (config.get("sweep") or {}).get("job")  # which is not trained itself
+        template = (config.get("sweep") or {}).get("job")  # the template is not trained itself
         configs = {str(job["name"]): job for job in config.get("jobs", []) if job["name"] != template}
         names = list(configs) or list(self.metrics.jobs)
         information, results = self.about.get("jobs") or {}, (self.about.get("result") or {}).get("jobs") or {}

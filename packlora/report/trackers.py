@@ -268,6 +268,6 @@ def trackers(names: Sequence[str], output_dir: Path) -> tuple[list[Subscriber], 
     for name in names:
         try:
             out.append(makes[name]())
-        except Exception as error:  # of another project's code
+        except Exception as error:  # raised by another project's code
             notes.append(f"tracker {name} cannot begin ({type(error).__name__}: {error}); training goes on without it")
     return out, notes

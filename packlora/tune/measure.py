@@ -180,7 +180,7 @@ class _Operands:
         self.keys_T2 = torch.from_numpy(token_keys(0, 0, 0, case.tokens)).to(device) if any(case.drops) else None
 
     def work(self, plan: Plan) -> Callable[[], None]:
-        state = GroupState(version_counted=True)  # as in training: parameters are packed once per optimizer step
+        state = GroupState(version_counted=True)  # like in training: parameters are packed once per optimizer step
 
         def step() -> None:
             outputs = lora_group(self.x_TK, self.layers, self.segments, self.keys_T2, 0, plan, state)

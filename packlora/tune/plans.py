@@ -337,7 +337,7 @@ class _Clock:
             step()
             synchronize(self.device)
             self._factor = (time.perf_counter() - began) / self._estimates[case][0]
-        except Exception:  # as where memory ends: measuring it says so
+        except Exception:  # for example out of memory: measuring the case reports it
             return
 
     def end(self, cases: Iterable[Case]) -> float:

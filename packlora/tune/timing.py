@@ -158,7 +158,7 @@ def _built(contenders: Sequence[Contender], timings: Timings, device: torch.devi
         if timing.error is not None:
             _free(device)
     gc.collect()
-    gc.freeze()  # what is there need not be looked at again: a collection between rounds then takes microseconds
+    gc.freeze()  # existing objects are not searched again: a collection between rounds then takes microseconds
     return works
 
 
@@ -167,7 +167,7 @@ def _cycles(timing: Timing) -> int:
 
 
 def _warmed_up(contender: Contender, timing: Timing, device: torch.device, warmup: int) -> Work:
-    gc.collect()  # what another left in cycles must not be freed in between and counted as this one's
+    gc.collect()  # cyclic garbage of another contender must not be freed in between and counted as this one's
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     work = contender.make()
     timing.note = work.note

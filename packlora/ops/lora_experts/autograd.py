@@ -259,7 +259,7 @@ def _inputs(
     if not two_bases and not any(call.rates):
         return call.back(low_rank.add_(dx, dS, call.packed_A(), routing))
     through = low_rank.add_(torch.zeros_like(dx), dS, call.packed_A(), routing)
-    if two_bases:  # what went through a base product of the dropped x
+    if two_bases:  # gradient through the base product of the dropped x
         assert more_SN is not None
         both = rows_times(more_SN, W, routing.by_expert)
         if call.base_rates == call.rates:

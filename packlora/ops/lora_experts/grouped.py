@@ -64,7 +64,7 @@ def sums_of_products(a_SM: torch.Tensor, b_SN: torch.Tensor, groups: Groups) -> 
     if _computes(a_SM.t(), b_SN):
         assert _grouped_mm is not None
         out: torch.Tensor = _grouped_mm(a_SM.t(), b_SN, offs=groups.ends)
-        # what a kernel leaves in the place of an empty group is not said anywhere
+        # the kernel's result for an empty group is undefined
         return out.masked_fill_((groups.lengths == 0)[:, None, None], 0.0)
     out = a_SM.new_zeros(len(groups.lengths), a_SM.shape[1], b_SN.shape[1])
     for group, start, stop in groups.bounds():

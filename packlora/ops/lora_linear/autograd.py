@@ -73,7 +73,7 @@ def lora_group(
         prepared.refresh(call)
     else:
         moving.serve(prepared)
-    if not torch.is_grad_enabled():  # nobody asks for gradients: no node, and nothing is kept
+    if not torch.is_grad_enabled():  # no gradients are needed: no node, and nothing is kept
         x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
         return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
     hooks = saving_hooks()

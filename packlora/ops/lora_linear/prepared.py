@@ -54,7 +54,7 @@ class GroupState:
         self.layers, kernels = layers, plan.needs_triton
         found = self._prepared.get(kernels)
         if found is None or not found.fits(x, layers):
-            with torch.inference_mode(False):  # what is kept is written to in training too
+            with torch.inference_mode(False):  # cached tensors are written to in training too
                 found = self._prepared[kernels] = Prepared(x, layers, kernels, self.version_counted)
         return found
 

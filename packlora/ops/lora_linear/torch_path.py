@@ -175,7 +175,7 @@ def inputs(
         return dx, dA
     assert dS is not None
     low = dict[Segment, torch.Tensor]()
-    if call.base_dropped:  # of all segments at once: each layer's weight is read once for all of them
+    if call.base_dropped:  # all segments at once: each layer's weight is read once for all of them
         low = {stack.segment: _low_rank_dx(call, own, dS, stack) for stack in call.stacked if stack.segment.dropout}
         add_scaled(call, own, low, d)
     if plan_dx == "before" and (whole := call.whole) is not None:  # the base product accumulates onto what is dropped

@@ -203,7 +203,7 @@ class Batch:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Norms by problem, out of those of all."""
-        return list(flat.unsafe_split_with_sizes(self.sizes))  # views, which autograd need not know: nobody uses flat
+        return list(flat.unsafe_split_with_sizes(self.sizes))  # views unknown to autograd: flat is not used again
 
     def stale(self, seen: torch.Tensor) -> torch.Tensor:
         """Flags of the problems, int32 [P]: 0 where A, B and the sampled elements of W (8 a row) are unchanged since the last
