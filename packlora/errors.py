@@ -58,8 +58,8 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 1000
 
 
 def quoted(value: object, longest: int = SHOWN) -> str:
-    """A value of somebody's input as a message quotes it: as Python writes it, and as `shown`. Neither deep nor large ones cost
-    time."""
+    """User input in the form in which a message quotes it: as Python writes it, and as `shown`. Neither deep nor large ones
+    cost time."""
     return shown(_REPR.repr(value), longest)
 
 

@@ -1,8 +1,7 @@
-"""Chat templates that always terminate: compiled by transformers, with a limit on their steps, and with one clock. A template
-is a program from an unknown author.
+"""Chat templates that always terminate: compiled by transformers, with a limit on their steps, and with one clock.
 
-A template is a program that somebody else wrote. transformers' sandbox keeps it from the machine, but lets it run for ever, or
-fill the memory. Here every turn of a loop and every call of a macro is counted, and results of `+`, `~`, `*` and `**` have a
+A template is a program of an unknown author. transformers' sandbox keeps it from the machine, but lets it run for ever, or fill
+the memory. Here every turn of a loop and every call of a macro is counted, and results of `+`, `~`, `*` and `**` have a
 largest size. What a conversation needs is far below these limits.
 """
 

@@ -115,7 +115,7 @@ def summarised(by_round: dict[str, list[float]]) -> dict[str, float]:
     """Milliseconds by plan name from those of every round.
 
     The plain chain's are its median. Another plan's are the chain's times the median ratio within a round, so that what slows
-    the whole machine down for a while favours nobody; one that is not faster in three rounds of four counts as no faster.
+    the whole machine down for a while favours no plan; one that is not faster in three rounds of four counts as no faster.
     """
     chain = by_round.get(CHAIN.name)
     if chain is None:
@@ -132,7 +132,7 @@ def summarised(by_round: dict[str, list[float]]) -> dict[str, float]:
 
 def group_maker(device: torch.device) -> Make:
     """Work on random operands, which all plans of a case share: x and W in the case's dtype, A and B in float32 (float64 for
-    float64), as in training. The tokens are shared out evenly; without `covered` one more share belongs to nobody."""
+    float64), as in training. The tokens are shared out evenly; without `covered` one more share has no adapter."""
     operands: dict[Case, _Operands] = {}
 
     def make(case: Case, plan: Plan) -> Callable[[], None]:

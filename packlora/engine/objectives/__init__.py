@@ -191,11 +191,11 @@ class CarriedSums(Protocol):
 
 
 class Term:
-    """Addition to an objective that is no function of log-probabilities. It takes part in training alone.
+    """Addition to an objective that is no function of log-probabilities. It is used only in training.
 
-    columns, metrics: as of Objective. A column that other parts of a microbatch lack is 0 there. Those of labels go to the
-        output layer, those of tokens to whoever runs the model's forward (owners.TokenOwners.columns).
-    carries: whether it is made of what the routers of layers give on the way; then it has `share`, `carried_shape` and `begin`.
+    columns, metrics: as of Objective. A column that other parts of a microbatch lack is 0 there. Columns of labels go
+        to the output layer, those of tokens to the code that runs the model's forward (owners.TokenOwners.columns).
+    carries: whether it is computed from the routers' outputs during the forward; then it has `share`, `carried_shape` and `begin`.
     """
 
     columns: Mapping[str, Column] = MappingProxyType({})

@@ -97,10 +97,8 @@ class PreferenceObjective(Objective):
     # --- what is known of samples ------------------------------------------------------------------------------------------
 
     def columns_of(self, rows: Sequence[Row]) -> Mapping[str, np.ndarray]:
-        """Tokens and reference log-probabilities of the groups of labels, and what is said of a single completion.
-
-        References are 0 where the loss has none, and of a job that had ended before they were learnt, whose numbers nobody
-        takes.
+        """Tokens and reference log-probabilities of the groups of labels, and the label of a single completion. References are
+        0 where the loss has none, and for a job that had ended before they were computed, whose numbers are not used.
         """
         samples, known = [row.sample for row in rows], self._references
         reference_N3 = np.zeros((len(samples), 3))

@@ -47,7 +47,7 @@ class LowRank:
 class Layer:
     """One frozen layer of a group: weight [N, K] (frozen.Dense of a tensor), bias [N] or None, adapters by number.
 
-    keep_output: the caller promises that nobody writes into this layer's output (kernels that work in place move no version
+    keep_output: the caller promises that this layer's output is not written to (kernels that work in place move no version
     counter), so a DoRA backward may read it there and keeps nothing of its own. Where there is a bias z is kept all the same.
     """
 
