@@ -195,7 +195,7 @@ class Term:
 
     columns, metrics: as of Objective. A column that other parts of a microbatch lack is 0 there. Columns of labels go
         to the output layer, those of tokens to the code that runs the model's forward (owners.TokenOwners.columns).
-    carries: whether it is computed from the routers' outputs during the forward; then it has `share`, `carried_shape` and `begin`.
+    carries: whether it is computed from the routers' outputs in the forward; then it has `share`, `carried_shape` and `begin`.
     """
 
     columns: Mapping[str, Column] = MappingProxyType({})
