@@ -134,7 +134,7 @@ def compare(trained: Trained, served: Mapping[str, Callable[[], Any]], what: str
 
 @contextmanager
 def told_apart(what: str) -> Iterator[None]:
-    """Word an error of loading as an error in the written files."""
+    """Raise an InputError of loading again, worded as an error in the written files."""
     try:
         yield
     except InputError as error:

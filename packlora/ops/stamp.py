@@ -54,7 +54,8 @@ def traced_version(tensor: torch.Tensor) -> int:
 
 @torch.library.custom_op("packlora::version_as_length", mutates_args=())
 def _version_as_length(tensor: torch.Tensor) -> torch.Tensor:
-    """Fake version: a graph needs only its length; compilers drop the operator itself, since its output is not read."""
+    """Operator whose fake output has the tensor's version as its length, which is all that a graph reads. Compilers drop the
+    operator itself, since its output is not used."""
     return tensor.new_empty(0)
 
 
