@@ -41,7 +41,7 @@ _HOMES = {
     "restore": "packlora.live.accelerate",
     "train": "packlora.runtime.run",
 }
-"""Where public names live; they are imported when they are first asked for. callbacks is the module itself."""
+"""Modules of the public names; they are imported when a name is first used. callbacks is the module itself."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
-"""How a command runs: what goes wrong becomes a message and an exit code, libraries load once, and a command line that goes on
-with a run is put together."""
+"""Running of a command: errors become a message and an exit code, libraries load once, and the command line that resumes a run
+is put together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = F
     stopped: what to say after Ctrl-C. light: it needs no library that takes seconds to load.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # which tells everybody what a package would be for
+    # its warning recommends a package that few users need
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if not light and loads() and speaks():
         say("loading PyTorch and Transformers")
@@ -63,16 +63,18 @@ def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = F
 
 
 def loads() -> bool:
-    """Whether the libraries that take seconds to load are yet to come."""
+    """Whether the libraries that take seconds to load are not loaded yet."""
     return "torch" not in sys.modules
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Around the import of large libraries. It makes a million objects that stay, and to look for garbage among them, again and
-    again, takes a seventh of its time, and a third of a second whenever it is done later.
+    """Context around the import of large libraries, in which garbage collection is off. The import makes a million objects that
+    stay; searching them for garbage again and again would take a seventh of the import's time, and a third of a second at every
+    later collection.
 
-    Ctrl-C in the middle ends it at once, or, where a library swallows that (what is raised in a __del__ is lost), at its end.
+    Ctrl-C in the middle ends the import at once, or at its end where a library swallows the exception (as one raised in a
+    __del__).
     """
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The errors that are told in a sentence: bad input, before any training, and files that cannot be written."""
+"""Errors that are shown as a sentence: bad input, before any training, and files that cannot be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, e
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
 SHOWN = 120
-"""Characters of a piece of somebody's input that a message quotes."""
+"""Characters of a user's input that a message quotes."""
 
 
 class InputError(Exception):
@@ -58,20 +58,20 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 1000
 
 
 def quoted(value: object, longest: int = SHOWN) -> str:
-    """A value of somebody's input as a message quotes it: as Python writes it, and as `shown`. Neither deep nor large ones cost
-    time."""
+    """User input in the form in which a message quotes it: as Python writes it, and as `shown`. Neither deep nor large ones
+    cost time."""
     return shown(_REPR.repr(value), longest)
 
 
 def foreign(error: Exception) -> str:
-    """What another library says is wrong, on one line: its first, and the next where that only announces it."""
+    """Message of another library's error on one line: its first line, and the next where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
     text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) or not str(error).strip() else text
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed, on one line: what the system says, or an error's kind and its first line."""
+    """Reason of a failure on one line: the system's message, or an error's kind and its first line."""
     if isinstance(error, OSError):
         return unwritten(error) or str(error)
     if isinstance(error, MemoryError):
@@ -81,10 +81,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def refusing(what: str, compute: Callable[[], T]) -> T:
-    """What `compute` returns. Whatever it fails with is an InputError: what one request runs into costs that request alone.
+    """Return the result of `compute`; raise any failure as an InputError, so that it ends only the request that failed.
 
     Args:
-        what: is refused, for the message.
+        what: object that is refused, for the message.
 
     Raises:
         ProcessError: another process does not answer, so nothing can be agreed on.
@@ -113,10 +113,10 @@ class ProcessError(Exception):
 
 
 def unwritten(error: BaseException) -> str | None:
-    """What could not be written, and why, where that is the error: a full disk, a quota, a broken disk or pipe."""
+    """Describe a failed write (a full disk, a quota, a broken disk or pipe) with its file; None for another error."""
     number, name = getattr(error, "errno", None), getattr(error, "filename", None)
     if type(error).__name__ == "SafetensorError" and (found := re.search(r"\(os error (\d+)\)", str(error))):
-        number = int(found[1])  # that library has no OSError
+        number = int(found[1])  # the library raises no OSError
     elif not isinstance(error, OSError):
         return None
     if number not in UNWRITABLE:

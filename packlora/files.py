@@ -28,7 +28,8 @@ TEMPORARY = ".tmp-"
 LONGEST_LINE = 400
 """Characters of an object that is written on one line of a JSON file."""
 REPLACED, REMOVED = f"{TEMPORARY}old-", f"{TEMPORARY}removed-"
-"""Of a folder that another one takes the place of, and of one that goes. The former is the only one until that is there."""
+"""Prefixes of a folder that is being replaced, and of one that is being removed. Until the new folder is in place, the replaced
+one is the only copy."""
 
 
 HALVES = re.compile("[\ud800-\udfff]")
@@ -41,7 +42,7 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
     It may be read by whom the umask lets read it, also where `write` makes a file for its owner alone, as safetensors does.
     """
     temporary = path.with_name(TEMPORARY + path.name)
-    temporary.unlink(missing_ok=True)  # what a crash left, or a link to somewhere else
+    temporary.unlink(missing_ok=True)  # a leftover of a crash, or a link to somewhere else
     temporary.touch(exist_ok=False)
     mode = temporary.stat().st_mode
     try:
@@ -49,18 +50,18 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
         temporary.chmod(stat.S_IMODE(mode))
         sync(temporary)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # what went wrong before is told
+        with contextlib.suppress(OSError):  # the earlier error is raised
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = error.filename or str(path)  # which the system does not say of a full disk
+            error.filename = error.filename or str(path)  # the system gives no file for a full disk
         raise
     os.replace(temporary, path)
     sync(path.parent)
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """As write_file for a whole folder. An existing folder of that name is replaced; where a crash comes between, it has its
-    name again by `put_back`. What fails leaves nothing behind."""
+    """Write a whole folder as write_file writes a file. An existing folder of that name is replaced; after a crash in between,
+    `put_back` gives it its name again. A failed write leaves nothing behind."""
     old = path.with_name(REPLACED + path.name)
     _put_back(old)
     temporary = path.with_name(TEMPORARY + path.name)
@@ -95,7 +96,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_folders(paths: Iterable[Path]) -> None:
-    """The same for several."""
+    """Make several folders, as make_folder makes one."""
     for path in paths:
         make_folder(path)
 
@@ -163,7 +164,7 @@ def _encoder(separator: str = ", ") -> json.JSONEncoder:
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: Mapping[str, str] | None = None) -> None:
     """safetensors, on the CPU. told: texts for the file's header."""
-    from safetensors.torch import save_file  # which loads torch; whoever only reads a run needs neither
+    from safetensors.torch import save_file  # loads torch, which a reader of a run does not need
 
     on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     write_file(path, lambda file: save_file(on_cpu, file, {"format": "pt", **(told or {})}))
@@ -191,7 +192,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         raise InputError(f"cannot lock {folder}: {path} is not a plain file ({error.strerror}); remove it") from None
     itself = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:  # the folder too: the file may be removed by somebody who takes it for a leftover
+        try:  # the folder too: another program may remove the file as a leftover
             fcntl.flock(itself, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise in_use from None
@@ -206,7 +207,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             raise in_use
         try:
             os.truncate(handle, 0)
-            os.write(handle, f"{socket.gethostname()} {os.getpid()}\n".encode())  # for whoever watches from elsewhere
+            os.write(handle, f"{socket.gethostname()} {os.getpid()}\n".encode())  # for readers on other machines
             yield
         finally:
             if _same(handle, path.lstat):  # else the folder was deleted, and another run may be in its place
@@ -272,7 +273,7 @@ def remove_leftovers(folder: Path, of: str = "") -> None:
 
 
 def leftovers(folder: Path, of: str = "") -> list[Path]:
-    """What a crash or an error left directly in `folder`, where its name holds `of`."""
+    """Files that a crash or an error left directly in `folder` and whose names contain `of`."""
     return [path for path in folder.glob(f"{TEMPORARY}*") if of in path.name]
 
 

@@ -13,7 +13,7 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key, re
 def renamed(
     model: PreTrainedModel, wanted: dict[str, Any], keys: Iterable[str]
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Sort the keys of files by what a model makes of them.
+    """Sort the keys of files by the names that a model gives them.
 
     Args:
         wanted: the model's state_dict.

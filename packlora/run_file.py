@@ -40,9 +40,9 @@ from packlora.config import (
 from packlora.errors import InputError, quoted, shown
 
 OF_DATA = (".jsonl", ".csv", ".parquet")
-"""How data files end, and no run file does."""
+"""Suffixes of data files, which no run file has."""
 MOST_BYTES = 8 * 2**20
-"""Of a run file; PyYAML reads about 100 kB a second."""
+"""Bytes of the largest run file; PyYAML reads about 100 kB a second."""
 MOST_PROBLEMS = 20
 """Lines of a refusal."""
 _BATCH = "a job's train.global_batch_size is its samples per optimizer step; the run's max_tokens_per_microbatch decides memory"
@@ -104,7 +104,7 @@ class _RunFileLoader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
-        for key_node, _ in node.value:  # as written: merge keys (<<) are not filled in yet
+        for key_node, _ in node.value:  # keys as written: merge keys (<<) are not filled in yet
             if not isinstance(key_node, yaml.ScalarNode):
                 continue
             if key_node.value in seen:
@@ -211,7 +211,7 @@ def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run
 
 
 def _each(value: Any, found: Callable[[str], str]) -> Any:
-    """What is found for a path, or for each of a list."""
+    """Apply `found` to a path, or to each path of a list."""
     if isinstance(value, list):
         return [_each(one, found) for one in value]
     if isinstance(value, DataSource):
@@ -368,7 +368,7 @@ def _kind(value: Any) -> str:
 
 
 def _explain(error: Any, tree: Any) -> str:
-    """One pydantic error as a sentence: where (job by name), what was found, what is accepted."""
+    """Format a pydantic error as a sentence: where (job by name), what was found, what is accepted."""
     loc = [part for index, part in enumerate(error["loc"]) if not _is_tag(error["loc"], index)]
     where = _where(loc, tree)
     kind, found = error["type"], error["input"]
@@ -399,7 +399,7 @@ def _explain(error: Any, tree: Any) -> str:
 
 
 def _elsewhere(key: str) -> str | None:
-    """Where a key stands that was written in another part of the run file."""
+    """Hint at the part of the run file where a misplaced key belongs; None for an unknown key."""
     places: dict[str, type[BaseModel]] = {
         "a job's data.": DataConfig, "a job's adapter.": AdapterConfig, "a job's train.": TrainConfig, "a job's ": JobConfig,
         "the run's ": Run, "the run's plans.": PlansConfig,
@@ -412,7 +412,7 @@ MAPPINGS: dict[str, type[BaseModel]] = {
     "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig, "quantization": QuantizationConfig,
     "sweep": SweepConfig, "stopping": StoppingConfig, "parameters": RangeConfig,
 }  # fmt: skip
-"""By key what its value is a mapping of, or each item of it."""
+"""Model of the mapping under each key, or of each item of the list under it."""
 UNIONS = {
     name
     for fields in (Run.model_fields, *(section.model_fields for section in MAPPINGS.values()))
@@ -430,7 +430,7 @@ def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
 
 
 def _is_meant(loc: tuple[Any, ...], tree: Any) -> bool:
-    """Of the complaints about a key that takes a text or a list, those about what was given."""
+    """Whether an error concerns the form in which a value was given, for keys that take a text or a list."""
     for index, part in enumerate(loc[1:], 1):
         if loc[index - 1] in ("path", "eval_path") and isinstance(part, str):
             node = tree

@@ -1,4 +1,4 @@
-"""The one way numbers are drawn from seeds and places: stable across processes, machines and versions."""
+"""Random numbers drawn from seeds and places: stable across processes, machines and versions."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What is said on standard output and standard error, where it may come to nothing: a run outlives the terminal it began on.
-Activity says what is being done, for whoever waits: on a terminal one line that moves, elsewhere a line now and then.
+"""Output on standard output and standard error, which may be closed: a run outlives the terminal it began on.
 
-Everything that is printed passes `say`, `show` or Activity, or report/screen.py: so no text of others, as the name of a file or
-a generated answer, moves anything on a terminal, and what goes to a file stays as it is.
+Activity shows the present activity: on a terminal one line that moves, elsewhere a line now and then. Everything that is
+printed passes `say`, `show` or Activity, or report/screen.py. They escape control characters in texts from elsewhere (a file
+name, a generated answer) on a terminal, and leave output to a file as it is.
 
-Imports nothing that takes time, so that a command can say at once what it is about to do, before torch is loaded.
+The module imports nothing slow, so that a command can print its first line before torch is loaded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, TextIO, cast
 from packlora.errors import shown, spelt_out
 
 TAKEN = re.compile(r"\r|\x1b\[(\d{0,4}(;\d{1,4}){0,8}m|\d{0,4}[ABCDGK]|\?25[hl])")
-"""What libraries send to a terminal for colours and bars, and may."""
+"""Control sequences for colours and bars that libraries may send to a terminal."""
 UNHEARD = (OSError, ValueError, AttributeError)
-"""What speaking raises where nobody listens: the stream is closed, in one of several ways, or there is none."""
+"""Exceptions of a write without a reader: the stream is closed, in one of several ways, or there is none."""
 WIPE = "\r\x1b[2K"
 """Takes the line that moves off a terminal."""
 
@@ -38,7 +38,7 @@ def standard_output() -> TextIO:
 
 
 class _Output:
-    """What rich needs of a file."""
+    """File interface for rich."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -92,7 +92,7 @@ def on(stream: Any, text: str) -> str:
 
 
 def _write(stream: Any, text: str) -> None:
-    """What the stream's encoding lacks is spelt out."""
+    """Write a text; characters that the stream's encoding lacks are escaped."""
     try:
         stream.write(text)
     except UnicodeEncodeError as error:
@@ -100,7 +100,7 @@ def _write(stream: Any, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line on standard error, if anybody listens."""
+    """Print a line on standard error, if it is open."""
     with contextlib.suppress(*UNHEARD):
         wipe = WIPE if obeys(sys.stderr) else ""
         _write(sys.stderr, f"{wipe}packlora: {on(sys.stderr, text)}\n")  # in one write
@@ -108,7 +108,7 @@ def say(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """A line, or some, on standard output: what a command was called for. Raises OSError where it cannot be written."""
+    """Print the result of a command on standard output, in one or several lines. Raises OSError where it cannot be written."""
     _write(sys.stdout, f"{on(sys.stdout, text)}\n")
     sys.stdout.flush()
 
@@ -136,7 +136,7 @@ class _Tamed:
 
 
 def tame_streams() -> None:
-    """For a whole process: what anything in it writes to a terminal moves nothing there but colours and bars."""
+    """Filter the terminal output of a whole process: it may contain no control sequences but those for colours and bars."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if _is_terminal(stream) and not isinstance(stream, _Tamed):
@@ -144,7 +144,8 @@ def tame_streams() -> None:
 
 
 def settle() -> None:
-    """Before the process ends: what a standard stream still holds and cannot write is dropped, else Python complains of it."""
+    """Flush the standard streams before the process ends, and drop what cannot be written, since Python would complain of
+    it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -156,20 +157,20 @@ def settle() -> None:
 # --- what is being done ------------------------------------------------------------------------------------------------
 
 Told = Callable[..., None]
-"""Hears what is being done as (text, how much is done, of how much), as often as one likes."""
+"""Progress callback: it is called with (text, amount done, total amount), as often as the caller likes."""
 
 REFRESH, REPEAT = 0.1, 10.0
 """Seconds between two lines, on a terminal and elsewhere."""
 
 
 def silent(text: str, done: int = 0, total: int = 0) -> None:
-    """For those that nobody listens to."""
+    """Progress callback that prints nothing."""
 
 
 class Activity:
-    """Says on stderr what is being done. Use as a context manager: at the end a terminal's line is wiped.
+    """Show the present activity on stderr. Use as a context manager: at the end a terminal's line is wiped.
 
-    Where stderr is no terminal, work that is done within REPEAT seconds is not spoken of.
+    Where stderr is no terminal, work that takes less than REPEAT seconds is not shown.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

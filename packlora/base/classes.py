@@ -1,9 +1,9 @@
-"""Which of transformers' classes builds the model of a folder.
+"""Choice of the transformers class that builds the model of a folder.
 
-The class that is trained is mostly the one that the folder names (`architectures` in config.json). Of some multimodal models
-transformers makes a text model as well. Where that leaves out the files' vision tower without a word (Qwen3.5), it is trained;
-else the whole model is (Llama 4). Programs that serve build the class that the folder names, and find modules by its names;
-AutoModelForCausalLM builds the text model. Such a pair is a Twin.
+The class that is trained is mostly the one that the folder names (`architectures` in config.json). For some multimodal models
+transformers has a text model as well. Where loading the text model would silently leave out the vision tower of the files, as
+for Qwen3.5, the text model is trained; otherwise the whole model is (Llama 4). Inference servers build the class that the
+folder names, and find modules by its names; AutoModelForCausalLM builds the text model. Such a pair is a Twin.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from packlora.ops.twin import Twin
 from packlora.renaming import renamed
 
 ClassOf = Callable[[Any], Any]
-"""Gives the class, or the auto class, that is built of a configuration."""
+"""Function from a configuration to the class, or the auto class, that is built from it."""
 GENERATE = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )  # fmt: skip
-"""By type of model, names of classes that generate text."""
+"""Mappings from a model type to the names of its classes that generate text."""
 
 
 def auto_class(config: Any) -> Any:
-    """The auto class whose model is trained: of texts alone, where that reads the files and leaves out what is for images
-    (Qwen3.5), or where the files are its own; else the one that was saved (Llama 4)."""
+    """Auto class whose model is trained: the text class, where it can read the files and leaves out the weights for images
+    (Qwen3.5), or where the files were saved by it; else the class that was saved (Llama 4)."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForCausalLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -64,13 +64,13 @@ def own_class(config: Any) -> Any:
 
 
 def served_class(config: Any) -> Any:
-    """The class, or the auto class of it, that programs build which go by the architecture that a folder names."""
+    """Class, or its auto class, that programs build which go by the architecture that a folder names."""
     return own_class(config) or auto_class(config)
 
 
 def unknown_architecture(config: Any) -> str | None:
-    """What a folder names as its architecture where that is no class of transformers' that generates text: programs that serve
-    may build something with other names."""
+    """Name of the folder's architecture where it is no transformers class that generates text; inference servers may build it
+    with other names. None otherwise."""
     trained = _trained_class(config)
     named = next(iter(getattr(config, "architectures", None) or ()), None)
     known = named is None or trained is None or named == trained.__name__ or own_class(config) is not None
@@ -112,8 +112,8 @@ def _trained_class(config: Any) -> Any:
 
 
 def _pair(text: Any, whole: Any, config: Any) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, str]]:
-    """Both models without weights, and the whole one's names by those of the text model: what the text class makes of the whole
-    one's names is what it makes of the folder's files."""
+    """Both models without weights, and the whole model's names by the text model's: the text class renames the whole model's
+    names as it renames those in the folder's files."""
     return _cached_pair(text, whole, _Known(config))
 
 

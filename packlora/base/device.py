@@ -16,8 +16,8 @@ BFLOAT16_SINCE = 8
 
 
 def choose_device(name: str) -> torch.device:
-    """auto is the current GPU if there is one; a numbered one becomes the current one, where kernels of anybody start. Raises
-    InputError for a device that is not there."""
+    """Device by name: auto is the current GPU if there is one. A numbered GPU becomes the current one, on which kernels are
+    launched. Raises InputError for a device that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -53,6 +53,6 @@ def usual_dtype(run: Run) -> str:
 
 
 def settle_dtype(run: Run) -> None:
-    """Let the run have what its dtype: auto stands for."""
+    """Replace the run's dtype: auto by the dtype that it means here."""
     if run.dtype == "auto":
         run.dtype = usual_dtype(run)  # type: ignore[assignment]

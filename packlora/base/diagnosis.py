@@ -1,4 +1,4 @@
-"""Why a base model cannot be packed: in which of its modules, and by what. For a model that the proof has refused."""
+"""Diagnosis of a base model that the proof has refused: the module in which packing goes wrong, and the reason."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from transformers import PreTrainedModel
 
 FIRST_PLACES = range(1, 4)
-"""Where families count a sample's places from that do not begin at 0: behind the number of a padding token."""
+"""First position ids of families that do not begin at 0: they begin after the number of a padding token."""
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Unpackable(RuntimeError):
-    """What packing itself finds in a module: the text says all there is to say."""
+    """Failure of packing in a module; the text is complete, and callers add nothing to it."""
 
 
 def reason_of(model: PreTrainedModel, error: Exception, by_itself: str = "") -> str:
-    """Why a forward failed, in words. by_itself: what failed where nothing was packed."""
+    """Reason why a forward failed, in words. by_itself: what failed where nothing was packed."""
     if isinstance(error, Unpackable):
         return f"cannot be packed: {error}"
     first_line = (str(error).strip() or "no reason given").split("\n")[0]
@@ -45,7 +45,7 @@ def _innermost(model: PreTrainedModel, error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a module took and gave for some last tokens, where that is [1, T, width]."""
+    """Inputs and outputs of a module for some last tokens, where these are [1, T, width]."""
 
     path: str
     inputs: list[torch.Tensor]
@@ -65,7 +65,7 @@ def where_samples_meet(model: PreTrainedModel, runs: tuple[Callable[[], Any], Ca
 
 
 def _watched(model: PreTrainedModel, run: Callable[[], Any], n: int) -> list[_Seen]:
-    """Of all modules but the model, in the order in which they ended."""
+    """Inputs and outputs of all modules but the model, in the order in which their forwards ended."""
     found: list[_Seen] = []
     begun: list[list[torch.Tensor]] = []
 
@@ -98,8 +98,7 @@ def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def of_places(packed: Logits, n: int, is_own: Callable[[torch.Tensor], bool]) -> str | None:
-    """What the model does with the places that it is given for the tokens of a sample; None where it is right as far as one can
-    tell.
+    """Describe how the model misuses the position ids of a sample; None where no error is found.
 
     Args:
         packed: logits of one sample of n tokens, whose places are given.

@@ -1,4 +1,4 @@
-"""What tells one base model from another: every bit of its weights, and what its configuration says."""
+"""Fingerprint that tells one base model from another: it covers every bit of the weights and the configuration."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Fingerprint(BaseModel):
 
 
 def fingerprint(model: PreTrainedModel, path: str, revision: str | None) -> Fingerprint:
-    """Of a loaded model, before anything is put on it. The same on every device; as fast as its weights can be read. Where the
-    model is sharded over ranks, all of them call it.
+    """Fingerprint of a loaded model, before adapters are attached to it. The same on every device; as fast as its weights can
+    be read. Where the model is sharded over ranks, all of them call it.
 
     Args:
         model: in the dtype that it is used in, so what the cast rounds away does not count.
@@ -44,7 +44,7 @@ def fingerprint(model: PreTrainedModel, path: str, revision: str | None) -> Fing
 def fingerprint_of(
     held: Mapping[str, torch.Tensor], sums: Mapping[str, int], path: str, revision: str | None
 ) -> Fingerprint:
-    """The same of a model whose weights are elsewhere.
+    """Fingerprint of a model whose weights are elsewhere.
 
     Args:
         held: its state dict, on the meta device.
@@ -77,7 +77,7 @@ def word_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _own_part(tensor: DTensor) -> int:
-    """What this rank's rows are in the word sum."""
+    """Contribution of this rank's rows to the word sum."""
     local = tensor.to_local()
     first = own_rows(tensor.shape[0], tensor.device_mesh).start
     return word_sum(local, first * (tensor.numel() // max(1, tensor.shape[0])) * tensor.element_size())

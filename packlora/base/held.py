@@ -1,4 +1,4 @@
-"""What the weight files of a folder hold, by the names in their headers."""
+"""Check of the weight files of a folder: the tensors named in their headers are compared with what config.json declares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many of a model's first layers show all that its layers do with the places of tokens.
+"""Number of a model's first layers that together show everything that its layers do with positions of tokens.
 
 Layers that are built alike and that the model treats alike attend alike. So what is proved of long samples on one layer of each
 kind holds for the model, at a fraction of the time. What tells layers apart is read from the model and from its configuration.
@@ -21,7 +21,7 @@ from packlora.base.fingerprint import word_sums
 from packlora.base.shape import decoder_layers
 
 OWN_NUMBER = ("layer_idx", "layer_id")
-"""Attributes that hold a layer's number and say nothing of its kind."""
+"""Attributes that hold a layer's number, which do not depend on its kind."""
 OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 
@@ -39,7 +39,7 @@ def layers_of_each_kind(model: PreTrainedModel) -> int | None:
 
 @contextlib.contextmanager
 def first_layers(model: PreTrainedModel, count: int | None) -> Iterator[None]:
-    """The model with so many of its layers; with all of them where it is None."""
+    """Run the model with only its first `count` layers; None: with all of them."""
     layers = decoder_layers(model)
     if count is None or count >= len(layers):
         yield
@@ -55,7 +55,7 @@ def first_layers(model: PreTrainedModel, count: int | None) -> Iterator[None]:
 
 
 def _built(layer: torch.nn.Module) -> list[Any]:
-    """What a layer consists of, but for the values of its parameters."""
+    """Description of a layer's modules, without the values of their parameters."""
     out: list[Any] = []
     for path, module in layer.named_modules():
         own = {
@@ -69,8 +69,8 @@ def _built(layer: torch.nn.Module) -> list[Any]:
 
 
 def _treated(held: list[Mapping[str, Any]], number: int, layers: int) -> list[Any]:
-    """What is said of a layer outside of it: entries of lists by layer, whether it is in a list of layers, and on which side of
-    a layer that is named by its number."""
+    """Settings of a layer that are stored outside of it: entries of lists by layer, whether its number is in a list of layers,
+    and whether it comes before or after a layer that is named by its number."""
     out: list[Any] = []
     for own in held:
         for key, value in own.items():

@@ -51,7 +51,7 @@ def check_liger(setting: bool | Literal["auto"], device: torch.device, dtype: st
 def use_liger(
     model: PreTrainedModel, setting: bool | Literal["auto"], each: Callable[[Iterable[str]], Iterator[str]] = iter
 ) -> list[str]:
-    """Let liger run what it can of a loaded, frozen model, in place.
+    """Replace parts of a loaded, frozen model by liger's kernels, in place.
 
     Args:
         each: of paths, while the weights of their modules are here (ops.lora_linear.frozen.Storage).
@@ -66,7 +66,7 @@ def use_liger(
         return []
     counts: dict[str, int] = {}
     ops = importlib.import_module("liger_kernel.ops")
-    known: dict[Any, Any] = {}  # what was found for a class of norms or attentions
+    known: dict[Any, Any] = {}  # results by class of norms or attentions
     like = torch.empty(0, dtype=model.dtype, device=model.device)  # weights may be codes
     for path in each([path for path, _ in model.named_modules()]):
         module = model.get_submodule(path)
@@ -156,7 +156,7 @@ def _rotary(module: Any, like: torch.Tensor, known: dict[Any, Any], ops: Any) ->
             names = own.__globals__ | {ROTARY: rotate}
             patched = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
             patched.__kwdefaults__ = own.__kwdefaults__
-            patched.__module__ = __name__  # as of a forward that calls liger
+            patched.__module__ = __name__  # marks it as a forward that calls liger
             known[type(module)] = patched
     found: Callable[..., Any] | None = known[type(module)]
     return found

@@ -30,9 +30,9 @@ from packlora.ops.twin import set_twin, twin_of
 LISTED = 8
 """Names of weights that a message lists."""
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
-"""How names of a tokenizer's files begin."""
+"""Prefixes of the names of a tokenizer's files."""
 WRAPPED = ("_orig_mod.", "module.", "base_model.model.")
-"""How names begin that were saved with what is around a model."""
+"""Prefixes of names that were saved with a wrapper around the model."""
 OLD_BUFFERS = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
 """Masks and frequencies that files of older versions hold and models now make themselves."""
 
@@ -43,7 +43,7 @@ def load_tokenizer(run: Run) -> Any:
 
 
 def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
-    """The same of a folder or a hub id."""
+    """Read the tokenizer of a folder or a hub id."""
     if os.path.isdir(path) and not any(file.name.startswith(TOKENIZER_FILES) for file in Path(path).iterdir()):
         raise InputError(
             f"base_model {path!r}: the folder holds no tokenizer (tokenizer.json); save it there beside the weights"
@@ -73,7 +73,7 @@ def load_skeleton(run: Run) -> PreTrainedModel:
 
 
 def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The same of a folder or a hub id."""
+    """Build the model of a folder or a hub id without weights."""
     config = read_config(path, revision, trust_remote_code)
     with torch.device("meta"):
         return model_of(config, path, trust_remote_code)
@@ -173,14 +173,14 @@ def read_model(
         )
     assert isinstance(model, PreTrainedModel)
     set_twin(model, load_part("model", path, lambda: twin_for(type(model), config)))
-    if (twin := twin_of(model)) is not None and twin.is_own:  # what the text model leaves out is the whole one's
+    if (twin := twin_of(model)) is not None and twin.is_own:  # other keys are the whole model's
         found["unexpected_keys"] = set(found["unexpected_keys"]) - twin.model.state_dict().keys()
     check_weights(path, found, vocabulary_of(config))
     return model
 
 
 def load_part(what: str, path: str, load: Any) -> Any:
-    """What `load` returns. Raises InputError, naming what could not be loaded of which base model."""
+    """Return the result of `load`. Raises InputError, which names the part and the base model that could not be loaded."""
     try:
         return load()
     except Exception as error:  # transformers raises many types for a model that is not there
@@ -189,7 +189,7 @@ def load_part(what: str, path: str, load: Any) -> Any:
 
 
 def check_files(path: str) -> None:
-    """Refuse a folder whose weights cannot be what is wanted. A hub id is transformers' to find."""
+    """Refuse a folder whose weights cannot be the expected ones. A hub id is transformers' to find."""
     if not os.path.isdir(path):
         return
     names = sorted(file.name for file in Path(path).iterdir())
@@ -209,13 +209,13 @@ def check_files(path: str) -> None:
 
 
 def vocabulary_of(config: Any) -> int | None:
-    """How many tokens a configuration says that its model has."""
+    """Number of tokens in the vocabulary, according to a configuration."""
     found = getattr(config.get_text_config(), "vocab_size", None)
     return found if isinstance(found, int) else None
 
 
 def check_weights(path: str, found: Mapping[str, Any], vocabulary: int | None = None) -> None:
-    """Refuse weights that are not those that the configuration asks for: what is missing would be random.
+    """Refuse weights that differ from those in the configuration: missing ones would be random.
 
     Args:
         found: transformers' report on loading; its mismatched_keys are (name, shape in the files, shape in the model).
@@ -255,7 +255,8 @@ def _some(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What libraries print while they load, as GPTQModel does, goes to standard error: standard output is the command's."""
+    """Redirect the output that libraries such as GPTQModel print while they load to standard error; standard output is the
+    command's."""
     before = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""What a model's own masks let a token see, against what packed attention lets it see, at any length.
+"""Comparison of a model's own attention masks with those of packed attention, at any length.
 
 transformers builds a layer's mask from rules (causal, windows, chunks) that a layer need not tell its attention function of.
 Here the model runs once with its own rules, and each layer's is compared, row by row, with causal attention in the window that
@@ -21,15 +21,15 @@ from packlora.ops.attention.attention import packed_attention
 OWN_MASKS = "packlora-own-masks"
 """Attention under which masks are looked at. In place of a mask, layers are given one number that describes it."""
 ROWS = 256
-"""Of a mask that are looked at together."""
+"""Rows of a mask that are compared together."""
 
 
 @dataclass(slots=True)
 class MaskLimits:
-    """What is found while a model runs under OWN_MASKS."""
+    """Results of a run of the model under OWN_MASKS."""
 
     names: dict[int, str]
-    """Of all modules, by their id."""
+    """Names of all modules, by id(module)."""
     limits: dict[str, int] = field(default_factory=dict)
     """Tokens up to which a layer's mask is what packed attention takes it for, by the layer's name, where it is not so for the
     whole sample."""

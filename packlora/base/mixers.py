@@ -23,7 +23,8 @@ from packlora.base.diagnosis import Unpackable
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """How a function takes the tokens of a row. dim: of the tokens; first: so many arguments have them; named: and these."""
+    """Signature of a function that mixes tokens. dim: dimension of the tokens; first: number of leading arguments that have
+    them; named: keyword arguments that have them."""
 
     dim: int
     first: int
@@ -35,14 +36,15 @@ MIXING = {"causal_conv1d_fn": Mixing(2, 1), "torch_chunk_gated_delta_rule": Mixi
 
 
 def mixing_functions(model: torch.nn.Module) -> set[tuple[str, str]]:
-    """Those that the model's layers call: the module of Python that has each, and its name there."""
+    """Mixing functions that the model's layers call: the Python module of each, and its name there."""
     forwards = [inspect.unwrap(kind.forward) for kind in {type(module) for module in model.modules()}]
     codes = [(one.__module__, one.__code__) for one in forwards if hasattr(one, "__code__")]
     return {(file, name) for file, code in codes for name in MIXING.keys() & {*code.co_names}}
 
 
 def mix_by_sample(model: torch.nn.Module) -> None:
-    """Let functions that the model's layers mix tokens by do so sample by sample, where they are told of samples."""
+    """Replace the functions by which the model's layers mix tokens: they run sample by sample where they are given sample
+    lengths."""
     for file, name in mixing_functions(model):
         own = getattr(sys.modules[file], name)
         if not hasattr(own, "whole_row"):
@@ -50,7 +52,8 @@ def mix_by_sample(model: torch.nn.Module) -> None:
 
 
 def _by_sample(own: Callable[..., Any], mixing: Mixing) -> Callable[..., Any]:
-    """A function of a packed row [1, T], called for each of its samples; without sample_lengths it is what it was."""
+    """Wrap a function of a packed row [1, T] so that it is called for each of its samples; without sample_lengths it is
+    unchanged."""
 
     @wraps(own)
     def call(*args: Any, sample_lengths: Sequence[int] | None = None, **kwargs: Any) -> Any:

@@ -38,19 +38,19 @@ class Base:
     """Folder or hub id that was loaded; for the packaged model its folder."""
     warnings: list[str]
     fused_loss: bool = False
-    """Whether the logits are the output layer's alone, so that the loss need not hold them: see engine/heads.py."""
+    """Whether the logits come from the output layer only, so that the loss need not hold them: see engine/heads.py."""
     liger: list[str] = field(default_factory=list)
     """Parts of the model that run on fused kernels, see base/liger.py."""
     kept_outputs: str | None = None
-    """In words, how many DoRA layers keep their outputs, where the run asks for it: adapters/kept_outputs.py."""
+    """Description of the DoRA layers that keep their outputs, where the run requests it: adapters/kept_outputs.py."""
     storage: Storage = field(default_factory=InMemory)
-    """How its weights lie."""
+    """Storage of the weights."""
     form: WeightForm | None = None
-    """How its linear layers lie; None of floats."""
+    """Form of the linear layers' weights; None for floats."""
     fingerprint: Fingerprint | None = None
-    """Of the whole model; None of one that was not loaded."""
+    """Fingerprint of the whole model; None for a model that was not loaded."""
     modality: Modality | None = None
-    """What it reads beside texts, where the data has some of it."""
+    """Processor of what the model reads beside texts, where the data has some of it."""
 
 
 def load_base(
@@ -82,14 +82,14 @@ def load_base(
 
 
 LookedAt = tuple[Fingerprint, OwnLogits]
-"""What is known of a model as transformers runs it."""
+"""Fingerprint and logits of a model as transformers runs it."""
 
 
 def look_at(
     run: Run, model: PreTrainedModel, path: str, longest: Mapping[str, int], in_memory: bool = False
 ) -> LookedAt:
-    """Of a whole model, before it is packed; one that is sharded by rows counts as whole. in_memory: it is not sharded. Raises
-    InputError."""
+    """Fingerprint and own logits of a whole model, before it is packed; a model sharded by rows counts as whole. in_memory: the
+    model is not sharded. Raises InputError."""
     return fingerprint(model, path, run.revision), own_logits(model, path, longest, is_whole=in_memory)
 
 

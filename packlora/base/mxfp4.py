@@ -14,7 +14,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the keys of codes and scales in files."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127
-"""Of the scales' exponents."""
+"""Bias of the scales' exponents."""
 
 
 def packed_names(shapes: dict[str, tuple[int, ...]]) -> list[str]:
@@ -31,7 +31,7 @@ def floats_of(blocks_ENG16: torch.Tensor, scales_ENG: torch.Tensor) -> torch.Ten
     out = torch.empty(E, 32 * G, N, dtype=torch.bfloat16)
     for codes, scales, own in zip(
         blocks_ENG16, scales_ENG, out, strict=True
-    ):  # what is made beside it is of one expert
+    ):  # the temporary tensors beside it are of one expert
         pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(2)
         numbers = torch.ldexp(values[pairs.int()].float(), scales.int()[..., None] - BIAS)
         own.copy_(numbers.flatten(1).t())

@@ -18,7 +18,7 @@ from packlora.base.load import TOKENIZER_FILES
 
 @dataclass(frozen=True, slots=True)
 class OwnTokenizer:
-    """A tokenizer and what it has otherwise than the base's, in words."""
+    """Tokenizer of an adapter's folder, and its differences from the base's in words."""
 
     tokenizer: Any
     what: str
@@ -34,7 +34,7 @@ def own_tokenizer(folder: str | Path, base: Any) -> OwnTokenizer | None:
         if not any(file.name.startswith(TOKENIZER_FILES) for file in Path(folder).iterdir()):
             return None
         own = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception:  # of many types for files that are no tokenizer; the adapter is usable without it
+    except Exception:  # files that are no tokenizer raise many types; the adapter is usable without it
         return None
     said = {
         "another chat template": own.chat_template is not None and own.chat_template != base.chat_template,
@@ -45,12 +45,13 @@ def own_tokenizer(folder: str | Path, base: Any) -> OwnTokenizer | None:
 
 
 def unused_notes(folders: Iterable[str], base: Any) -> list[str]:
-    """What to say of those of several folders, each once."""
+    """Notes about the tokenizers of several folders, each note once."""
     return [note for folder in dict.fromkeys(folders) if (note := unused_note(folder, base))]
 
 
 def unused_note(folder: str | Path, base: Any) -> str | None:
-    """What to say of the tokenizer in an adapter's folder where texts are made by the base model's."""
+    """Note that an adapter's folder has a tokenizer of its own where the base model's makes the texts; None where it has
+    none."""
     found = own_tokenizer(folder, base)
     if found is None:
         return None

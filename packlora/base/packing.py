@@ -182,12 +182,13 @@ def packed_hidden(
     images: Mapping[str, torch.Tensor] | None = None,
     routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """What the output layer is given for packed_logits, [L, D]. Only for a model whose output layer comes last: fused_loss."""
+    """Inputs of the output layer for packed_logits, [L, D]. Works only for a model whose output layer comes last:
+    fused_loss."""
     return hidden_states(model, input_ids_T, position_ids_T, tuple(sample_lengths), images, routed)[rows_L]
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """What gives the hidden states, without the output layer; the model itself where that is not known."""
+    """Module that returns the hidden states, without the output layer; the model itself where it is not known."""
     found = getattr(model, DECODER, model.base_model)
     if found is not model:
         return found
@@ -202,7 +203,7 @@ def hidden_states(
     model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, samples: tuple[int, ...] | SampleBlocks,
     images: Mapping[str, torch.Tensor] | None = None, routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Of all tokens, [T, D]; samples: their lengths, or their blocks; routed: see packed_logits."""
+    """Hidden states of all tokens, [T, D]; samples: their lengths, or their blocks; routed: see packed_logits."""
     output = decoder_of(model)(
         input_ids=input_ids_T[None], position_ids=one_row(position_ids_T), use_cache=False, sample_lengths=samples,
         **_more(images, routed),

@@ -33,20 +33,20 @@ PROBE_ERROR = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, to
 
 @dataclass(slots=True)
 class OwnLogits:
-    """What the model gives as transformers runs it, which packing is held against.
+    """Logits of the model as transformers runs it; the packed model is compared with them.
 
     Logits are float64 [T, V], T tokens of the probe.
     """
 
     second: torch.Tensor
-    """Of the second probe alone."""
+    """Logits of the second probe by itself."""
     late: torch.Tensor
-    """Of the first probe at the last positions that samples reach."""
+    """Logits of the first probe at the last positions that samples reach."""
     long: tuple[torch.Tensor, torch.Tensor] | None
-    """Of the last tokens of a sample as long as the longest, and of the second probe, by the first layers; None where the
-    probes are as long."""
+    """Logits of the last tokens of a sample as long as the longest, and of the second probe, from the first layers only; None
+    where the probes are as long."""
     layers: int | None
-    """How many first layers; None: all."""
+    """Number of first layers that were run; None: all."""
     limits: dict[str, int]
     """Tokens up to which layers can be packed, by name."""
 
@@ -167,7 +167,8 @@ def _places(model: PreTrainedModel, ids_T: torch.Tensor, own: OwnLogits) -> str 
 
 
 def _what_differs(errors: Sequence[float], longest: Mapping[str, int], n: int, dtype: torch.dtype) -> str:
-    """In words. errors: of logits at late positions, of two short samples, and of a long one and what is behind it."""
+    """Describe the difference in words. errors: of logits at late positions, of two short samples, and of a long sample and the
+    one after it."""
     late, second, beside, *long = errors
     most, bound = max(longest.values(), default=n), PROBE_ERROR[dtype]
     by = f"(its own logits differ by {max(errors):.1%})"
@@ -191,7 +192,7 @@ def _gives_by_head(model: PreTrainedModel, pack: Pack, logits: torch.Tensor, in_
 
 
 def _logits(model: PreTrainedModel, ids_T: torch.Tensor, **more: Any) -> torch.Tensor:
-    """Of one sample, as transformers runs it."""
+    """Logits of one sample as transformers runs it, float64 [T, V]."""
     logits: torch.Tensor = model(input_ids=ids_T[None], use_cache=False, **more).logits[0]
     return logits.double()
 
@@ -231,7 +232,8 @@ def _late_start(longest: Mapping[str, int], length: int) -> int:
 
 @contextlib.contextmanager
 def cannot_be_packed(model: PreTrainedModel, path: str, by_itself: str = "") -> Iterator[None]:
-    """Says of an error why a model is not trained. by_itself: what is to be said where it runs as transformers runs it."""
+    """Raise an error in the block as an InputError that says why the model is not trained. by_itself: text for a model that
+    transformers itself can run."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
@@ -257,7 +259,7 @@ def _check_finite(
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all its numbers are; of a tensor that is sharded over ranks, those of all of them."""
+    """Whether all numbers of the tensor are finite; for a tensor that is sharded over ranks, the numbers of all ranks."""
     if not isinstance(tensor, DTensor):
         return bool(tensor.isfinite().all())
     odd = tensor.to_local().isfinite().logical_not().sum().to(tensor.device_mesh.device_type)
@@ -283,7 +285,7 @@ def gradient_crosses(model: PreTrainedModel, pack: Pack, n: int) -> bool:
 def depends_on_others(
     model: PreTrainedModel, n: int, outputs: Callable[[], torch.Tensor], hidden: torch.Tensor | None = None
 ) -> bool:
-    """Whether the last n rows of what `outputs` computes depend on what the embedding gives for others than the last n tokens.
+    """Whether the last n rows of the result of `outputs` depend on the embeddings of tokens other than the last n.
 
     hidden: [1, T, D], what the embedding is to give in the place of what it gives.
     """

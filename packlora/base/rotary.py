@@ -18,7 +18,7 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 def rotate_by_sample(model: torch.nn.Module) -> None:
-    """Let every rotary embedding of the model that looks at the largest position do so sample by sample."""
+    """Make every rotary embedding that depends on the largest position compute it sample by sample."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         names = kinds.values() if isinstance(kinds, Mapping) else [kinds]

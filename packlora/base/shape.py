@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from packlora.errors import InputError
 
 MOST = {"layers": 10_000, "experts": 100_000}
-"""Of a base model; many more would take all memory only to be laid out. Doge names 16384 experts."""
+"""Upper bounds of a base model's sizes; many more would exhaust the memory while the model is laid out. Doge has 16384
+experts."""
 
 
 def check_sizes(config: Any, path: str) -> None:
@@ -91,13 +92,13 @@ def plain_head(model: PreTrainedModel) -> torch.nn.Linear | None:
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """Words that the model has embeddings for, wherever their weights are."""
+    """Size of the vocabulary that the model has embeddings for, wherever their weights are."""
     embedding: Any = model.get_input_embeddings()
     return int(getattr(embedding, "num_embeddings", 0) or embedding.weight.shape[0])
 
 
 def attention_of_text(model: PreTrainedModel, name: str) -> str | Mapping[str, str]:
-    """How a model's language model is to attend, as set_attn_implementation takes it: a vision tower keeps its own way."""
+    """Attention implementation of a model's language model, for set_attn_implementation: a vision tower keeps its own."""
     config = model.config
     if getattr(config, "vision_config", None) is None:
         return name
@@ -106,8 +107,8 @@ def attention_of_text(model: PreTrainedModel, name: str) -> str | Mapping[str, s
 
 
 def fast_towers(model: PreTrainedModel) -> None:
-    """Let a vision tower attend by torch's fused attention, where its class says that it can: scores of all pairs of thousands
-    of patches would not fit."""
+    """Switch a vision tower to torch's fused attention, where its class supports it: scores of all pairs of thousands of
+    patches would not fit into memory."""
     config = getattr(model.config, "vision_config", None)
     towers = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module.config is config]
     if config is not None and towers and all(getattr(tower, "_supports_sdpa", False) for tower in towers):

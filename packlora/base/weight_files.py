@@ -49,9 +49,10 @@ class WeightFiles:
         self.bytes_read = 0
         self._files: dict[str, str] = {}
         self._joined: dict[str, list[list[str]]] = {}
-        """By name, the keys of weights of all experts that the files have one by one, see parts_of."""
+        """Keys of the experts' weights by the name of the parameter that joins them, where the files have them one by one; see
+        parts_of."""
         self._packed: dict[str, str] = {}
-        """By name of a weight in codes (mxfp4.py), the file of its scales."""
+        """File of the scales, by the name of a weight in codes (mxfp4.py)."""
         for file in load_part("model", path, lambda: _files(path, revision)):
             with load_part("model", path, lambda file=file: safe_open(file, framework="pt")) as opened:
                 for key in opened.keys():  # noqa: SIM118 - it is no mapping
@@ -97,7 +98,7 @@ class WeightFiles:
         return read
 
     def join(self, name: str, parts: list[list[str]], shape: tuple[int, ...]) -> None:
-        """Let a weight [E, N, K] of all experts be read under its name.
+        """Register a weight [E, N, K] of all experts, so that it can be read under its name.
 
         Args:
             parts: see parts_of.
@@ -134,15 +135,15 @@ def _files(path: str, revision: str | None) -> list[str]:
 
 
 def own_rows(rows: int, mesh: DeviceMesh) -> slice:
-    """Of a weight of so many rows, those that this rank of a mesh of one dimension holds: as torch.chunk shares them out."""
+    """Rows of a weight of `rows` rows that this rank of a one-dimensional mesh holds, shared out as by torch.chunk."""
     share = -(-rows // mesh.size())
     start = min(share * mesh.get_local_rank(), rows)
     return slice(start, min(start + share, rows))
 
 
 def keys_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
-    """By name of a parameter or persistent buffer of a model, the key of the files. Of tied parameters at least one is there.
-    Weights of all experts may be put together of those that the files have of each expert.
+    """Key of the files for each parameter or persistent buffer of a model, by its name. At least one of several tied parameters
+    has a key. A weight of all experts may be joined from the files' weights of single experts.
 
     Args:
         model: its weights on any device; those that it ties are tied.
@@ -163,7 +164,7 @@ def keys_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
 
 
 def keys_there(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
-    """As keys_of, without the weights that are computed from those in the files.
+    """Keys as in keys_of, without the weights that are computed from weights in the files.
 
     Raises:
         InputError: the weights are not those that the model has.
@@ -203,8 +204,8 @@ def _computed(files: WeightFiles, model: PreTrainedModel, name: str) -> InputErr
 
 
 def parts_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[list[str]]]:
-    """By name of a parameter [E, N, K] of all experts, the keys of the files that it is made of where each expert has its own
-    there: in order, the parts of the rows of one expert, each a list of keys by expert."""
+    """Keys of the files that each parameter [E, N, K] of all experts is joined from, by its name, where the files have each
+    expert separately: in order, the parts of the rows of one expert, each a list of keys by expert."""
     wanted = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -223,8 +224,8 @@ def parts_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[list[
 
 
 def turned_keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, tuple[str, bool]]:
-    """By name of a parameter [E, N, K] of all experts that files may hold as [E, K, N] (Qwen3-VL-MoE), its key there, and
-    whether they do. As transformers reads it, a weight of the model's own shape lies as it does there."""
+    """Key of each parameter [E, N, K] of all experts that files may hold as [E, K, N] (Qwen3-VL-MoE), by its name, and whether
+    they do. transformers takes a weight of the model's own shape as it is."""
     wanted = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     turning = [entry for entry in mapping if isinstance(entry, WeightConverter) and _only_turns(entry)]
@@ -249,5 +250,5 @@ def _parameters(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _without(names: Iterable[str], ignored: Iterable[str] | None) -> list[str]:
-    """Names that none of these patterns fits."""
+    """Names that match none of these patterns."""
     return [name for name in names if not any(re.search(pattern, name) for pattern in ignored or ())]

@@ -14,11 +14,12 @@ from packlora.codes.stored import Stored
 from packlora.codes.weight import QuantizedLinear
 
 SHARD_BYTES = 4 * 2**30
-"""Of a file that is written of it, in float32."""
+"""Bytes of a file that the dequantised model is written to, in float32."""
 
 
 class DequantisedFiles:
-    """As WeightFiles; the model, of the class that its folder names, is held in codes, and a read makes one weight of them.
+    """Weights of a quantised model with the interface of WeightFiles. The model, of the class that its folder names, is held in
+    codes, and each read dequantises one weight.
 
     Raises:
         InputError: the model cannot be loaded.
@@ -27,7 +28,7 @@ class DequantisedFiles:
     def __init__(
         self, path: str, revision: str | None, stored: Stored, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """dtype: in which a run computed with what the codes stand for."""
+        """dtype: dtype in which a run computed with the dequantised weights."""
         check_quantization(stored.as_asked, device, f"base_model {path!r}")
         self.path, self.dtype, self._files = path, dtype, WeightFiles(path, revision)
         model = read_quantised(path, revision, stored.as_asked, stored, dtype, device, class_of=served_class)
@@ -41,7 +42,7 @@ class DequantisedFiles:
 
     @property
     def keys(self) -> dict[str, str]:
-        """By the model's names, as weight_files.keys_of: they are the keys."""
+        """Names of the model's weights, mapped to themselves, in the format of weight_files.keys_of."""
         return {name: name for names in self.names.values() for name in names}
 
     @property
@@ -73,7 +74,7 @@ class DequantisedFiles:
 
 
 def _of_one_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Its parameters and buffers that are saved, tied ones under the first of their names."""
+    """Parameters and buffers of a model that are saved; tied ones have the first of their names."""
     saved, parameters = model.state_dict().keys(), dict(model.named_parameters())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return parameters | buffers

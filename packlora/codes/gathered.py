@@ -1,4 +1,4 @@
-"""Linear layers of codes of which a process holds some rows, and all of them only while the layer runs.
+"""Quantised linear layers whose codes are sharded by rows: a process has all rows only while the layer runs.
 
 Each process makes the codes of a whole layer out of the floats in the files, one layer at a time, as a process does that has
 all of it, and keeps its own rows. FSDP2 gathers codes as it gathers floats. Scales take some hundredths of what codes take, and

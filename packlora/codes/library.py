@@ -19,11 +19,11 @@ from packlora.codes.weight import Codes
 
 LARGEST_CODE = 127
 IDENTITY_ROWS = 1024
-"""Of the identity that are multiplied at a time."""
+"""Rows of the identity matrix that are multiplied at a time."""
 TORCHAO_TYPES = {
     "Int8Tensor": "int8_weight_only", "Float8Tensor": "float8_weight_only", "Int4TilePackedTo4dTensor": "int4_weight_only",
 }  # fmt: skip
-"""What a run file calls the tensors that torchao makes."""
+"""Names in a run file of the tensor classes of torchao."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -195,7 +195,7 @@ def _torchao(module: torch.nn.Module) -> LibraryCodes | None:
 
 
 def _gptq(module: torch.nn.Module) -> LibraryCodes | None:
-    """Of GPTQModel's kernel in torch; its other kernels lay codes out for themselves."""
+    """Codes of GPTQModel's torch kernel; its other kernels store codes in layouts of their own."""
     if not _is(module, "gptqmodel", "TorchLinear", "TorchQuantLinear"):
         return None
     found: Any = module

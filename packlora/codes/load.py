@@ -27,7 +27,8 @@ from packlora.errors import InputError
 from packlora.ops.twin import twin_of
 
 FLAGS = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method", "hf_quantizer")
-"""What transformers writes onto a quantised model; it refuses things that are right for other layers."""
+"""Attributes that transformers sets on a quantised model; because of them it refuses operations that are correct for other
+layers."""
 LIBRARIES = {
     "torchao": (("torchao",), "pip install 'packlora[quant]'"),
     "compressed-tensors": (("compressed_tensors",), "pip install 'packlora[quant]'"),
@@ -35,7 +36,7 @@ LIBRARIES = {
     "awq": (("gptqmodel",), "pip install gptqmodel optimum"),
     "fp8": ((), ""),
 }  # fmt: skip
-"""By method the modules that read it, and how they are installed; the others are bitsandbytes'."""
+"""Python modules that read each method, and the command that installs them; the methods not listed are bitsandbytes'."""
 DEFAULT_GROUP = 128
 PACKS_INT4 = ("cuda",)
 """Devices for which torchao packs 4 bits. K is filled up to a multiple of INT4_COLUMNS and N to one of INT4_ROWS."""
@@ -142,7 +143,7 @@ def read_quantised(
         InputError: it cannot be loaded, or something of it is in codes that are not read here.
     """
     how = _loading(quantization, stored, dtype, device)
-    if dtype == torch.float64:  # as read_model does, which is told of float32
+    if dtype == torch.float64:  # like read_model, which loads in float32
         how["experts_implementation"] = "eager"
     model = read_model(path, revision, made_of(dtype), trust_remote_code, class_of, **how)
     return own_layers(model, dtype, path, notes)
@@ -170,7 +171,7 @@ def _loading(
     quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype, device: torch.device,
     kept: list[str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What from_pretrained is given for it."""
+    """Keyword arguments of from_pretrained for a quantised model."""
     own: Any
     if stored is not None:
         own = stored.loading()
@@ -204,8 +205,7 @@ def _torchao_config(quantization: QuantizationConfig) -> Any:
 
 
 def quantised_paths(model: PreTrainedModel) -> list[str]:
-    """The layers of a model without weights that are quantised where that is asked for: of its twin, where a run trains that
-    one."""
+    """Layers of a model without weights that are quantised on request: those of its twin, where a run trains the twin."""
     twin = twin_of(model)
     if twin is not None and twin.is_trained:
         return [path for own in quantised_paths(twin.model) if (path := twin.here(own)) is not None]
@@ -218,8 +218,8 @@ def quantised_paths(model: PreTrainedModel) -> list[str]:
 
 
 def kept_as_floats(model: PreTrainedModel) -> list[str] | None:
-    """What is left out of a quantised model, as its library is told of it: the largest modules without a layer of
-    quantised_paths. None where the library leaves out by itself what a run does."""
+    """Modules that stay in floats in a quantised model, for the library's option: the largest modules without a layer of
+    quantised_paths. None where the library's default leaves out the same modules."""
     if (twin := twin_of(model)) is None or not twin.is_trained:
         return None
     within = {path[:end] for path in quantised_paths(model) for end, sign in enumerate(path + ".") if sign == "."}
@@ -233,7 +233,7 @@ def _from_the_top(path: str) -> list[str]:
 
 
 def made_of(dtype: torch.dtype) -> torch.dtype:
-    """What codes are made of in a run of this dtype; libraries have none of float64."""
+    """Dtype to which codes are dequantised in a run of this dtype; libraries support no float64."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
@@ -298,7 +298,7 @@ def _check_made(model: PreTrainedModel, path: str) -> None:
 
 
 def _check_left(model: PreTrainedModel, path: str) -> None:
-    """Raises InputError for a layer whose codes nobody has read."""
+    """Raise InputError for a layer whose codes were not read."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             continue
@@ -317,7 +317,8 @@ def _check_left(model: PreTrainedModel, path: str) -> None:
 
 
 def dequantised(weight_NK: torch.Tensor, quantization: QuantizationConfig, dtype: torch.dtype) -> torch.Tensor:
-    """What a run of this dtype computes with in the place of a weight: float32, on the weight's device."""
+    """Values that a run of this dtype computes with in place of a weight, once it is quantised: float32, on the weight's
+    device."""
     return codes_made_of(weight_NK, quantization, dtype).values(made_of(dtype)).float()
 
 

@@ -1,4 +1,5 @@
-"""Models that are saved in codes: what their configuration says, what of them transformers quantises, and how it loads them."""
+"""Models whose weights are saved in codes: their configuration, the layers that transformers quantises, and the way it loads
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from packlora.errors import InputError, quoted
 from packlora.form import read_as_floats, said_of
 
 BITSANDBYTES, SKIPPED = ("nf4", "fp4", "int8"), "llm_int8_skip_modules"
-"""Its methods, and its name for layers that are left out; also of 4 bits."""
+"""Methods of bitsandbytes, and its key for layers that are left out; the key holds for 4 bits too."""
 MADE = ("nf4", "fp4", "int8", "torchao")
 """Methods whose codes are made while a model is loaded."""
 TAKEN = "floats, and what bitsandbytes, torchao, gptq, awq, compressed-tensors, fp8 (in blocks) and mxfp4 make"
@@ -27,10 +28,11 @@ TAKEN = "floats, and what bitsandbytes, torchao, gptq, awq, compressed-tensors, 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How the files of a model are quantised. told: its configuration's quantization_config. bits: a number.
+    """Quantisation of the files of a model. told: its configuration's quantization_config. bits: bits of a number.
 
-    group: numbers, rows times columns, that share a scale; 0: those of an output, or of the layer. scale_bytes: of a scale; 0:
-    as many as the run's dtype has. zero_bytes: of what else a group has. per_input: bytes.
+    group: number of weights, rows times columns, that share a scale; 0: those of an output, or of the layer. scale_bytes: bytes
+    of a scale; 0: as many as the run's dtype has. zero_bytes: bytes of the group's other values. per_input: bytes for each
+    input.
     """
 
     as_asked: QuantizationConfig
@@ -42,7 +44,7 @@ class Stored:
     per_input: int = 0
 
     def bytes_of(self, N: int, K: int, dtype: torch.dtype) -> int:
-        """Of a layer with N outputs and K inputs in a run of this dtype."""
+        """Bytes of a layer with N outputs and K inputs in a run of this dtype."""
         each = (self.scale_bytes or min(dtype.itemsize, 4)) + self.zero_bytes
         return round(N * K * self.bits / 8 + N * K / (self.group or K) * each + self.per_input * K)
 
@@ -72,7 +74,8 @@ class Stored:
         ]
 
     def loading(self) -> Any:
-        """What else transformers is told of it: to lay codes out as the files have them, not as a kernel for inference does."""
+        """Quantisation config for from_pretrained: codes are loaded in the layout of the files, not in that of an inference
+        kernel. None where the default does so."""
         if self.as_asked.method == "gptq":
             return GPTQConfig(bits=int(self.bits), backend="gptq_torch")
         if self.as_asked.method == "awq":
@@ -81,8 +84,8 @@ class Stored:
 
 
 def stored_as(config: Any, path: str) -> Stored | None:
-    """How the files of a model are quantised, by its configuration; None where what is loaded of them is floats. Raises
-    InputError where that is not known here."""
+    """Quantisation of the files of a model, by its configuration; None where they are loaded as floats. Raises InputError where
+    that is not known here."""
     method, told = said_of(config)
     if not method or read_as_floats(config):
         return None
@@ -222,7 +225,7 @@ def as_stored() -> Iterator[None]:
 
 
 def check_stored(asked: QuantizationConfig | None, config: Any, path: str) -> QuantizationConfig | None:
-    """How the base model of a run is quantised. Raises InputError where it is saved in another way than it is asked for."""
+    """Quantisation of a run's base model. Raises InputError where it is saved in another way than it is asked for."""
     stored = stored_as(config, path)
     if asked is None:
         return None if stored is None else stored.as_asked

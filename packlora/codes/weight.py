@@ -35,13 +35,13 @@ class Codes(Protocol):
     def shape(self) -> tuple[int, int]: ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that the weight is made of, by names for files; empty for `stored`."""
+        """Tensors of the weight by names for files; empty for `stored`."""
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K], newly made."""
 
     def with_stored(self, stored: torch.Tensor) -> Codes:
-        """The same with `stored` on a device, where the rest goes too."""
+        """Copy with `stored` on a device, to which the other tensors are moved."""
 
 
 class Quantized(Products):

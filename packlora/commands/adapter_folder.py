@@ -109,7 +109,8 @@ def of_the_base() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What the run.json of a folder's run says of how its adapter was trained. began: what chat templates saw as now."""
+    """Training of an adapter according to the run.json in its run's folder. began: the current time as chat templates saw
+    it."""
 
     run: Run
     job: JobConfig

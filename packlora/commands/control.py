@@ -11,7 +11,7 @@ from packlora.terminal import say
 
 
 def add_jobs(run_dir: Path, file: Path, overrides: list[str] | None = None) -> str:
-    """Let the jobs of a file join. Returns the run's answer; raises InputError where it refuses."""
+    """Add the jobs of a file to a running run. Returns the run's answer; raises InputError where it refuses."""
     jobs = load_jobs(file, overrides)
     return _asked(run_dir, Add(kind="add", jobs=[job.model_dump(mode="json", exclude_unset=True) for job in jobs]))
 
@@ -22,7 +22,7 @@ def stop_job(run_dir: Path, job: str) -> str:
 
 
 def clone_job(run_dir: Path, job: str, name: str, overrides: list[str] | None = None, weights: bool = False) -> str:
-    """Let a job join that has the settings of another, but for the overrides, which are keys of a job.
+    """Add a job to a running run with the settings of another job, except the overrides, which are keys of a job.
 
     Args:
         weights: it begins with the present adapter of the other.

@@ -70,7 +70,7 @@ def _place(run_file: Path, output_dir: Path) -> tuple[Run, bool]:
 
 @torch.no_grad()
 def show_samples(run: Run, result: Result) -> None:
-    """One held-out prompt per job: what it should be, what the base model and what the adapter answer."""
+    """Print one held-out prompt per job with the expected answer, the base model's and the adapter's."""
     console = Screen()
     base = load_base(run, load_tokenizer(run))
     model: Any = base.model

@@ -1,4 +1,4 @@
-"""`packlora doctor`: versions, devices, and what is usable here and what is not, and why."""
+"""`packlora doctor`: versions, devices, and which features can be used here, with reasons for the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIONAL = {
     "mlflow": ("mlflow", "trackers: [mlflow]"),
     "triton": ("triton", "packlora's kernels on an NVIDIA GPU"),
 }
-"""Packages that are not required: what pip is given to install them, and what they are for."""
+"""Optional packages: the name for pip to install them, and their purpose."""
 
 
 def print_doctor() -> bool:

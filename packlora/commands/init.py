@@ -89,14 +89,14 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
 
 
 def trainer_of(row: Row) -> str:
-    """Which trainer takes rows like it."""
+    """Trainer that takes rows like this one."""
     if row.pair is not None:
         return "dpo"
     return "kto" if isinstance(row.label, bool) else "sft"
 
 
 def kind_of(row: Row) -> str:
-    """What a row is, in words."""
+    """Describe the kind of a row in words."""
     if row.form is not None:
         return row.form
     if row.pair is not None:

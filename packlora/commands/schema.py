@@ -14,7 +14,7 @@ REFERENCE = {"type": "string", "pattern": r"\$\{"}
 
 
 def run_file_schema() -> dict[str, Any]:
-    """As JSON Schema, draft 2020-12."""
+    """JSON Schema of a run file, draft 2020-12."""
     schema = Run.model_json_schema()
     parts = schema["$defs"]
     for part in [*parts.values(), schema]:
@@ -24,7 +24,7 @@ def run_file_schema() -> dict[str, Any]:
     for key, words in (("parallel", {"const": "auto"}), ("plans", texts)):
         own = schema["properties"][key]
         schema["properties"][key] = {"anyOf": [words, {"$ref": own.pop("$ref")}], **own}
-    # what a job leaves to `defaults`, it need not have itself
+    # a job need not have the keys that `defaults` sets
     parts["Defaults"] = {
         **parts["JobConfig"],
         "title": "Defaults",

@@ -75,7 +75,7 @@ def report_again(run: Path) -> Path:
 
 
 def own_names(port: int) -> set[str]:
-    """What a browser calls a server on this machine, which leaves the usual port out."""
+    """Host headers that a browser sends to a server on this machine; it leaves the default port out."""
     return {
         f"{name}{end}" for name in (HOST, "localhost") for end in [f":{port}", *([""] if port == HTTP_PORT else [])]
     }
@@ -103,17 +103,17 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Of the page."""
+        """URL of the page."""
         return f"http://{HOST}:{self.server_port}/"
 
     def server_bind(self) -> None:
-        """As the class above, without asking for the name of the address."""
+        """Bind the socket as the base class does, but without looking up the host name of the address."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_name, self.server_port = HOST, self.socket.getsockname()[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that goes away in the middle is nobody's concern."""
+        """Ignore a reader that disconnects in the middle."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _answer_with(self, kind: str, made: Callable[[], str]) -> None:
-        """What is made, or why it cannot be: files of a folder may hold anything."""
+        """Answer with the result of `made`, or with its error: the files of a folder may hold anything."""
         try:
             with self.server.one_at_a_time:
                 text = made()
@@ -151,7 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, kind, text)
 
     def _refused(self) -> HTTPStatus | None:
-        """Why the request is not one of our own page, or of somebody who opens it."""
+        """HTTP status with which a request is refused that comes neither from the page itself nor from a user who opens it;
+        None otherwise."""
         hosts, origin = self.headers.get_all("Host") or [], self.headers.get("Origin")
         if len(hosts) != 1 or hosts[0].lower() not in self.server.own or not self.path.startswith("/"):
             return HTTPStatus.FORBIDDEN

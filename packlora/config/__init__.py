@@ -1,7 +1,7 @@
-"""What a run is: its keys, their defaults and which values are accepted, as strict pydantic models.
+"""Run file as strict pydantic models: its keys, their defaults and the values that are accepted.
 
-Names follow PEFT's LoraConfig and transformers' TrainingArguments. run_file.py reads them from YAML and words the messages.
-What needs the model, the tokenizer or the data to be checked is checked by whoever loads them.
+Names follow PEFT's LoraConfig and transformers' TrainingArguments. run_file.py reads the models from YAML and words the
+messages. Checks that need the model, the tokenizer or the data are left to the code that loads them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ OTHER_STARTS = {
 """Values of PEFT's init_lora_weights that are not taken, and why."""
 STARTS = r"gaussian|orthogonal|pissa(_niter_[1-9]\d?)?|olora|loftq"
 DOUBLED = r"pissa.*|olora"
-"""Those under which an adapter has twice the rank, see adapters/starts.py."""
+"""Values of init_lora_weights under which a saved adapter has twice the rank, see adapters/starts.py."""
 
 
 class AdapterConfig(Strict):
@@ -42,25 +42,25 @@ class AdapterConfig(Strict):
     use_dora: bool = False
     """Weight-decomposed LoRA: a trained magnitude for every output of a layer."""
     dora_dropout: Literal["peft", "low_rank"] = "peft"
-    """What lora_dropout drops in a DoRA adapter: as PEFT has it the base product that the magnitude scales as well, which costs
-    a second base product; low_rank: the low-rank branch alone, as in LoRA."""
+    """Part of a DoRA layer that lora_dropout applies to. peft: also the base product that the magnitude scales, as in PEFT,
+    which costs a second base product; low_rank: the low-rank branch only, as in LoRA."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained too: none, all of the model, or those of layers with an adapter."""
     rank_pattern: dict[str, int] = Field(default_factory=dict)
-    """Other ranks, by a name or a regular expression of modules."""
+    """Ranks that differ from r, by a name or a regular expression of modules."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
-    """Other values of lora_alpha, likewise."""
+    """Alphas that differ from lora_alpha, by a name or a regular expression of modules."""
     exclude_modules: str | list[str] | None = None
     """Modules that target_modules leaves alone: a list of names, or a regular expression."""
     layers_to_transform: int | list[int] | None = None
     """Numbers of the layers whose modules target_modules, a list, means."""
     layers_pattern: str | list[str] | None = None
-    """With layers_to_transform: the name of the list of layers, such as layers or h."""
+    """Name of the list of layers, such as layers or h, for layers_to_transform."""
     init_lora_weights: bool | str = True
-    """What A and B begin with: true, A random and B zeros; false, both random; gaussian; orthogonal; pissa, pissa_niter_4,
-    olora, of the weights of the base; loftq, of what they lost by quantization."""
+    """Initial values of A and B. true: A random and B zeros; false: both random; gaussian; orthogonal; pissa, pissa_niter_4 and
+    olora: from the weights of the base; loftq: from the error of their quantization."""
     modules_to_save: list[str] | None = None
-    """Linear layers, embeddings and norms of which the job trains a copy of its own."""
+    """Linear layers, embeddings and norms that the job trains a copy of."""
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     """Tokens whose rows of the embedding are trained, also of an output layer that is tied to it; or by module."""
     expert_rank: Literal["r", "r // top_k"] = "r"
@@ -100,7 +100,7 @@ class AdapterConfig(Strict):
         if len(names) > MOST_PATTERNS:
             raise ValueError(f"has {len(names)} names; at most {MOST_PATTERNS} are taken")
         for name in names:
-            check_regex(name, rf"(^|.*\.){name}($|\..*)")  # as PEFT puts those of modules_to_save together
+            check_regex(name, rf"(^|.*\.){name}($|\..*)")  # PEFT's form of modules_to_save
         return value
 
     @field_validator("init_lora_weights", mode="before")
@@ -116,7 +116,7 @@ class AdapterConfig(Strict):
 
     @property
     def is_doubled(self) -> bool:
-        """Whether its adapter has twice the rank, the second half of which is never trained."""
+        """Whether its adapter has twice the rank; the second half is never trained."""
         return re.fullmatch(DOUBLED, str(self.init_lora_weights)) is not None
 
     @model_validator(mode="after")
@@ -165,7 +165,7 @@ class AdapterConfig(Strict):
         if len(value) > MOST_PATTERNS:
             raise ValueError(f"has {len(value)} patterns; at most {MOST_PATTERNS} are taken")
         for pattern, number in value.items():
-            check_regex(pattern, rf"(.*\.)?({pattern})$")  # as PEFT puts it together
+            check_regex(pattern, rf"(.*\.)?({pattern})$")  # PEFT's form of the pattern
             if not least <= number <= most:
                 raise ValueError(f"has {number} for {quoted(pattern)}; it must be from {least:g} to {most:g}")
         return value

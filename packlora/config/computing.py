@@ -10,17 +10,19 @@ from packlora.config.shared import MOST_PATTERNS, Strict, check_regex
 
 
 class QuantizationConfig(Strict):
-    """How the frozen linear layers are stored; a text in its place is its `method`."""
+    """Quantisation of the frozen linear layers; a text in its place is its `method`."""
 
     method: Literal["nf4", "fp4", "int8", "torchao", "gptq", "awq", "compressed-tensors", "fp8"]
-    """By bitsandbytes: nf4, fp4, 4 bits a number, with a scale for each 64 of them; int8, 8 bits, with a scale for each output.
-    By torchao: quant_type says how. The others are only for a base_model that is saved so, and may be left out."""
+    """Format of the codes. bitsandbytes: nf4 and fp4, 4 bits a number, with a scale for each 64 of them; int8, 8 bits, with a
+    scale for each output. torchao: as quant_type says. The others are only for a base_model that is saved so, and may be left
+    out."""
     double_quant: bool = False
-    """Of nf4 and fp4: the scales are quantised too, to 8 bits."""
+    """Quantise the scales too, to 8 bits (nf4 and fp4)."""
     quant_type: Literal["int4_weight_only", "int8_weight_only", "float8_weight_only"] | None = None
-    """Of torchao: 4 bits a number, with a scale and a zero for each group, on CUDA; 8 bits with a scale for each output."""
+    """Format of torchao's codes: 4 bits a number, with a scale and a zero for each group, on CUDA; or 8 bits with a scale for
+    each output."""
     group_size: Literal[32, 64, 128, 256] | None = None
-    """Of torchao's int4_weight_only: numbers that share a scale; null: 128."""
+    """Numbers that share a scale under torchao's int4_weight_only; null: 128."""
 
     @model_validator(mode="after")
     def _consistent(self) -> QuantizationConfig:
@@ -37,14 +39,14 @@ class QuantizationConfig(Strict):
 
     @property
     def described(self) -> str:
-        """In words, for messages."""
+        """Description of the codes in words, for messages."""
         grouped = "" if self.quant_type != "int4_weight_only" else f", group_size {self.group_size or 128}"
         kind = "" if self.quant_type is None else f" {self.quant_type}{grouped}"
         return self.method + kind + " with double_quant" * self.double_quant
 
 
 class PlansConfig(Strict):
-    """How layers with adapters are computed; a text in its place is its `plan`."""
+    """Computation of layers with adapters; a text in its place is its `plan`."""
 
     plan: str | dict[str, str] = "measured"
     """measured: what `packlora tune` measured on this device, else a cost model on a GPU, the plain chain on a CPU. flops: the
@@ -61,16 +63,16 @@ class PlansConfig(Strict):
             if len(value) > MOST_PATTERNS:
                 raise ValueError(f"has {len(value)} patterns; at most {MOST_PATTERNS} are taken")
             for pattern in value:
-                check_regex(pattern, rf"(.*\.)?({pattern})$")  # as PEFT puts it together
+                check_regex(pattern, rf"(.*\.)?({pattern})$")  # PEFT's form of the pattern
         return value
 
 
 class ScheduleConfig(Strict):
-    """How samples are shared out to microbatches; decides speed, not results."""
+    """Packing of samples into microbatches; it decides speed, not results."""
 
     method: Literal["auto", "greedy", "milp", "solo"] = "auto"
     """solo: jobs never share a microbatch. greedy: best fit. milp: integer programs. auto: these where greedy may be beaten."""
     padding_multiple: int = Field(1, ge=1, le=1)
-    """Nothing is padded. The key is taken from older run files."""
+    """Multiple to which sequences are padded: nothing is padded; the key is accepted for older run files."""
     time_limit_s: float = Field(10, ge=1e-3, le=1e6)
     """Emergency stop of an integer program; it normally ends earlier, at a number of nodes."""

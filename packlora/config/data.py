@@ -10,16 +10,17 @@ from packlora.config.shared import MOST_PATTERNS, MOST_TOKENS, PathText, Strict
 
 
 class DataSource(Strict):
-    """One of several places that a job's samples come from."""
+    """Source of a job's samples, one of several."""
 
     path: PathText
-    """As data.path where that is a text."""
+    """Path in one of the forms that data.path accepts as a text."""
     weight: float | None = Field(None, gt=0, le=1e6)
-    """Its share of the samples, divided by the sum of all weights; null: all of its samples once."""
+    """Share of the samples, divided by the sum of all weights; null: all samples of the path once."""
 
 
 class DataConfig(Strict):
-    """Where a job's samples come from and how long they may be."""
+    """Samples: a .jsonl, .json, .csv or .parquet file, a pattern of such files (data/*.jsonl), the folder of a saved Hugging
+    Face data set, or the id of one on the hub; or a list of these, each with or without a weight."""
 
     path: PathText | list[DataSource]
     """A .jsonl, .json, .csv or .parquet file, a pattern of such files (data/*.jsonl), the folder of a saved Hugging Face data
@@ -29,11 +30,11 @@ class DataConfig(Strict):
     system: str | None = Field(None, min_length=1, max_length=10**6)
     """A message of the system, for conversations and prompts without one."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What to do with a row that is no sample: refuse the run, or leave it out; run.json lists what was left out."""
+    """Treatment of a row that is no sample: refuse the run, or leave the row out; run.json lists what was left out."""
     max_length: int = Field(2048, ge=2, le=MOST_TOKENS)
     """Longest sample in tokens."""
     truncate: Literal["error", "drop", "right"] = "error"
-    """What to do with a sample longer than max_length or a microbatch: refuse the run, leave it out, or cut off its end."""
+    """Treatment of a sample longer than max_length or a microbatch: refuse the run, leave it out, or cut off its end."""
 
     streaming: bool = False
     """Read the samples while training, for data larger than memory; the job's max_steps say how many."""

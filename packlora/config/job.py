@@ -16,17 +16,17 @@ class JobConfig(Strict):
     """One adapter to train: its data, its shape, its optimization."""
 
     name: str
-    """Of its folder in output_dir and in messages: 1 to 100 of the characters A-Z a-z 0-9 . _ -, unique in the run."""
+    """Name in messages and of the folder in output_dir: 1 to 100 of the characters A-Z a-z 0-9 . _ -, unique in the run."""
     data: DataConfig
-    """What it is trained on."""
+    """Samples that the job is trained on."""
     adapter: AdapterConfig = Field(default_factory=AdapterConfig)
-    """What is trained."""
+    """Adapter that is trained."""
     train: TrainConfig = Field(default_factory=TrainConfig)
-    """How it is trained."""
+    """Optimization of the adapter."""
     sample_prompts: list[Prompt] | None = Field(None, max_length=MOST_PROMPTS)
-    """What its adapter is asked whenever it is evaluated; null: the run's."""
+    """Prompts that its adapter completes at every evaluation; null: the run's."""
     seed: int | None = Field(None, ge=0, lt=2**63)
-    """Of its initial adapter, sample order and dropout; null: the run's. Equal seeds draw equally, whatever the names."""
+    """Seed of its initial adapter, sample order and dropout; null: the run's. Equal seeds draw equally, whatever the names."""
 
     @property
     def has_reference(self) -> bool:

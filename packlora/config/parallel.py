@@ -12,7 +12,7 @@ from packlora.errors import InputError
 
 
 class ParallelConfig(Strict):
-    """How a run is spread over the processes that torchrun starts, one for each device. auto: the defaults."""
+    """Distribution of a run over the processes that torchrun starts, one for each device. auto: the defaults."""
 
     devices_per_job: int | Literal["auto"] = Field("auto")
     """Devices that share each job's microbatches and add up its gradient. 1: every job is whole on one device. It divides the
@@ -20,28 +20,30 @@ class ParallelConfig(Strict):
     timeout_s: float = Field(600, ge=1, le=1e6)
     """Seconds after which a process that does not answer is given up, and the run ends."""
     pipeline: int | Literal["auto"] = Field("auto")
-    """Stages, one behind the other, that hold some of the layers each; microbatches of all jobs pass through them. A stage is a
-    device, or as many as tensor or expert says. It divides the number of processes. auto: one, and several where a device is
-    estimated to hold no whole base model with what training needs, and they are predicted to be faster than shard_base."""
+    """Pipeline parallel size: number of stages, each with some of the layers; microbatches of all jobs pass through them. A
+    stage is a device, or as many as tensor or expert says. It divides the number of processes. auto: one, and several where a
+    device is estimated to hold no whole base model with what training needs, and they are predicted to be faster than
+    shard_base."""
     tensor: int = Field(1, ge=1)
-    """Devices that hold the base model together, a part of each layer's weights each, and of experts whole ones. It divides the
-    number of processes."""
+    """Tensor parallel size: devices that hold the base model together, each a slice of every layer's weights, and whole
+    experts. It divides the number of processes."""
     expert: int = Field(1, ge=1)
-    """Devices that hold some of the experts of each layer each, and all else of the base model; they run the same microbatches.
-    It divides the number of processes and that of the experts. With tensor: so many times as many devices share the experts,
-    and each number of them given by tensor all else."""
+    """Expert parallel size: devices that each hold some of the experts of each layer, and everything else of the base model;
+    they run the same microbatches. It divides the number of processes and that of the experts. With tensor, tensor * expert
+    devices share the experts, and every group of `tensor` devices shares everything else."""
     ep_implementation: Literal["all_reduce", "all_to_all"] = "all_reduce"
-    """With expert: all_reduce: its devices run the same microbatches, and what their experts give is added up; all_to_all: each
-    has microbatches of its own, whose tokens go to the experts and back."""
+    """Communication with expert. all_reduce: the devices run the same microbatches, and the outputs of their experts are added
+    up. all_to_all: each device has microbatches of its own, whose tokens are sent to the experts and back."""
     sequence_parallel: bool = False
-    """With tensor: share the tokens of what lies between the layers that are cut, too: norms and residuals."""
+    """Sequence parallelism with tensor: the devices also share the tokens of norms and residuals, between the layers that are
+    cut."""
     shard_base: bool | int | Literal["auto"] = "auto"
     """Hold a part of the rows of every weight on each device, and gather a layer when it is computed. true: all devices share
     the base model so, and every job; with tensor or expert, what each of these has. A number: so many do, times tensor or
     expert, and there are several such sets. auto: where a device is estimated to hold no whole one with what training needs."""
     offload_base: bool = False
-    """With shard_base: keep each device's part of the layers in the memory of its host, and copy it over whenever a layer is
-    gathered. It changes no number, takes time, and nothing is gained by it on a CPU."""
+    """Keep each device's part of the layers in the memory of its host, with shard_base, and copy it to the device whenever a
+    layer is gathered. It changes no number, takes time, and brings nothing on a CPU."""
 
     @model_validator(mode="after")
     def _known(self) -> ParallelConfig:
@@ -85,7 +87,7 @@ class ParallelConfig(Strict):
 
     @property
     def stages(self) -> int:
-        """Of the pipeline that is asked for; 1 where that is left to us."""
+        """Stages of the pipeline that is requested; 1 under auto."""
         return 1 if self.pipeline == "auto" else self.pipeline
 
     @property
@@ -95,14 +97,14 @@ class ParallelConfig(Strict):
 
     @property
     def in_parts(self) -> str | None:
-        """The key by which several devices hold the base model together and run the same microbatches or stages of them; None
-        where none is asked for."""
+        """Key by which several devices hold the base model together and run the same microbatches, or stages of them; None
+        without such a key."""
         asked = {"tensor": self.tensor > 1, "pipeline": self.stages > 1, "expert": self.expert > 1}
         return next((key for key, is_asked in asked.items() if is_asked), None)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether devices are asked to share weights by rows."""
+        """Whether weights are to be sharded by rows."""
         return self.shard_base is True or self.has_degree
 
     @property
@@ -116,7 +118,7 @@ class ParallelConfig(Strict):
         return int(self.shard_base) if self.has_degree else None
 
     def shards(self, processes: int) -> int:
-        """Of so many processes, those that share a weight by rows as it is asked for; 1: none."""
+        """Number of processes that share each weight by rows as requested, out of `processes`; 1: no sharding."""
         return self.degree or (processes // (self.tensor * self.expert) if self.shard_base is True else 1)
 
     def check(self, processes: int) -> None:

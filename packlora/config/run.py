@@ -28,9 +28,9 @@ class Run(Strict):
     revision: PathText | None = None
     """Branch, tag or commit of a base model on the hub; null: its main branch."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification). auto:
-    bfloat16 on a GPU that computes in it, else float32; a run that is resumed keeps its own. What reads the data or loads the
-    model puts the other word in its place."""
+    """Dtype of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification).
+    auto: bfloat16 on a GPU that computes in it, else float32; a run that is resumed keeps its own. The code that reads the data
+    or loads the model replaces auto by the dtype."""
     quantization: QuantizationConfig | None = None
     """Quantise the frozen linear layers while they are loaded, as QLoRA does: nf4, fp4 or int8, or a mapping: double_quant, or
     method torchao with its quant_type. They are multiplied in dtype. null: as they are saved."""
@@ -39,7 +39,7 @@ class Run(Strict):
     output_dir: PathText
     """Folder for adapters, checkpoints, logs and the report: new, empty, or one that holds this run, to resume it."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of jobs that have none of their own."""
+    """Seed of jobs that have none of their own."""
     max_tokens_per_microbatch: int | Literal["auto"] = 4096
     """Most tokens, of all jobs together, in one forward and backward: decides memory and speed, not results. auto: by
     measurements on a GPU, 2048 on a CPU, at least the longest sample."""
@@ -61,24 +61,25 @@ class Run(Strict):
     """DoRA layers keep their outputs in the place of a product as large. Not for models with kernels, other than liger's, that
     write into the outputs of linear layers behind autograd's back."""
     plans: PlansConfig = Field(default_factory=PlansConfig)
-    """How layers with adapters are computed: decides speed and memory, and with lossy how they are rounded."""
+    """Computation of layers with adapters: decides speed and memory, and with lossy the rounding."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    """How a run is spread over devices."""
+    """Distribution of the run over devices."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    """How samples are shared out to microbatches."""
+    """Packing of samples into microbatches."""
     sample_prompts: list[Prompt] = Field(default_factory=list, max_length=MOST_PROMPTS)
-    """What each job's adapter is asked whenever it is evaluated; samples.jsonl and the page show what it writes."""
+    """Prompts that each job's adapter completes at every evaluation; samples.jsonl and the page show the completions."""
     sample_max_new_tokens: int = Field(64, ge=1, le=MOST_TOKENS)
-    """Most tokens of what it writes."""
+    """Most tokens of a completion of sample_prompts."""
     trackers: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
-    """Who else is told of steps and held-out losses; on this machine, unless their own settings say otherwise."""
+    """Experiment trackers that steps and held-out losses are logged to; on this machine, unless their own settings say
+    otherwise."""
     sweep: SweepConfig | None = None
     """Search for the best values of a job's keys."""
     jobs: list[JobConfig] = Field(min_length=1)
     """The adapters to train, at least one, all at the same time."""
 
     def prompts_of(self, job: JobConfig) -> list[str]:
-        """What a job's adapter is asked whenever it is evaluated: its own prompts or the run's."""
+        """Prompts that a job's adapter completes at every evaluation: its own or the run's."""
         return self.sample_prompts if job.sample_prompts is None else job.sample_prompts
 
     def seed_of(self, job: JobConfig) -> int:

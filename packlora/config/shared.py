@@ -1,4 +1,4 @@
-"""What keys of all parts of a run file share: names, paths, bounds, and how strict a part is."""
+"""Types and bounds shared by all parts of a run file: names, paths, numbers, and the strict base class."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ RESERVED_NAMES = {
     ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "samples.jsonl",
     "pipeline.jsonl", "journal.jsonl", "report.html", "control", "trackers",
 }  # fmt: skip
-"""Not for jobs: a job's folder stands beside these files of the run."""
+"""Names that no job may have, because a job's folder stands beside these files of the run."""
 RESERVED_BY_SWEEPS = {"best", "sweep.json"}
 MOST_TOKENS = 2**31 - 1
 MOST_STEPS = 10**9
 MOST_RANK = 2**16
 LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e6
-"""Far beyond what is of use; so no scaling leaves float32, where it would end the run of the other jobs as well."""
+"""Bounds of lora_alpha, far beyond useful values: no scaling may leave float32, which would end the run of the other jobs as
+well."""
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
-"""Of parts of a loss: what is less trains nothing."""
+"""Bounds of the weights of a loss's parts: a smaller weight trains nothing."""
 MOST_PATTERNS, MOST_CHARACTERS = 10_000, 10_000
 """Names or patterns of an adapter, and characters of a regular expression."""
 MOST_NESTED = 100
@@ -49,12 +50,12 @@ def _path_text(path: str) -> str:
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_path_text)]
 Prompt = Annotated[str, Field(min_length=1, max_length=10**6)]
-"""That an adapter is asked."""
+"""Prompt that an adapter completes."""
 MOST_PROMPTS = 100
 
 
 class Strict(BaseModel):
-    """Of which every part of a run file is: no unknown key, no value of another type."""
+    """Base class of every part of a run file: it accepts no unknown key, and no value of another type."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -33,11 +33,14 @@ Values = Annotated[
     Annotated[list[Any], Tag("list")] | Annotated[RangeConfig, Tag("range")],
     Discriminator(lambda value: "list" if isinstance(value, list) else "range"),
 ]
-"""Of a swept key."""
+"""Values of a swept key."""
 
 
 class StoppingConfig(Strict):
-    """Which candidates of a sweep end before their last step; looked at between windows, by what is compared."""
+    """Rule by which candidates end before their last step. successive_halving: at steps min_resource, times reduction_factor
+    and so on, the best of the candidates that came as far go on. median: a candidate ends if its best so far is worse than the
+    median there. patience: it ends after so many evaluations without improvement. target: the sweep ends once a candidate is as
+    good."""
 
     method: Literal["none", "successive_halving", "median", "patience", "target"] = "none"
     """successive_halving: at steps min_resource, times reduction_factor and so on, the best of those that came as far go on.
@@ -54,7 +57,7 @@ class StoppingConfig(Strict):
     patience: int = Field(3, ge=1, le=MOST_STEPS)
     """patience: evaluations."""
     min_delta: float = Field(0.0, ge=0)
-    """patience: what is better by less is no better."""
+    """Least difference that counts as an improvement (patience)."""
     target: float | None = Field(None, allow_inf_nan=False)
     """target: the held-out loss, or what else is compared."""
 
@@ -71,7 +74,7 @@ class SweepConfig(Strict):
     job: str
     """The job of the list that they are made from; it is not trained itself."""
     parameters: dict[str, Values]
-    """By dotted key of the job, e.g. train.learning_rate, its values, or their range."""
+    """Values, or their range, by dotted key of the job, e.g. train.learning_rate."""
     method: Literal["grid", "random", "optuna"] = "grid"
     """grid: all combinations. random: drawn. optuna: by its TPE sampler, which learns from candidates that have ended."""
     num_trials: int | None = Field(None, ge=1, le=MOST_CANDIDATES)
@@ -79,12 +82,13 @@ class SweepConfig(Strict):
     concurrent: int = Field(8, ge=1, le=10_000)
     """Candidates that train at the same time; when one ends, the next one takes its place."""
     metric: Literal["eval_loss", "eval_rewards/margins", "eval_rewards/accuracies"] = "eval_loss"
-    """What is compared: the held-out loss; or of preferences the held-out rewards, of which the higher are the better. The
-    latter may be given without eval_, as in transformers."""
+    """Metric by which candidates are compared: the held-out loss; or, for preferences, the held-out rewards, of which the
+    higher are the better. The latter may be given without eval_, as in transformers."""
     stopping: StoppingConfig = Field(default_factory=StoppingConfig)
-    """Which of them end early."""
+    """Rule by which candidates end early."""
     seed: int | None = Field(None, ge=0, lt=2**63)
-    """Of what random and optuna draw; null: the run's. All candidates have the seed of the job, and differ in nothing else."""
+    """Seed of the draws of random and optuna; null: the run's. All candidates have the seed of the job, and differ in nothing
+    else."""
 
     @field_validator("metric", mode="before")
     @classmethod
@@ -122,5 +126,5 @@ class SweepConfig(Strict):
 
     @property
     def combinations(self) -> int:
-        """Of all values that are listed."""
+        """Number of combinations of all listed values."""
         return math.prod(len(values) for values in self.parameters.values() if isinstance(values, list))

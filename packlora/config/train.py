@@ -19,7 +19,7 @@ Optim = Literal[
     "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
 ]  # fmt: skip
 CUT_OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd")
-"""Those that step slices of a job as they do the whole one."""
+"""Optimizers that step slices of a job exactly as they step the whole job."""
 LACKED = {
     "sgd": ("adam_beta1", "adam_beta2", "adam_epsilon"), "adafactor": ("adam_beta1", "adam_beta2", "adam_epsilon"),
     **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), ("adam_epsilon",)),
@@ -48,13 +48,13 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
     ),
     "kto": ("kto", "apo_zero_unpaired"),
 }  # fmt: skip
-"""By trainer; the first one is the default."""
+"""Loss types by trainer; the first one is the default."""
 OF_A_BATCH = {
     "aot": "sorts the whole global batch", "aot_unpaired": "sorts the whole global batch",
 }  # fmt: skip
-"""Those of TRL that this version does not take, and why."""
+"""Loss types of TRL that this version does not support, and the reasons."""
 BASE = "base"
-"""As `reference`: the base model without an adapter."""
+"""Value of `reference` that means the base model without an adapter."""
 TRAINER_KEYS: dict[str, tuple[str, ...]] = {
     "beta": ("dpo", "kto", "orpo"), "loss_type": ("dpo", "kto"), "loss_weights": ("dpo",), "label_smoothing": ("dpo",),
     "discopop_tau": ("dpo",), "reference": ("dpo", "kto"), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
@@ -78,13 +78,13 @@ class TrainConfig(Strict):
     learning_rate: float = Field(2e-4, gt=0, le=1e30)
     """The largest one of the schedule."""
     lr_scheduler_type: Scheduler = "constant"
-    """How the learning rate goes over the steps, as transformers' schedule of that name."""
+    """Schedule of the learning rate, by transformers' name."""
     lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What else that schedule takes, by transformers' names."""
+    """Further arguments of that schedule, by transformers' names."""
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
     """Optimizer steps in which the learning rate rises from 0."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
-    """The same as a share of all steps, rounded up."""
+    """Share of all steps that is warm-up, rounded up to steps."""
     weight_decay: float = Field(0.0, ge=0, le=1e6)
     """The optimizer's own, which is decoupled but for sgd; not applied to biases."""
     loraplus_lr_ratio: float | None = Field(None, gt=0, le=1e6)
@@ -94,7 +94,7 @@ class TrainConfig(Strict):
     neftune_noise_alpha: float | None = Field(None, gt=0, le=1e6)
     """NEFTune: uniform noise of alpha / sqrt(tokens * width) on the embeddings of training samples; null: none."""
     router_aux_loss_coef: float | None = Field(None, ge=0, le=1e6)
-    """Of the load-balancing loss of a model with experts, beside the loss of the labels; 0: none; null: as the model's
+    """Weight of the load-balancing loss of a model with experts, beside the loss of the labels; 0: none; null: as the model's
     config.json has it, which is none without output_router_logits."""
     max_grad_norm: float = Field(1.0, ge=0, le=1e30)
     """Gradient norm of the job to clip at; 0 does not clip."""
@@ -117,15 +117,15 @@ class TrainConfig(Strict):
     load_best_model_at_end: bool = False
     """The adapter of the evaluation with the best metric_for_best_model is the job's result, not that of its last step."""
     metric_for_best_model: Literal["eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"] = "eval_loss"
-    """What decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better; or, of
-    pairs, how often and by how much the chosen completion has the higher reward."""
+    """Metric that decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better;
+    or, for pairs, how often and by how much the chosen completion has the higher reward."""
     early_stopping_patience: int | None = Field(None, ge=1, le=MOST_STEPS)
     """End the job after so many evaluations in a row that were no better than the best one before; null never does."""
     early_stopping_threshold: float = Field(0.0, ge=0, le=1e6)
-    """By how much one must be better to count."""
+    """Least improvement of an evaluation that counts."""
     trainer: Trainer = "sft"
-    """What is learnt, as TRL's trainers of these names do: sft completions; dpo and orpo which of two completions is preferred;
-    kto which completions are desirable."""
+    """Objective, as TRL's trainers of these names define it: sft learns completions; dpo and orpo learn which of two
+    completions is preferred; kto learns which completions are desirable."""
     objective: PathText | None = None
     """A loss of your own in the place of the trainer's, whose rows the job has: FILE.py:FUNCTION; see docs/run-file.md."""
     beta: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
@@ -139,8 +139,8 @@ class TrainConfig(Strict):
     discopop_tau: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """dpo, with discopop: its temperature. null: 0.05."""
     reference: PathText | None = None
-    """dpo, kto: what the model is held to: base, the base model without an adapter, or the folder of an adapter with the job's
-    modules and ranks; null: the adapter of init_from as it was, or without one the base."""
+    """Reference model (dpo, kto): base, the base model without an adapter, or the folder of an adapter with the job's modules
+    and ranks; null: the adapter of init_from as it was, or without one the base."""
     desirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """kto: of the losses of desirable completions. null: 1."""
     undesirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)

@@ -1,7 +1,7 @@
-"""Chat templates that come to an end: compiled by transformers, with a count of their steps, and with one clock.
+"""Chat templates that always terminate: compiled by transformers, with a limit on their steps, and with one clock.
 
-A template is a program that somebody else wrote. transformers' sandbox keeps it from the machine, but lets it run for ever, or
-fill the memory. Here every turn of a loop and every call of a macro is counted, and results of `+`, `~`, `*` and `**` have a
+A template is a program of an unknown author. transformers' sandbox keeps it from the machine, but lets it run for ever, or fill
+the memory. Here every turn of a loop and every call of a macro is counted, and results of `+`, `~`, `*` and `**` have a
 largest size. What a conversation needs is far below these limits.
 """
 
@@ -30,7 +30,7 @@ MOST_SECONDS = 60.0
 MOST_CHARACTERS = 2**28
 """Length of a text or a list that a template puts together."""
 MOST_BITS = 2**14
-"""Of a whole number that a template computes; Python writes no longer ones."""
+"""Bits of the largest integer that a template may compute; Python prints no longer ones."""
 STEP, JOIN, READY = "packlora_step", "packlora_join", "packlora_counts"
 """Filters that count and join, which no template can name by chance; and the attribute of a program that has them."""
 
@@ -41,7 +41,7 @@ class EndlessError(Exception):
 
 @dataclass(slots=True)
 class _Rendering:
-    """One rendering that is under way. moment: what its clock says. most: its steps."""
+    """Rendering that is in progress. moment: what its clock says. most: its steps."""
 
     moment: datetime
     started: float
@@ -95,7 +95,8 @@ def _count(program: Template, source: str) -> None:
 
 
 class _Counted(NodeTransformer):
-    """Puts a step into the body of every loop, macro and block, and into every loop's condition."""
+    """Transformer of a template's syntax tree that counts a step in the body of every loop, macro and block, and in every
+    loop's condition."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -25,7 +25,8 @@ class JobData:
     step_limit: int | None = None
     """Stop after this many steps, whatever the configuration says; learning rates stay those of the configured steps."""
     planned: SampleOrder = field(init=False)
-    """All configured global batches: microbatches are planned over these, so that a limit changes none of those before it."""
+    """Order of all configured global batches: microbatches are planned over these, so that a limit on steps changes no batch
+    before it."""
     label_share: float = field(init=False)
     """Label tokens over tokens, of all samples."""
     num_labels: np.ndarray = field(init=False)
@@ -65,7 +66,7 @@ class JobData:
 
     @property
     def tokens(self) -> int:
-        """Of all steps that are taken, see `total`."""
+        """Number of tokens of all steps that are taken, see `total`."""
         return round(self.total(self.planned.lengths))
 
     def total(self, values: np.ndarray) -> float:
@@ -78,15 +79,15 @@ class JobData:
         return epochs * taken * float(values.sum(dtype=np.float64)) + float(last.sum(dtype=np.float64))
 
     def label_tokens(self, step: int) -> int:
-        """Of the global batch of a step, counted from 0."""
+        """Number of label tokens in the global batch of a step, counted from 0."""
         return int(self.num_labels[self.planned.samples(step)].sum())
 
     def fingerprint(self, held_out: Sequence[Sample]) -> str:
-        """Tells whether the samples, and those that are held out, are what they were."""
+        """Hash of the samples, including the held-out ones; it tells whether the data has changed."""
         return samples_hash([*self.samples, *held_out])
 
     def notes(self) -> list[str]:
-        """What became known of the samples in training."""
+        """Notes about the samples that became known during training."""
         return []
 
     def last_batch(self) -> list[Sample]:

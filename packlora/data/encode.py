@@ -31,11 +31,11 @@ ENCODE_BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """What makes a sample of one or two completions of a prompt.
+    """Structure of a sample that holds one or two completions of a prompt.
 
-    lengths: tokens of its parts, the prompt with the chosen completion and with the rejected one, or with the only one.
-    desirable: what is said of the only one. is_context: [T] bool, label tokens that are of no completion; None: there are none.
-    limit: most tokens of a part.
+    lengths: tokens of its parts: the prompt with the chosen completion and the prompt with the rejected one, or the prompt with
+    the only completion. desirable: label of an only completion. is_context: [T] bool, label tokens outside of completions; None
+    where there are none. limit: most tokens of a part.
     """
 
     lengths: tuple[int, ...]
@@ -55,9 +55,9 @@ class Sample:
     ids: np.ndarray
     is_label: np.ndarray
     preference: Preference | None = None
-    """Of a sample whose completions are compared or judged."""
+    """Structure of a sample whose completions are compared or judged."""
     extras: Extras | None = None
-    """What it has beside its tokens, images for one."""
+    """Content beside the tokens, such as images."""
     columns: Mapping[str, np.ndarray] = field(default_factory=lambda: NO_COLUMNS)
     """Numbers of its row, float64: [] for all of its labels, or one for each [l]."""
 
@@ -95,7 +95,7 @@ class Sample:
 
     @property
     def part_lengths(self) -> tuple[int, ...]:
-        """Tokens of its parts, none of which sees another."""
+        """Numbers of tokens of the sample's parts, which do not attend to each other."""
         return (len(self.ids),) if self.preference is None else self.preference.lengths
 
     def parts(self) -> list[Sample]:
@@ -108,8 +108,8 @@ class Sample:
         return [Sample(own, learnt, extras=more) for own, learnt, more in zip(ids, is_label, extras, strict=True)]
 
     def groups(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of a sample with a preference, the places of its label tokens: those outside of completions, those of the chosen
-        completion, or of the only one, and those of the rejected one."""
+        """Places of the label tokens of a sample with a preference: tokens outside of completions, tokens of the chosen or only
+        completion, and tokens of the rejected one."""
         assert self.preference is not None
         labels, context = np.flatnonzero(self.is_label), self.preference.is_context
         is_context = np.zeros(len(labels), bool) if context is None else context[labels]
@@ -128,7 +128,7 @@ def _numbers(value: Any) -> np.ndarray | None:
 
 
 def samples_hash(samples: Sequence[Sample]) -> str:
-    """Of all token ids, labels and boundaries, in order: tells whether data is what it was."""
+    """Hash of all token ids, labels and boundaries, in order; it tells whether data has changed."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         digest.update(len(sample.ids).to_bytes(4, "little") + sample.ids.tobytes() + sample.is_label.tobytes())
@@ -143,7 +143,7 @@ def samples_hash(samples: Sequence[Sample]) -> str:
 
 
 Notes = dict[str, tuple[int, str]]
-"""What the writer of some samples may not expect: by what it is, of how many rows, and the first place."""
+"""Notes about samples that may surprise their author: by kind, the number of rows and the place of the first one."""
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class Encoded:
 
 
 def noted(into: Notes, notes: Notes) -> None:
-    """Add what is so of some rows to what is so of others."""
+    """Add the notes of some rows to those of others."""
     for what, (rows, where) in notes.items():
         before, first = into.get(what, (0, where))
         into[what] = before + rows, first
@@ -169,9 +169,9 @@ def noted(into: Notes, notes: Notes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a row becomes before it is tokenized: text with the character spans that are learnt.
+    """Text of a row before it is tokenized, with the character spans that are learnt.
 
-    template: the text came out of a chat template. notes: what should be known of it, with the message of which it is so.
+    template: the text was rendered by a chat template. notes: by kind, the message that the note is about.
     """
 
     text: str
@@ -237,7 +237,8 @@ def encode_some(
     reader: ExtrasReader | None = None,
     fields: bool = False,
 ) -> Encoded:
-    """As encode_rows, where no sample may be left. vocabulary: rows with tokens beyond it are none; None: not looked at."""
+    """Encode rows as encode_rows does, but an empty result is accepted. vocabulary: rows with tokens beyond it are none; None:
+    not looked at."""
     limit, limit_name = _limit(data, budget, context)
     out = Encoded([])
     for row, found, notes in encoded_rows(rows, tokenizer, data, job, out.skipped, told, reader):
@@ -279,7 +280,7 @@ def encoded_rows(
     told: Told,
     reader: ExtrasReader | None,
 ) -> Iterator[tuple[Row, Sample, Notes]]:
-    """Each row with its sample, in order, however long, and with what its writer may not expect.
+    """Encode rows, in order and of any length, and yield each row with its sample and notes for its author.
 
     Args:
         skipped: takes rows that are no samples where on_bad_row is skip; else they are raised.
@@ -315,7 +316,7 @@ def encoded_rows(
 
 
 def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, reader: ExtrasReader | None = None) -> Text | None:
-    """What a row becomes, and what is learnt of it, with its extras; None for a row of token ids.
+    """Text of a row, its learnt spans and its extras; None for a row of token ids.
 
     Raises:
         InputError: the row does not go with the job or the model.
@@ -334,7 +335,7 @@ def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, reader: Extras
 
 
 def _given(row: Row) -> Sample:
-    """Of a row of token ids."""
+    """Sample of a row of token ids."""
     assert row.ids is not None and row.is_label is not None
     return _from_second(row.ids, row.is_label.copy())
 
@@ -386,7 +387,7 @@ def _up_to_last_label(sample: Sample) -> Sample:
 
 
 def _without_extras(row: Row, tokenizer: Any, system: str | None, where: str) -> Text | None:
-    """As text_of, with marks in the place of extras. system: see DataConfig.system."""
+    """Text as in text_of, with marks in place of extras. system: see DataConfig.system."""
     if row.pair is not None:
         raise InputError(
             f"{where}: 'chosen' and 'rejected' are compared by train.trainer: dpo or orpo; here a loss is of one completion"

@@ -1,6 +1,6 @@
-"""What a row of another tool says beside its texts: what is learnt, what the chat template is given, what else it holds.
+"""Fields of a row beside its texts, in the formats of other tools: what is learnt, what the chat template gets, and the rest.
 
-Each such key is honoured or refused by its name. Keys that no tool gives a meaning are notes of whoever made the data.
+Each key that a tool gives a meaning is honoured or refused by its name. Other keys are the author's own notes, and ignored.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from packlora.data.values import Bad, check_parts, check_text, holds_something, 
 from packlora.errors import quoted
 
 VARIABLES, LAST, SINGLE = "chat_template_kwargs", "mask_history", "parallel_tool_calls"
-"""Keys that are honoured, of rows of prompts and messages: values of the chat template's variables (TRL), that the last answer
-alone is learnt (LLaMA-Factory), whether a turn may have several calls (OpenAI)."""
+"""Keys of rows of prompts and messages that are honoured: the variables of the chat template (TRL), whether only the last
+answer is learnt (LLaMA-Factory), whether a turn may have several calls (OpenAI)."""
 SHOWN = ("system", "tools", "functions", "images", "image")
-"""Keys of what a chat template shows beside the messages."""
+"""Keys that a chat template renders beside the messages."""
 OF_ROWS = ("weight", "sample_weight", "loss_weight", "loss_scale")
-"""Keys by which a whole row counts more or less. Here all count alike."""
+"""Keys that weight a whole row. Here all count alike."""
 _PROMPTS = "prompts are not learnt here; of a row with a text all is"
 _MEDIA = "of texts and images alone a model is trained here"
 _PAIR = "write preferences as prompt, chosen and rejected"
@@ -35,11 +35,11 @@ GIVEN = {
     "tokenize", "return_assistant_tokens_mask", "return_dict", "return_tensors", "padding", "truncation", "max_length",
     "tokenizer_kwargs",
 }  # fmt: skip
-"""What is no variable of a template, but an argument of what renders it."""
+"""Arguments of the function that renders a chat template; the template itself has no such variables."""
 
 
 def check_flags(row: dict[str, Any], bad: Bad) -> None:
-    """Raises an error where a row says what is not honoured."""
+    """Raise an error if a row has a flag that is not honoured."""
     for key in OF_ROWS:
         value = row.get(key)
         if value is not None and (isinstance(value, bool) or value != 1):
@@ -53,7 +53,7 @@ def check_flags(row: dict[str, Any], bad: Bad) -> None:
 
 
 def check_no_conversation(row: dict[str, Any], what: str, bad: Bad) -> None:
-    """Raises an error where a row of texts or tokens says what the chat template is to show, or which turns are learnt."""
+    """Raise an error if a row of texts or tokens has flags for the chat template, or for turns that are learnt."""
     for key in (VARIABLES, LAST, *SHOWN):
         value = row.get(key)
         if holds_something(unpacked(value, repr(key), bad) if key in (VARIABLES, "tools", "functions") else value):

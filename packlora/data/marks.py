@@ -1,4 +1,4 @@
-"""Marks in the parts of messages, by which every part is found in what a chat template writes.
+"""Marks in the parts of messages, by which every part is found in the text that a chat template renders.
 
 A mark is put before and behind the visible text of every part: contents, thoughts, names and arguments of calls. The text stays
 where it is, so that a template treats it as it treats the true one, whatever it looks for in it. What it writes without the
@@ -22,7 +22,7 @@ from packlora.data.messages import THOUGHTS
 from packlora.errors import InputError, quoted
 
 TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
-"""What a template may cut a content at, if it knows it."""
+"""Tags at which a template may split a content, if it knows them."""
 SALT = f"{secrets.randbelow(10**10):010d}"
 """Random for every process, so that no data holds a mark. Digits: no template takes some for other letters than others."""
 MARK = re.compile(rf"zq{SALT}m(\d{{5,}})n(\d{{5,}})z")
@@ -60,7 +60,7 @@ class Part:
 
 
 class Place(NamedTuple):
-    """Where a part is: its first character, the one behind its last, and how many places it has before."""
+    """Place of a part: its first character, the end of its last one, and its index among the places of the same part."""
 
     start: int
     stop: int
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 class Marker:
-    """Puts marks into one message.
+    """Marker of one message: it puts marks around the parts.
 
     Args:
         number: of the message.
@@ -143,7 +143,7 @@ class Marker:
         return call | {"function": out} if "function" in call else out
 
     def _value(self, value: Any, key: str) -> Any:
-        """An argument with marks around its texts and behind its names. A number has no room for one."""
+        """Argument with marks around its texts and after its names. A number has no room for one."""
         if isinstance(value, str):
             return self._text(value, key)
         if isinstance(value, list):
@@ -153,7 +153,7 @@ class Marker:
         return value
 
     def _name(self, name: str, among: dict[str, Any], key: str) -> str:
-        """A name with a mark behind it, so that a template that sorts names sorts them alike."""
+        """Name with a mark after it, so that a template that sorts names keeps their order."""
         if not isinstance(name, str) or any(_goes_on(name, other) for other in among):
             return name  # sorted, the mark might come behind what the other goes on with
         last, mark = self._new()
@@ -242,7 +242,7 @@ def _check_calls(message: Message, name: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and mappings are in one another."""
+    """Depth of nested lists and mappings."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, list | dict)]:
         level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
@@ -263,7 +263,7 @@ def _with_calls(message: Message, form: Any) -> Message:
 
 
 def as_mapping(value: Any) -> Any:
-    """The mapping that a text is the JSON of; anything else as it is."""
+    """Mapping that a text holds as JSON; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -15,7 +15,8 @@ ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "human": "user", "gpt": "assistant",
     "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
 }  # fmt: skip
-"""What chat templates call the roles that go by these names. Under another name most would take a turn for one of nobody."""
+"""Roles under the names that chat templates use, by the names found in data. Most templates would render an unknown name as a
+turn without a role."""
 CALL_ROLES = {
     "function_call": "the assistant, with tool_calls", "tool_call": "the assistant, with tool_calls",
     "observation": "tool", "tool_response": "tool",
@@ -62,7 +63,7 @@ def _message(message: Any, number: int, bad: Bad) -> dict[str, Any]:
             raise bad(f"{where} has {key!r}, which is not read; {remedy}")
     message = _with_calls(_newer(message, where, bad), where, bad)
     alone = ("tool_calls", *THOUGHTS)
-    if message.get("content") is None and any(map(message.get, alone)):  # as OpenAI writes a turn that only calls
+    if message.get("content") is None and any(map(message.get, alone)):  # OpenAI's form of a turn that only calls
         message = message | {"content": ""}
     content, what = message.get("content"), f"the content of {where}"
     for text in [block.get("text", "") for block in content] if isinstance(content, list) else [content]:

@@ -66,7 +66,7 @@ def shares_of(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _drawn(samples: Sequence[Sample], share: int, key: int) -> list[Sample]:
-    """So many of the samples, in their order: each as often as all can be, and some once more."""
+    """Select `share` of the samples, in their order: each as often as all can be, and some once more."""
     times, rest = divmod(share, len(samples))
     generator = np.random.Generator(np.random.Philox(key))
     once_more = set(generator.permutation(len(samples))[:rest].tolist())

@@ -1,8 +1,8 @@
-"""In which optimizer step a job takes which samples; all that a scheduler needs to know of a job.
+"""Assignment of a job's samples to its optimizer steps; a scheduler needs nothing else of a job.
 
-The order of an epoch is a pure function of (the job's seed, epoch), so it is the same whatever the job is called, whatever
-else is trained beside it and however often the run is interrupted. Light enough to be sent to another process: lengths, and
-no torch.
+The order of an epoch is a pure function of (the job's seed, epoch). It does not depend on the job's name, on the jobs that are
+trained beside it, or on interruptions of the run. An order holds lengths and no tensors, and is small enough to be sent to
+another process.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ SHARED = (*SHOWN, VARIABLES, LAST, SINGLE)
 
 
 def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `chosen` and `rejected` are with their prompt, as rows {prompt, completion}, texts or lists of messages.
+    """Join `chosen` and `rejected` with their prompt into rows {prompt, completion}, texts or lists of messages.
 
     Args:
         value: with `chosen` and `rejected`, and perhaps `prompt`.
@@ -43,7 +43,7 @@ def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, A
 
 
 def _prompt_length(chosen: Any, rejected: Any) -> int:
-    """How much two texts, or conversations, have in common at their beginning; without the space before what differs."""
+    """Length of the common beginning of two texts, or conversations; without the space before the difference."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     same = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     return same - 1 if same and chosen[same - 1] == " " else same

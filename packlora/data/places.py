@@ -1,6 +1,6 @@
-"""Where every part of a conversation is in what a chat template writes, and that all of them are there.
+"""Search for every part of a conversation in the text that a chat template renders; all parts must be there.
 
-What a template does not show would be lost without a word: the model would not see it, or not learn it. So it is refused by the
+The model would silently neither see nor learn a part that the template does not show. Such a conversation is refused with the
 message and its key. Only thoughts may be missing, as templates leave them out of earlier turns.
 """
 
@@ -23,7 +23,7 @@ class NotShownError(InputError):
 
 
 class UntoldError(InputError):
-    """Where a message is cannot be told, as a chat template looks at its words."""
+    """Error: the place of a message cannot be determined, because the chat template depends on its words."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Placed:
         return self._windows
 
     def of(self, part: Part) -> list[tuple[int, int]]:
-        """Every place of a part."""
+        """Places of a part."""
         return list(zip(self.places.get(part.first, ()), self.places.get(part.last, ()), strict=False))
 
     def in_order(self) -> list[list[Place]]:
@@ -75,7 +75,7 @@ class Placed:
 
 
 def placed(template: Template, messages: list[Message], names: Sequence[str], generation: bool = False) -> Placed:
-    """Find every part of a conversation in what a template writes.
+    """Find every part of a conversation in the text that a template renders.
 
     Args:
         generation: with what an assistant's turn begins with.
@@ -168,7 +168,7 @@ def prompt_text(template: Template, messages: list[Message], names: Sequence[str
 
 
 def names_of(messages: Sequence[Message]) -> list[str]:
-    """What messages are called, counted from 1."""
+    """Names of messages for texts of errors, counted from 1."""
     return [f"message {number} ({shown(message['role'])})" for number, message in enumerate(messages, 1)]
 
 

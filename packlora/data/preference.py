@@ -80,7 +80,7 @@ def encode_for(
         out.samples.append(sample.with_fields(row.fields) if fields else sample)
         out.where += [row.where] * fields
         chosen, *rejected = (notes[id(half)] for half in row.pair or (row,))
-        noted(out.notes, {what: own for other in rejected for what, own in other.items()} | chosen)  # of a pair once
+        noted(out.notes, {what: own for other in rejected for what, own in other.items()} | chosen)  # once for a pair
     if not out.samples and len(out.skipped) >= len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     if not out.samples:
@@ -99,7 +99,7 @@ def _halves(
     told: Told,
     reader: ExtrasReader | None,
 ) -> tuple[dict[int, Sample], dict[int, Notes]]:
-    """Samples of the halves of pairs, or of rows that are none, by identity, and what is to be noted of each."""
+    """Encode the halves of pairs, or rows that are no pairs; return the samples and the notes of each, by id(row)."""
     found, notes = dict[int, Sample](), dict[int, Notes]()
     for part in (0, 1):  # a row that is skipped for its first part is not skipped again
         left = [row.pair or (row,) for row in rows if part == 0 or (row.pair and id(row.pair[0]) in found)]
@@ -110,7 +110,7 @@ def _halves(
 
 
 def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[str]) -> bool:
-    """Whether a row is what the trainer takes; else it is skipped, or raised."""
+    """Whether the trainer takes a row; otherwise the row is skipped, or an error raised."""
     problem = None
     if trainer in ("dpo", "orpo") and row.pair is None:
         problem = f"train.trainer: {trainer} compares two completions; rows are {{prompt, chosen, rejected}}"
@@ -127,14 +127,14 @@ def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[
 
 
 def _refuse(problem: str, row: Row, data: DataConfig, job: str, skipped: list[str]) -> None:
-    """Skip a row, or raise what is wrong with it."""
+    """Skip a row, or raise its error."""
     if data.on_bad_row == "error":
         raise InputError(f"job {job!r}: {row.where}: {problem}")
     skipped.append(f"{row.where}: {problem}")
 
 
 def _are_alike(parts: Sequence[Sample]) -> bool:
-    """Whether two completions are the same tokens, as those may be that differ behind a cut."""
+    """Whether two completions have the same tokens, which is possible when they differ only after a cut."""
     first, *others = parts
     return any(np.array_equal(first.ids, other.ids) for other in others)
 

@@ -79,7 +79,7 @@ def encode_prompts(
 
 
 def answer_ends(tokenizer: Any, said: int | list[int] | None) -> list[int]:
-    """Tokens that end an answer: what the model's generation settings say, and what training puts behind a turn."""
+    """Tokens that end an answer: those of the model's generation settings, and those that follow a turn in training."""
     call = {"type": "function", "function": {"name": "c", "arguments": {}}}
     ends = {*listed(said), tokenizer.eos_token_id, taught_end(tokenizer)}
     if tokenizer.chat_template:
@@ -90,7 +90,7 @@ def answer_ends(tokenizer: Any, said: int | list[int] | None) -> list[int]:
 
 
 def taught_end(tokenizer: Any) -> int | None:
-    """The token that training puts behind an answer; None where the chat template ends none with a token of its own."""
+    """Token that follows an answer in training; None where the chat template ends answers without a token of its own."""
     return _end_of(Row("a turn", prompt="a", completion="b"), tokenizer)
 
 

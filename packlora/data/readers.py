@@ -23,27 +23,27 @@ from packlora.terminal import Told, silent
 FILE_KINDS = {".jsonl", ".json", ".csv", ".parquet"}
 ACCEPTED = ".jsonl, .json, .csv and .parquet"
 MOST_CHARACTERS = 2**30
-"""Of a cell of a .csv file."""
+"""Characters of the largest cell of a .csv file."""
 
 
 @dataclass(slots=True)
 class Read:
-    """What was found under a data path."""
+    """Rows found under a data path, with notes."""
 
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the user should know: forms of other tools that were recognised."""
+    """Notes for the user: forms of other tools that were recognised."""
     skipped: list[str] = field(default_factory=list)
     """Rows that are no samples, each with its place and what is wrong with it."""
 
 
 def read_rows(path: str, job: str, told: Told = silent) -> list[Row]:
-    """As read_data, the rows alone; every row must be a sample."""
+    """Rows of read_data without its notes; raises InputError if any row is not a sample."""
     return read_data(path, job, told).rows
 
 
 def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error", fields: bool = False) -> Read:
-    """All rows that a data path means, checked.
+    """Read and check all rows of a data path.
 
     Args:
         path: of a file or a saved data set, a pattern of files, or the id of a Hugging Face data set.
@@ -81,7 +81,7 @@ def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error
 
 
 def rows_of(path: str, job: str) -> Iterator[Row | InputError]:
-    """Rows that a data path means, in order, one at a time, and in the place of a row that is no sample why.
+    """Rows of a data path, in order, one at a time; an InputError stands for a row that is no sample.
 
     Raises:
         InputError: as read_data.
@@ -133,7 +133,7 @@ def files_of(path: str, job: str) -> list[str]:
 
 
 def _values(name: str, job: str, fields: bool) -> Iterator[tuple[str, Any]]:
-    """What stands in a file or a data set, each row with its place; an InputError where a row cannot be read by itself."""
+    """Values of the rows of a file or a data set, each with its place; an InputError stands for a row that cannot be read."""
     if is_file_name(name) and not os.path.isdir(name):
         return _read_file(Path(name), job, fields)
     from packlora.data.tables import read_hub, read_saved
@@ -200,7 +200,7 @@ def _read_csv(file: Path, job: str) -> Iterator[tuple[str, Any]]:
     """The first line names the columns. An empty cell is none, but for an empty prompt or completion."""
     before = csv.field_size_limit(MOST_CHARACTERS)
     try:
-        # what is no UTF-8 becomes halves of surrogate pairs, which no file holds: it may be in a column that is not read
+        # bytes that are no UTF-8 become halves of surrogate pairs, which no file holds: the column may not be read
         with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
             reader = csv.reader(lines, strict=True)
             names = next(reader, [])

@@ -1,4 +1,4 @@
-"""What a row of data may be: prompts and completions, conversations, plain texts, token ids, and the forms of other tools.
+"""Formats of a row of data: prompts and completions, conversations, plain texts, token ids, and the forms of other tools.
 
     {prompt, completion}            texts, or lists of messages (TRL's conversational form), of which the completion is learnt
     {messages}                      a conversation, of which the assistant's turns are learnt
@@ -36,19 +36,19 @@ KINDS: tuple[tuple[str, ...], ...] = (
     ("prompt", "completion"), ("messages",), ("text",), ("input_ids",), ("conversations",), ("instruction", "output"),
     ("chosen", "rejected"),
 )  # fmt: skip
-"""Fields that a row of each kind has; of two kinds at once it is none."""
+"""Fields of a row of each kind; a row with the fields of two kinds is refused."""
 FIELDS = (
     "prompt", "completion", "messages", "text", "input_ids", "conversations", "instruction", "output", "chosen", "rejected",
 )  # fmt: skip
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
-"""Beside token ids: 1 for a token that is learnt, 0 for others, by the names that TRL and others give it."""
+"""Fields beside token ids, by the names of TRL and others: 1 for a token that is learnt, 0 for others."""
 PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "token_type_ids", "pixel_values")
-"""Beside token ids: what else a model would be given."""
+"""Fields beside token ids that hold other inputs of a model."""
 KEYS = frozenset({
     *FIELDS, "input", "history", "system", "tools", "functions", "images", "image", "label", "labels", "attention_mask",
     "conversation", *MASKS, *PACKED, *flags.KEYS,
 })  # fmt: skip
-"""All that is looked at in a row. Others are notes of whoever made the data."""
+"""Fields of a row that are read; other fields are the author's own notes."""
 UNLEARNT = -100
 """The label of a token that is not learnt."""
 SHAREGPT = "ShareGPT's conversations (from, value), read as messages"
@@ -66,26 +66,27 @@ class Row:
     prompt: str | None = None
     completion: str | None = None
     messages: list[dict[str, Any]] | None = None
-    """A message's weight, 0 or 1, says whether an assistant turn is learnt; it is no part of what the template is given."""
+    """Messages; a message's weight, 0 or 1, says whether an assistant turn is learnt, and is not passed to the template."""
     text: str | None = None
     tools: list[Any] | None = None
-    """What the assistant of `messages` may call, for the chat template."""
+    """Tools that the assistant of `messages` may call, for the chat template."""
     system: str | None = None
     """A message of the system before a prompt or a conversation that has none."""
     ids: np.ndarray | None = None
     """Token ids [T], int32."""
     is_label: np.ndarray | None = None
-    """Which of them are learnt [T], bool."""
+    """Mask of the tokens that are learnt, bool [T]."""
     form: str | None = None
-    """That of another tool, in words, that the row was written in."""
+    """Name of the other tool's form in which the row was written."""
     pair: tuple[Row, Row] | None = None
     """The prompt with the chosen and with the rejected completion."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template, beside the messages."""
+    """Variables of the chat template beside the messages."""
     label: Any = None
-    """What the row says of its completion under `label`, unchecked."""
+    """Value of the field `label` for the row's completion, unchecked."""
     files: tuple[str, ...] = ()
-    """Paths of what `messages` show beside texts, in the order of their blocks; a message that has some is a list of blocks."""
+    """Paths of the files that blocks of `messages` show beside texts, in their order; a message that has some is a list of
+    blocks."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the row, and `label`, unchecked: columns of a user's own objective, see with_fields."""
 
@@ -261,7 +262,7 @@ def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[
 
 
 def _no_kind(value: dict[Any, Any], several: bool) -> str:
-    """What to say of a row that is of no kind, or of several."""
+    """Text of the error for a row of no kind, or of several."""
     found = shown(", ".join(map(str, value)) or "no fields")
     if several:
         return f"has fields of several kinds ({found})"

@@ -1,12 +1,12 @@
-"""What a model is to learn of a conversation: the characters that it would write itself, whatever the chat template is.
+"""Learnt spans of a conversation: the characters that the model would generate itself, for any chat template.
 
-Every part of every message is found by marks (places.py). Parts of one message that follow one another are a span, which
-another role's part cuts: a tool's result inside the model's turn is not learnt. A span begins behind what the template writes
-where the model is to go on, and ends behind what the template writes after the turn whatever comes next. Both are found by
-comparing what stands behind a part in the text and in renderings of the conversation up to there (windows.py). Where nothing
-ends a turn, the model stops with the first token of the next header, so that token is learnt as the end.
+Every part of every message is found by marks (places.py). Consecutive parts of one message form a span; a part of another role
+ends the span, so a tool's result inside the model's turn is not learnt. A span begins after the text that the template writes
+as the generation prompt. It ends after the text that the template writes after the turn whatever comes next. Both ends are
+found by comparing the text behind a part with renderings of the conversation up to there (windows.py). Where the template
+writes nothing after a turn, the model stops with the first token of the next header, so that token is learnt as the end.
 
-A template with `{% generation %}` says itself what is learnt.
+A template with `{% generation %}` marks the learnt spans itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packlora.data.windows import A_USER, Windows, attempt, tail
 from packlora.errors import InputError
 
 UNIT = re.compile(r"<[^<>\s]{1,40}>|\w+|.", re.DOTALL)
-"""What texts are compared by: tags, words, letters."""
+"""Units by which texts are compared: tags, words, letters."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 CHECKS = 4
 """Windows of a conversation that are compared with all that is before, where one does not agree with the text to its end."""
@@ -46,7 +46,7 @@ class Learnt:
 
 
 def learn(template: Template, messages: Sequence[Message], names: Sequence[str] = ()) -> Learnt:
-    """What is learnt of a conversation: the assistant's turns, but for those of weight 0.
+    """Learnt spans of a conversation: the assistant's turns, except those of weight 0.
 
     Args:
         names: of the messages, for what is said of them.
@@ -63,7 +63,7 @@ def learn(template: Template, messages: Sequence[Message], names: Sequence[str] 
             return _learn(placed(template, form, names), turns)
         except EndlessTemplateError:
             raise
-        except InputError as error:  # what is not shown says more than what the template cannot do
+        except InputError as error:  # an error about a part that is not shown says more than one about the template
             first = error if first is None or isinstance(error, NotShownError) else first
     assert first is not None
     raise first
@@ -92,7 +92,7 @@ def _has_mask(source: str) -> bool:
 
 
 def _masked(found: Placed, turns: set[int]) -> Spans | None:
-    """What the template marks itself, but for turns that are not learnt; None where it marks another role's words."""
+    """Spans that the template marks itself, without the turns that are not learnt; None where it marks text of another role."""
     text, spans = found.template.masked(found.messages)
     groups = [(group[0].start, group[-1].stop, group[0].part.message) for group in found.in_order()]
     out = []
@@ -106,7 +106,7 @@ def _masked(found: Placed, turns: set[int]) -> Spans | None:
 
 
 def common(a: str, b: str) -> str:
-    """What two texts both begin with, in units."""
+    """Longest common beginning of two texts, in units."""
     if a.startswith(b):
         return b
     size = 0
@@ -118,7 +118,7 @@ def common(a: str, b: str) -> str:
 
 
 def common_end(a: str, b: str) -> str:
-    """What two texts both end with, in units."""
+    """Longest common end of two texts, in units."""
     size = 0
     for left, right in zip(reversed(UNIT.findall(a)), reversed(UNIT.findall(b)), strict=False):
         if left != right:
@@ -129,10 +129,10 @@ def common_end(a: str, b: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """What a template writes around any answer.
+    """Text that a template writes around any answer.
 
-    header: what opens it. always: what the template writes at the end of any text, for a next answer that nobody asked for.
-    is_ended: whether something ends an answer.
+    header: text that opens an answer. always: text that the template writes at the end of any rendering, for a next answer that
+    was not requested. is_ended: whether some text ends an answer.
     """
 
     header: str
@@ -177,7 +177,8 @@ class _Turns:
         return out
 
     def _without_results(self, group: list[Place]) -> list[list[Place]]:
-        """A group cut where an empty result of a tool stands in it, which has no mark: nothing stands there without it."""
+        """Split a group where an empty result of a tool lies inside it. Such a result has no mark; it is found by rendering the
+        group without it."""
         owner, roles = group[0].part.message, self.windows.roles
         results = itertools.takewhile(lambda number: roles[number] == "tool", range(owner + 1, len(roles)))
         if owner not in self.turns or len(group) < 2 or self._marked.issuperset(results):
@@ -193,7 +194,7 @@ class _Turns:
     # --- where a turn begins ---
 
     def _begin(self, number: int) -> int:
-        """Where the model begins to write: behind what the template writes before it."""
+        """Place where the model begins to generate: after the text that the template writes before the turn."""
         owner, first = self.owners[number], self.groups[number][0].start
         floor = self.groups[number - 1][-1].stop if number else 0
         gap, header = self.text[floor:first], self.around.header
@@ -212,7 +213,7 @@ class _Turns:
         return floor + len(lead)
 
     def _prompt(self, number: int, gap: str) -> str | None:
-        """What the template writes before a turn, behind the part before it, where the model is to go on."""
+        """Generation prompt that the template writes between the part before a turn and the turn."""
         owner = self.owners[number]
         if not number:
             return self.windows.rendered(range(owner), True, exact=True) if owner else None
@@ -221,8 +222,8 @@ class _Turns:
         return self._agreed(owner, near, before, gap, generation=True)
 
     def _prompt_in_words(self, number: int) -> str:
-        """As `_prompt`, of the messages with their words: a template may show some again there, as a call's name above its
-        result."""
+        """Generation prompt as in `_prompt`, rendered from the messages with their real words: a template may repeat some words
+        there, such as a call's name above its result."""
         owner, before = self.owners[number], self.groups[number - 1][-1]
         near = [self.found.marked[other] for other in self.windows.near(owner, before.part.message)]
         return tail(attempt(self.found.template, near, True), before.part.last, before.number) or ""
@@ -230,7 +231,7 @@ class _Turns:
     def _agreed(
         self, stop: int, near: Sequence[int], place: Place, gap: str, generation: bool, up_to_next: bool = False
     ) -> str | None:
-        """What is written behind a part, seen in a window.
+        """Text that follows a part, seen in a window.
 
         A window that the text does not go on with to its end is compared with all that is before, a few times. If they
         differ, the template remembers what is far, and windows are no longer taken.
@@ -248,7 +249,7 @@ class _Turns:
     # --- where a turn ends ---
 
     def _end(self, number: int) -> int:
-        """Where the model stops: behind what the template writes after a turn, whatever comes next."""
+        """Place where the model stops: after the text that the template writes after a turn, whatever comes next."""
         owner, last = self.owners[number], self.groups[number][-1].stop
         is_last_part, is_last = number + 1 == len(self.groups), owner + 1 == len(self.found.messages)
         following = None if is_last_part else self.owners[number + 1]
@@ -261,7 +262,7 @@ class _Turns:
         return last + len(end)
 
     def _ended(self, number: int, gap: str, following: int | None) -> str:
-        """What is written behind a turn both here and where nothing comes next, or another turn of the model."""
+        """Text after a turn that is the same here and where nothing comes next, or where another turn of the model does."""
         owner, place, header = self.owners[number], self.groups[number][-1], self.around.header
         here, more = (self._behind(owner, place, gap, generation) for generation in (False, True))
         if here is None and more is None:
@@ -275,7 +276,8 @@ class _Turns:
         return max(ends, key=len)
 
     def _behind(self, owner: int, place: Place, gap: str, generation: bool) -> str | None:
-        """What is written behind a turn that is the last one; with a user before it where the template wants one."""
+        """Text after a turn that is the last one; the window gets a user's message before it where the template requires
+        one."""
         near = self.windows.near(owner + 1, owner)
         text = self._agreed(owner + 1, near, place, gap, generation, up_to_next=True)
         for numbers in ([*range(owner), A_USER, owner], [A_USER, owner]) if text is None else ():
@@ -304,7 +306,7 @@ class _Turns:
         return stop[0]
 
     def _next_header(self, number: int) -> str | None:
-        """What would be written behind the last turn if another message followed."""
+        """Header that would follow the last turn if another message came next."""
         messages, place = self.found.messages, self.groups[number][-1]
         role = "tool" if messages[-1].get("tool_calls") else "user"
         marker = Marker(len(messages), tags_of(self.found.template.source))

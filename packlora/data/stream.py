@@ -34,11 +34,11 @@ KEPT_BATCHES = 64
 """Global batches whose samples stay in memory behind the newest: the window that trains, those planned ahead, and one more."""
 
 Encode = Callable[[Sequence[Row]], Encoded]
-"""Rows to samples; of a row that is none it says so, and leaves it out."""
+"""Function that encodes rows as samples; it records rows that are no samples, and leaves them out."""
 
 
 def shuffled(rows: Iterator[Row], size: int, key: int) -> Iterator[Row]:
-    """Rows in the order in which a buffer of `size` of them gives them: each takes the place of one that is drawn from it."""
+    """Shuffle rows through a buffer of `size` rows: each row takes the place of one that is drawn from the buffer."""
     generator = np.random.Generator(np.random.Philox(key))
     buffer: list[Row] = []
     for row in rows:
@@ -54,9 +54,9 @@ def shuffled(rows: Iterator[Row], size: int, key: int) -> Iterator[Row]:
 
 @dataclass(slots=True)
 class Counts:
-    """What a stream has cut and left out so far, in all passes, and what else should be known of its rows.
+    """Counts of the samples that a stream has cut or left out so far, in all passes, and notes about its rows.
 
-    first: of the rows that are no samples.
+    first: message about the first row that was not a sample.
     """
 
     truncated: int = 0
@@ -75,7 +75,7 @@ class Counts:
 
 
 class Stream(Sequence[Sample]):
-    """The samples of a job by number, 0, 1, ...; its length and what is iterated over are those of the probe.
+    """Samples of a job by number, 0, 1, ...; its length and iteration are those of the probe.
 
     Args:
         name: of the job, for messages.
@@ -150,7 +150,7 @@ class Stream(Sequence[Sample]):
                     self.counts.add(0, 0, [str(row).removeprefix(f"job {self.name!r}: ")])
 
     def fingerprint(self) -> str:
-        """Of the probe, and of the files by name and size: tells whether data is what it was."""
+        """Fingerprint of the probe, and of the files by name and size; it tells whether data has changed."""
         digest = hashlib.blake2b(samples_hash(self._probe).encode(), digest_size=16)
         for path in self.paths:
             for name in files_of(path, self.name):
@@ -202,7 +202,7 @@ class StreamData(JobData):
         return self.config.max_steps * self.config.global_batch_size
 
     def total(self, values: np.ndarray) -> float:
-        """As JobData.total, from the mean of the probe."""
+        """Total as in JobData.total, estimated from the mean of the probe."""
         return float(values.mean(dtype=np.float64)) * self.num_steps * self.config.global_batch_size
 
     def label_tokens(self, step: int) -> int:

@@ -121,7 +121,7 @@ def _rows(
     bound: Bound | None = None,
     left: dict[str, Any] | None = None,
 ) -> Values:
-    """left: what stands for columns that the batches have been read without; None: they have all of them."""
+    """left: placeholders for columns that were not read with the batches; None: the batches have all columns."""
     number = 0
     for whole in batches:
         read, rest = _used(whole.schema, fields)
@@ -151,7 +151,7 @@ def _used(schema: Any, fields: bool) -> tuple[list[str], dict[str, Any]]:
 
 
 def _is_of_numbers(kind: Any) -> bool:
-    """Whether a column holds numbers, or lists of them."""
+    """Whether a column holds numbers, or lists of numbers."""
     from pyarrow import types
 
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):

@@ -1,4 +1,4 @@
-"""The one way in which a tokenizer's chat template writes a conversation.
+"""Rendering of conversations by a tokenizer's chat template.
 
 Everything that is rendered goes through `Template`: what a job learns from, prompts and answers. All renderings with one
 tokenizer see one clock (`set_clock`), so that a template that writes the date writes the same one everywhere.
@@ -25,7 +25,7 @@ CLOCK = "_packlora_clock"
 Spans = list[tuple[int, int]]
 
 _BLOCKS_ALONE: dict[tuple[str, bool], bool] = {}
-"""By template, whether it takes blocks and no texts; and whether it writes blocks as Python does."""
+"""Results of trials, by template: whether it takes only blocks as contents; and whether it writes blocks as Python does."""
 
 
 class EndlessTemplateError(InputError):
@@ -33,12 +33,12 @@ class EndlessTemplateError(InputError):
 
 
 def set_clock(tokenizer: Any, moment: datetime) -> None:
-    """Let the chat template of a tokenizer see this moment as now, in all that is rendered from here on."""
+    """Set the current time that the tokenizer's chat template sees in all later renderings."""
     setattr(tokenizer, CLOCK, moment)
 
 
 def clock_of(tokenizer: Any) -> datetime:
-    """What a chat template sees as now; where nobody has set it, the moment of the first rendering."""
+    """Current time as a chat template sees it; where the clock was not set, the moment of the first rendering."""
     if not isinstance(moment := getattr(tokenizer, CLOCK, None), datetime):
         set_clock(tokenizer, moment := datetime.now())
     return moment
@@ -46,7 +46,7 @@ def clock_of(tokenizer: Any) -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A tokenizer's chat template with what it is given beside the messages.
+    """Chat template of a tokenizer with its further arguments.
 
     Args:
         tools: the JSON schemas of what the assistant may call.
@@ -128,7 +128,7 @@ class Template:
         return self._tried(False)
 
     def _tried(self, given: bool) -> bool:
-        """By trial, whether the template takes blocks alone; `given`: whether it writes them as Python does."""
+        """Try out whether the template takes only blocks; `given`: whether it writes them as Python does."""
         key = self.source, given
         if key not in _BLOCKS_ALONE:
             texts, blocks = (self._tried_with(content) for content in (PLACEHOLDER, _blocks(PLACEHOLDER)))

@@ -1,4 +1,4 @@
-"""Tokens of texts: what a tokenizer puts before a text stands there once, and nothing behind it.
+"""Tokens of texts: the tokens that a tokenizer puts before a text occur once, and none are put after it.
 
 A text that was rendered before begins with the first token already, and a tokenizer would put a second one before it.
 """
@@ -19,7 +19,7 @@ def leading(tokenizer: Any) -> list[int]:
 
 
 def missing(before: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
-    """What of the leading tokens a text does not begin with itself."""
+    """Leading tokens that a text does not already begin with."""
     repeated = next(
         size for size in range(len(before), -1, -1) if list(ids[:size]) == list(before[len(before) - size :])
     )
@@ -33,7 +33,8 @@ def prompt_tokens(text: str, tokenizer: Any, is_rendered: bool) -> list[int]:
 
 
 def tokens_and_offsets(texts: Sequence[str], tokenizer: Any, is_rendered: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each text its tokens [T] int32, and the characters of each [T, 2]; of what is put before it these are (0, 0)."""
+    """Tokens of each text, int32 [T], and the character range of each token, [T, 2]; the range of special tokens put before the
+    text is (0, 0)."""
     encoded = tokenizer(
         list(texts), add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
     )

@@ -1,7 +1,7 @@
-"""What compressed tables unpack to: known, and bounded, before it is unpacked.
+"""Limits of the size to which compressed tables unpack, checked before they are unpacked.
 
-A file of some kilobytes can hold the same text a million times. Parquet files and Arrow streams say how much their parts unpack
-to; what dictionaries repeat is counted row by row, before it becomes Python's objects.
+A file of some kilobytes can hold the same text a million times. Parquet files and Arrow streams declare the unpacked size of
+their parts; texts that dictionaries repeat are counted row by row, before they become Python objects.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from packlora.errors import InputError
 UNPACKED_AT_ONCE = 2**28
 """Bytes of texts that one read of a .parquet file may repeat out of its dictionaries."""
 MOST_UNPACKED = 2**30
-"""Bytes that any file may unpack to."""
+"""Most bytes that a file may unpack to."""
 MOST_RATIO = 1000
-"""Of unpacked bytes to those of a larger file. Texts shrink tenfold, repeated ones a hundredfold."""
+"""Largest ratio of unpacked bytes to packed bytes of a larger file. Texts shrink tenfold, repeated ones a hundredfold."""
 
 
 class Bound:
@@ -70,7 +70,7 @@ def _sizes(array: Any) -> np.ndarray:
 
 
 def claimed_by_parquet(metadata: Any, read: list[str]) -> int:
-    """Bytes that columns of a .parquet file say they unpack to, what their encodings repeat not counted."""
+    """Unpacked bytes that the columns of a .parquet file declare, without what their encodings repeat."""
     groups = range(metadata.num_row_groups)
     return sum(chunk.total_uncompressed_size for group in groups for chunk in _chunks(metadata, group, read))
 
@@ -115,7 +115,7 @@ def claimed_by_message(message: Any) -> int:
         return int(struct.unpack_from(kind, data, at)[0])
 
     def field(table: int, index: int) -> int:
-        """Where a field of a table stands; 0 where it has none."""
+        """Offset of a field of a table; 0 where the table lacks the field."""
         listed = table - number("<i", table)
         place = number("<H", listed + 4 + 2 * index) if 4 + 2 * index < number("<H", listed) else 0
         return table + place if place else 0
@@ -135,5 +135,5 @@ def claimed_by_message(message: Any) -> int:
         body = memoryview(message.body)
         claims = [struct.unpack_from("<q", body, at)[0] for at, size in zip(places, sizes, strict=True) if size >= 8]
     except struct.error:
-        return 0  # what reads it says that it is none
+        return 0  # the reader reports that it is no message
     return sum(claim for claim in claims if claim > 0)  # -1: not compressed

@@ -16,7 +16,7 @@ Bad = Callable[[str], InputError]
 
 
 class _TwiceError(Exception):
-    """A key that a JSON object has twice; which of the values counts, nobody knows."""
+    """Error: a JSON object has a key twice, and it is unclear which value counts."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -42,7 +42,8 @@ def parse_json(text: str, bad: Callable[[str, int | None], InputError]) -> Any:
 
 
 def unpacked(value: Any, what: str, bad: Bad) -> Any:
-    """A value, or what the JSON in it says where it is a text, as tables hold lists and mappings. An empty text is none."""
+    """Value, or the result of decoding it where it is a text of JSON, as tables store lists and mappings. An empty text is
+    none."""
     if not isinstance(value, str):
         return value
     return parse_json(value, lambda text, _: bad(f"the text in {what}: {text}")) if value.strip() else None

@@ -1,7 +1,7 @@
-"""What a chat template writes around a message, seen in renderings of the few messages before it.
+"""Text that a chat template writes around a message, found by rendering windows: the message with the few before it.
 
-Renderings are of bones (marks.py), so conversations of one shape share them. A turn of a long conversation needs no longer ones
-than a turn of a short one.
+Windows render bones (marks.py), messages whose words are replaced by marks, so conversations of the same shape share their
+renderings. Windows of a long conversation are no longer than those of a short one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packlora.errors import InputError
 NEAR = 4
 """Messages before a place that a window has at least."""
 KNOWN, LONG = 1024, 2**15
-"""Renderings that are kept, and the characters from which on one is not."""
+"""Number of renderings that are cached, and the length in characters from which a rendering is not cached."""
 A_USER, AN_ANSWER = -1, -2
 """Stand for messages that are not the conversation's, in the place of a message's number."""
 ADDED: dict[int, Message] = {A_USER: {"role": "user", "content": "u"}, AN_ANSWER: {"role": "assistant", "content": "a"}}
@@ -26,13 +26,13 @@ ANY_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "any", "description": "any", "parameters": {"type": "object", "properties": {}}},
 }
-"""In a window, stands for all tools: what is written around messages does not depend on which they are."""
+"""Tool that stands for all tools in a window: the text around messages does not depend on which tools there are."""
 
 _KNOWN: dict[tuple[Any, ...], str | None] = {}
 
 
 def attempt(template: Template, messages: list[Message], generation: bool = False) -> str | None:
-    """What a template writes; None where it refuses the messages."""
+    """Text that a template renders; None where it refuses the messages."""
     try:
         return template.render(messages, generation) if messages else None
     except EndlessTemplateError:
@@ -42,7 +42,7 @@ def attempt(template: Template, messages: list[Message], generation: bool = Fals
 
 
 def tail(whole: str | None, mark: Mark, number: int, up_to_next: bool = False) -> str | None:
-    """What stands behind a mark in a rendering, without marks; None where the mark is not in it.
+    """Text behind a mark in a rendering, without marks; None where the mark is not in it.
 
     Args:
         number: of the mark's place, if it is in several; the last one if it is in fewer.
@@ -102,7 +102,7 @@ class Windows:
         return [*range(head), *between, *range(start, stop)]
 
     def rendered(self, numbers: Sequence[int], generation: bool, exact: bool = False) -> str | None:
-        """What the template writes for the bones of these messages; None where it refuses them.
+        """Rendering of the bones of these messages; None where the template refuses them.
 
         Args:
             exact: with the conversation's own tools, not with one that stands for them.
@@ -123,26 +123,26 @@ class Windows:
     def behind(
         self, numbers: Sequence[int], place: Place, generation: bool, up_to_next: bool = False, exact: bool = False
     ) -> str | None:
-        """What is written behind a place of a part of one of these messages; see `tail`."""
+        """Text behind a place of a part of one of these messages; see `tail`."""
         if place.part.message not in numbers:
             return None
         mark = numbers.index(place.part.message), place.part.last[1]
         return tail(self.rendered(numbers, generation, exact), mark, place.number, up_to_next)
 
     def before_a_user(self) -> str:
-        """What is written before a user's message that is the only one."""
+        """Text before a user's message that is the only one."""
         return MARK.split(self.rendered([A_USER], False) or "")[0]
 
     def behind_a_user(self, generation: bool) -> str | None:
-        """What is written behind a user's message that is the only one."""
+        """Text behind a user's message that is the only one."""
         return tail(self.rendered([A_USER], generation), (0, 1), 0)
 
     def behind_an_answer(self, *following: int) -> str:
-        """What is written behind an answer to it, up to what follows, if something does."""
+        """Text behind an answer to the user's message, up to the message that follows, if any."""
         return tail(self.rendered([A_USER, AN_ANSWER, *following], False), (1, 1), 0, up_to_next=True) or ""
 
     def shown_last(self, part: Part) -> int:
-        """In how many places a part is while its message is the last one."""
+        """Number of places of a part while its message is the last one."""
         stop = part.message + 1
         for numbers in (self.near(stop, part.message), range(stop)):
             text = self.rendered(numbers, False) or ""

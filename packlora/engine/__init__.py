@@ -1,1 +1,1 @@
-"""The engine: what a microbatch is made of, how it is packed, and what is learnt of it."""
+"""Engine: the content of a microbatch, its packing, and its objectives."""

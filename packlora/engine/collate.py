@@ -178,7 +178,7 @@ def _carrying(part: Part) -> list[Term]:
 
 
 def _fillers(tokens: int, longest: int) -> list[int]:
-    """Lengths of samples of nobody's tokens."""
+    """Lengths of filler samples without an adapter."""
     each = max(longest, MIN_ROWS)
     return [min(each, tokens - first) for first in range(0, tokens, each)]
 
@@ -192,7 +192,7 @@ def _extras(parts: Parts, modality: Modality | None, device: torch.device) -> Ba
 
 
 def _texts(sample: Sample) -> np.ndarray:
-    """Its tokens without those that stand for extras, which would need extras of their own."""
+    """Tokens of a sample without those that stand for extras, which would need extras of their own."""
     return sample.ids if sample.extras is None else sample.ids[sample.ids != sample.extras.token_id]
 
 

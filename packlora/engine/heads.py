@@ -1,4 +1,4 @@
-"""The loss of a packed microbatch, by kind of output layer: cross entropy of labels, weighted by what is learnt of them.
+"""Loss of a packed microbatch, by kind of output layer: cross entropy of labels, weighted by the objective.
 
 Microbatches hold parts of global batches, so each label's gradient is weighted with the part's weight, and sums of losses are
 collected by adapter. Losses of different adapters are never added: a NaN of one is no other's.

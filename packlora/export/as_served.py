@@ -34,22 +34,22 @@ from packlora.runtime.memory import memory_room
 Check = Literal["auto", "always", "never"]
 CHECKS: tuple[Check, ...] = ("auto", "always", "never")
 PARAMETERS = 2e9
-"""Of the largest model that is compared without being asked to: some 20 s on two cores."""
+"""Parameters of the largest model that is compared by default: some 20 s on two cores."""
 BYTES = 10
-"""Of memory that a parameter takes meanwhile."""
+"""Bytes of memory that each parameter takes during the comparison."""
 TOKENS = 24
 CLOSE, ROUNDED = 1e-3, 8.0
-"""How far logits may be off, as a share of what the adapter adds to them: in float32, and in units of the share of it that is
-known to be lost by rounding."""
+"""Tolerance of logits, as a share of the adapter's contribution: in float32, and in multiples of the share that rounding is
+known to lose."""
 NOISE = {torch.float32: 2e-5, torch.float64: 1e-9}
-"""The same as a share of the logits themselves, by the dtype that is computed in; of 16 bits COARSE."""
+"""Tolerance as a share of the logits themselves, by the dtype of the computation; COARSE for 16 bits."""
 COARSE = 3e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What an adapter gives on the model that it was trained on. logits: with the adapter and without, [T, V]. dtype: in which
-    they were computed."""
+    """Logits of the model that an adapter was trained on. logits: with the adapter, [T, V]; base: without it, [T, V]. dtype:
+    dtype in which they were computed."""
 
     ids: torch.Tensor
     logits: torch.Tensor
@@ -58,8 +58,8 @@ class Trained:
 
 
 def why_not(check: str, opened: AdapterFolder) -> str | None:
-    """Why an adapter is not compared; None where it is. An empty text where the user says so. Raises InputError for a check
-    that is none."""
+    """Reason why an adapter is not compared; None where it is. An empty text where the user says so. Raises InputError for a
+    check that is none."""
     if check not in CHECKS:
         raise InputError(f"--check {check!r} is not one of {', '.join(CHECKS)}")
     if check != "auto":
@@ -73,7 +73,7 @@ def why_not(check: str, opened: AdapterFolder) -> str | None:
 
 
 def not_compared(what: str, why: str | None) -> list[str]:
-    """What to say of it."""
+    """Note that the logits were not compared, if there is a reason."""
     if not why:
         return []
     return [f"the logits of {what} were not compared with the adapter's: {why}; --check always compares them"]
@@ -134,7 +134,7 @@ def compare(trained: Trained, served: Mapping[str, Callable[[], Any]], what: str
 
 @contextmanager
 def told_apart(what: str) -> Iterator[None]:
-    """Says of an error of loading that it is about what was written."""
+    """Raise an InputError of loading again, worded as an error in the written files."""
     try:
         yield
     except InputError as error:

@@ -69,7 +69,7 @@ VLLM_RANK = 16
 VLLM_FUSED = ("gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe")
 """Values of model_type for which vLLM takes adapters of experts as PEFT writes them, without a switch."""
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""What a dtype loses of a tensor at most, as a share of it."""
+"""Largest rounding error of a dtype, relative to the rounded number."""
 
 
 def export_adapter(
@@ -122,7 +122,7 @@ def export_adapter(
     opened = replace(opened, tensors=_cast(opened, base_dtype if dtype == "auto" else getattr(torch, dtype)))
 
     def write(folder: Path) -> None:
-        suffix = ".weight"  # of magnitudes, as adapters/files.py writes them
+        suffix = ".weight"  # suffix of magnitudes in adapters/files.py
         tensors = under_both(opened.tensors, opened.spec) if target == "peft" else opened.tensors
         tensors = {key + suffix * key.endswith(MAGNITUDE): tensor for key, tensor in tensors.items()}
         start = read_start(adapter_dir) if target == "peft" else None  # others get other ranks
@@ -271,7 +271,8 @@ def _published(opened: AdapterFolder, path: str) -> str | None:
 
 
 def plain(opened: AdapterFolder) -> AdapterFolder:
-    """The same adapter with one rank and one alpha / r for all layers. It has no magnitudes and no biases."""
+    """Adapter with one rank and one alpha / r for all layers, computing the same function. It has no magnitudes and no
+    biases."""
     modules, tensors = opened.spec.modules, {}
     rank = max(module.rank for module in modules.values())
     (scaling, _), *_ = Counter(module.scaling for module in modules.values()).most_common(1)

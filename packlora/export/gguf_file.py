@@ -27,7 +27,8 @@ ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3, "gemma": gguf.MODEL_ARCH.GEMMA, "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }  # fmt: skip
-"""By model_type, models whose linear layers llama.cpp holds row by row as they are, but for q and k of `llama`."""
+"""GGUF architectures by model_type, for models whose linear layers llama.cpp holds row by row unchanged, except q and k of
+`llama`."""
 STORED = {
     torch.float32: gguf.GGMLQuantizationType.F32, torch.float16: gguf.GGMLQuantizationType.F16,
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,

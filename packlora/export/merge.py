@@ -154,8 +154,8 @@ def _tokenizer(opened: AdapterFolder) -> tuple[Any, str]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What an adapter is folded into. keys: of the files, by the model's names. stored: how the base is saved in codes. into:
-    codes that are made of its weights."""
+    """Weights that an adapter is merged into. keys: keys of the files, by the model's names. stored: quantisation in which the
+    base is saved. into: codes that are made of its weights."""
 
     files: WeightFiles | DequantisedFiles
     keys: Mapping[str, str]
@@ -188,7 +188,7 @@ class Source:
         return read_quantised(base, revision, asked, self.stored, dtype, device, class_of=class_of)
 
     def told(self, is_dense: bool) -> str:
-        """What it is, where it is not the base's weights. is_dense: the merged model."""
+        """Describe the weights if they are not the base's own. is_dense: the merged model has no codes."""
         if self.into is not None:
             folded = self.into.told()
         elif self.stored is not None:
@@ -279,10 +279,10 @@ def _write_config(folder: Path, config: Any, merged: Merged, architecture: str) 
 
 @dataclass(slots=True)
 class Codes:
-    """What of the base the adapter is folded into: what codes of its weights stand for.
+    """Codes of the base's weights; the adapter is merged into their dequantised values.
 
-    dtype: of the run that made them. keys: of the files, whose weights were quantised. error, size: sums of squares of what was
-    lost, and of the weights.
+    dtype: dtype of the run that made the codes. keys: keys of the files whose weights were quantised. error, size: sums of
+    squares of the quantisation error, and of the weights.
     """
 
     quantization: QuantizationConfig
@@ -293,7 +293,8 @@ class Codes:
 
     @staticmethod
     def of(adapter_dir: Path, asked: str, double_quant: bool, dtype: torch.dtype) -> Codes | None:
-        """As asked for, or as the adapter says. dtype: of the base. Raises InputError where there are no such codes."""
+        """Codes as requested, or as the adapter's folder says. dtype: the base's. Raises InputError where there are no such
+        codes."""
         told = read_trained_on(adapter_dir) if asked == "auto" else None
         try:
             if told is not None:
@@ -346,7 +347,7 @@ class Merged:
     dtype: torch.dtype
     adapter_dir: Path
     places: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """By key of the files of an adapted layer, the layer's path and weight or bias."""
+    """Path of the adapted layer, and weight or bias, by the key of the files."""
     transposed: set[str] = field(default_factory=set)
     """Paths of layers whose weights lie transposed."""
     shared: str = ""
@@ -356,21 +357,21 @@ class Merged:
     apart: bool = False
     """Whether they are not the same any more, whatever the files have."""
     experts: dict[str, ExpertPlace] = field(default_factory=dict)
-    """By key of the files, what it is of adapted experts."""
+    """Place in the adapted experts, by the key of the files."""
     codes: Codes | None = None
-    """Where the adapter is folded into what they stand for."""
+    """Codes whose dequantised values the adapter is merged into, if any."""
     lost: float = 0.0
     """Sum of squares of what rounding to dtype changes in adapted tensors."""
     added: float = 0.0
-    """The same of what the adapter adds to them."""
+    """Sum of squares of the adapter's contribution to them."""
 
     @property
     def lost_share(self) -> float:
-        """Of what the adapter adds, the share that rounding to 16 bits changes (root mean square)."""
+        """Root mean square of the change by rounding to 16 bits, as a share of the adapter's contribution."""
         return (self.lost / self.added) ** 0.5 if self.dtype.itemsize == 2 and self.added else 0.0
 
     def told(self) -> str:
-        """What rounding to 16 bits loses of the adapter; nothing where there is no rounding."""
+        """Describe the loss by rounding to 16 bits; empty where nothing is rounded."""
         if self.dtype.itemsize > 2 or not self.added:
             return ""
         name = str(self.dtype).removeprefix("torch.")
@@ -380,11 +381,11 @@ class Merged:
         )
 
     def find(self, keys: Mapping[str, str], model: PreTrainedModel) -> None:
-        """Where adapted layers lie in the files. Embedding and output layer of the model, which is without weights, are untied
-        where that is needed.
+        """Find the adapted layers in the files. Embedding and output layer of the model, which has no weights, are untied where
+        that is needed.
 
         Args:
-            keys: by the model's names, see weight_files.keys_there.
+            keys: keys by the model's names, see weight_files.keys_there.
 
         Raises:
             InputError: the weight of an adapted layer is computed from others while transformers loads it.
@@ -412,7 +413,7 @@ class Merged:
                     raise self._computed(name)
 
     def find_experts(self, keys: Mapping[str, str], model: PreTrainedModel) -> None:
-        """Where adapted experts lie in the files. Arguments and errors as those of `find`."""
+        """Find the adapted experts in the files. Arguments and errors are those of `find`."""
         adapted = [path for path, module in self.spec.modules.items() if module.kind == "experts"]
         parts, turned = {}, {}
         if adapted and isinstance(self.files, WeightFiles):
@@ -447,7 +448,7 @@ class Merged:
         self.apart = True
 
     def write(self, folder: Path) -> None:
-        """All files, one after the other. Raises InputError where a merged layer is not finite."""
+        """Write all files, one after the other. Raises InputError where a merged layer is not finite."""
         names = self.files.names
         size = 0
         for name, keys in names.items():
@@ -463,7 +464,8 @@ class Merged:
             write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
 
     def _tensor(self, key: str, place: tuple[str, str] | None = None) -> torch.Tensor:
-        """What is written of a tensor of the files. place: of the layer and its leaf that it is read for, None: its own."""
+        """Merged value of a tensor of the files. place: path and leaf of the layer that it is read for; None: the tensor's
+        own."""
         stored = self.files.read(key)
         if not stored.is_floating_point():
             return stored

@@ -17,10 +17,10 @@ from packlora.ops.row_norm.row_norm import row_norm
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlace:
-    """What a tensor of the files is of the weights of a layer's experts at a path.
+    """Part that a tensor of the files has in the weights of a layer's experts at a path.
 
-    expert: whose; None: of all. part of parts: which of its rows. transposed: inputs come first. lies_turned: A and B have
-    changed places, see expert_layout.SCALED.
+    expert: number of the expert; None: all experts. part, parts: the tensor has rows `part` of `parts` equal ones. transposed:
+    inputs come first. lies_turned: A and B have changed places, see expert_layout.SCALED.
     """
 
     path: str
@@ -62,7 +62,7 @@ def expert_places(
     parts: Mapping[str, list[list[str]]],
     turned_keys: Mapping[str, tuple[str, bool]],
 ) -> dict[str, ExpertPlace]:
-    """By the keys of the files; empty where it is not known how the experts lie there.
+    """Places of the experts by the keys of the files; empty where the layout of the experts in the files is not known.
 
     Args:
         experts: the module; it may be without weights.

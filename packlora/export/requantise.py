@@ -21,7 +21,8 @@ KINDS = ("nf4", "nf4-double", "fp4", "fp4-double", "int8", "int4_weight_only", "
 
 
 def asked_codes(kind: str) -> QuantizationConfig | None:
-    """What a text of --requantize asks for; None for none. Raises InputError where there is no such kind, or none here."""
+    """Quantisation that a value of --requantize requests; None for `none`. Raises InputError where there is no such kind, or it
+    is not supported here."""
     if kind == "none":
         return None
     if kind not in KINDS:

@@ -40,7 +40,8 @@ RESET, IMAGE = "/reset", "/image"
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an answer is drawn. temperature 0 takes the likeliest token each time; else tokens are drawn from all of them."""
+    """Sampling settings of an answer. temperature 0 takes the likeliest token each time; else tokens are drawn from all of
+    them."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -61,7 +62,7 @@ class Speakers:
     images: AskedImages
 
     def answer(self, name: str, said: str | list[dict[str, Any]], sampling: Sampling, paths: Sequence[str] = ()) -> str:
-        """What an adapter, or BASE, answers.
+        """Generate the answer of an adapter, or of BASE.
 
         Args:
             said: plain text that is continued, or the messages of a conversation.
@@ -91,7 +92,7 @@ class Speakers:
     def _inputs(
         self, said: str | list[dict[str, Any]], paths: Sequence[str]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Token ids [1, T], and what the model takes of the images."""
+        """Token ids [1, T], and the model's arguments for the images."""
         if paths and isinstance(said, list):
             return self.images.inputs(said, paths, self.tokenizer, self.model)
         return torch.tensor([prompt_ids(said, self.tokenizer)], device=self.model.device), {}
@@ -186,7 +187,7 @@ class Talk:
     images: list[str] = field(default_factory=list)
 
     def asked(self, text: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
-        """What is said with one more turn of the user."""
+        """Conversation with one more turn of the user."""
         if self.raw:
             if self.system is not None:
                 raise InputError("a system message goes by the chat template, and the prompt is plain text here")
@@ -224,8 +225,8 @@ def chat(
     base_model: str | None = None, dtype: str = "auto", device: str = "auto", lines: Iterable[str] | None = None,
     images: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Every line that is read is a turn, which each adapter answers in a conversation of its own; on standard output, each
-    answer behind the adapter's name where there are several.
+    """Chat on standard input and output: every line is a turn, which each adapter answers in a conversation of its own; where
+    there are several, each answer follows the adapter's name.
 
     Args:
         with_base: the base model answers too, first.
@@ -234,7 +235,7 @@ def chat(
     """
     speakers = load_speakers(folders, base_model, dtype, device, images)
     raw = not speakers.tokenizer.chat_template
-    if system is not None or raw:  # what cannot be shown is said before anybody types
+    if system is not None or raw:  # errors of the template come before the first input
         asked = Talk(system, raw).asked("a", images if raw else ())
         prompt_ids(asked, speakers.tokenizer)
     if raw:

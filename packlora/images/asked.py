@@ -20,7 +20,7 @@ from packlora.terminal import say
 
 
 class AskedImages:
-    """What a base model sees. Its processor is loaded with the first image.
+    """Images for a base model. Its processor is loaded with the first image.
 
     Args:
         path, revision: of the base model.
@@ -60,7 +60,8 @@ class AskedImages:
     def inputs(
         self, messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, model: PreTrainedModel
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Token ids [1, T] of a conversation, and what else the model takes: of its images, and of which tokens are theirs."""
+        """Token ids [1, T] of a conversation, and further arguments of the model: the tensors of the images, and the mask of
+        image tokens."""
         vision, shown = self._loaded(tokenizer)
         ids, images = image_prompt_ids(messages, paths, tokenizer, shown, "an image")
         tensors = ImageTensors.joined([vision.tensors(file.decode()) for file in images.files]).tensors
@@ -69,7 +70,7 @@ class AskedImages:
         return ids_T[None].to(model.device), own
 
     def tokens_of(self, ids: torch.Tensor) -> int:
-        """How many tokens are those of images."""
+        """Number of image tokens."""
         return int((ids == self._vision.token_id).sum()) if self._vision is not None else 0
 
 

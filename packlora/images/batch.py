@@ -28,7 +28,7 @@ class BatchImages:
     owners: ImageOwners
 
     def positions(self, total: int) -> list[np.ndarray]:
-        """Positions of all tokens, [T] or [3 T], with those of nobody at the end."""
+        """Positions of all tokens, [T] or [3 T]; those of filler tokens come last."""
         own = [self.vision.positions(item.ids, one) for item, one in zip(self.samples, self.images, strict=True)]
         count = total - sum(item.num_tokens for item in self.samples)
         return [joined_positions([*own, np.arange(count)]).reshape(-1)]

@@ -24,19 +24,19 @@ from PIL import ImageOps, UnidentifiedImageError
 from packlora.errors import InputError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""That are read; some others run programs."""
+"""Image formats that are read; reading some others would start external programs."""
 MOST_PIXELS = 2**26
-"""Of an image, 8192 by 8192: what is decoded takes three bytes for each."""
+"""Pixels of the largest image, 8192 by 8192: a decoded image takes three bytes for each."""
 MOST_BYTES = 2**28
-"""Of a file."""
+"""Bytes of the largest image file."""
 MOST_RATIO = 200
-"""Of the longer side to the shorter one, as Qwen's processor has it. Others enlarge the shorter side to hundreds of pixels: of
-60000 by 1 they would make 20 GB."""
+"""Largest ratio of the longer side to the shorter one, as in Qwen's processor. Other processors enlarge the shorter side to
+hundreds of pixels: they would make 20 GB of an image of 60000 by 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file that was decoded once. digest: of its bytes; whoever decodes it again finds the same or an error."""
+    """Image file that was decoded once. digest: hash of its bytes; decoding it again gives the same image or an error."""
 
     path: str
     digest: bytes
@@ -51,7 +51,7 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """The images of a sample. counts: tokens of each of the files, all of which are `token_id`. See modality.py, Extras."""
+    """Images of a sample. counts: number of tokens of each file; all of these are `token_id`. See modality.py, Extras."""
 
     files: tuple[ImageFile, ...]
     counts: tuple[int, ...]
@@ -67,7 +67,7 @@ class Images:
         return b"".join(file.digest for file in self.files)
 
     def joined(self, others: Sequence[Images]) -> Images:
-        """These, and those of other parts of the sample behind them."""
+        """Concatenate these images and those of the other parts of the sample."""
         own = [self, *others]
         files, counts = (tuple(one for part in own for one in getattr(part, name)) for name in ("files", "counts"))
         return Images(files, counts, self.token_id)
@@ -94,15 +94,15 @@ class Images:
 
 
 class ImageText(Protocol):
-    """What texts need of a model that sees images; vision.py, `Vision`."""
+    """Interface of a vision-language model to the data; vision.py implements it as `Vision`."""
 
     image_mark: str
-    """What the chat template writes for an image."""
+    """Text that the chat template writes for an image."""
     token_id: int
-    """Of every token in whose place the model puts a part of an image."""
+    """Token that the model replaces by a part of an image."""
 
     def text_of(self, image: pillow.Image) -> str:
-        """What stands in the place of `image_mark`. Raises ValueError where the image is none for this model."""
+        """Text that replaces `image_mark`. Raises ValueError where the model cannot take the image."""
 
     def count(self, text: str) -> int:
         """Tokens of images in it."""
@@ -118,7 +118,8 @@ class Shown:
     def put_in(
         self, text: str, spans: list[tuple[int, int]], paths: Sequence[str], where: str
     ) -> tuple[str, list[tuple[int, int]], Images]:
-        """A text with what stands for each image in the place of its mark, the spans that were given in it, and the images.
+        """Replace the image marks in a text by the images' tokens; return the text, the spans shifted accordingly, and the
+        images.
 
         Raises:
             InputError: there are not as many marks as images, or a file is no image for this model.
@@ -146,14 +147,14 @@ class Shown:
         return "".join([*parts, text[last:]]), [(moved(start), moved(end)) for start, end in spans], images
 
     def problem_of(self, ids: np.ndarray, images: Images | None) -> str | None:
-        """What is wrong with the tokens [T] of a sample: those of images must be of its images."""
+        """Error in the tokens [T] of a sample, or None: the number of image tokens must be that of its images."""
         found, wanted = int((ids == self.vision.token_id).sum()), images.num_tokens if images is not None else 0
         if found == wanted:
             return None
         return f"the sample has {found} tokens of images, its images have {wanted}; the token stands in a text as well"
 
     def look(self, path: str, where: str) -> tuple[ImageFile, str]:
-        """A file, and what stands for it in a text. Raises InputError where it is no image for this model."""
+        """Decode a file, and return it with the text of its tokens. Raises InputError where it is no image for this model."""
         try:
             found = os.stat(path)
             key = path, found.st_mtime_ns, found.st_size
@@ -214,7 +215,8 @@ def decode(path: str) -> tuple[bytes, pillow.Image]:
 
 
 def _wider(image: pillow.Image) -> str | None:
-    """What an image has that three colours of 8 bits do not: Pillow would make all of it white, or black, without a word."""
+    """Describe the pixel values of an image that do not fit into three colours of 8 bits, or None: Pillow would silently make
+    all of it white, or black."""
     if image.mode != "F" and not image.mode.startswith("I"):
         return None
     low, high = image.getextrema()

@@ -42,8 +42,10 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class OwnImages:
-    """What the model gives as transformers runs it. logits: float64 [T, V] of each sample alone. rows: by such layer beside
-    the language model, one number of each row [n], of each sample with images."""
+    """Results of the model as transformers runs it.
+
+    logits: float64 [T, V] of each sample by itself. rows: for each sample with images, one number for each row [n] of every
+    linear layer and convolution outside the language model, by layer."""
 
     samples: tuple[_Sample, ...]
     logits: tuple[torch.Tensor, ...]
@@ -71,7 +73,8 @@ def own_images(model: PreTrainedModel, path: str, vision: Vision) -> OwnImages:
 
 @torch.no_grad()
 def check_images(model: PreTrainedModel, own: OwnImages, path: str, vision: Vision) -> None:
-    """Raises InputError where packed samples with images, and one without between them, are not what they are alone."""
+    """Raise InputError if packed samples with images, and one without images between them, give other results than each by
+    itself."""
     decoder = {*decoder_of(model).modules()}
     if decoder.isdisjoint(map(model.get_submodule, beside_decoder(model))):
         raise InputError(
@@ -139,7 +142,7 @@ def _probes(model: PreTrainedModel, vision: Vision) -> tuple[_Sample, ...]:
 
 @contextmanager
 def _watched(model: PreTrainedModel) -> Iterator[Rows]:
-    """Of every linear layer and convolution beside the language model, a random sum of each row that it is given."""
+    """Record a random sum of each input row of every linear layer and convolution outside the language model."""
     found: Rows = {}
     handles = []
     for path in sorted(beside_decoder(model)):

@@ -69,7 +69,7 @@ def _listed(value: dict[str, Any], bad: Bad) -> list[str]:
 
 def _path(value: Any, what: str, bad: Bad) -> str:
     if isinstance(value, dict) and isinstance(value.get("path"), str) and value.get("bytes") is None:
-        value = value["path"]  # as the data sets library stores them
+        value = value["path"]  # form of the datasets library
     if not isinstance(value, str) or not value:
         raise bad(f"{what} has {quoted(value)}; an image is given as the path of a file, not by its bytes")
     if "\0" in value or re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", value):
@@ -120,7 +120,7 @@ def _message(message: Any, number: int, marked: bool, found: list[str | None], b
 
 
 def _before_text(messages: list[Any], number: int, bad: Bad) -> list[Any]:
-    """All images before the text of the first message of a user."""
+    """Put all images before the text of the first message of a user."""
     for index, message in enumerate(messages):
         if isinstance(message, dict) and message.get("role") == "user" and isinstance(message.get("content"), str):
             blocks = [{"type": "image"}] * number + [{"type": "text", "text": message["content"]}]

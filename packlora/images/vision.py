@@ -1,4 +1,4 @@
-"""What a vision-language model is given for images: its processor, the tensors of a microbatch, the positions of tokens.
+"""Inputs of a vision-language model for images: its processor, the tensors of a microbatch, the positions of tokens.
 
 The processor is the library's own, without the part for videos, which needs more packages. Images are processed one at a time
 and joined here, so an image's numbers do not depend on its neighbours. proof.py shows that a model may be run so.
@@ -22,13 +22,13 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from packlora.errors import InputError, foreign
 
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
-"""What processors give beside the tensors of images."""
+"""Names that processors return beside the tensors of images."""
 
 
 @dataclass(slots=True)
 class ImageTensors:
-    """Of some images, in order. tensors: keyword arguments of the model. shares: of each image, in proportion to which any
-    module of the vision tower is given rows of it."""
+    """Tensors of some images, in order. tensors: keyword arguments of the model. shares: one number for each image; any module
+    of the vision tower gets rows of the images in proportion to these."""
 
     tensors: dict[str, torch.Tensor]
     shares: tuple[int, ...]
@@ -40,7 +40,7 @@ class ImageTensors:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Along the first dimension; tiles of images that have fewer of them are padded, as LLaVA-NeXT takes them."""
+    """Concatenate along the first dimension; the tiles of images with fewer of them are padded, as LLaVA-NeXT expects."""
     if parts[0].ndim == 5:
         most = max(part.shape[1] for part in parts)
         parts = [torch.nn.functional.pad(part, (0, 0) * 3 + (0, most - part.shape[1])) for part in parts]
@@ -61,13 +61,14 @@ class Vision:
     model_type: str
     example: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    """Of the model."""
+    """Dtype of the model."""
     _positions: Any = None
     _by_block: bool = False
 
     @staticmethod
     def of(path: str, revision: str | None, config: Any) -> Vision:
-        """Of a folder or a hub id; nothing of it is run as code. Raises InputError where it reads no images here."""
+        """Load the processor of a folder or a hub id without running code from it. Raises InputError where the model reads no
+        images here."""
         what = f"base_model {path!r}: a {config.model_type} model"
         known: Any = PROCESSOR_MAPPING.get(type(config), None)
         if getattr(config, "vision_config", None) is None or known is None or not hasattr(known, "replace_image_token"):
@@ -92,7 +93,7 @@ class Vision:
 
     @property
     def chat_template(self) -> str | None:
-        """That of the processor, which is for images; None where it has none of its own."""
+        """Chat template of the processor, which supports images; None where the processor has none."""
         return getattr(self.processor, "chat_template", None)
 
     def text_of(self, image: pillow.Image) -> str:
@@ -108,7 +109,7 @@ class Vision:
         return sum(one == self.token_id for one in ids)
 
     def tensors(self, image: pillow.Image) -> ImageTensors:
-        """Of one image, on the host."""
+        """Tensors of one image, on the host."""
         found = self.processor(images=[image], text=[self.image_mark], return_tensors="pt")
         own = {name: tensor for name, tensor in found.items() if name not in OF_TEXT}
         return ImageTensors(own, (own["pixel_values"].numel(),))
@@ -123,13 +124,14 @@ class Vision:
         self._by_block = "token_type_ids" in inspect.signature(inner.forward).parameters
 
     def as_transformers_runs(self, model: PreTrainedModel, ids_T: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the untouched model wants to know of the tokens of a sample, as keyword arguments."""
+        """Keyword arguments that mark a sample's image tokens for the model as transformers runs it."""
         known = inspect.signature(model.base_model.forward).parameters
         is_image = (ids_T == self.token_id)[None].long()
         return {name: is_image for name in ("token_type_ids", "mm_token_type_ids") if name in known}
 
     def positions(self, ids: np.ndarray, images: ImageTensors | None) -> np.ndarray:
-        """Of the tokens of one sample, int64 [T]; or [3, T], where images have places in time, height and width."""
+        """Positions of the tokens of one sample, int64 [T]; or [3, T], where images have positions in time, height and
+        width."""
         if self._positions is None or images is None:
             return np.arange(len(ids))
         ids_T = torch.from_numpy(ids.astype(np.int64))[None]
@@ -141,8 +143,8 @@ class Vision:
         return found[:, 0].numpy()  # type: ignore[no-any-return]
 
     def blocks(self, ids: np.ndarray, start: int) -> np.ndarray | None:
-        """Of the tokens of a sample, int64 [T]: the number of the image among whose tokens it sees all, -1 for none; numbers
-        begin with `start`. None where all tokens see those before them alone."""
+        """Image number of each token of a sample, int64 [T]: the tokens of one image attend to all of its tokens; -1 for other
+        tokens; numbers begin with `start`. None where attention is causal for all tokens."""
         if not self._by_block:
             return None
         is_image = ids == self.token_id
@@ -151,7 +153,8 @@ class Vision:
 
 
 def joined_positions(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Of samples [T] or [3, T], one behind the other: [3, T] where one of them has places in three dimensions."""
+    """Concatenate the positions of samples, each [T] or [3, T]: the result is [3, T] where one of them has positions in three
+    dimensions."""
     if all(part.ndim == 1 for part in parts):
         return np.concatenate(parts)
     return np.concatenate([np.broadcast_to(part, (3, part.shape[-1])) for part in parts], axis=1)

@@ -1,4 +1,4 @@
-"""apply_lora and what it gives: the adapters of a Megatron-Core model, to train, to keep and to hand on."""
+"""apply_lora and its result: the adapters of a Megatron-Core model, with functions to train, save and export them."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ class MegatronAdapters:
         return self._placed.owned.names
 
     def parameters(self, name: str) -> list[torch.nn.Parameter]:
-        """Those of one adapter that are here."""
+        """Parameters of one adapter on this process."""
         return [p for own in self._weights(name).values() for p in own.named_parameters().values()]
 
     def specs(self, name: str) -> Mapping[str, ModuleSpec]:
-        """By layer, what one adapter is there."""
+        """Specification of one adapter by layer."""
         self._weights(name)
         return self._placed.specs[name].modules
 
@@ -136,7 +136,7 @@ class MegatronAdapters:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self, *names: str) -> dict[str, Any]:
-        """For megatron.core.dist_checkpointing, the tensors of the adapters alone; without names those of all.
+        """Tensors of the adapters for megatron.core.dist_checkpointing; without names those of all adapters.
 
         Raises:
             InputError: there is no such adapter, or one is merged.
@@ -179,7 +179,7 @@ class MegatronAdapters:
 
     def _as_peft(self, name: str, base_model: str | None, vocab_size: int | None) -> tuple[Tensors, LoraConfig]:
         whole, layers = whole_tensors(self._placed, name), self._placed.layers
-        # what is on other processes: all layers' names there, and what the adapter is on its own
+        # gathered from other processes: the names of all their layers, and the adapter's specification on them
         model = config_in(layers)
         known = everywhere({part for layer in layers.values() for part in _file_names(layer, model)})
         every = everywhere({f"{path}|{spec.rank}|{spec.scaling!r}" for path, spec in self.specs(name).items()})
@@ -263,7 +263,7 @@ def _parts(layer: Found) -> list[Part]:
 
 
 def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
-    """By PEFT's keys; words that the model of transformers does not have are cut off."""
+    """Tensors by PEFT's keys, cut to the vocabulary of the model of transformers."""
     at = f"{PREFIX}{part}"
     if part == "model.embed_tokens":
         A, B = tensors["A"][:, :vocab_size], tensors["B"]
@@ -275,8 +275,8 @@ def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
 
 
 def _config_of(peft: LoraConfig, specs: Mapping[str, tuple[int, float]], known: set[str]) -> LoraConfig:
-    """That of an adapter with such a rank and scaling at each layer. A layer whose rank or scaling is another one has both in
-    the patterns: a rank alone would change the scaling.
+    """LoraConfig of an adapter with these ranks and scalings by layer. A layer whose rank or scaling differs from the first
+    one's has both in the patterns: a rank by itself would change the scaling.
 
     known: all layers of the model that can have adapters.
     """
@@ -304,15 +304,15 @@ def _is_parameter(name: str) -> bool:
 
 
 def _named(part: str, model: Any) -> str:
-    """What PEFT's configuration calls a layer of transformers' model. A router is no linear layer there: its weight is named.
-    In models with experts PEFT takes names of linear layers that experts once had for the experts, so there other layers with
-    these names (shared experts, dense layers) are named by their weights too."""
+    """Name in PEFT's configuration of a layer of transformers' model. A router is no linear layer there: its weight is named.
+    In models with experts, PEFT takes former names of the experts' linear layers for the experts; so other layers with these
+    names (shared experts, dense layers) are named by their weights too."""
     once = model.num_moe_experts and part.endswith((".gate_proj", ".up_proj", ".down_proj"))
     return f"{part}.weight" if once or part.endswith(".mlp.gate") else part
 
 
 def _file_names(layer: Found, model: Any) -> list[str]:
-    """What a layer is in PEFT's configurations: names of modules, and of parameters."""
+    """Names of a layer in PEFT's configurations: names of modules, and of parameters."""
     if place := place_of(layer.name, model):
         return [f"{place[0]}.{place[1]}"]
     return [_named(part.name, model) for part in _parts(layer)]
@@ -326,7 +326,7 @@ def _alpha(rank: int, scaling: float, rslora: bool) -> Any:
 def _read(
     folder: str | Path, layers: Mapping[str, Found], name: str
 ) -> tuple[AdapterSpec, dict[str, Tensors]]:  # fmt: skip
-    """The adapter of a folder: what it is on the layers here, and their whole tensors.
+    """Adapter of a folder: its modules on the layers of this process, and their whole tensors.
 
     Raises:
         InputError: see apply_lora.
@@ -391,7 +391,7 @@ def _expert_of(
 
 
 def _module_spec(config: LoraConfig, at: str) -> ModuleSpec:
-    """What a configuration says of a module or parameter of transformers' model, or of a module's weight."""
+    """Specification by a configuration of a module or parameter of transformers' model, or of a module's weight."""
 
     def own(patterns: Mapping[str, Any], usual: Any) -> Any:
         keys = [get_pattern_key(patterns.keys(), name) for name in (at, f"{at}.weight")]
@@ -418,7 +418,7 @@ def _spec_of(config: LoraConfig, layer: Found, part: Part, tensors: Tensors, nam
 def _check_tensors(
     tensors: Tensors, wanted: Mapping[str, Sequence[tuple[int, ...]]], layer: Found, at: str, rank: int, name: str
 ) -> None:
-    """Raises InputError where what a file has at one place is not floats of one of the shapes, or not finite."""
+    """Raise InputError if a file's tensors at one place are not floats of one of the shapes, or not finite."""
     if tensors.keys() != wanted.keys():
         found = {key: list(value.shape) for key, value in tensors.items()}
         raise InputError(f"adapter {name!r}: {at} has {found}; its configuration says rank {rank} and {sorted(wanted)}")
@@ -439,7 +439,8 @@ def _check_tensors(
 def _shapes(
     layer: Found, part: Part, rank: int, use_dora: bool, words: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Of the whole tensors of an adapter on a part of a layer. words: of the vocabulary, where it is fewer than Megatron's."""
+    """Shapes of the whole tensors of an adapter on a part of a layer. words: size of the vocabulary, where it is smaller than
+    Megatron's."""
     size = _size(layer)
     size = size if words is None else min(words, size)
     if layer.kind == "embedding":
@@ -453,7 +454,7 @@ def _shapes(
 
 
 def _copy(placed: Placed, name: str, values: Mapping[str, Tensors]) -> None:
-    """Write whole tensors into what is here of an adapter."""
+    """Copy this process's slices of whole tensors into an adapter."""
     with torch.no_grad():
         for path, tensors in values.items():
             own, layer = placed.weights[name][path], placed.layers[path]
@@ -469,7 +470,7 @@ def _copy(placed: Placed, name: str, values: Mapping[str, Tensors]) -> None:
 
 
 def _padded(whole: torch.Tensor, layer: Found, key: str, parameter: torch.Tensor) -> torch.Tensor:
-    """With room for the words that Megatron's vocabulary has more: zeros, of a magnitude what is there."""
+    """Pad a tensor to Megatron's larger vocabulary: with zeros, and a magnitude with its present values."""
     if layer.kind == "embedding":
         dim = 1 if key == "A" else None
     else:

@@ -105,7 +105,8 @@ class Placed:
             self._watch(chunk)
 
     def _watch(self, chunk: torch.nn.Module) -> None:
-        """Let tokens' owners travel, and norms be made where all processes are at the same place."""
+        """Hook a chunk of the model: token owners travel with the tokens, and norms are computed where all processes are at the
+        same place."""
         adapted = {id(self.layers[path].module) for path in self.linears}
         for module in chunk.modules():
             dispatcher, experts = getattr(module, "token_dispatcher", None), getattr(module, "experts", None)
@@ -171,7 +172,7 @@ def _view(layer: Found) -> View:
 
 
 def cut_of(layer: Found) -> Shard | None:
-    """What of an adapter's tensors on a layer a process has; None: all. Of an embedding, words are the inputs."""
+    """Slice of an adapter's tensors on a layer that this process has; None: all. The inputs of an embedding are the words."""
     if layer.kind != "embedding":
         return layer.shard
     return None if layer.degree == 1 else Shard(1, layer.rank, layer.degree, 1, None, None, lambda tensor: None)
@@ -210,7 +211,7 @@ def _mark(parameter: torch.nn.Parameter, key: str, layer: Found) -> None:
 
 
 class _Times:
-    """A gradient times the number of processes, of which Megatron-Core takes the mean."""
+    """Hook that multiplies a gradient by the number of processes, because Megatron-Core takes the mean."""
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
@@ -243,15 +244,16 @@ def check_model(chunks: list[torch.nn.Module], names: list[str]) -> dict[str, Fo
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Without a Float16Module around it, under which names and states of layers are those of what is in it."""
+    """Model without a Float16Module around it; the names and states of a Float16Module's layers are those of the model
+    inside."""
     while type(model).__name__ == "Float16Module":
         model = model.module  # type: ignore[assignment]
     return model
 
 
 ELSEWHERE = {"TEFusedMLP": "use_transformer_engine_op_fuser=False", "GroupedMLP": "moe_use_legacy_grouped_gemm=False"}
-"""Modules that read weights without calling the layers that hold them, or that hold the weights of all experts in one tensor;
-and with what they are not used."""
+"""Modules that read weights without calling the layers that hold them, or that hold the weights of all experts in one tensor,
+with the setting that avoids each."""
 
 
 def _check_config(chunk: torch.nn.Module) -> None:

@@ -1,4 +1,5 @@
-"""Adapters in Megatron-Core's distributed checkpoints: of each parameter, which part of which tensor this process has.
+"""Adapters in Megatron-Core's distributed checkpoints: the slice of each parameter on this process, and its place in the whole
+tensor.
 
 A layer's `sharded_state_dict` gives its own tensors as before and the adapters' beside them. Slices are those of
 adapters/sharded.py: rows of B and magnitude of a column-parallel layer, columns of A of a row-parallel one. Gate and up in one
@@ -26,7 +27,7 @@ MARK = "lora_"
 
 
 class ShardedState:
-    """The `sharded_state_dict` of a layer with adapters; while one of them is merged, of the layer alone.
+    """The `sharded_state_dict` of a layer with adapters; while one of them is merged, only that of the layer.
 
     parameters: (layer, of grouped ones each; adapter; key; the dimension that is cut).
     """
@@ -86,7 +87,8 @@ def put(placed: Placed) -> None:
 
 
 def cut_dimension(layer: Found, key: str) -> int | None:
-    """Which dimension of a parameter the processes of a layer have slices of; also where there is one process."""
+    """Dimension of a parameter that the processes of a layer have slices of, also with one process; None where the parameter is
+    not cut."""
     if layer.dim is None:
         return None
     cut = 1 if layer.kind == "embedding" else layer.dim

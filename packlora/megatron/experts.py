@@ -19,7 +19,7 @@ from packlora.megatron.layers import rank_of, size_of
 from packlora.megatron.owners import Owned, part_of
 
 COLUMNS = 16
-"""Beside a hidden state: 1 of the owner, 8 of the keys, the rest unused, so that rows stay aligned."""
+"""Columns beside a hidden state: 1 of the owner, 8 of the keys, the rest unused, so that rows stay aligned."""
 MOST_ADAPTERS = 255
 DISPATCHERS = ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher")
 
@@ -100,7 +100,7 @@ class Dispatch:
 
 
 def _by_expert(counts: list[list[int]], keys: torch.Tensor | None) -> dict[int, TokenOwners]:
-    """By expert, from how many tokens of nobody and of each adapter it has."""
+    """Token owners by expert, from the number of tokens without an adapter and of each adapter that the expert gets."""
     made, first = {}, 0
     for expert, own in enumerate(counts):
         at, segments = own[0], []
@@ -124,6 +124,6 @@ def written(owners: TokenOwners, like: torch.Tensor) -> torch.Tensor:
 
 
 def read(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(owner + 1, or 0 of nobody [T], keys [T, 2] int32)."""
+    """Owner + 1 (0 without an adapter) [T], and keys [T, 2] int32."""
     keys = rows[:, 1:9].to(torch.uint8).contiguous().view(torch.int32)
     return rows[:, 0].long(), keys

@@ -22,7 +22,7 @@ from packlora.ops.lora_linear.frozen import Dense
 
 
 class LinearForward:
-    """Of a linear layer, or of the grouped linear layers of experts.
+    """Forward of a linear layer, or of the grouped linear layers of experts.
 
     Args:
         members: the layer, or the layer of each expert, with its adapters, in their order.
@@ -60,7 +60,7 @@ class LinearForward:
         return y, bias if skipped else None
 
     def grouped(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of grouped layers: x has the tokens of each expert in turn."""
+        """Forward of grouped layers: x has the tokens of each expert in turn."""
         if self.owned.merged:
             return self.original(x, m_splits)  # type: ignore[no-any-return]
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
@@ -80,7 +80,7 @@ class LinearForward:
         return self.original(x, *rest)  # type: ignore[no-any-return]
 
     def _owners(self, count: int) -> TokenOwners | None:
-        """Of the tokens that the product sees, from how many the layer is given."""
+        """Owners of the tokens in the product, where the layer is given `count` tokens."""
         layer = self.layer
         if layer.expert is not None:
             return self.owned.of_expert(layer.expert, count)
@@ -103,7 +103,7 @@ class LinearForward:
 
 
 def _of_nothing(linear: AdaptedLinear, x: torch.Tensor) -> torch.Tensor:
-    """No outputs of no tokens; parameters get gradients of zeros, for which the buckets of gradients may wait."""
+    """Empty output for no tokens; the parameters get gradients of zeros, because gradient buckets may wait for them."""
     y = torch.nn.functional.linear(x, linear.base.weight)
     for own in linear.adapters.values():
         if own.A is not None and own.B is not None:
@@ -139,7 +139,7 @@ class RouterForward:
         return self.owned.owners(count * (self.layer.degree if self.layer.sequence else 1))
 
     def _weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """The router's weight in another dtype, as long as nobody writes into it."""
+        """Copy of the router's weight in another dtype, reused until the weight is written."""
         weight = self.layer.tensor()
         if weight.dtype == dtype:
             return weight
@@ -150,7 +150,7 @@ class RouterForward:
 
 
 class EmbeddingForward:
-    """Of the word embedding: y = W[ids] + s B A[:, ids], cut by words, so added up by the embedding's own message.
+    """Forward of the word embedding: y = W[ids] + s B A[:, ids], cut by words, and added up by the embedding's own all-reduce.
 
     weights: by adapter number, A [r, words here], B [hidden, r] and the scaling.
     """
@@ -181,7 +181,7 @@ class EmbeddingForward:
 
 
 def _segments(owners: TokenOwners) -> list[Callable[..., torch.Tensor]]:
-    """For each run of tokens of one owner or of nobody, what computes its vectors."""
+    """Functions that compute the vectors of each run of tokens of one owner, or without one."""
     made, at = [], 0
 
     def run(number: int, start: int, stop: int) -> Callable[..., torch.Tensor]:

@@ -17,9 +17,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def whole_tensors(placed: Placed, adapter: str) -> dict[str, Tensors]:
-    """By layer's name, A, B and magnitude of an adapter over all tensor, expert and pipeline parallel processes, on the CPU.
+    """Gather A, B and magnitude of an adapter over all tensor, expert and pipeline parallel processes, on the CPU, by the
+    layer's name.
 
-    All processes call it, and all of them get all.
+    All processes call it, and all of them get all tensors.
     """
     own: Tensors = {}
     for path, weights in placed.weights[adapter].items():
@@ -62,7 +63,8 @@ def _joined(layer: Found, weights: AdapterWeights) -> Tensors:
 
 
 def exchanged(own: Tensors, group: dist.ProcessGroup) -> list[Tensors]:
-    """What each process of the group passes, in their order. Float tensors on the CPU of one dtype."""
+    """Exchange tensors in a group: the tensors of each process, in the order of ranks. Float tensors on the CPU of one
+    dtype."""
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in own.values()}
     head = json.dumps([sorted(dtypes), {name: list(tensor.shape) for name, tensor in own.items()}]).encode()
     body = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in own.values()]
@@ -99,7 +101,7 @@ def _read(part: tuple[torch.Tensor, int]) -> Tensors:
 
 
 def everywhere(words: set[str]) -> set[str]:
-    """What any process of the expert and pipeline parallel groups has."""
+    """Union of the sets of all processes of the expert and pipeline parallel groups."""
     found = set(words)
     for group in _others():
         data = json.dumps(sorted(found)).encode()

@@ -1,4 +1,5 @@
-"""What the layers of a Megatron-Core model are to adapters: which weight, which slice of it, which messages around the product.
+"""Layers of a Megatron-Core model that can have adapters: the weight of each, its slice on a process, and the communication
+around the product.
 
 Layers are known by their attributes and the names of their classes, not by their types: Megatron-Core's own parallel linear
 layers, those around Transformer Engine, with a norm before them or grouped for experts, and what others derive from these.
@@ -61,7 +62,7 @@ class View(ShardedLinear):
         self.hold(weight)
 
     def hold(self, weight: torch.Tensor) -> None:
-        """This is the layer's weight from now on."""
+        """Set the layer's weight."""
         if weight is not self.weight:
             made = isinstance(weight, torch.nn.Parameter)
             self.weight = weight if made else torch.nn.Parameter(weight, requires_grad=False)
@@ -98,7 +99,7 @@ class Found:
 
     @property
     def shard(self) -> Shard | None:
-        """As adapters/sharded.py takes it; None of a layer that is not cut."""
+        """Slice for adapters/sharded.py; None for a layer that is not cut."""
         if self.degree == 1 or self.dim is None:
             return None
         make = GatedShard if self.gated else Shard
@@ -151,7 +152,7 @@ def _inherits(module: torch.nn.Module, name: str) -> bool:
 
 
 def _style(module: torch.nn.Module) -> Literal[0, 1, "whole"] | None:
-    """Which dimension of W is cut; None of what is no linear layer of Megatron-Core."""
+    """Dimension of W that is cut, or "whole"; None for a module that is no linear layer of Megatron-Core."""
     names = [base.__name__ for base in type(module).__mro__]
     if not (hasattr(module, "weight") or hasattr(module, "weight0")) or not any("Linear" in name for name in names):
         return None
@@ -279,7 +280,7 @@ def _dense_degree() -> int:
 
 
 def enter_of(layer: Found) -> Through | None:
-    """What a layer's input goes through before the product."""
+    """Communication that a layer's input goes through before the product; None where there is none."""
     if not layer.talks:
         return None
     if layer.dim == 0:
@@ -293,7 +294,7 @@ def enter_of(layer: Found) -> Through | None:
 
 
 def leave_of(layer: Found) -> Through | None:
-    """What a row-parallel layer's product goes through."""
+    """Communication that a row-parallel layer's product goes through; None where there is none."""
     if not layer.talks or layer.dim != 1:
         return None
     if layer.sequence:

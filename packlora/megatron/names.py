@@ -1,4 +1,4 @@
-"""Adapters under the names of transformers' models: which rows of which layer of Megatron-Core each of them is.
+"""Names of adapters in transformers' models: the layer of Megatron-Core, and the rows of it, that each name corresponds to.
 
 Megatron-Core holds q, k and v in one layer, for each group of queries its heads, then its key, then its value; and gate and up
 in one layer, one after the other. An adapter of such a layer is one of each part with the same A: an identity, so nothing is
@@ -31,7 +31,7 @@ BLOCKS = (
     ("mlp.linear_fc2", "mlp.down_proj"),
     ("mlp.router", "mlp.gate"),
 )
-"""Of layers that are one there too: Megatron-Core's name within its layer, and transformers'."""
+"""Names of layers that are one layer in both libraries: Megatron-Core's name within its layer, and transformers'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Part:
 
 
 def parts_of(layer: str, size: int, config: Any) -> list[Part]:
-    """Of a layer, by its name, with `size` outputs over all processes. config: its TransformerConfig.
+    """Parts of a layer in transformers' model, by its name, with `size` outputs over all processes. config: its
+    TransformerConfig.
 
     Raises:
         InputError: it has no counterpart.
@@ -101,7 +102,7 @@ def _heads(layer: str, size: int, config: Any) -> list[tuple[str, torch.Tensor]]
 
 
 def split(tensors: Mapping[str, torch.Tensor], parts: Sequence[Part]) -> dict[str, dict[str, torch.Tensor]]:
-    """By part, its tensors out of a whole layer's A, B and magnitude, in memory of their own."""
+    """Split the A, B and magnitude of a whole layer into the tensors of its parts, which get memory of their own."""
     return {
         part.name: {
             key: whole.clone() if key == "A" or part.rows is None else whole[part.rows]
@@ -115,7 +116,8 @@ def split(tensors: Mapping[str, torch.Tensor], parts: Sequence[Part]) -> dict[st
 
 
 def fused_spec(specs: Sequence[ModuleSpec | None], shared: bool) -> ModuleSpec:
-    """That of a layer from those of its parts, None of parts without an adapter. shared: they have the same A."""
+    """Specification of a layer from those of its parts; None is a part without an adapter. shared: the parts have the same
+    A."""
     there = [spec for spec in specs if spec is not None]
     first = there[0]
     rank = first.rank if shared else sum(spec.rank for spec in there)

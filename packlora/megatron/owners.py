@@ -22,13 +22,14 @@ from packlora.plans.select import PlanChooser
 
 _LIVE: weakref.WeakSet[Owned] = weakref.WeakSet()
 GAMMA, MIX_1, MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-"""Of SplitMix64, as signed words."""
+"""Constants of SplitMix64, as signed words."""
 
 
 class Owned(Attached):
-    """What the layers of one model share. A model with one adapter needs no owners: all tokens are that adapter's.
+    """State that the layers of one model share. A model with one adapter needs no owners: all tokens are that adapter's.
 
-    only_one: its number, None of a model with several. drops: whether it has dropout. merged: adapters are in the weights.
+    only_one: its number, None for a model with several. drops: whether it has dropout. merged: adapter that is merged into the
+    weights.
     """
 
     def __init__(self, chooser: PlanChooser, names: Sequence[str]) -> None:
@@ -45,7 +46,7 @@ class Owned(Attached):
 
     @contextmanager
     def active(self, owners: TokenOwners | int) -> Iterator[None]:
-        if self._in_backward and not in_backward():  # of one that has failed
+        if self._in_backward and not in_backward():  # left by a backward that has failed
             self._left()
         with super().active(owners):
             yield
@@ -73,7 +74,7 @@ class Owned(Attached):
         return self._alone(total)
 
     def _alone(self, total: int) -> TokenOwners:
-        """All tokens are those of the only adapter, with keys drawn where it drops something."""
+        """Owners of a model with one adapter: it has all tokens; dropout keys are drawn where it has dropout."""
         assert self.only_one is not None
         keys = drawn_keys(total, self.device) if self.drops and self.training else None
         return TokenOwners(total, ((self.only_one, 0, total),), keys)

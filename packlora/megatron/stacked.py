@@ -28,7 +28,8 @@ DOWN = "down_proj"
 
 
 def place_of(path: str, config: Any) -> tuple[str, str, int] | None:
-    """(module, parameter, expert) of a layer of Megatron-Core's in transformers' model; None of what is no expert's."""
+    """(module, parameter, expert) in transformers' model of a layer of Megatron-Core; None for a layer that belongs to no
+    expert."""
     if not is_expert(path):
         return None
     head, _, rest = path.partition(".local_experts.")
@@ -78,7 +79,8 @@ def stacked(
 
 
 def _stack(experts: list[tuple[Tensors, tuple[int, float]]]) -> tuple[Tensors, tuple[int, float]]:
-    """Of one weight; all have the first one's scaling, so B has what others' differ by."""
+    """Stack the experts' tensors of one weight. The result has the first expert's scaling; B absorbs the ratio of the
+    others'."""
     rank, scaling = experts[0][1]
     out = {
         "A": torch.cat([own["A"] for own, _ in experts]),
@@ -125,7 +127,7 @@ def source_of(
 
 
 def own_of(tensors: Tensors, experts: int, number: int, rank: int) -> Tensors:
-    """One expert's tensors. Those of all have the shapes of `stacked_shapes`."""
+    """Tensors of one expert. Those of all have the shapes of `stacked_shapes`."""
     out = {
         "A": tensors["A"].unflatten(0, (experts, rank))[number],
         "B": tensors["B"].unflatten(1, (rank, experts))[..., number],
@@ -134,7 +136,7 @@ def own_of(tensors: Tensors, experts: int, number: int, rank: int) -> Tensors:
 
 
 def stacked_shapes(own: Mapping[str, tuple[int, ...]], experts: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of all experts, from those of one."""
+    """Shapes of the tensors of all experts, from those of one."""
     (rank, inputs), (rows, _) = own["A"], own["B"]
     shapes: dict[str, tuple[int, ...]] = {"A": (experts * rank, inputs), "B": (rows, rank * experts)}
     return shapes | {"magnitude": (experts, rows)} if "magnitude" in own else shapes

@@ -1,4 +1,5 @@
-"""Which layers of a Megatron-Core model a configuration adapts, and how: matching is PEFT's, on the names of layers.py.
+"""Choice of the layers of a Megatron-Core model that a configuration adapts, with rank and scaling: matching is PEFT's, on the
+names of layers.py.
 
 A stage of a pipeline has some layers, an expert parallel process some experts. Targets and patterns are matched against the
 names of the whole model, so that all processes take the same and refuse the same.
@@ -32,15 +33,15 @@ SPLIT = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
 }  # fmt: skip
-"""By Megatron-Core's leaf, those of transformers' models that are in it."""
+"""Projections of transformers' models that each Megatron-Core layer joins, by its leaf name."""
 NOT_ALL_LINEAR = ("output_layer",)
-"""What all-linear leaves out, beside routers and embeddings."""
+"""Layers that all-linear leaves out, beside routers and embeddings."""
 PREDICTION = "mtp."
 """Names of layers that predict tokens further ahead, which all-linear leaves out: transformers' models have none."""
 
 
 def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
-    """As PEFT has it.
+    """PEFT configuration of an adapter.
 
     Raises:
         InputError: it uses what is not computed here.

@@ -12,8 +12,8 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """The backward of an autograd function, which raises RuntimeError where a graph of it is asked for, or several gradients at
-    once are put into it.
+    """Backward of an autograd function that raises RuntimeError if its graph is requested (create_graph), or if several
+    gradients are batched.
 
     torch's once_differentiable raises later, and not always: where the gradient that comes in has no history, as of y.sum(), or
     where the second derivative is asked for with torch.autograd.grad, what goes through A, B and W is missing without a word.

@@ -1,4 +1,4 @@
-"""What kernels must know of the GPU that they run on. Of the CPU (Triton's interpreter) they know that it takes everything."""
+"""Properties of a GPU that its kernels depend on. Kernels on a CPU run in Triton's interpreter, which accepts everything."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many programs a GPU runs at the same time, if they are large."""
+    """Number of large programs that a GPU runs at the same time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why the Triton kernels are not used on a device, or None where they are."""
+    """Reason why the Triton kernels are not used on a device; None where they are."""
     if device.type != "cuda":
         return f"{device.type} has no Triton kernels"
     if torch.version.hip is not None:

@@ -33,11 +33,11 @@ from packlora.ops.probe_kernel import probe_kernel
 
 _COMPILED: dict[Any, tuple[Any, Passage | None]] = {}
 MAPS = 4096
-"""How many encoded descriptors a cached launch keeps of one argument."""
+"""Number of encoded descriptors that a cached launch keeps for one argument."""
 KEPT = 4096
-"""How many launches `bounded` lets a dict hold."""
+"""Number of launches that `bounded` lets a dict hold."""
 Shaped = tuple[list[int], Sequence[int], Sequence[int]]
-"""Of a descriptor: its blocks, its shape and its strides."""
+"""Blocks, shape and strides of a tensor descriptor."""
 
 
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
@@ -58,15 +58,15 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
         self.strides = base.stride() if strides is None else strides
 
     def encoded(self, meta: dict[str, Any]) -> tuple[Any, ...]:
-        """What a compiled kernel takes in its place."""
+        """Encode the descriptor into the arguments that a compiled kernel takes for it."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         return tuple(make_tensordesc_arg(self, meta))
 
 
 class Passage:
-    """How a compiled kernel is launched: the function, and what Triton's own launcher passes to it between the stream and the
-    arguments. `nested`: the arguments come as one sequence."""
+    """Call that launches a compiled kernel: the function, and the arguments that Triton's own launcher passes to it between the
+    stream and the kernel's arguments. `nested`: the kernel's arguments are passed as one sequence."""
 
     __slots__ = ("launch", "metas", "nested", "rest")
 
@@ -76,8 +76,8 @@ class Passage:
 
     @staticmethod
     def recorded(compiled: Any, values: tuple[Any, ...]) -> Passage | None:
-        """From a copy of the kernel's own launcher, which launches nothing. None where it is not understood, or where what it
-        passes is made anew for every launch (scratch memory)."""
+        """Record the arguments that the kernel's own launcher passes on, with a copy of the launcher that launches nothing.
+        None where the launcher's call is not recognised, or where it allocates something for every launch (scratch memory)."""
         calls: list[tuple[Any, ...]] = []
         launcher = copy.copy(compiled.run)
         launcher.launch = lambda *args: calls.append(args)
@@ -166,7 +166,7 @@ def _innermost(launch: Callable[..., Any]) -> tuple[Callable[..., Any], list[dic
 
 @functools.cache
 def _varying(kernel: Any) -> frozenset[int]:
-    """Places of the arguments whose values do not decide what is compiled."""
+    """Indices of the arguments whose values do not affect compilation."""
     return frozenset(at for at, param in enumerate(kernel.params) if param.do_not_specialize)
 
 
@@ -236,7 +236,7 @@ def launch(
 
 
 def _known_by(kernel: Any, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    """What is compiled for a launch."""
+    """Cache key of the kernel that is compiled for a launch."""
     varying = _varying(kernel)
     return kernel, device, *constants.values(), *(_kind(value, at in varying) for at, value in enumerate(args))
 
@@ -294,7 +294,7 @@ def is_quick() -> bool:
 
 @functools.cache
 def why_usual() -> str | None:
-    """Why every launch goes through Triton's own door, or None where launches are made again.
+    """Reason why every launch goes through Triton's own launcher; None where recorded launches are repeated.
 
     Tried once in a process, on the current GPU: what a cached launch passes to the function that launches must be what Triton
     passes to it for the same arguments, with other operands than those that it was made with.
@@ -311,7 +311,7 @@ def why_usual() -> str | None:
 
 
 def _difference(mapped: bool) -> str | None:
-    """Between a cached launch and Triton's own, in words."""
+    """Difference between a cached launch and Triton's own, in words; None where there is none."""
     BLOCK, device = 32, torch.cuda.current_device()
     where = torch.device("cuda", device)
 
@@ -339,7 +339,7 @@ def _difference(mapped: bool) -> str | None:
 
 
 def _passed(launcher: Any, launch: Callable[[], Any]) -> list[tuple[Any, ...]]:
-    """What Triton, without anybody's hooks, would pass to the innermost function for this launch, which does not happen."""
+    """Arguments that Triton would pass to the innermost launch function, without any launch hooks; nothing is launched."""
     calls: list[tuple[Any, ...]] = []
     usual, runtime = launcher.launch, triton.knobs.runtime
     hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -362,7 +362,8 @@ def _passed(launcher: Any, launch: Callable[[], Any]) -> list[tuple[Any, ...]]:
 
 
 def _plain(value: Any) -> Any:
-    """For a comparison: tensors by their address, sequences as tuples, what has no equality of its own by its type."""
+    """Values in a form that can be compared: tensors by their address, sequences as tuples, objects without an equality of
+    their own by their type."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if isinstance(value, tuple | list):

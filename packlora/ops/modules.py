@@ -14,8 +14,8 @@ from torch import nn
 
 @contextmanager
 def undisturbed(model: nn.Module, training: bool = False) -> Iterator[None]:
-    """No gradients and eval mode, or with `training` gradients and train mode. Afterwards each module is in its own mode again,
-    the random generators (torch's, Python's, NumPy's) are as before and, with `training`, all buffers."""
+    """Run without gradients and in eval mode, or with `training` with gradients and in train mode. Afterwards each module is in
+    its own mode again, the random generators (torch's, Python's, NumPy's) are as before and, with `training`, all buffers."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.clone())

@@ -1,4 +1,4 @@
-"""The kernel by which launcher.py finds out how Triton launches; it computes nothing that anybody needs."""
+"""Kernel by which launcher.py finds out how Triton launches; its result is not used."""
 
 from __future__ import annotations
 

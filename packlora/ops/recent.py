@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
 _TURN = threading.Lock()
-"""Of all caches: a lock of its own would keep what has a cache from being copied."""
+"""Lock shared by all caches: with a lock of its own, an object that holds a cache could not be copied."""
 
 
 class Recent(Generic[Value]):

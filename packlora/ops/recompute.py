@@ -1,4 +1,4 @@
-"""Tensors that know how they are recomputed, so that who needs them in a backward need not keep them.
+"""Tensors with a recipe for their recomputation, so that a backward that needs them need not keep them.
 
 A LoRA layer keeps its input for the gradient of A. Where that input was computed by a cheap function of tensors that are alive
 anyway (a norm of the residual stream, the product of gate and up), keeping those and computing the input once more saves its
@@ -49,7 +49,7 @@ def recomputed(function: Callable[..., torch.Tensor], operands: tuple[torch.Tens
 
 
 def recompute_of(x: torch.Tensor) -> Recompute | None:
-    """How x is recomputed; None where that is not known, or x was written into since."""
+    """Recipe by which x is recomputed; None where there is none, or x was written to since."""
     recompute: Recompute | None = getattr(x, "_packlora_recompute", None)
     return recompute if recompute is not None and x._version == 0 else None
 
@@ -135,7 +135,7 @@ def _called_again(
 
 
 def _why_not_norm(norm: nn.Module) -> str | None:
-    """Why the output of a norm in train mode cannot be had by calling it again."""
+    """Reason why the output of a norm in train mode cannot be recomputed by calling it again; None where it can."""
     if any(parameter.requires_grad for parameter in norm.parameters()):
         return "it is trained itself"
     weight = next(norm.parameters(), None)
@@ -196,7 +196,7 @@ def product_of(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Product
     gate_edge, up_edge = (gate_node, gate.output_nr), (up_node, up.output_nr)
     edges = node.next_functions
     if edges == (gate_edge, up_edge):
-        function: Any = getattr(type(node), "_forward_cls", object)  # of autograd functions in Python
+        function: Any = getattr(type(node), "_forward_cls", object)  # autograd functions in Python have it
         return function.apply if any(base.__name__ in LIGER_PRODUCTS for base in function.__mro__) else None
     if type(node).__name__ != "MulBackward0" or len(edges) != 2:
         return None
@@ -229,14 +229,14 @@ def _gelu_mul(approximate: str, gate: torch.Tensor, up: torch.Tensor) -> torch.T
 
 
 def _times(activated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Without a second tensor as large where nothing is broadcast or promoted."""
+    """Multiply in place where nothing is broadcast or promoted, without a second tensor of that size."""
     alike = activated.shape == up.shape and activated.dtype == up.dtype
     return activated.mul_(up) if alike else activated * up
 
 
 def _why_not_product(module: Any) -> str | None:
-    """Why nothing can be recomputed in a forward of a gated feed-forward in train mode: one of four tokens is looked at, with
-    random numbers in the place of the projections, so that no weight is read."""
+    """Reason why nothing can be recomputed in a forward of a gated feed-forward in train mode; None where it can: one of four
+    tokens is looked at, with random numbers in the place of the projections, so that no weight is read."""
     read: list[bool] = []
     hooks = RecomputedProduct()
 

@@ -1,10 +1,11 @@
-"""What the host can see of a tensor, to tell whether what was made from it still stands.
+"""Stamps of tensors: the changes of a tensor that the host can see, which tell whether a result computed from it is still
+valid.
 
-Everything that this package prepares from parameters and keeps (packed copies, scales, norms, siblings' outputs) goes by one
-rule. It stands while the tensors are the same objects with the same stamps; where objects may be replaced, while they lie in
-the same places with the same versions. Writes that leave no trace on the host, through .data or by a kernel, only their author
-knows of: who keeps something is told whether all writes are counted by the version ("version_counted"), and makes it anew every
-time where they are not.
+Everything that this package prepares from parameters and keeps (packed copies, scales, norms, siblings' outputs) follows one
+rule. A result is valid while the tensors are the same objects with the same stamps; where objects may be replaced, while they
+are at the same addresses with the same versions. Writes that leave no trace on the host (through .data, or by a kernel) are
+known only to the code that makes them. Each cache is therefore configured with `version_counted`: whether the version counts
+all writes. Where it does not, the cache recomputes its results every time.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def stamp(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Address of its data, and its version; None where it counts no versions, as a tensor made in inference mode: what is made
-    of it never stands."""
+    """Address of a tensor's data, and its version. None where the tensor counts no versions, as one made in inference mode:
+    results that were computed from it are never reused."""
     return None if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
 
 
 def stamps(tensors: Iterable[torch.Tensor]) -> Stamps:
-    """The same of several; None where that of one is."""
+    """Stamps of several tensors; None where that of any one is None."""
     found = []
     for tensor in tensors:
         if (own := stamp(tensor)) is None:
@@ -37,7 +38,7 @@ def stamps(tensors: Iterable[torch.Tensor]) -> Stamps:
 
 
 def version(tensor: torch.Tensor) -> int | None:
-    """How often torch's operations wrote into it; None where that is not counted."""
+    """Number of writes to the tensor by torch's operations; None where they are not counted."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -53,7 +54,8 @@ def traced_version(tensor: torch.Tensor) -> int:
 
 @torch.library.custom_op("packlora::version_as_length", mutates_args=())
 def _version_as_length(tensor: torch.Tensor) -> torch.Tensor:
-    """A graph has its length alone, from the fake tensor; compilers drop the operator itself, since nobody reads its output."""
+    """Operator whose fake output has the tensor's version as its length, which is all that a graph reads. Compilers drop the
+    operator itself, since its output is not used."""
     return tensor.new_empty(0)
 
 
@@ -77,7 +79,7 @@ class Unchanged:
 
     @contextmanager
     def unless_it_fails(self) -> Iterator[None]:
-        """Around what is made anew of tensors that have changed: where it fails they count as changed next time, too."""
+        """Context of an update after a change: if it fails, the tensors count as changed next time, too."""
         try:
             yield
         except BaseException:
@@ -85,7 +87,7 @@ class Unchanged:
             raise
 
     def __call__(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether they are those of the last call."""
+        """Whether the tensors are the same, with the same stamps, as in the last call."""
         now, before, seen = stamps(tensors), self._stamps, self._tensors
         self._stamps, self._tensors = now, tensors
         return now is not None and now == before and all(a is b for a, b in zip(tensors, seen, strict=True))

@@ -31,7 +31,7 @@ class Twin:
 
     @property
     def model(self) -> Any:
-        """Without weights."""
+        """Model of the other class, without weights."""
         return self._built[0]
 
     @cached_property
@@ -49,12 +49,12 @@ class Twin:
         return self._there.get(path)
 
     def here(self, path: str) -> str | None:
-        """The other way round."""
+        """Path in this model of a module of the other one; None where it has none."""
         return self._here.get(path)
 
 
 def twin_of(model: Any) -> Twin | None:
-    """What set_twin put onto a model."""
+    """Twin that set_twin put onto a model, or None."""
     return getattr(model, TWIN, None)
 
 

@@ -1,1 +1,1 @@
-"""Which plans compute a layer with adapters, what they cost, and which one to use on this device."""
+"""Plans that compute a layer with adapters: what they cost, and which one is fastest on this device."""

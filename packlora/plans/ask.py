@@ -1,4 +1,4 @@
-"""Ask: how a user wants layers to be computed, for all of them or by patterns of their paths.
+"""Ask: the plan that a user requests, for all layers or by patterns of their paths.
 
 A value is checked and spread over the layers here, for `accelerate` and for run files alike; select.py, PlanChooser acts on it.
 """
@@ -17,16 +17,16 @@ from packlora.ops.lora_linear.plan import PLANS, Plan, named_plan
 
 Prefer = Literal["time", "memory"]
 RULES = ("measured", "flops")
-"""Beside the names of plans."""
+"""Rules that choose a plan; names of plans are accepted beside them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """For a layer, or for all.
+    """Requested plan of a layer, or of all layers.
 
-    plan: measured, what was measured on the device, else the cost model; flops, the fewest floating-point operations; the name
-    of a plan, from the list or by its parts; or a Plan. lossy: plans with merged weights may be chosen, and a named one may
-    round as it does. prefer: with memory, rules do not keep S where making it again costs little.
+    plan: measured, the fastest plan by measurements on the device, else by the cost model; flops, the fewest floating-point
+    operations; the name of a plan, from the list or by its parts; or a Plan. lossy: plans with merged weights may be chosen,
+    and a named one may round as it does. prefer: with memory, rules do not keep S where computing it again costs little.
     """
 
     plan: str | Plan = "measured"
@@ -35,7 +35,7 @@ class Ask:
 
     @property
     def given(self) -> Plan | None:
-        """The one plan that is asked for; None where a rule chooses."""
+        """Plan that is requested itself; None where a rule chooses."""
         if isinstance(self.plan, Plan):
             return self.plan
         return None if self.plan in RULES else named_plan(self.plan)
@@ -47,7 +47,7 @@ MEASURED = Ask()
 def asks_of(
     plan: object, lossy: bool = False, prefer: str = "time", paths: Iterable[str] = (), matched: Mapping[str, str] | None = None
 ) -> dict[str, Ask]:  # fmt: skip
-    """What is asked for each of the layers.
+    """Requested plan of each layer.
 
     Args:
         plan: see Ask, None for measured; or a mapping from patterns to these. A pattern matches paths as those of PEFT's
@@ -76,7 +76,7 @@ def asks_of(
 
 
 def _ask_of(plan: Any, lossy: bool, prefer: Any, whose: str = "") -> Ask:
-    """whose: the pattern, for messages."""
+    """Requested plan from one value. whose: the pattern that has it, for messages."""
     if prefer not in get_args(Prefer):
         raise ValueError(f"prefer is {quoted(prefer)}; accepted are {', '.join(get_args(Prefer))}")
     if type(lossy) is not bool:

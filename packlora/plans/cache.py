@@ -1,4 +1,5 @@
-"""What was measured, on disk: one readable JSON file per device and version, by default in ~/.cache/packlora/plans.
+"""Cache of measured times on disk: one readable JSON file for each device and set of versions, by default in
+~/.cache/packlora/plans.
 
     {"schema": 2, "device": "NVIDIA H200", "versions": {...},
      "cases": {"cuda bfloat16 T2048 ...": {"ms": {"mm/after-mm/after": 0.31, ...}, "failed": {}, "date": "..."}}}
@@ -23,14 +24,15 @@ from packlora.plans import identity
 from packlora.plans.device_file import DeviceFile
 
 SCHEMA = 2
-"""Of the file. It changes where the list of plans does: a case that was measured among others is to be measured again."""
+"""Schema of the file. It is raised whenever the list of plans changes, so that every case is measured again among the new
+plans."""
 MARGIN = 0.01
 """Less than this is within the noise of a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was measured for a case: milliseconds and reasons of failure by plan name."""
+    """Measurements of a case: milliseconds and reasons of failure by plan name."""
 
     ms: dict[str, float]
     failed: dict[str, str] = field(default_factory=dict)

@@ -35,18 +35,18 @@ class Case:
     device: str
     """cpu or cuda."""
     dtype: str
-    """Of x and W, for example bfloat16."""
+    """Dtype of x and W, for example bfloat16."""
     tokens: int
     """A bucket, see token_bucket."""
     K: int
     Ns: tuple[int, ...]
     """Outputs of each layer."""
     ranks: tuple[tuple[int, ...], ...]
-    """By adapter, then by layer; 0 where the adapter does not target the layer."""
+    """Rank by adapter and layer; 0 where the adapter does not target the layer."""
     drops: tuple[bool, ...]
-    """By adapter: whether it has dropout."""
+    """Whether each adapter has dropout."""
     biases: tuple[bool, ...]
-    """By layer: whether it has a bias."""
+    """Whether each layer has a bias."""
     covered: bool = True
     """Every token belongs to an adapter."""
     needs: tuple[bool, bool, bool] = (True, True, True)
@@ -76,8 +76,8 @@ class Case:
         base_dropped: bool = False,
         moving: bool = False,
     ) -> Case:
-        """In normal form: tokens in their bucket, adapters that target none of the layers left out (their tokens are then
-        nobody's), the others in a fixed order.
+        """Case in normal form: tokens rounded to their bucket, adapters without a rank on any of the layers left out (their
+        tokens count as tokens without an adapter), and the others in a fixed order.
 
         Raises:
             ValueError: lengths do not agree, or a number is not positive.
@@ -99,7 +99,7 @@ class Case:
 
     @staticmethod
     def of_call(x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment], moving: bool = False) -> Case:
-        """Of a call of lora_group.
+        """Case of a call of lora_group.
 
         Args:
             x: [..., K].
@@ -124,7 +124,8 @@ class Case:
         return self.covered and len(self.ranks) == 1 and not self.moving
 
     def situation(self, rounding: Rounding = "exact") -> Situation:
-        """What of the case decides which plans compute it, here, as exactly as `rounding` says (plan.why_not)."""
+        """Properties of the case that decide which plans compute it on this device, as exactly as `rounding` demands
+        (plan.why_not)."""
         low_rank, double = bool(self.ranks), self.dtype == "float64"
         return Situation(
             self.single,
@@ -139,8 +140,8 @@ class Case:
 
     @property
     def target(self) -> Target:
-        """This machine's device and the sizes. A case of a GPU on a machine without one is taken for one of the oldest GPUs
-        that have the kernels."""
+        """Device of this machine, and the sizes of the case. On a machine without a GPU, a case of a GPU gets one of the oldest
+        GPUs that have the kernels."""
         sizes = (self.K, *self.Ns)
         if self.device != "cuda" or not torch.cuda.is_available():
             missing = None if gpu.HAS_TRITON else "the triton package is not installed"

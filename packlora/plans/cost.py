@@ -1,8 +1,8 @@
-"""What a plan costs before anything is measured: exact FLOPs, bytes moved, and a roofline estimate of the time.
+"""Cost of a plan before anything is measured: exact FLOPs, bytes moved, and a roofline estimate of the time.
 
 A plan is laid out as its steps, forward and backward. FLOPs count multiply and add (2 T K N for a product) of the matrix
-products alone; each step is taken to read its operands and write its result once. Of a batch with several adapters the
-tokens are taken to be shared out evenly, tokens without an adapter being one more share.
+products only; each step reads its operands and writes its result once. The tokens of a batch with several adapters count as
+shared out evenly among them; tokens without an adapter are one more share.
 
 Shapes: T tokens, t tokens of one adapter, K inputs, N outputs, r rank, R ranks of one adapter over the layers of the group.
 """
@@ -24,14 +24,15 @@ from packlora.plans.case import Case
 Phase = Literal["forward", "backward"]
 
 DROPOUT_BYTES, DROPOUT_LAUNCHES = 60, 16
-"""Of ops.dropout on a CPU, beside its scaling and masking of x: integer operations, each a pass over int32 [T, K / 2]. On a GPU
-it is one kernel that reads x and writes xd."""
+"""Bytes and launches of ops.dropout on a CPU, beside its scaling and masking of x: integer operations, each a pass over int32
+[T, K / 2]. On a GPU dropout is one kernel that reads x and writes xd."""
 WASTE = {"pass": 1.2, "joint": -0.15, "skinny": 1.6, "down": 1.6, "up": 1.4, "one-pass": 1.75, "inputs": 1.45}
-"""Time over the time of the traffic, on an H200 at 4096 x 4096, rank 16, T = 8192: library products with a small dimension, and
-the kernels. joint: what is added to one-pass where it makes e as well, whose three tensors stream better than one."""
+"""Ratio of a step's time to the time of its memory traffic, on an H200 at 4096 x 4096, rank 16, T = 8192: library products with
+a small dimension, and the kernels. joint: what is added to one-pass where it makes e as well, whose three tensors stream better
+than one."""
 WASTE_RANK = {"down": 0.010, "up": 0.03, "one-pass": 0.08, "inputs": 0.014}
-"""What each rank past 16 adds (at rank 64 down, up and inputs took 37, 50 and 69 us; one-pass 34 at rank 16 and 59 at rank 32,
-the two library products in its place 45 at any rank)."""
+"""Increase of WASTE for each rank past 16 (at rank 64 down, up and inputs took 37, 50 and 69 us; one-pass 34 at rank 16 and 59
+at rank 32, the two library products in its place 45 at any rank)."""
 SKINNY = 256
 TRITON_GEMM = {"forward": 1.022, "backward": 1.040}
 """A fused GEMM's time over cuBLAS: geometric mean of five shapes on an H200 at rank 16, T = 8192; the backward with dropout."""
@@ -61,12 +62,12 @@ class Machine:
 
 
 def flops(plan: Plan, case: Case) -> int:
-    """Of forward and backward."""
+    """FLOPs of forward and backward."""
     return sum(step.flops for step in steps(plan, case))
 
 
 def s_bytes(plan: Plan, case: Case) -> int:
-    """Of S [T, R], kept for the backward; 0 where it is not kept. R of several adapters is the largest."""
+    """Bytes of S [T, R] that are kept for the backward; 0 where S is not kept. R is the largest of several adapters."""
     keeps = plan.keep_s and plan.up != "merged" and plan.dB == "S"
     return case.tokens * max((sum(by_layer) for by_layer in case.ranks), default=0) * case.torch_dtype.itemsize * keeps
 
@@ -87,7 +88,7 @@ def seconds(plan: Plan, case: Case, machine: Machine) -> float:
 
 
 def steps(plan: Plan, case: Case) -> tuple[Step, ...]:
-    """Everything that the plan runs for the case, forward first."""
+    """Steps that the plan runs for the case, forward first."""
     shapes = _Shapes.of(case)
     plan = ordered(plan, shapes.e)
     return (*_forward(plan, shapes), *_backward(plan, shapes))
@@ -132,7 +133,7 @@ class _Shapes:
 
 
 def _waste(kernel: str, ranks: Iterable[int]) -> float:
-    """Of an adapter on average: each has as many tokens."""
+    """Waste of a kernel averaged over adapters; each has as many tokens."""
     return WASTE[kernel] + WASTE_RANK[kernel] * statistics.fmean(max(0, rank - 16) for rank in ranks)
 
 
@@ -141,7 +142,7 @@ Part = tuple[int, int]
 
 
 def _low_rank(adapters: Iterable[tuple[int, int]], n: int) -> list[Part]:
-    """Products [t, r] @ [r, n] for each (t, r), what they are added to left out."""
+    """Products [t, r] @ [r, n] for each (t, r), without their addends."""
     return [(2 * t * r * n, t * r + r * n) for t, r in adapters]
 
 
@@ -219,7 +220,7 @@ def _backward(plan: Plan, s: _Shapes) -> Iterator[Step]:
 
 
 def _needs(plan: Plan, s: _Shapes) -> tuple[bool, bool, bool, bool]:
-    """Whether dA and dB are wanted, and whether each of them goes through d' xd."""
+    """Whether dA and dB are needed, and whether each of them goes through d' xd."""
     _, need_A, need_B = s.case.needs if s.case.ranks else (False, False, False)
     return need_A, need_B, need_A and plan.dA == "xd", need_B and plan.dB == "xd"
 
@@ -234,7 +235,8 @@ def _dropped_again(plan: Plan, s: _Shapes) -> Iterator[Step]:
 
 
 def _products_of_d(plan: Plan, s: _Shapes, layer: int) -> Iterator[Step]:
-    """What reads d of a layer, but for dx: e = g d, dS, dB, and d' xd with what is made of it."""
+    """Steps that read the output gradient d of a layer, except dx: e = g d, dS, dB, and d' xd with the gradients computed from
+    it."""
     T, K, N = s.case.tokens, s.case.K, s.case.Ns[layer]
     need_A, need_B, A_via_xd, B_via_xd = _needs(plan, s)
     adapters = s.on_layer(layer)
@@ -316,7 +318,8 @@ REACHED = (0.75, 0.85)
 """Share of the peak arithmetic and bandwidth that large products and copies reach (H200: 770 of 989 TFLOP/s, 4.24 of 4.9)."""
 GPU_LAUNCH, CPU_LAUNCH = 12e-6, 3e-6
 HOST, GAP = 40e-6, 1.5e-6
-"""Of a forward or a backward on a GPU: what the host does beside launches, and what the GPU waits between kernels."""
+"""Seconds of a forward or a backward on a GPU: HOST is the host's work beside launches, GAP the idle time of the GPU between
+kernels."""
 HIDDEN = 0.1
 """Share of the smaller of arithmetic and traffic that is not hidden behind the larger."""
 CPU_PER_CYCLE = {"AVX512": 64, "AVX2": 32}

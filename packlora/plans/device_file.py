@@ -1,4 +1,4 @@
-"""A JSON file of what was measured on one device, with that of which it holds: device, versions and the like.
+"""JSON file of measurements on one device, with their identity: device, versions and the like.
 
 Writers take turns and merge; readers see the old file or the new one. Figures of another device or version say nothing about
 here and now, so a file of these, or a broken one, is not read, and is replaced by the next write.

@@ -1,4 +1,4 @@
-"""What measurements depend on: the device and versions; and where they are remembered."""
+"""Identity of measurements: the device and the versions that they depend on, and the folder where they are cached."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cache_path(device: torch.device, folder: str = "plans") -> Path:
 
 
 def measured_versions() -> dict[str, str]:
-    """Of what the times depend on."""
+    """Versions of the packages that the times depend on."""
     out = {"packlora": packlora.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda or "none")}
     try:
         out["triton"] = version("triton")

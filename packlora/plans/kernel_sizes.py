@@ -28,13 +28,15 @@ from packlora.plans.identity import cache_path, device_name, measured_versions
 
 SCHEMA = 1
 Fields = dict[str, int]
-"""Of Sizes, where they are not the usual ones."""
+"""Fields of Sizes that differ from the usual ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Of one kernel. fields: the sizes to use, none where the usual ones are best. ratios: by `described`, time over
-    that of the usual sizes: geometric mean over cases, and the worst case. failed: why there is no time, by candidate."""
+    """Tuning result of one kernel.
+
+    fields: sizes to use, empty where the usual ones are best. ratios: time relative to the usual sizes, by `described`:
+    geometric mean over cases, and the worst case. failed: reason why there is no time, by candidate."""
 
     fields: Fields
     ratios: dict[str, tuple[float, float]]
@@ -43,7 +45,7 @@ class Record:
 
 
 def described(fields: Fields) -> str:
-    """For a report and as a name: `grad_m 64, grad_n 128`."""
+    """Sizes as a text, for a report and as a name: `grad_m 64, grad_n 128`."""
     return ", ".join(f"{name} {value}" for name, value in fields.items()) or "usual"
 
 
@@ -128,12 +130,13 @@ def forget(device: torch.device) -> None:
 
 
 def use_tuned(device: torch.device) -> None:
-    """Let the kernels have the sizes that were measured on this device, where there are any."""
+    """Make the kernels use the sizes that were measured on this device, where there are any."""
     if found := tuned(device):
         use(device, combined(found, usual(device)))
 
 
 def identity(device: torch.device) -> str | None:
-    """Of the sizes in use, in few letters; None of the usual ones. Plans that were measured with other sizes are not used."""
+    """Short hash of the kernel sizes in use; None for the usual ones. Plans that were measured with other sizes are not
+    used."""
     found = tuned(device)
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12] if found else None

@@ -22,7 +22,7 @@ from packlora.plans.space import legal_plans
 
 Origin = Literal["measured", "estimated", "not measured", "only one", "flops", "asked for", "gave way"]
 LITTLE = 0.05
-"""Of the estimated time of forward and backward: what making S again may cost where memory is preferred."""
+"""Share of the estimated time of forward and backward that recomputing S may cost where memory is preferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class Choice:
     why_not: str | None = None
 
     def described(self, case: Case) -> str:
-        """By what evidence, what it saves against the plain chain, and the bytes of S that it keeps, for a report."""
+        """Describe the choice for a report: its evidence, its saving against the plain chain, and the bytes of S that it
+        keeps."""
         own, chain = flops(self.plan, case), flops(CHAIN, case)
         words = [f"{self.origin}: {self.why_not}" if self.why_not is not None else str(self.origin)]
         if self.ms is not None:
@@ -72,7 +73,7 @@ class PlanChooser:
             use_tuned(device)
         self.cache = cache or PlanCache(device)
         self.choices: dict[Case, Choice] = {}
-        """By case, in the order in which they were first asked for."""
+        """Choice by case, in the order in which the cases first occurred."""
         self._plans: dict[Case, Plan] = {}
         self._calls: dict[Any, tuple[tuple[Layer, ...], Plan]] = {}
 
@@ -135,14 +136,15 @@ class PlanChooser:
         return Choice(min(plans, key=lambda plan: self._seconds(plan, case)), "estimated")
 
     def _fewest(self, plans: Sequence[Plan], case: Case) -> Choice:
-        """Of plans with as few operations as each other the fastest one, where the chain is among them, else the first."""
+        """Choose the plan with the fewest FLOPs. Among several with equally few it is the fastest one where the chain is among
+        them, else the first."""
         by_plan = {plan: flops(plan, case) for plan in plans}
         least = [plan for plan in plans if by_plan[plan] == min(by_plan.values())]
         best = self._fastest(least, case).plan if CHAIN in least or case.moving else least[0]
         return self._timed(Choice(best, "flops"), case)
 
     def _timed(self, choice: Choice, case: Case) -> Choice:
-        """With what was measured for its plan, if anything."""
+        """Choice with the measured times of its plan, if there are any."""
         record = self.cache.get(case.key)
         if record is None or choice.plan.name not in record.ms:
             return choice
@@ -157,7 +159,7 @@ class PlanChooser:
         return seconds(plan, case, machine(self.device, case.dtype, case.tf32))
 
     def record(self) -> list[dict[str, Any]]:
-        """What was chosen, by case, for run.json and the report; why_not only where a plan that was asked for gave way."""
+        """Choices by case, for run.json and the report; why_not only where a plan that was asked for could not be used."""
         return [
             {"case": case.key, "plan": choice.plan.name, "origin": choice.origin, "ms": choice.ms, "chain_ms": choice.chain_ms}
             | ({"why_not": choice.why_not} if choice.why_not is not None else {})

@@ -23,10 +23,10 @@ def legal_plans(case: Case, lossy: bool = False) -> tuple[Plan, ...]:
 
 
 def carried_out(plan: Plan, case: Case) -> Plan:
-    """One plan for all that do the same for the case: parts that do not matter there are the chain's."""
+    """Representative of all plans that do the same for the case: parts that do not matter there are the chain's."""
     plan = ordered(plan, case.torch_dtype.itemsize)
     need_x, need_A, need_B = case.needs
-    if not need_x:  # what is left of `dx` is how dA is made
+    if not need_x:  # `dx` then only decides how dA is computed
         by_kernel = plan.dx == "routed" or (plan.dx == "fused" and any(case.drops))
         plan = replace(plan, dx="routed" if by_kernel else "after")
     plan = replace(plan, dA=plan.dA if need_A else "dS", dB=plan.dB if need_B else "S")

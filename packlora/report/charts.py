@@ -19,8 +19,8 @@ DARK = ("#3b9bdb", "#e8711a", "#1dbf92", "#dd92bc", "#f0b429", "#8ccff7", "#a0a0
 SHADES = {"light": (26, 40, 54), "dark": (78, 66, 54)}
 """Lightness, in percent, of the colours of further jobs, on light and on dark paper."""
 FIRST_HUE, GOLDEN_ANGLE = 96, 137.508
-"""In degrees: hues so far apart never come back, and are never near the last ones; from this one on they are farthest from the
-palette's."""
+"""Hues of further jobs in degrees: the first is the farthest from the palette's, and steps by the golden angle never repeat a
+hue nor come near the last ones."""
 SIZE = 1000
 """Height and width of every chart in SVG units, whatever its size on the screen."""
 
@@ -70,7 +70,7 @@ def _tick_step(at_least: float) -> float:
 
 
 def tick_text(value: float, step: float) -> str:
-    """A number with as many digits as the distance between ticks asks for: 1.25, 2e-4, 12k."""
+    """Format a number with as many digits as the distance between ticks needs: 1.25, 2e-4, 12k."""
     if value == 0:
         return "0"
     if step >= 1e6:
@@ -85,7 +85,7 @@ def tick_text(value: float, step: float) -> str:
 
 
 def thin(points: Sequence[Point], most: int = 400) -> list[Point]:
-    """At most about `most` points with the same outline: of every stretch, the lowest and the highest."""
+    """Reduce points to about `most` with the same outline: each stretch keeps its lowest and highest point."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -173,7 +173,7 @@ def note(text: str, point: Point, x: Axis, y: Axis, style: str, tip: str) -> str
 
 
 def colour(index: int, paper: str) -> str:
-    """Of a job, by its number; no two jobs have the same. paper: light or dark."""
+    """Colour of a job, by its number; no two jobs share one. paper: light or dark."""
     palette = {"light": LIGHT, "dark": DARK}[paper]
     if index < len(palette):
         return palette[index]

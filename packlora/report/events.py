@@ -1,4 +1,4 @@
-"""What a run tells while it trains: events, the type of who hears them, and how a subscriber asks for an end.
+"""Events of a run in training, the type of their subscribers, and the value that a subscriber returns to end a run or a job.
 
     from packlora.report.events import Evaluated, Stop
 
@@ -169,8 +169,8 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a job's adapter wrote for its sample_prompts at an evaluation: a line of samples.jsonl. samples: for each of them
-    `prompt` and `text`, in their order."""
+    """Texts that a job's adapter generated for its sample_prompts at an evaluation: a line of samples.jsonl. samples: `prompt`
+    and `text` of each prompt, in their order."""
 
     job: str
     step: int
@@ -179,7 +179,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBegins:
-    """A checkpoint of a job is about to be written, beside training; what is logged up to it must be on the disk before it."""
+    """Event before a checkpoint of a job is written, beside training; logs up to it must be on the disk before it."""
 
     job: str
     step: int
@@ -196,7 +196,8 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class SavePointReached:
-    """All checkpoints that were due together are being written, and the adapters of jobs that have ended are on the disk."""
+    """Event after a save point: all checkpoints that were due together are being written, and the adapters of jobs that have
+    ended are on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +253,7 @@ class JobDone:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a person should know; run.json keeps it among its warnings."""
+    """Note for a person; run.json keeps it among its warnings."""
 
     text: str
 
@@ -291,7 +292,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """What a subscriber returns to end the run, which --resume continues, or one job of it, with its adapter as it is.
+    """Request by a subscriber to end the run, which --resume continues, or one job of it, with its adapter as it is.
 
     A job ends after the optimizer step that it is in, or the one that Stepped or Evaluated tells of: it is evaluated and saved
     as after its last step, and it stays ended when the run is resumed. The numbers of the other jobs do not change. A run ends
@@ -313,7 +314,7 @@ class Stop:
 
 
 class Subscriber(Protocol):
-    """Hears every event of a run, one after the other and in the same order as all others.
+    """Subscriber: it receives every event of a run, one after the other and in the same order as all others.
 
     It runs in the training loop, so it must be quick; an event that comes while another is told waits. What it raises costs
     the run nothing: the run says so once, and tells it nothing more. KeyboardInterrupt and SystemExit end the run. What it

@@ -1,4 +1,4 @@
-"""Reading what a run writes while it writes: jsonl files are read on from where the last look ended, nothing is written.
+"""Reader of files that a run is writing: jsonl files are read from the end of the last look on, and nothing is written.
 
 Any file may be missing, empty, half-written, or another one than before, as after a run was resumed.
 """
@@ -18,12 +18,12 @@ Line = dict[str, Any]
 MOST_BYTES = 2**26
 """Read of one file in one look; more comes with the next."""
 REMEMBERED = 64
-"""Bytes before the end of what was read, by which a file is known again."""
+"""Bytes before the end of the last read, by which a file is recognised."""
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes] | None]:
-    """A plain file, or None: what is no file is not waited for, as a pipe would be."""
+    """Open a plain file; None for anything else, since opening a pipe would wait."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -47,7 +47,7 @@ class Followed:
         self._at, self._before = 0, b""
 
     def look(self) -> bool:
-        """Read what is new; whether anything is."""
+        """Read the new lines; return whether anything is new."""
         with opened(self.path) as file:
             if file is None or not self._is_known(file):
                 changed = bool(self._at)
@@ -101,9 +101,7 @@ def is_held(lock: Path) -> bool | None:
             if file is None:
                 if os.path.lexists(lock):
                     return None
-                return lock.parent.is_dir() and _is_locked(
-                    lock.parent.stat().st_ino
-                )  # somebody may have removed the file
+                return lock.parent.is_dir() and _is_locked(lock.parent.stat().st_ino)  # the file may be gone
             host, inode = file.read(1000).decode(errors="replace").split(" ")[0], os.fstat(file.fileno()).st_ino
         if host and host != socket.gethostname():
             return None

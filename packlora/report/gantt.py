@@ -17,7 +17,7 @@ NAMED = 16
 
 
 def draw(microbatches: Sequence[Microbatch], cost: CostModel, title: str, path: Path) -> None:
-    """Write the picture; the ending of the path says of which kind it is.
+    """Write the picture; its format is that of the path's suffix.
 
     A box is split by the tokens of the jobs that share it.
 

@@ -30,7 +30,7 @@ class DamagedLine(ValueError):
 
 
 def fold(record: dict[str, Any], line: Mapping[str, Any]) -> None:
-    """Add what a line of the journal says to what run.json says."""
+    """Apply a line of the journal to the content of run.json."""
     for key in LISTS:
         record[key] += line.get(key, ())
     for key in TABLES:
@@ -41,7 +41,7 @@ def fold(record: dict[str, Any], line: Mapping[str, Any]) -> None:
 
 
 def merged(line: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """One line that says what two say, one after the other."""
+    """Merge two lines of the journal, which follow one another, into one."""
     out = {**line, **more}
     for key in line.keys() & more.keys():
         if isinstance(line[key], list):
@@ -88,7 +88,7 @@ class Journal:
 
 
 def lines_since(folder: Path, edition: int) -> list[Line]:
-    """What the journal says since an edition of run.json was written. A last line without its end was never promised.
+    """Journal lines since an edition of run.json was written. A last line without its end was never promised.
 
     Raises:
         DamagedLine: a line is not what was written.
@@ -109,7 +109,8 @@ def lines_since(folder: Path, edition: int) -> list[Line]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a run says of itself. Raises what reading JSON and taking values out of it may raise."""
+    """Record of a run: run.json with the journal lines after it. Raises whatever reading JSON and taking values out of it may
+    raise."""
     record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     for line in lines_since(folder, record.get(EDITION, 0)):
         fold(record, line)

@@ -1,6 +1,6 @@
-"""What a run logs while it trains, from its events: metrics.jsonl, evals.jsonl, samples.jsonl and others, see LINES.
+"""Log files that a run writes from its events while it trains: metrics.jsonl, evals.jsonl, samples.jsonl and others, see LINES.
 
-Training depends on none of these files: what cannot be written is lost, and said once.
+Training depends on none of these files: lines that cannot be written are lost, with one warning.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LINES = {
     Sampled: SAMPLES,
     PipelineRan: PIPELINE,
 }
-"""Events that are a line each, and of which file; the keys are the names of their fields."""
+"""Events that are written as one line each, and their files; the keys are the names of their fields."""
 
 
 class BestEffort:
@@ -68,7 +68,7 @@ class BestEffort:
 
 
 class LoggedSteps:
-    """Which steps are logged, by what the jobs ask for; it hears all events of a run."""
+    """Filter of the steps that are logged, by the jobs' logging_steps; it receives all events of a run."""
 
     def __init__(self) -> None:
         self._every: dict[str, int] = {}
@@ -86,7 +86,7 @@ class LoggedSteps:
 
 
 def logging_steps(job: Mapping[str, Any]) -> int:
-    """Of a job as in a run file."""
+    """logging_steps of a job given as in a run file."""
     every: int = job.get("train", {}).get("logging_steps", 1)
     return every
 
@@ -186,8 +186,8 @@ def read_lines(path: Path, *keys: str) -> list[dict[str, Any]]:
 def metric_lines(
     histories: Mapping[str, list[dict[str, Any]]], every: Mapping[str, int] | None = None
 ) -> list[dict[str, Any]]:
-    """What metrics.jsonl holds of jobs with these log histories, in the order of time. every: logging_steps of jobs, 1 of
-    others."""
+    """Lines of metrics.jsonl for jobs with these log histories, in the order of time. every: logging_steps by job; 1 where it
+    is absent."""
     each = every or {}
     steps = [
         (line["elapsed"], name, line)
@@ -215,7 +215,7 @@ def told_in(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def eval_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The same of evals.jsonl."""
+    """Lines of evals.jsonl for jobs with these log histories, in the order of time."""
     evals = [(line["elapsed"], name, line) for name, own in histories.items() for line in own if "eval_loss" in line]
     return [
         {"job": name, "step": line["step"]} | {key: value for key, value in line.items() if key.startswith("eval_")}

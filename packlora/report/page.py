@@ -1,8 +1,8 @@
-"""The page of a run: one HTML file that needs nothing but a browser, written by a run and served by packlora watch alike.
+"""Page of a run: one HTML file that needs nothing but a browser, written by a run and served by packlora watch alike.
 
-Owns how its pieces are put together: sections.py's HTML, series.py's numbers as JSON, page.css, and page.js, which draws the
-curves. The page runs no script but its own, whose hash its Content-Security-Policy names, and asks nobody but the address that
-it came from.
+This module assembles its pieces: the HTML of sections.py, the numbers of series.py as JSON, page.css, and page.js, which draws
+the curves. The page runs no script but its own, whose hash its Content-Security-Policy names, and sends requests only to the
+address that it came from.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def policy(is_live: bool) -> str:
 
 
 def whole_page(output_dir: Path) -> str:
-    """Of what a run has written so far, to be opened as a file."""
+    """Page of everything that a run has written so far, to be opened as a file."""
     run = FollowedRun(output_dir)
     data = PageData(run)
     while data.follow():
@@ -45,7 +45,7 @@ def whole_page(output_dir: Path) -> str:
 
 
 class LivePage:
-    """The page of a run that may train now: whole, and what is new of it.
+    """Page of a run that may still train: the whole page, and its changes since a look.
 
     Drawings and tables are made again at most every REMADE seconds, and so seldom that it takes a fiftieth of the time.
     """
@@ -54,7 +54,7 @@ class LivePage:
         self._data, self._clock = PageData(FollowedRun(output_dir)), clock
         self._parts: dict[str, str] = {}
         self._made: dict[str, int] = {}
-        """By part, the look of which its present text is new."""
+        """Number of the look in which each part's text last changed."""
         self._is_stale, self._next = True, 0.0
 
     def html(self) -> str:
@@ -65,7 +65,7 @@ class LivePage:
         return _assembled(self._data, self._parts, is_live=True)
 
     def news(self, look: int, epoch: int) -> dict[str, Any]:
-        """What a page does not know that has this look and epoch."""
+        """Changes since the look and epoch that a page already has."""
         self._is_stale |= self._data.follow()
         if self._is_stale and self._clock() >= self._next:
             self._make()
@@ -117,7 +117,7 @@ def _assembled(data: PageData, part: Mapping[str, str], is_live: bool) -> str:
 <script>{SCRIPT}</script>
 </body></html>
 """
-    return page.encode(errors="replace").decode()  # of texts of users, halves of characters
+    return page.encode(errors="replace").decode()  # users' texts may hold halves of characters
 
 
 def embedded(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""What a person sees while a run trains: a live table of the jobs on a terminal, plain lines otherwise.
+"""Progress display of a run in training: a live table of the jobs on a terminal, plain lines otherwise.
 
-Progress is a subscriber: all that it knows comes from the events of the run.
+Progress is a subscriber: all its information comes from the events of the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMPILES = (
 )
 
 GAP, NAME, BAR = 2, 20, 20
-"""Of the live table, in characters: between columns, of a name that must be cut, of the bar at its longest."""
+"""Widths in the live table, in characters: the gap between columns, the longest name, and the longest bar."""
 AROUND = 4
 """Lines of a terminal that are not for jobs: headings, the last line, and two of what was said before."""
 LEAST_NEEDED = ("lr", "grad norm", "progress", "held-out")
@@ -95,7 +95,7 @@ class Progress:
         self.console = console or Screen(file=standard_output())
         self.jobs: dict[str, _Shown] = {}
         self._ends: dict[str, float] = {}
-        """When each job will be done, if it keeps its rate: 0 where it takes no more steps, infinite before its first one."""
+        """Predicted end of each job at its present rate: 0 where it takes no more steps, infinite before its first one."""
         self._start = time.perf_counter()
         self._live: Live | None = None
         self._steps = LoggedSteps()
@@ -214,15 +214,16 @@ class Progress:
 
 
 def _most_wanted(jobs: list[_Shown], room: int) -> list[_Shown]:
-    """So many jobs, in their order: those that train, then those that have failed, then the last ones that are done."""
+    """Select as many jobs as fit, in their order: those that train, then those that have failed, then the last ones that are
+    done."""
     places = {"running": 0, "failed": 1, "done": 2}
     order = sorted(range(len(jobs)), key=lambda at: (places[jobs[at].status], -at if jobs[at].status == "done" else at))
     return [jobs[at] for at in sorted(order[: max(1, room)])]
 
 
 def _fitting(rows: Sequence[dict[str, str]], room: int) -> dict[str, int]:
-    """Columns that fit into a line of `room` characters, with their widths: what is needed least is left out first, then names
-    are cut; what is left over goes to names and to the bar."""
+    """Columns that fit into a line of `room` characters, with their widths: the least needed columns are left out first, then
+    names are cut; the room that is left goes to names and to the bar."""
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     longest = widths["job"]
     widths["job"] = min(longest, NAME)
@@ -240,7 +241,7 @@ def _fitting(rows: Sequence[dict[str, str]], room: int) -> dict[str, int]:
 
 
 def _cut(text: str, width: int) -> str:
-    """Without its middle where it is too long: names differ at their ends."""
+    """Cut the middle out of a text that is too long: names differ at their ends."""
     if len(text) <= width:
         return text
     return text[: width // 2] + "…" + text[len(text) - (width - 1 - width // 2) :]

@@ -31,7 +31,7 @@ def write_report(output_dir: Path) -> Path:
 
 
 class ReportPage:
-    """Keeps a run's report.html, a subscriber; it reads what the subscribers before it have written.
+    """Subscriber that keeps a run's report.html up to date; it reads the files that the subscribers before it have written.
 
     The page is made from all that a run has logged. It is written at the beginning and at the end, and at save points so
     seldom that it takes a hundredth of the time, while it takes no more than a second; `packlora report` and `packlora watch`

@@ -1,4 +1,4 @@
-"""What a run has written, read back: run.json, the jsonl files and sweep.json, at once or again and again while it trains.
+"""Reader of the files that a run writes: run.json, the jsonl files and sweep.json, once or repeatedly while it trains.
 
 Any of them may be missing, empty or still growing.
 """
@@ -21,7 +21,7 @@ from packlora.report.metrics import EVALS, METRICS, MICROBATCHES, SAMPLES, WINDO
 
 @dataclass
 class JobFiles:
-    """One job: what was asked for, what it consists of, what has happened."""
+    """Files of one job: its configuration, its adapter, and its progress."""
 
     name: str
     style: str
@@ -162,9 +162,9 @@ class FollowedRun:
         return any(changed)
 
     def files(self) -> RunFiles:
-        """What is known by now."""
+        """Files as they have been read so far."""
         config = self.about.get("config") or {}
-        template = (config.get("sweep") or {}).get("job")  # which is not trained itself
+        template = (config.get("sweep") or {}).get("job")  # the template is not trained itself
         configs = {str(job["name"]): job for job in config.get("jobs", []) if job["name"] != template}
         names = list(configs) or list(self.metrics.jobs)
         information, results = self.about.get("jobs") or {}, (self.about.get("result") or {}).get("jobs") or {}
@@ -183,7 +183,8 @@ class FollowedRun:
         )  # fmt: skip
 
     def _ended(self, name: str, known: Mapping[str, Any]) -> Line:
-        """How a job of a run in progress has ended already, if it has. Only names in run.json are those of folders."""
+        """Status of a job that has already ended in a run in progress; empty otherwise. Only names in run.json are those of
+        folders."""
         if name not in known or "/" in name:
             return {}
         file = self.folder / name / "trainer_state.json"

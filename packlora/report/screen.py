@@ -12,7 +12,7 @@ from packlora.errors import spelt_out
 
 
 class Screen(Console):
-    """On a terminal every text and every cell is spelt out (errors.spelt_out); in a file it stays as it is."""
+    """Console that spells out every text and cell on a terminal (errors.spelt_out); output to a file stays as it is."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         return super().render(_spelt_out(renderable) if self.is_terminal else renderable, options)

@@ -1,6 +1,6 @@
-"""What the page of a run says in words, tables and drawings that stand still, as HTML by the name of its place on the page.
+"""Static sections of the page of a run (words, tables and drawings), as HTML by the name of their place on the page.
 
-Scales and marks are charts.py's, the files run_files.py's; curves are drawn in the browser, from series.py's numbers.
+charts.py has the scales and marks, run_files.py the files; curves are drawn in the browser, from the numbers of series.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ COLUMNS = (
     "Kind", "r", "&alpha;", "Dropout", "Learning rate", "Steps", "Training loss", "Held-out loss", "Tokens", "Trainable",
     "Status",
 )  # fmt: skip
-"""Of the table of jobs, after the name. On a narrow screen a job is a card, where every value stands under its heading."""
+"""Columns of the table of jobs after the name. On a narrow screen each job is a card, where every value stands under its
+heading."""
 SYMBOLS = {
     "done": "✓",
     "failed": "✕",
@@ -103,12 +104,12 @@ def parts(run: RunFiles) -> dict[str, str]:
 
 
 def title(run: RunFiles) -> str:
-    """Of the page, as text."""
+    """Title of the page, as text."""
     return f"{model_of(run)} · {run.status} · packlora"
 
 
 def model_of(run: RunFiles) -> str:
-    """Of which base model the run is, or in which folder."""
+    """Base model of the run, or the name of its folder."""
     return str(run.config.get("base_model") or run.folder.resolve().name)
 
 
@@ -163,7 +164,7 @@ def _tiles(run: RunFiles) -> str:
 
 
 def _warnings(run: RunFiles) -> str:
-    """What a reader must not miss. What the run has recorded as a warning is not said twice."""
+    """Warnings at the top of the page. A failure that the run has also recorded as a warning is shown once."""
     recorded = [str(text) for text in run.about.get("warnings") or []]
     items = []
     for job in run.jobs:
@@ -202,7 +203,7 @@ def _job_table(run: RunFiles) -> str:
 
 
 def _of_preferences(job: JobFiles) -> str:
-    """How a job with preferences stands, of held-out samples where there are some."""
+    """Metrics of a job with preferences, from held-out samples where there are some."""
     lines = [(job.evals, "eval_rewards/"), (job.metrics, "rewards/")]
     line, start = next(((own[-1], start) for own, start in lines if own), ({}, ""))
     found = [(name, line.get(f"{start}{name}")) for name in ("accuracies", "margins")]
@@ -293,7 +294,8 @@ def _microbatches(run: RunFiles) -> str:
 
 
 def _schedule(run: RunFiles) -> str:
-    """What the schedule is, how far from the best, and whether microbatches took the time that was predicted."""
+    """Section on the schedule: its form, its distance from the optimum, and measured against predicted times of
+    microbatches."""
     facts = _schedule_facts(run)
     timed = [
         (1e3 * float(row["predicted"]), 1e3 * float(row["seconds"]))
@@ -421,7 +423,8 @@ def _lengths(run: RunFiles) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _as_yaml(config: str) -> str:
-    """Of a config in JSON: made once for all pages of a run, since it takes some 20 ms a job."""
+    """Convert a config from JSON to YAML. The result is cached for all pages of a run, since a conversion takes some 20 ms a
+    job."""
     return yaml.safe_dump(json.loads(config), sort_keys=False, allow_unicode=True, width=100)
 
 

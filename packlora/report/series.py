@@ -1,7 +1,8 @@
-"""What the page draws of a run: the numbers of its jobs by step and of its machine by time, thinned, and what of it is new.
+"""Series that the page draws: the numbers of a run's jobs by step and of its machine by time, thinned, with the changes since a
+look.
 
-A run writes a line per optimizer step and per microbatch; a page holds a few hundred points of each. Lines are put together in
-buckets of equal numbers, with mean, lowest and highest. Where there are too many buckets, two and two become one.
+A run writes a line per optimizer step and per microbatch; a page holds a few hundred points of each. Lines are merged into
+buckets of equally many, with mean, lowest and highest value. Where there are too many buckets, they are merged in pairs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from packlora.report.follow import Line
 from packlora.report.run_files import FollowedRun, RunFiles, is_number
 
 MOST_BUCKETS = ((40, 800), (150, 300), (10**9, 120))
-"""Of a job, by the most jobs of the run."""
+"""Most buckets of a job, by the number of jobs of the run."""
 MOST_METRICS = 100
 """Kinds of numbers of a job."""
 MOST_SAMPLED = 24
@@ -45,7 +46,7 @@ class Thinned:
         self.places, self.most, self.every = places, most, 1
         self._buckets: list[_Bucket] = []
         self._touched: list[int] = []
-        """By bucket, the number of the look that last added to it."""
+        """Number of the look that last added to each bucket."""
         self._begun = 0
         """The look in which buckets were last put together."""
 
@@ -71,7 +72,7 @@ class Thinned:
         self._touched, self._begun = [look] * len(buckets), look
 
     def since(self, look: int) -> Line | None:
-        """What came after a look, as columns from bucket `from` on; None where nothing did."""
+        """Changes since a look, as columns from bucket `from` on; None where there are none."""
         start = 0 if self._begun > look else bisect_right(self._touched, look)
         new = self._buckets[start:]
         if not new:
@@ -167,7 +168,7 @@ class PageData:
         return True
 
     def since(self, look: int, epoch: int) -> Line:
-        """What the page does not know yet that knows what there was after a look of an epoch; all of it for others."""
+        """Changes since a look of an epoch; everything for a page with another epoch or a later look."""
         if epoch != self.epoch or look > self.look:
             look = -1
         files = self.files
@@ -199,7 +200,7 @@ def _sampled(line: Line) -> Line:
 
 
 def _spread(lines: list[Line], most: int) -> list[Line]:
-    """At most so many, evenly, with the first and the last."""
+    """Select up to `most` lines, evenly spread, with the first and the last."""
     if len(lines) <= most:
         return lines
     return [lines[round(number * (len(lines) - 1) / (most - 1))] for number in range(most)]

@@ -17,7 +17,7 @@ from packlora.terminal import standard_output
 UNBROKEN = 400
 """Characters of a line where there is no terminal: in a file a job is one line, whatever its name."""
 SPEAKERS = 3
-"""Adapters that the last words name for a chat."""
+"""Number of adapters that the closing lines name for a chat."""
 TOLD = ("rewards/accuracies", "rewards/margins")
 """Columns of jobs with preferences: of held-out samples where there are some, else of the last step."""
 
@@ -45,7 +45,7 @@ def _table(jobs: Mapping[str, JobResult]) -> Table:
 
 
 def print_summary(result: Result, resume_command: str, whole_command: str | None = None) -> None:
-    """How each job ended, and the next step.
+    """Print the end of each job, and the next step.
 
     Args:
         resume_command: goes on with an interrupted run.

@@ -24,7 +24,7 @@ SHOWN = 200
 
 
 def read_sweep(folder: Path) -> Line | None:
-    """What sweep.json holds, None where there is none, or nothing of use in it."""
+    """Content of sweep.json; None where the file is missing or unusable."""
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
         lines = [line for line in found["candidates"] if isinstance(line["parameters"], dict) and line["name"]]
@@ -39,12 +39,12 @@ def names_of_candidates(folder: Path) -> set[str]:
 
 
 def name_of(metric: str) -> str:
-    """Of what is compared, for people."""
+    """Name of the compared metric, for people."""
     return "held-out " + metric.removeprefix("eval_")
 
 
 def section(folder: Path) -> str:
-    """Of the page: parallel coordinates, learning curves and the ranking."""
+    """Section of the page on a sweep: parallel coordinates, learning curves and the ranking."""
     sweep = read_sweep(folder)
     if sweep is None:
         return ""

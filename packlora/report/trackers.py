@@ -34,9 +34,9 @@ from packlora.report.metrics import LoggedSteps
 
 FOLDER = "trackers"
 WRITTEN_EVERY, MOST_KEPT = 10.0, 900
-"""Of numbers that mlflow is told in one transaction: seconds, and how many; it takes 1000."""
+"""Seconds between transactions with mlflow, and the most numbers in one; mlflow takes 1000."""
 PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
-"""By tracker, the package that it needs."""
+"""Package that each tracker needs."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -61,11 +61,11 @@ class JobRun(Protocol):
 
 
 class Tracker:
-    """What all of them have in common: events become numbers of jobs by step.
+    """Base class of trackers: it turns events into numbers of jobs by step.
 
     Args:
         open_job: makes a job's run, from the run's id, the name of the group, the job's name, its configuration and its step.
-        tells_all: of a resumed run what earlier sessions told is written anew.
+        tells_all: the numbers that earlier sessions of a resumed run logged are logged again.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class _MlflowRun:
 
 
 def trackers(names: Sequence[str], output_dir: Path) -> tuple[list[Subscriber], list[str]]:
-    """Those that a run asks for, and notes of those that cannot begin."""
+    """Trackers that a run requests, and notes about those that cannot start."""
     makes: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(output_dir), "trackio": Trackio,
         "wandb": lambda: Wandb(output_dir), "mlflow": lambda: Mlflow(output_dir),
@@ -268,6 +268,6 @@ def trackers(names: Sequence[str], output_dir: Path) -> tuple[list[Subscriber], 
     for name in names:
         try:
             out.append(makes[name]())
-        except Exception as error:  # of another project's code
+        except Exception as error:  # raised by another project's code
             notes.append(f"tracker {name} cannot begin ({type(error).__name__}: {error}); training goes on without it")
     return out, notes

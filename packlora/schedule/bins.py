@@ -14,7 +14,7 @@ MAX_SUBSET = 64
 """Samples that are looked at to fill one bin; keeps the work linear in the number of samples."""
 MAX_SQUEEZED = 40
 SWEEPS = 3
-"""Of all pairs of bins, of which there may be so many."""
+"""Sweeps over all pairs of MAX_SQUEEZED bins."""
 RETRIES = 12
 """Other orders that are tried where a packing is above its bound."""
 
@@ -96,7 +96,7 @@ def _rank(packing: Packing, lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def best_fit(lengths: Sequence[int], capacity: int, room: int, allowed: Sequence[bool] | None) -> Packing:
-    """Each sample, longest first, into the fullest bin that still takes it. O(n log n) searches."""
+    """Put each sample, longest first, into the fullest bin that still takes it. O(n log n) searches."""
     bins: list[list[int]] = [[]]  # the open one first
     free: list[tuple[int, int]] = [(room, 0)]  # (room left, bin), sorted
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -215,7 +215,7 @@ def _squeeze(packing: Packing, lengths: Sequence[int], capacity: int) -> Packing
 
 
 def _some(indices: list[int]) -> list[int]:
-    """At most MAX_SUBSET of them, evenly spread."""
+    """Select up to MAX_SUBSET of the indices, evenly spread."""
     if len(indices) <= MAX_SUBSET:
         return indices
     return [indices[k * len(indices) // MAX_SUBSET] for k in range(MAX_SUBSET)]

@@ -1,4 +1,4 @@
-"""How few microbatches there can be: bounds that no schedule beats, so that one that reaches them is proved to be best."""
+"""Lower bounds of the number of microbatches: no schedule beats them, so a schedule that reaches one is proved optimal."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 ROUNDS = 300
-"""Times that new patterns are made."""
+"""Rounds in which new patterns are made."""
 AT_ONCE = 6
 """New patterns without a common length that are made for the same prices."""
 SAFETY = 1e-6
@@ -133,7 +133,7 @@ def choose_patterns(
 
 
 def _first_patterns(made: Patterns) -> list[list[int]]:
-    """For each class a bin that begins with it and takes what still fits, longest first."""
+    """First pattern of each class: a bin that begins with it and takes what still fits, longest first."""
     patterns = []
     for first in range(len(made.classes)):
         pattern = [0] * len(made.classes)

@@ -17,7 +17,7 @@ REACH = 12
 
 
 class _Spans:
-    """Which slots hold samples of a job's global batch."""
+    """Slots that hold samples of each job's global batches."""
 
     def __init__(self, slots: Sequence[Sequence[Item]]) -> None:
         self.slots: dict[tuple[int, int], Counter[int]] = {}
@@ -75,7 +75,8 @@ def compact(slots: list[list[Item]], capacity: int, stages: int) -> None:
 def _exchange(
     slots: list[list[Item]], spans: _Spans, here: int, there: int, chosen: list[Item], going: list[Item], coming: list[Item]
 ) -> None:  # fmt: skip
-    """Of the samples that can be in either slot, the chosen ones are here and the others there."""
+    """Exchange samples between two slots: of those that may be in either slot, the chosen ones go to `here` and the others to
+    `there`."""
     keep = set(map(id, chosen))
     leaving = [item for item in going if id(item) not in keep]
     arriving = [item for item in coming if id(item) in keep]

@@ -1,4 +1,4 @@
-"""Which jobs are packed together: few large groups pack best, many small ones keep a job's batches far apart."""
+"""Grouping of jobs that are packed together: few large groups pack best, many small ones keep a job's batches far apart."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _by_patterns(problem: Problem, bins: list[list[int]], end: float) -> tuple[l
 
 
 def _least_tail(problem: Problem, bins: int) -> int:
-    """The last bin holds at least what the open one and the other bins cannot."""
+    """Least tokens of the last bin: those that the open bin and the other bins cannot hold."""
     total = sum(length for length in problem.lengths if length <= problem.capacity)
     return max(total - problem.room - (bins - 1) * problem.capacity, 0)
 
@@ -189,7 +189,7 @@ class _Assignment:
         return upper
 
     def constraints(self) -> Any:
-        """Every sample is in one bin, no bin holds too much, and used bins come first."""
+        """Constraints: every sample is in one bin, no bin holds too much, and used bins come first."""
         from scipy.optimize import LinearConstraint
         from scipy.sparse import coo_array
 

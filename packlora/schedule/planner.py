@@ -145,7 +145,7 @@ class Planner:
             yield window
 
     def task(self, first_round: int) -> Task:
-        """What the window that begins at first_round depends on, as plain data."""
+        """Input of the window that begins at first_round, as plain data."""
         end = self.window_start(first_round) + self.window_rounds
         jobs = []
         for name, member in self._members.items():

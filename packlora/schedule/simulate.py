@@ -70,7 +70,7 @@ def makespan(microbatches: Sequence[Microbatch], cost: CostModel) -> float:
 def end_times(
     times: Sequence[Sequence[tuple[float, float]]], transfer: float = 0.0
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """When forwards and backwards end, by stage and microbatch, given how long each takes."""
+    """End times of forwards and backwards, by stage and microbatch, from the duration of each."""
     stages, count = len(times), len(times[0])
     forward: list[list[float]] = [[] for _ in range(stages)]
     backward: list[list[float]] = [[] for _ in range(stages)]

@@ -1,4 +1,4 @@
-"""One window from start to end: group, lay out, compare, and prove. A pure function of its task.
+"""Solution of one window from start to end: group, lay out, compare, and prove. A pure function of its task.
 
 Several groupings, and for a pipeline several fills of a microbatch, are laid out by heuristics; the one with the shortest
 simulated time (the fewest slots where there is no cost model) is taken. Only that one is laid out again with the integer
@@ -108,7 +108,7 @@ def solve_window(task: Task, solver: Solver = by_programs) -> Window:
 
 
 def finish(window: Window, task: Task, carry: Carry | None) -> Window:
-    """The window behind the slots that the carry tells of: no-ops in place, and the whole proved valid.
+    """Complete a window that follows the slots of `carry`: insert no-ops, and prove that the whole is valid.
 
     Raises:
         ScheduleError: it is not, which is a defect of this program; nothing may be trained with it.
@@ -133,7 +133,7 @@ class _Candidate:
     microbatches: list[Microbatch]
     noops: int
     waits: int
-    """no-ops, and those that a window like this one would begin with behind it"""
+    """Number of no-ops, and number of those that a window like this one would begin with after it."""
     score: tuple[float, int]
     merge: bool
 
@@ -170,7 +170,7 @@ def _candidates(task: Task, lengths: list[list[list[int]]]) -> Iterator[_Candida
 
 
 def _queues(task: Task, groups: Sequence[Sequence[int]]) -> list[list[Unit]]:
-    """Per group its units in the order of rounds."""
+    """Units of each group in the order of rounds."""
     queues = []
     for number, group in enumerate(groups):
         queue = []

@@ -26,7 +26,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is packed at once: one global batch of each job of a group."""
+    """Unit of packing: one global batch of each job of a group."""
 
     round: int
     group: int

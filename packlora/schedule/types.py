@@ -1,4 +1,4 @@
-"""The words of the scheduler: samples placed in microbatches, windows of rounds, and what is reported about them.
+"""Terms of the scheduler: samples placed in microbatches, windows of rounds, and reports about them.
 
 A round is one global batch of every job that is not finished: in round r a job that joined at round q contributes its global
 batch r - q. A window is a few consecutive rounds, planned at once; nothing is shared across a window's border, so a window
@@ -24,7 +24,7 @@ class ScheduleError(InputError):
 
 
 class JobBatches(Protocol):
-    """What the scheduler needs to know of a job."""
+    """Interface of a job to the scheduler."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +49,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What is run at once. Samples are ordered by job, then as in the job's global batch; a no-op has none."""
+    """Samples that are run together. Samples are ordered by job, then as in the job's global batch; a no-op has none."""
 
     samples: tuple[Placed, ...] = ()
     completes: tuple[tuple[str, int], ...] = ()
@@ -69,9 +69,8 @@ NOOP = Microbatch()
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """What a window must know of the slots before it: per job, how many slots follow the last one that held its samples.
-
-    0 where it was the very last slot. A job that is absent may enter at once.
+    """State of the slots before a window: for each job, the number of slots after the last one that held its samples.
+    0 where that was the very last slot. A job that is absent may enter at once.
     """
 
     slots_since: Mapping[str, int] = field(default_factory=dict)
@@ -79,7 +78,7 @@ class Carry:
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """How one global batch of a group was packed.
+    """Packing of one global batch of a group.
 
     bound: fewest microbatches it could open, given the room it was left in the one before. microbatches: how many it
     opened. stopped: at the bound | greedy | optimal | node limit | time limit | killed | ... (why nothing better was sought).
@@ -98,7 +97,7 @@ class PackReport:
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """How good a window is, and what was done for it.
+    """Quality of a window, and the work done for it.
 
     bound: fewest slots that any schedule of these rounds has (bounds.window_bound). microbatches: without no-ops.
     stopped: why no better window was sought. tokens_per_microbatch: what microbatches were filled to; below the capacity
@@ -117,7 +116,7 @@ class WindowReport:
     groups: tuple[tuple[str, ...], ...] = ()
     packs: tuple[PackReport, ...] = ()
     notes: tuple[str, ...] = ()
-    """What went wrong on the way and was worked around: a solver killed, late or missing."""
+    """Failures that were worked around: a solver killed, late or missing."""
 
     @property
     def gap(self) -> float:
@@ -134,4 +133,4 @@ class Window:
     microbatches: tuple[Microbatch, ...]
     report: WindowReport
     carry: Carry = field(default_factory=Carry)
-    """For the window after this one."""
+    """State for the window after this one."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from packlora.schedule.types import NOOP, Carry, Microbatch, ScheduleError
 
 Batches = Mapping[str, Mapping[int, Sequence[tuple[int, int]]]]
-"""Per job, per global batch: (sample number, length)."""
+"""Samples (sample number, length) by job and global batch."""
 
 
 def with_noops(microbatches: Sequence[Microbatch], stages: int, carry: Carry | None = None) -> list[Microbatch]:
@@ -39,7 +39,7 @@ def with_noops(microbatches: Sequence[Microbatch], stages: int, carry: Carry | N
 
 
 def carry_after(microbatches: Sequence[Microbatch], stages: int, carry: Carry | None = None) -> Carry:
-    """What the next window must know: jobs whose last slot is less than S - 1 slots before the end."""
+    """State for the next window: jobs whose last slot is less than S - 1 slots before the end."""
     since = {job: slots + len(microbatches) for job, slots in (carry.slots_since if carry else {}).items()}
     for slot, microbatch in enumerate(microbatches):
         for placed in microbatch.samples:

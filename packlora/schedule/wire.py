@@ -20,4 +20,4 @@ class Answer:
 
 
 TASK, WINDOW, ANSWER = TypeAdapter(Task), TypeAdapter(Window), TypeAdapter(Answer)
-"""What is read is equal to what was written."""
+"""Adapters of the wire format; decoding an encoded value gives an equal one."""

@@ -16,16 +16,16 @@ from packlora.schedule.wire import ANSWER, TASK, Answer
 
 
 def main() -> None:
-    """Answer tasks until the input ends, or nobody reads the answers. A signal ends the process without a word."""
+    """Answer tasks until the input ends, or the answers are no longer read. A signal ends the process without a word."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints may not get between the answers
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries must not get between the answers
     for line in sys.stdin:
-        if not line.endswith("\n"):  # whoever asked was killed in the middle
+        if not line.endswith("\n"):  # the asking process was killed in the middle
             return
         try:
             print(ANSWER.dump_json(_answer(line)).decode(), file=answers, flush=True)
-        except BrokenPipeError:  # whoever asked was killed
+        except BrokenPipeError:  # the asking process was killed
             os._exit(0)
 
 

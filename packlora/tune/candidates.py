@@ -48,4 +48,4 @@ KERNELS: dict[str, tuple[Fields, ...]] = {
         ("narrow_k", "narrow_stages"), (128, 4), (32, 6), (64, 3), (64, 5), (128, 3), (32, 4), (64, 2), (128, 2),
     ),
 }  # fmt: skip
-"""By name, in the order in which they are measured. No two have a field in common."""
+"""Candidate sizes by name, in the order in which they are measured. No two names share a field."""

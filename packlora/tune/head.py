@@ -66,7 +66,7 @@ def measure_head(run: Run, shape: ModelShape, device: torch.device) -> HeadCost:
     one, head = _seconds(layers, device), _seconds(with_head, device)
     costs = [active for _, active in shape.layer_numbers]
     mean = statistics.mean(costs) / statistics.mean(costs[-2:]) if costs and costs[-1] else 1.0
-    least = 0.01 * two  # what a clock says of a layer or a head that costs nearly nothing
+    least = 0.01 * two  # the clock's resolution, for a layer or a head that costs nearly nothing
     return HeadCost(tokens, mean * max(two - one, least), max(head - one, least))
 
 

@@ -36,9 +36,9 @@ DIFFERENCE = 2.0**-6
 COUNTED = (9, 40)
 """Fewest and most rounds of a case."""
 BUDGET_S = 0.1
-"""Of the rounds of a case."""
+"""Seconds of the rounds of a case."""
 FIRST_GUESS_S = 4.0
-"""For a candidate, compiling above all, until one was measured."""
+"""Estimated seconds of a candidate, mostly for compiling, until one was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,15 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     "inputs": (replace(LARGE, ranks=(64,)), replace(FEW, ranks=(64,))),
     "narrow": (LARGE, FEW, DEEP),
 }
-"""By kernel: where it takes the time, with the widest block of ranks among them, which needs the most memory."""
+"""Cases by kernel in which the kernel takes most of the time; the widest block of ranks, which needs the most memory, is among
+them."""
 Make = Callable[[str, Shape, Sizes], Step]
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What came of a kernel. tried: how many candidates were measured now; left: how many are not measured yet; error: why none
-    could be, as where memory ends."""
+    """Tuning result of a kernel. tried: number of candidates measured now; left: number not measured yet; error: reason why
+    none could be measured, such as lack of memory."""
 
     name: str
     record: Record
@@ -215,8 +216,8 @@ def tune_kernels(device: torch.device, cache: KernelCache, seconds: float, make:
 def learnt(
     name: str, known: Record, candidates: Sequence[Fields], base: Sizes, device: torch.device, make: Make
 ) -> Record:  # fmt: skip
-    """What is known of a kernel when these are measured as well. The best of many is the luckiest, too: it is measured once
-    more by itself, and the worse of its times counts, until one is the best that was."""
+    """Record of a kernel after these candidates are measured as well. The best of many candidates is partly the luckiest: it is
+    measured once more by itself, and the worse of its two times counts, until the best one has been measured twice."""
     ratios, failed = measured(name, candidates, base, device, make)
     ratios, failed, again = {**known.ratios, **ratios}, {**known.failed, **failed}, {USUAL, described(known.fields)}
     while (own := described((record := chosen_of(name, ratios, failed)).fields)) not in again:

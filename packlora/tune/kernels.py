@@ -16,11 +16,12 @@ from packlora.tune.candidates import KERNELS
 from packlora.tune.kernel_sizes import USUAL, Tuned, tune_kernels
 
 PART = 0.4
-"""Of the time that tuning has, at most."""
+"""Largest share of the tuning time that kernel sizes may take."""
 
 
 def tune_sizes(device: torch.device, minutes: float, console: Screen) -> float:
-    """Measure what was not measured before, say what came of it, and use what is best from now on. Gives the minutes it took.
+    """Measure candidates that were not measured before, print the results, and use the best sizes from now on. Gives the
+    minutes it took.
 
     Args:
         minutes: of all tuning.
@@ -51,7 +52,7 @@ def tune_sizes(device: torch.device, minutes: float, console: Screen) -> float:
 
 
 def said(item: Tuned) -> str:
-    """Of one kernel, in a line."""
+    """Describe the result of one kernel in a line."""
     if item.error:
         return f"not measured: {item.error}"
     if not item.record.ratios:
@@ -63,7 +64,7 @@ def said(item: Tuned) -> str:
 
 
 def described_sizes(device: torch.device) -> str:
-    """Which kernels have sizes that were measured here, for the doctor."""
+    """Describe which kernels have sizes that were measured on this device, for `packlora doctor`."""
     if (reason := why_no_kernels(device)) is not None:
         return f"none: {reason}"
     records = KernelCache(device).read()

@@ -29,7 +29,7 @@ from packlora.plans.space import legal_plans
 from packlora.tune.timing import Contender, Work, paired
 
 RATE = 0.1
-"""Of dropout, where a case has it; the rate does not matter to time."""
+"""Dropout rate of cases with dropout; the time does not depend on it."""
 
 FAR = 1.25
 """Times the best estimate: a plan that should take longer than that is not measured."""
@@ -40,13 +40,13 @@ Make = Callable[[Case, Plan], Callable[[], None]]
 
 @dataclass(slots=True)
 class Measured:
-    """Of one case. ms: per plan name; failed: reason per plan name."""
+    """Measurements of one case. ms: by plan name; failed: reason by plan name."""
 
     ms: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def record(self, earlier: Record | None = None) -> Record:
-        """What the cache keeps of it.
+        """Record of the measurements for the cache.
 
         Args:
             earlier: the case's record so far; plans that were not measured now, as those that merge weights or those for which
@@ -115,7 +115,7 @@ def summarised(by_round: dict[str, list[float]]) -> dict[str, float]:
     """Milliseconds by plan name from those of every round.
 
     The plain chain's are its median. Another plan's are the chain's times the median ratio within a round, so that what slows
-    the whole machine down for a while favours nobody; one that is not faster in three rounds of four counts as no faster.
+    the whole machine down for a while favours no plan; one that is not faster in three rounds of four counts as no faster.
     """
     chain = by_round.get(CHAIN.name)
     if chain is None:
@@ -132,7 +132,7 @@ def summarised(by_round: dict[str, list[float]]) -> dict[str, float]:
 
 def group_maker(device: torch.device) -> Make:
     """Work on random operands, which all plans of a case share: x and W in the case's dtype, A and B in float32 (float64 for
-    float64), as in training. The tokens are shared out evenly; without `covered` one more share belongs to nobody."""
+    float64), as in training. The tokens are shared out evenly; without `covered` one more share has no adapter."""
     operands: dict[Case, _Operands] = {}
 
     def make(case: Case, plan: Plan) -> Callable[[], None]:
@@ -180,7 +180,7 @@ class _Operands:
         self.keys_T2 = torch.from_numpy(token_keys(0, 0, 0, case.tokens)).to(device) if any(case.drops) else None
 
     def work(self, plan: Plan) -> Callable[[], None]:
-        state = GroupState(version_counted=True)  # as in training: parameters are packed once per optimizer step
+        state = GroupState(version_counted=True)  # like in training: parameters are packed once per optimizer step
 
         def step() -> None:
             outputs = lora_group(self.x_TK, self.layers, self.segments, self.keys_T2, 0, plan, state)

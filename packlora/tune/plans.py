@@ -42,16 +42,16 @@ SMALLEST = 8
 """Microbatches are measured from this part of the largest one upwards; of a full schedule few are smaller."""
 
 TRACED = 8
-"""Tokens of the forward by which groups are found; any number will do."""
+"""Tokens of the forward that finds the groups; any number works."""
 
 MINUTES = 5.0
-"""How long measuring takes at most where nothing is said."""
+"""Default limit of the measuring time, in minutes."""
 
 UNCOUNTED, COUNTED = 5, (9, 100)
 """Runs of every plan before the counted rounds, as timing.paired has them, and the fewest and most of these."""
 
 PART = 0.1
-"""Of the time, for one case at most: a slow one is measured with fewer plans."""
+"""Largest share of the time for one case: a slow case is measured with fewer plans."""
 
 GPU_SHAPES = ((4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096))
 GPU_GROUPS = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)))
@@ -61,7 +61,8 @@ CPU_GROUPS = ((576, (576, 192, 192)), (576, (576,)), (576, (1536, 1536)), (1536,
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What came of one case: the fastest plan, its time and the plain chain's in milliseconds; or why there is none."""
+    """Tuning result of one case: the fastest plan, its time and the plain chain's in milliseconds; or the reason why there is
+    none."""
 
     case: Case
     measured: Measured
@@ -147,7 +148,7 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
 
 
 def _rank(spec: AdapterSpec, name: str) -> int:
-    """Of a linear layer that the operator computes."""
+    """Rank of a linear layer that the operator computes; 0 for other layers."""
     return spec.modules[name].rank if name in spec.modules and spec.modules[name].kind == "linear" else 0
 
 
@@ -298,7 +299,7 @@ def _measured(
 
 
 class _Clock:
-    """How long measuring takes: estimated by the cost model, and from how far off that was so far.
+    """Estimate of the measuring time: from the cost model, corrected by its errors so far.
 
     Args:
         limit_s: of all cases together.
@@ -317,10 +318,10 @@ class _Clock:
             for case in cases
         }
         self._factor = self._extra = 1.0
-        """What the last probe took over its estimate; and the seconds by which a case took longer, compiling above all."""
+        """Ratio of the last probe's time to its estimate; and the seconds by which a case took longer, mostly for compiling."""
 
     def plans(self, case: Case) -> tuple[Plan, ...]:
-        """Those to be measured, if time allows."""
+        """Plans to be measured, if time allows."""
         return candidates(case, self.device, lossy=self.lossy)
 
     @property
@@ -336,7 +337,7 @@ class _Clock:
             step()
             synchronize(self.device)
             self._factor = (time.perf_counter() - began) / self._estimates[case][0]
-        except Exception:  # as where memory ends: measuring it says so
+        except Exception:  # for example out of memory: measuring the case reports it
             return
 
     def end(self, cases: Iterable[Case]) -> float:
@@ -344,7 +345,7 @@ class _Clock:
         return min(max(self.limit_s, self.spent), self.spent + sum(self._seconds(case) for case in cases))
 
     def affordable(self, case: Case) -> int:
-        """How many plans of a case its part of the time allows, two at most where only all that is left does."""
+        """Number of plans of a case that its share of the time allows; at most two where it needs all of the remaining time."""
         room = self.limit_s - self.spent
         for count in range(len(self._estimates[case]), 2, -1):
             if self._seconds(case, count) <= min(room, PART * self.limit_s):
@@ -352,7 +353,7 @@ class _Clock:
         return 2 if self._seconds(case, 2) <= room else 0
 
     def took(self, case: Case, count: int, measured_s: float) -> None:
-        """Learn from a case of which so many plans were measured."""
+        """Update the estimate with the time of a case of which `count` plans were measured."""
         self._extra = (self._extra + max(0.0, measured_s - self._seconds(case, count) + self._extra)) / 2
 
     def _seconds(self, case: Case, count: int | None = None) -> float:

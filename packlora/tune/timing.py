@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 import torch
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
-"""Before a run and after it."""
+"""CUDA events before and after a run."""
 FLUSH_BYTES = 256 * 2**20
 MORE_ROUNDS = 15
-"""Of each kind that is added."""
+"""Rounds of each kind that are added."""
 AHEAD_FACTOR, AHEAD_CYCLES_A_US = 1.5, 2000
 """The GPU waits so many times as long as the host usually takes to launch the run, at a clock of 2 GHz or less."""
 LONG = 0.05
@@ -54,11 +54,12 @@ class Contender:
 
 @dataclass(slots=True)
 class Timing:
-    """Of one contender.
+    """Timing of one contender.
 
-    ms: of every counted round. host_us: until the host had launched the run. own_bytes: kept between runs since it was built.
-    peak_bytes: of one run beyond what was allocated before it (None on a CPU). note: of its Work. error: why there are no
-    figures. ahead_ms: of the rounds in which the host was ahead. wall_ms: of those in which each run was waited for.
+    ms: time of every counted round. host_us: time until the host had launched the run. own_bytes: memory kept between runs
+    since it was built. peak_bytes: memory of one run beyond what was allocated before it (None on a CPU). note: note of its
+    Work. error: reason why there are no figures. ahead_ms: times of the rounds in which the host was ahead. wall_ms: times of
+    the rounds in which each run was waited for.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Timings:
-    """Of all contenders of one case, in the order given."""
+    """Timings of all contenders of one case, in the order given."""
 
     by_name: dict[str, Timing]
 
@@ -92,7 +93,7 @@ class Timings:
 
 
 def geomean(values: Iterable[float | None]) -> float | None:
-    """None where a value is missing or there is none: a mean over fewer cases than asked for would mislead."""
+    """Geometric mean; None where a value is missing or there is none: a mean over fewer cases than requested would mislead."""
     values = list(values)
     if not values or any(value is None for value in values):
         return None
@@ -146,7 +147,7 @@ def paired(
 
 
 def _built(contenders: Sequence[Contender], timings: Timings, device: torch.device, warmup: int) -> dict[str, Work]:
-    """Those that run, warmed up; the others' timings say how they failed."""
+    """Contenders that run, warmed up; the timings of the others get the error."""
     works: dict[str, Work] = {}
     for contender in contenders:
         timing = timings.by_name[contender.name]
@@ -157,7 +158,7 @@ def _built(contenders: Sequence[Contender], timings: Timings, device: torch.devi
         if timing.error is not None:
             _free(device)
     gc.collect()
-    gc.freeze()  # what is there need not be looked at again: a collection between rounds then takes microseconds
+    gc.freeze()  # existing objects are not searched again: a collection between rounds then takes microseconds
     return works
 
 
@@ -166,7 +167,7 @@ def _cycles(timing: Timing) -> int:
 
 
 def _warmed_up(contender: Contender, timing: Timing, device: torch.device, warmup: int) -> Work:
-    gc.collect()  # what another left in cycles must not be freed in between and counted as this one's
+    gc.collect()  # cyclic garbage of another contender must not be freed in between and counted as this one's
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     work = contender.make()
     timing.note = work.note
@@ -261,7 +262,7 @@ def _timed_run(work: Work, timing: Timing, device: torch.device, wait: int | Non
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """No garbage is collected but where it is asked for: a collection inside a run would be charged to whoever it hits."""
+    """Disable automatic garbage collection: a collection inside a run would be charged to that run."""
     gc.collect()
     gc.freeze()  # modules of libraries are most of what there is: the collections inside look at what is made since
     gc.disable()

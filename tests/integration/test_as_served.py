@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_training import perturbed_peft
-from test_whole_models import IDS, TEXT, WHOLE, by_peft, loaded, logits, plain, run_of, without
+from test_whole_models import TEXT, WHOLE, by_peft, loaded, logits, plain, run_of, without
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from typer.testing import CliRunner
 from vision_models import SHOWN, vision_folder

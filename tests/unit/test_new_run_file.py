@@ -204,4 +204,4 @@ def test_the_schema_is_printed_without_torch_and_describes_every_key(tmp_path: P
         for key, value in part["properties"].items():
             described = "description" in value or "$ref" in value
             assert described, key
-    assert schema["$defs"]["TrainConfig"]["properties"]["warmup_ratio"]["description"].startswith("The same as a share")
+    assert schema["$defs"]["TrainConfig"]["properties"]["warmup_ratio"]["description"].startswith("Share of all steps")

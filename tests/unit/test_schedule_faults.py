@@ -39,7 +39,7 @@ def test_a_stopped_process_is_killed_when_its_time_is_over_and_replaced() -> Non
         os.kill(stopped.pid, signal.SIGSTOP)
         background.process.seconds = 0.5
         windows.append(next(plans))
-        with pytest.warns(RuntimeWarning, match=r"no answer in 0.5 s\); the window is planned in the training process"):
+        with pytest.warns(RuntimeWarning, match=r"no answer in 0.5 s\); the window is planned in the training"):  # noqa: PT031
             windows.append(next(plans))
             background.process.seconds = 30
             windows += plans  # the first of these may have been asked for while half a second was all that it had

@@ -1,4 +1,4 @@
-"""The protocol of objectives: what is learnt of a sample, as a function of the log-probabilities of its labels.
+"""Protocol of objectives: the loss of a sample as a function of the log-probabilities of its labels.
 
 A feature is one file in this folder: a subclass of `Objective`, or of `Term` where it is no function of log-probabilities.
 The packing of rows (collate.py) knows none of them by name, the output layer (heads.py) label smoothing alone, which needs all
@@ -89,7 +89,7 @@ class Evaluate(Protocol):
 
 
 class Objective:
-    """A loss of samples, and what it needs beside log-probabilities. A job has one object of its own.
+    """Loss of samples, and its inputs beside log-probabilities. A job has one object of its own.
 
     name: as in the run file.
     unit: what the loss is a mean over, labels or samples of a global batch.
@@ -125,7 +125,7 @@ class Objective:
         raise NotImplementedError
 
     def why_not(self, samples: Sequence[Sample]) -> str | None:
-        """Why it does not take samples of a job, all that there are; None where it does."""
+        """Reason why the objective does not take a job's samples (all of them are given); None where it does."""
         return None
 
     def doubts(self, samples: int, train: TrainConfig) -> list[str]:
@@ -149,7 +149,8 @@ class Objective:
         return True
 
     def estimate(self, batch: Sequence[Sample], evaluate: Evaluate) -> Facts | None:
-        """Numbers of a global batch, or of all held-out samples, that the model as it is tells. None: a stop was asked for."""
+        """Numbers of a global batch, or of all held-out samples, that are estimated with the present model. None: a stop was
+        asked for."""
         return {}
 
     def report(self, sums: Sequence[float], facts: Facts) -> dict[str, float]:
@@ -190,11 +191,11 @@ class CarriedSums(Protocol):
 
 
 class Term:
-    """Addition to an objective that is no function of log-probabilities. It takes part in training alone.
+    """Addition to an objective that is no function of log-probabilities. It is used only in training.
 
-    columns, metrics: as of Objective. A column that other parts of a microbatch lack is 0 there. Those of labels go to the
-        output layer, those of tokens to whoever runs the model's forward (owners.TokenOwners.columns).
-    carries: whether it is made of what the routers of layers give on the way; then it has `share`, `carried_shape` and `begin`.
+    columns, metrics: as of Objective. A column that other parts of a microbatch lack is 0 there. Columns of labels go
+        to the output layer, those of tokens to the code that runs the model's forward (owners.TokenOwners.columns).
+    carries: whether it is computed from the routers' outputs in the forward; then it has `share`, `carried_shape` and `begin`.
     """
 
     columns: Mapping[str, Column] = MappingProxyType({})
@@ -206,7 +207,7 @@ class Term:
         return {}
 
     def share(self, facts: Facts) -> float:
-        """Factor of what it carries, in the sum of an adapter's losses."""
+        """Factor of the carried loss in the sum of an adapter's losses."""
         raise NotImplementedError
 
     def carried_shape(self, samples: int, model: Any) -> tuple[int, ...]:
@@ -217,7 +218,7 @@ class Term:
         self, carried: Sequence[Carried], routed: Sequence[torch.Tensor], below: torch.Tensor | None, model: Any,
         dtype: torch.dtype, device: torch.device,
     ) -> CarriedSums:  # fmt: skip
-        """Add up what the layers here give, once they have run.
+        """Add up the sums of the layers on this device, once they have run.
 
         Args:
             carried: all samples of the microbatch with such a term.

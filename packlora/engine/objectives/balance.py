@@ -53,8 +53,8 @@ class Balance(Term):
 def router_sums(
     router_logits: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]], top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over the tokens of each span and all layers [N, E]: how often each expert is chosen, and the sum of its probabilities,
-    which is differentiable; in float32 or wider.
+    """Sums over the tokens of each span and all layers [N, E]: how often each expert is chosen, and the sum of its
+    probabilities, which is differentiable; in float32 or wider.
 
     Each row has the same bits whatever other tokens there are.
 
@@ -143,6 +143,6 @@ class RouterSums(CarriedSums):
         return sums_by_adapter(_losses(counts_NE, sums_NE, self.top_k), self.carried)
 
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For backward: tensors and their gradients."""
+        """Tensors and their gradients, from which the backward starts."""
         assert self.gradient is not None
         return [] if self.sums is None or not self.sums.requires_grad else [(self.sums, self.gradient)]

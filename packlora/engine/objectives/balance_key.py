@@ -14,12 +14,12 @@ from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 
 FUNCTION = "load_balancing_loss_func"
-"""Of a family's file in transformers, where it has such a loss."""
+"""Function in a family's modeling file of transformers, where the family has a load balancing loss."""
 
 
 def coefficient_of(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:
-    """The coefficient of a job's load-balancing loss, 0 for none, and what the user should know of it. The job's key is not 0,
-    and is set, or the model's configuration asks for router logits.
+    """Coefficient of a job's load-balancing loss (0 for none), and a note for the user. The job's key is not 0, and is set, or
+    the model's configuration asks for router logits.
 
     Args:
         skeleton: the base model, which may be without weights.
@@ -66,7 +66,7 @@ def _is_native(model: PreTrainedModel) -> bool:
 
 
 def _why_none(model: PreTrainedModel) -> str | None:
-    """Why a model's load-balancing loss cannot be computed here; None where it can."""
+    """Reason why a model's load-balancing loss cannot be computed here; None where it can."""
     kind, own = model.config.model_type, _own_function(model)
     if not _is_native(model):
         return f"the code of a {kind} model is its own"

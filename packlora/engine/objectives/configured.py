@@ -40,11 +40,12 @@ def objective_of(train: TrainConfig, samples: Sequence[Sample] = (), where: Sequ
 
 
 CHANGES_OF_EMBEDDINGS = add_noise
-"""What terms do to the embeddings of tokens that have their columns (adapters/embeddings.py)."""
+"""Function that applies the changes of loss terms to the embeddings of the tokens that have their columns
+(adapters/embeddings.py)."""
 
 
 def router_coefficient(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:
-    """The coefficient of a job's load-balancing loss, 0 for none, and what the user should know of it; see balance_key.py."""
+    """Coefficient of a job's load-balancing loss (0 for none), and a note for the user; see balance_key.py."""
     key = job.train.router_aux_loss_coef
     if key == 0 or (key is None and not getattr(skeleton.config.get_text_config(), "output_router_logits", False)):
         return 0.0, []

@@ -36,7 +36,7 @@ GROUP, REFERENCE = "group", "reference"
 """Columns that are no fields: of pairs, whether a label is of the chosen completion (1) or of the rejected one (2); and each
 label's log-probability under the reference, or the base model."""
 PREFIX = "objective/"
-"""Before the names of logged sums."""
+"""Prefix of the names of logged sums."""
 WEIGHTS = ("row", "sample")
 
 
@@ -108,7 +108,7 @@ class FunctionObjective(Objective):
             raise self._refused("its losses or their gradient are not finite on log-probabilities between -1 and 0")
 
     def _check_rows(self, logp_L: torch.Tensor, view: RowsView) -> None:
-        """Run it on two halves of the labels, which must give what the whole gives."""
+        """Run the function on two halves of the labels; together they must give the result on all labels."""
         found, middle = [], len(logp_L) // 2
         for start, stop in ((0, len(logp_L)), (0, middle), (middle, len(logp_L))):
             leaf = logp_L[start:stop].clone().requires_grad_()
@@ -217,7 +217,7 @@ class _MissingError(Exception):
 
 
 class _Asked(Mapping[str, torch.Tensor]):
-    """Columns of the rows of a trial, made when they are asked for. names: of those that were."""
+    """Columns of the rows of a trial, made when they are read. names: of those that were."""
 
     def __init__(self, objective: FunctionObjective, rows: Sequence[Row]) -> None:
         self._objective, self._rows = objective, rows

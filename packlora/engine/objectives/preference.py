@@ -34,7 +34,7 @@ AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Numbers that a loss is made of, float64 on one device.
+    """Numbers that a loss is computed from, float64 on one device.
 
     logps_N3: sums of log-probabilities of the model's own tokens. reference_N3: the same of the reference. counts_N3: tokens.
     desirable_N: 1 or 0. per_token: samples of the global batch over its tokens of chosen parts, which weighs a token's cross
@@ -97,10 +97,8 @@ class PreferenceObjective(Objective):
     # --- what is known of samples ------------------------------------------------------------------------------------------
 
     def columns_of(self, rows: Sequence[Row]) -> Mapping[str, np.ndarray]:
-        """Tokens and reference log-probabilities of the groups of labels, and what is said of a single completion.
-
-        References are 0 where the loss has none, and of a job that had ended before they were learnt, whose numbers nobody
-        takes.
+        """Tokens and reference log-probabilities of the groups of labels, and the label of a single completion. References are
+        0 where the loss has none, and for a job that had ended before they were computed, whose numbers are not used.
         """
         samples, known = [row.sample for row in rows], self._references
         reference_N3 = np.zeros((len(samples), 3))
@@ -111,7 +109,7 @@ class PreferenceObjective(Objective):
         return {"counts": counts_N3, "reference": reference_N3, "desirable": np.array(desirable, np.float64)}
 
     def why_not(self, samples: Sequence[Sample]) -> str | None:
-        """One sample has no other completion to be compared with."""
+        """Reason for a refusal of one sample: it has no other completion to be compared with."""
         if not self.has_estimate or len(samples) != 1:
             return None
         return (
@@ -289,7 +287,7 @@ def sums_by_group(values_L: torch.Tensor, counts_N3: np.ndarray) -> torch.Tensor
 
 
 def by_group(logps: Sequence[np.ndarray], samples: Sequence[Sample]) -> np.ndarray:
-    """The same [N, 3] of log-probabilities [l] of each sample."""
+    """Sums [N, 3] by group of log-probabilities [l] of each sample."""
     counts_N3 = np.array([sample.group_counts for sample in samples])
     return sums_by_group(torch.from_numpy(np.concatenate(logps)), counts_N3).numpy()
 

@@ -1,4 +1,4 @@
-"""Cross entropy of labels: what is learnt of completions, conversations and texts."""
+"""Cross entropy of the labels of completions, conversations and texts."""
 
 from __future__ import annotations
 

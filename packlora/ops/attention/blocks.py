@@ -1,4 +1,4 @@
-"""Where samples begin and end in a packed row, cut into blocks, as the attention kernels read it."""
+"""Block tables of a packed row: the attention kernels read from them where samples begin and end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SampleBlocks:
 
 
 def most_blocks(tokens: int, samples: int) -> int:
-    """That so many samples with so many tokens in all can have."""
+    """Upper bound of the number of blocks that `samples` samples with `tokens` tokens in all can have."""
     return tokens // BLOCK + samples
 
 
@@ -48,7 +48,8 @@ def table_of(lengths: Sequence[int], most: int | None = None) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def blocks_of(lengths: tuple[int, ...], device: torch.device) -> SampleBlocks:
-    """On the device. Made once per microbatch, for all layers and for backward."""
+    """Copy the block table of samples of these lengths to the device. Made once per microbatch, for all layers and for
+    backward."""
     table = torch.from_numpy(table_of(lengths))
     with torch.inference_mode(False):
         return SampleBlocks((table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True))

@@ -24,7 +24,7 @@ def by_sample(
     blocks_T: torch.Tensor | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As packed_attention, of samples of these lengths."""
+    """Compute packed_attention sample by sample, for samples of these lengths."""
     groups = q_HTD.shape[0] // k_hTD.shape[0]
     if groups > 1:
         k_hTD, v_hTD = k_hTD.repeat_interleave(groups, 0), v_hTD.repeat_interleave(groups, 0)

@@ -41,7 +41,8 @@ def forward(
 def with_sinks(
     y_THD: torch.Tensor, sums_HT: torch.Tensor, sinks_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What `forward` gives where every sum has one more score, of a value of 0: [H], natural."""
+    """Correct the output and the log-sums of `forward` for attention sinks: each head's sum of exponentials gets one more
+    score, sinks_H [H] (natural logarithm), whose value vector is zero."""
     whole_HT = torch.logaddexp2(sums_HT, sinks_H.float()[:, None] / math.log(2))
     share_TH1 = torch.exp2(sums_HT - whole_HT).T[..., None]
     return (y_THD * share_TH1).to(y_THD.dtype), whole_HT

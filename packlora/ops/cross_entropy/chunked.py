@@ -60,7 +60,7 @@ def chunked_cross_entropy(
 
 
 def _towards_mean(logits_CV: torch.Tensor, labels_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """From the label's logit to the mean of all, [C]."""
+    """Difference between the label's logit and the mean of all logits, [C]."""
     return logits_CV.gather(1, labels_C.clamp(0)[:, None])[:, 0].to(dtype) - logits_CV.mean(1, dtype=dtype)
 
 

@@ -14,7 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def _logits(logits, columns, V, width, PADDED: tl.constexpr):
-    """Of a row, in float32; -inf for no word. The mask is by the room of a row, whose end is aligned: so vectors are loaded."""
+    """Load the logits of a row in float32; columns past V are -inf. The load is masked by the row's padded width, whose end is
+    aligned, so that vectors are loaded."""
     x = tl.load(logits + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
     if PADDED:
         x = tl.where(columns < V, x, float("-inf"))

@@ -34,8 +34,8 @@ from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON
 
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
-"""Of the logits of a chunk, and of their float32 copy where one is made: kernels make none. A GPU needs about 1,000 rows to
-read a large weight at the speed of its products."""
+"""Bytes of a chunk's logits, and of their float32 copy where one is made (the kernels make none). A GPU needs about 1,000 rows
+to read a large weight at the speed of its matrix products."""
 ROWS_WITH_EQUAL_BITS = 16
 """Products of fewer rows take other routines with other rounding; chunks are never smaller, unless L is."""
 
@@ -208,7 +208,8 @@ def softmax_gradient(
 def part_gradient(
     logits_Cv: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool, part: VocabularyPart
 ) -> torch.Tensor:
-    """As softmax_gradient, of the logits [C, v] of a part of the vocabulary: losses of the whole one, gradient of the part."""
+    """Compute softmax_gradient from the logits [C, v] of a part of the vocabulary: the losses are those of the whole
+    vocabulary, the gradient is that of the part."""
     here_C = labels_C - part.start
     sums_C, at_label_C = part.join(_part_sums(logits_Cv, here_C, weights_C.dtype)).unbind(1)
     sum_C = sums_C.logsumexp(0)

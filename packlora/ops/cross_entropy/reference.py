@@ -1,4 +1,4 @@
-"""What a frozen output layer with cross entropy computes. This file is the specification; the operator is checked against it.
+"""Specification of a frozen output layer with cross entropy; the operator is tested against this file.
 
 Shapes: L label rows, D hidden size, V vocabulary.
 """

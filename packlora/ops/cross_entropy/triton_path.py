@@ -22,7 +22,7 @@ BLOCK = 4096
 def softmax_gradient(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool
 ) -> torch.Tensor:
-    """As torch_path.softmax_gradient; weights are float32."""
+    """Compute torch_path.softmax_gradient with a kernel; weights are float32."""
     losses_C = torch.empty_like(weights_C)
     (C, V), width = logits_CV.shape, room(logits_CV)
     with on_device(logits_CV.device):
@@ -34,7 +34,7 @@ def softmax_gradient(
 
 
 def part_sums(logits_Cv: torch.Tensor, here_C: torch.Tensor) -> torch.Tensor:
-    """As torch_path.part_sums, in float32."""
+    """Compute torch_path.part_sums with a kernel, in float32."""
     (C, v), width = logits_Cv.shape, room(logits_Cv)
     found = torch.empty(2, C, device=logits_Cv.device)
     with on_device(logits_Cv.device):
@@ -48,7 +48,7 @@ def part_sums(logits_Cv: torch.Tensor, here_C: torch.Tensor) -> torch.Tensor:
 def part_gradient(
     logits_Cv: torch.Tensor, here_C: torch.Tensor, weights_C: torch.Tensor, sum_C: torch.Tensor, ignored_C: torch.Tensor
 ) -> None:
-    """As torch_path.part_gradient; weights and sums are float32."""
+    """Compute torch_path.part_gradient with a kernel; weights and sums are float32."""
     (C, v), width = logits_Cv.shape, room(logits_Cv)
     with on_device(logits_Cv.device):
         launcher.launch(

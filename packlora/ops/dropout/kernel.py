@@ -62,7 +62,7 @@ def _keys(keys, rows, inside, salt):
 
 @triton.jit
 def _kept(key_0, key_1, first_column, threshold, BK: tl.constexpr):
-    """Which elements of a tile survive, bool [rows, BK]; keys.py is the specification."""
+    """Mask of the elements of a tile that survive dropout, bool [rows, BK]; keys.py is the specification."""
     pairs = (first_column // 2 + tl.arange(0, BK // 2)).to(tl.uint32)
     v = (pairs * _STRIDE)[None, :] + key_0[:, None]
     v ^= v >> 16

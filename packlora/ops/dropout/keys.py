@@ -1,4 +1,4 @@
-"""Counter-based dropout: a mask is a pure function of what is dropped, never of what ran before.
+"""Counter-based dropout: a mask is a pure function of job, step, sample, position, feature and layer, never of earlier calls.
 
     keys_T2   two 32-bit words per token, made from (seed, step, sample, position)            -> token_keys
     salt      one 32-bit word per layer                                                       -> layer_salt
@@ -26,7 +26,7 @@ LANE = 1 << 16
 
 
 def dropout_threshold(p: float) -> int:
-    """How many of the 65536 lane values are dropped. At least 1 for p > 0, at most 65535.
+    """Number of the 65536 lane values that are dropped. At least 1 for p > 0, at most 65535.
 
     Raises:
         ValueError: p is not in [0, 1).
@@ -37,7 +37,7 @@ def dropout_threshold(p: float) -> int:
 
 
 def dropout_factor(p: float) -> float:
-    """What survivors are multiplied with: one over the share that is kept."""
+    """Factor that scales the surviving elements: 1 / (share that is kept)."""
     return 1.0 / (1.0 - dropout_threshold(p) / LANE)
 
 
@@ -109,7 +109,7 @@ def _shift_xor_(v: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dropped(keys_T2: torch.Tensor, salt: int, num_features: int, p: float) -> torch.Tensor:
-    """Which elements are dropped, bool [T, num_features].
+    """Mask of the elements that are dropped, bool [T, num_features].
 
     Args:
         keys_T2: int32 [T, 2], from token_keys.

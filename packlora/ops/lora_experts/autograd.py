@@ -80,7 +80,7 @@ def lora_experts(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call is made of, without what autograd keeps."""
+    """Operands and settings of one call, without the tensors that autograd saves."""
 
     frozen: ExpertWeight
     routing: Routing
@@ -92,7 +92,7 @@ class Call:
 
     @property
     def rank(self) -> int:
-        """Of the packed factors; strides of 16 bytes."""
+        """Rank of the packed factors: the largest rank, rounded up so that strides are multiples of 16 bytes."""
         E = self.frozen.shape[0]
         most = max((adapter.rank(E) for adapter in self.adapters if adapter is not None), default=0)
         step = max(1, 16 // self.dtype.itemsize)
@@ -108,7 +108,7 @@ class Call:
 
     @property
     def base_rates(self) -> list[float]:
-        """Those of owners whose base product is dropped as well."""
+        """Dropout rate of the base product by owner; 0 for owners whose base product is not dropped."""
         return [
             a.dropout if a is not None and a.magnitude is not None and a.base_dropped else 0.0 for a in self.adapters
         ]
@@ -128,7 +128,8 @@ class Call:
     def _packed(
         self, own: Sequence[torch.Tensor | None], shape: tuple[int, int, int], scalings: Sequence[float] | None = None
     ) -> torch.Tensor:
-        """One after the other for each expert, times scalings, which are rounded once."""
+        """Packed tensor of the adapters' factors, one after the other for each expert, times scalings; each product is rounded
+        once."""
         E, rows, columns = shape
         full = all(one is not None and one.shape == shape for one in own)
         new = torch.empty if full else torch.zeros
@@ -258,7 +259,7 @@ def _inputs(
     if not two_bases and not any(call.rates):
         return call.back(low_rank.add_(dx, dS, call.packed_A(), routing))
     through = low_rank.add_(torch.zeros_like(dx), dS, call.packed_A(), routing)
-    if two_bases:  # what went through a base product of the dropped x
+    if two_bases:  # gradient through the base product of the dropped x
         assert more_SN is not None
         both = rows_times(more_SN, W, routing.by_expert)
         if call.base_rates == call.rates:

@@ -15,7 +15,7 @@ import torch
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNED = 16
-"""Bytes of which every stride must be a multiple."""
+"""Bytes that every stride must be a multiple of."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def sums_of_products(a_SM: torch.Tensor, b_SN: torch.Tensor, groups: Groups) -> 
     if _computes(a_SM.t(), b_SN):
         assert _grouped_mm is not None
         out: torch.Tensor = _grouped_mm(a_SM.t(), b_SN, offs=groups.ends)
-        # what a kernel leaves in the place of an empty group is not said anywhere
+        # the kernel's result for an empty group is undefined
         return out.masked_fill_((groups.lengths == 0)[:, None, None], 0.0)
     out = a_SM.new_zeros(len(groups.lengths), a_SM.shape[1], b_SN.shape[1])
     for group, start, stop in groups.bounds():
@@ -85,7 +85,7 @@ def _computes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _aligned(t: torch.Tensor) -> bool:
-    """One of the last two dimensions is contiguous, the strides of all others are multiples of 16 bytes."""
+    """Whether one of the last two dimensions is contiguous and the strides of all others are multiples of 16 bytes."""
     *outer, rows, columns = t.stride()
     if rows != 1 and columns != 1:
         return False

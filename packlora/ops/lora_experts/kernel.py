@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _rows(index, rows, inside, INDEXED: tl.constexpr):
-    """Which rows of x the sorted rows are."""
+    """Rows of x that the rows sorted by expert were taken from."""
     if INDEXED:
         return tl.load(index + rows, mask=inside, other=0).to(tl.int64)
     else:

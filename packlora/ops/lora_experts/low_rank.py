@@ -16,7 +16,7 @@ if HAS_TRITON:
 
 KERNELS = True
 KERNELS_ON_CPU = False
-"""Of tests, by Triton's interpreter."""
+"""Whether the kernels also run on the CPU, in Triton's interpreter; tests set it."""
 
 
 def down(x: torch.Tensor, w_GrK: torch.Tensor, routing: Routing, repeated: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ from packlora.ops.row_norm.reference import NORM_EPS
 from packlora.ops.row_norm.torch_path import compute_dtype
 
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Of W in the dtype of the sums."""
+"""Bytes of a chunk of W in the dtype of the sums."""
 
 
 def expert_norms(
@@ -48,7 +48,7 @@ def squared_row_norms(frozen: ExpertWeight, *operands: torch.Tensor) -> torch.Te
 
 
 def _chunks(frozen: ExpertWeight, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Experts that are made in `dtype` together."""
+    """Ranges of experts whose weights are converted to `dtype` together."""
     E, N, K = frozen.shape
     device = frozen.weight.device.type
     step = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"]) // (N * K * dtype.itemsize))

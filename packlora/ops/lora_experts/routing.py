@@ -1,4 +1,4 @@
-"""Which rows go to which expert and whose they are, as tables on the device: nothing of them is known to the host.
+"""Routing tables on the device: the expert and the owning adapter of each row. The host does not read them.
 
 Where a process has some of the experts, its rows are those that go to them. How many these are the host learns from the device,
 once for a layer, so what is made of the rows takes as much memory as there are rows.
@@ -81,7 +81,7 @@ class Routing:
         return self.pair // self.owners
 
     def rows_of(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """Every row's token, [S, K]."""
+        """Token of every row, [S, K]."""
         return x_TK[self.token_of_row()]
 
     def of_places(self, x_SK: torch.Tensor) -> torch.Tensor:

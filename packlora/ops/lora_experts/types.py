@@ -1,4 +1,4 @@
-"""What the operator takes: the frozen weights of all experts, and the adapters on them.
+"""Operands of the experts' operator: the frozen weights of all experts, and the adapters on them.
 
 Shapes: E experts, N outputs, K inputs, r rank.
 """

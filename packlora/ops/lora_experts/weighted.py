@@ -1,5 +1,5 @@
-"""What the experts of a token give, weighted and added up, as one node of autograd: its rows only change places, so the
-gradient of each is looked up, where autograd would add up what goes to an index.
+"""Weighted sum of the outputs of a token's experts, as one autograd node: its rows only change places, so the gradient of each
+is looked up, where autograd would add up what goes to an index.
 
     y_t = sum over the choices j of w_tj z_tj        dz_tj = w_tj dy_t        dw_tj = sum of dy_t * z_tj
 

@@ -1,2 +1,2 @@
-"""The linear layer with adapters: reference.py says what it is, autograd.py has the call, torch_path.py and
-triton_path.py compute it."""
+"""Linear layer with adapters: reference.py is the specification, autograd.py has the call, torch_path.py and triton_path.py
+compute it."""

@@ -73,7 +73,7 @@ def lora_group(
         prepared.refresh(call)
     else:
         moving.serve(prepared)
-    if not torch.is_grad_enabled():  # nobody asks for gradients: no node, and nothing is kept
+    if not torch.is_grad_enabled():  # no gradients are needed: no node, and nothing is kept
         x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
         return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
     hooks = saving_hooks()
@@ -143,7 +143,7 @@ class Group(torch.autograd.Function):
 
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, Group).apply
-"""Group.apply without its look, at every operand, for what torch.func left behind, under which nothing is served."""
+"""Group.apply without its check of every operand for wrappers of torch.func, under which the operator is not used."""
 
 
 def made_S(
@@ -239,16 +239,19 @@ def is_checkpoint(hooks: tuple[Any, ...]) -> bool:
 
 
 def placeholder(x: torch.Tensor, N: int) -> torch.Tensor:
-    """What autograd takes for the output [..., N] of a node that does not make it. Holds one element of memory, not set."""
+    """Stand-in for the output [..., N] of a node that computes the output elsewhere. It holds one element of memory,
+    uninitialised."""
     return x.new_empty_strided((*x.shape[:-1], N), (0,) * x.ndim)
 
 
 class Outputs(torch.autograd.Function):
-    """What `make` gives, with the history of the placeholders: the second half of a node that has saved all that it needs.
+    """Node that returns the results of `make` with the autograd history of the placeholders: the second half of a node that has
+    saved all the tensors that it needs.
 
-    Autograd packs what a node saves after the node's whole forward, and checkpointing's recomputation stops when it has the
-    last tensor of its block. Were the outputs made by the node that saves, the recomputation would make those of its last
-    layer, base product and all, for nobody: down_proj's of every block of a Llama.
+    Autograd packs the tensors that a node saves after the node's whole forward, and the recomputation of activation
+    checkpointing stops once it has the last saved tensor of its block. If the node that saves also made the outputs, the
+    recomputation would compute the outputs of the block's last layer (down_proj in a Llama), base product included, although
+    nothing reads them.
     """
 
     @staticmethod

@@ -40,7 +40,7 @@ from packlora.ops.lora_linear.types import Segment
 
 
 class Part(NamedTuple):
-    """One segment's share of a step: rows of tensors [T, ...] and columns of S, None where they are all; factor s c. Of one
+    """Share of one segment in a step: rows of tensors [T, ...] and columns of S, None where they are all; factor s c. Of one
     layer's: the number of its `Stack`, and of its block there."""
 
     segment: Segment
@@ -62,8 +62,8 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A segment whose adapter has a rank: its part over all layers, its parts by layer where these scale differently, and how
-    many columns of S each layer has, with what is left of them at the end."""
+    """Segment whose adapter has a rank: its part over all layers, its parts by layer where these scale differently, and the
+    number of columns of S of each layer, the rest at the end."""
 
     segment: Segment
     all_layers: Part
@@ -87,8 +87,8 @@ class Slot(NamedTuple):
 
 @dataclass(slots=True)
 class Scales:
-    """Of one layer, by adapter and last for tokens without one: the scale g, the norm w and the bias (None where there is none
-    at all) of its outputs, [adapters + 1, N] in float32 (float64 for float64).
+    """Scales of one layer: the scale g, the norm w and the bias of the outputs (None without any bias), each [adapters + 1, N]
+    in float32 (float64 for float64). Row i belongs to adapter i, the last row to tokens without an adapter.
 
     sum_rows: int32 [2 adapters, 2], adapter and row of every pair of sums over tokens, as sum_rows_kernel takes them.
     """
@@ -99,7 +99,7 @@ class Scales:
     sum_rows: torch.Tensor
     g_rows: tuple[torch.Tensor, ...] = ()
     bias_rows: tuple[torch.Tensor | None, ...] = ()
-    """g and the bias by adapter: they are asked for at every call."""
+    """g and bias as views by adapter, because every call reads them."""
     adapters: int = 0
 
     def __post_init__(self) -> None:
@@ -108,7 +108,8 @@ class Scales:
         self.adapters = self.g.shape[0] - 1
 
     def magnitude_grad(self, sum_N: torch.Tensor, number: int, of_y: bool) -> torch.Tensor:
-        """From the sum of d z, or of d y, where y = g z; 0 where g is 0, which z cannot be told from."""
+        """Gradient of the magnitude from the sum over tokens of d z, or of d y if `of_y`, where y = g z. It is 0 where g is 0,
+        since z cannot be recovered from y there."""
         if not of_y:
             return sum_N / self.w[number]
         m_N = self.g[number] * self.w[number]
@@ -126,7 +127,7 @@ class Operands:
     B: list[torch.Tensor | None]
     scales: dict[int, Scales]
     views: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """What `A` and `block` gave: they are asked for at every call."""
+    """Results of `A` and `block`, kept because every call reads them."""
 
     def A(self, layout: Layout, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One adapter's stacked A [R, K], and its transpose."""
@@ -150,7 +151,7 @@ class Operands:
 
 @dataclass(slots=True)
 class Sums:
-    """Over the tokens of one adapter on one layer, in a wide dtype or the parameters' own, [N] each: the gradient of the
+    """Sums over the tokens of one adapter on one layer, in a wide dtype or the parameters' own, [N] each: the gradient of the
     magnitude, the sum of d z over w, and the sum of d. None where not wanted."""
 
     dm: torch.Tensor | None = None
@@ -158,7 +159,8 @@ class Sums:
 
 
 class Wanted(NamedTuple):
-    """Which gradients a backward is for: of x, of any A and any B, and of magnitudes and biases by layer."""
+    """Gradients that a backward has to compute: of x, of any A, of any B, and the layers whose magnitudes and biases need
+    one."""
 
     x: bool
     A: bool
@@ -168,8 +170,8 @@ class Wanted(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """What `Path.grads` gives: e per layer, dS [T, width] where it is needed, dB per layer as B is laid out, the sums per layer
-    and adapter, and dA where it is made of d' x."""
+    """Result of `Path.grads`: e per layer, dS [T, width] where it is needed, dB per layer in the layout of B, the sums per
+    layer and adapter, and dA where it is computed from d' x."""
 
     e: list[torch.Tensor | None]
     dS: torch.Tensor | None
@@ -179,8 +181,8 @@ class Grads(NamedTuple):
 
 
 Gradients = Sequence[torch.Tensor | None]
-"""One tensor [T, N] per layer, None where none came back. Those of outputs are contiguous and as these are, [..., N], and so is
-an output that was kept: kernels read rows wherever they lie, and views cost the host time."""
+"""Gradients by layer: one tensor [T, N] each, None where there is none. Gradients of outputs are contiguous and have the shape
+of the outputs, [..., N], and so has an output that was kept: kernels read rows at any stride, and views cost the host time."""
 
 
 class Path(Protocol):
@@ -229,38 +231,39 @@ for base = drop(x) c W' and low = S B'."""
 
 @dataclass(slots=True)
 class Call:
-    """What calls have in common that `segments` of a group's adapters own the T tokens of."""
+    """State shared by all calls in which `segments` of a group's adapters own the T tokens."""
 
     layout: Layout
     plan: Plan
-    """As it is carried out: legal, and ordered for the dtype."""
+    """Plan that is carried out: legal for the call, and ordered for the dtype."""
     segments: tuple[Segment, ...]
     salt: int
     lead: tuple[int, ...]
-    """Of x and of the outputs: all sizes but the last."""
+    """Leading sizes of x and of the outputs: all but the last."""
     T: int
     K: int
     dtype: torch.dtype
     device: torch.device
     slots: tuple[Slot, ...]
-    """Of the adapters that own tokens."""
+    """Slots of the adapters that own tokens."""
     stacked: tuple[Stack, ...]
     parts: tuple[tuple[Part, ...], ...]
-    """Per layer, the segments whose adapter has a rank on it."""
+    """Segments whose adapter has a rank, per layer."""
     composed: dict[int, tuple[tuple[Segment, bool, bool], ...]]
     """Layers where a segment has a magnitude or a bias of its own: those segments, and whether each has the one, the other."""
     plan_up: tuple[Up, ...]
     """Plan.up per layer, as far as the layer allows it."""
     from_y: tuple[bool, ...]
-    """Per layer, whether a backward reads y in the place of z: z = y / g. With a bias the difference would cost digits."""
+    """Whether the backward of each layer reads y in place of z (z = y / g). It does not with a bias, where the difference would
+    lose digits."""
     base_dropped: tuple[Segment, ...]
-    """Those that scale, on some layer, the base product of their dropped x."""
+    """Segments that, on some layer, scale the base product of their dropped x."""
     wide: torch.dtype
-    """Of gradients that kernels write."""
+    """Dtype of the gradients that kernels write."""
     shape: tuple[Layout, int, torch.dtype]
-    """What a cached launch depends on beside the tokens."""
+    """Key of a cached launch beside the tokens."""
     sums_dtype: torch.dtype
-    """Of products that sum over the tokens, dA and dB."""
+    """Dtype of the products that sum over the tokens, dA and dB."""
     down: Path
     up: tuple[Path, ...]
     magnitude: Path
@@ -273,14 +276,14 @@ class Call:
     single_adapter: Segment | None = None
     """The segment that has all tokens and an adapter on every layer, if there is one."""
     threshold: int = 0
-    """Its dropout's, as kernels take it."""
+    """Dropout threshold of the single segment in the form that kernels take."""
     word: int = 0
     """The salt, as kernels take it."""
     whole: Stack | None = None
-    """The one stack, where it has all rows and columns of S and one factor: products make their results then, and write into
-    nothing."""
+    """Stack of the only adapter, where it has all rows and columns of S and one factor: products make their results then, and
+    write into nothing."""
     unread: torch.Tensor | None = None
-    """One element in the dtype: torch wants an addend for a product that is scaled."""
+    """Tensor of one element in the dtype, because torch needs an addend for a product that is scaled."""
     tables: GroupTables | None = None
     segment_tables: SegmentTables | None = None
     moving: bool = False
@@ -288,9 +291,9 @@ class Call:
     cut: dict[Hashable, Any] = field(default_factory=dict)
     """Block sizes that launches have chosen."""
     launches: Launches = field(default_factory=dict)
-    """Of kernels that go by rows of a segment, not by tables."""
+    """Launches of kernels that take the rows of a segment as arguments instead of reading tables."""
     wants: dict[tuple[bool, tuple[bool, ...]], tuple[Wanted, tuple[Slot, ...]]] = field(default_factory=dict)
-    """What `wanted` gave."""
+    """Cached results of `wanted`."""
 
     @property
     def keeps_S(self) -> bool:
@@ -316,7 +319,8 @@ class Call:
         ]
 
     def wanted(self, need_x: bool, need_owned: tuple[bool, ...]) -> tuple[Wanted, tuple[Slot, ...]]:
-        """What a backward is for that needs the gradients of x and of these operands, and the slots of the latter."""
+        """Work of a backward that needs the gradients of x (`need_x`) and of the operands marked in `need_owned`, with the
+        slots of those operands."""
         found = self.wants.get((need_x, need_owned))
         if found is None:
             slots = tuple(slot for slot in self.slots if need_owned[slot.at])

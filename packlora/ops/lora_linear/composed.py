@@ -89,7 +89,7 @@ def magnitude(
 
 
 def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Optional:
-    """What the base product of all tokens takes: e, but d in the rows of base-dropped segments."""
+    """Gradient that the base product takes for all tokens: e, but d in the rows of base-dropped segments."""
     if e_TN is None or d_TN is None or e_TN is d_TN:
         return e_TN
     d_TN = rows_of(d_TN)

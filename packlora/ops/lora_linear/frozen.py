@@ -1,9 +1,9 @@
-"""What the operator asks of a frozen weight W [N, K], so that its storage is nobody else's business.
+"""Interface of a frozen weight W [N, K] to the operator; it hides how the weight is stored.
 
-`Dense` is a weight that lies in memory as it is multiplied, `Gathered` one that lies there while its layer runs. Those of
-codes/weight.py are codes, of which a tensor is made where it is read. Whatever implements `FrozenWeight` beside them changes
-nothing of the operator: plans that read W are not legal where there is no tensor of it (`has_tensor`). `FrozenLinear` is a
-layer with such a weight. `Storage` says how the weights of a whole model lie.
+`Dense` lies in memory in the layout in which it is multiplied; `Gathered` lies there only while its layer runs. The weights of
+codes/weight.py are codes, from which a tensor is made where it is read. A further implementation of `FrozenWeight` needs no
+change of the operator: plans that read W as a tensor are not legal where there is none (`has_tensor`). `FrozenLinear` is a
+layer with such a weight. `Storage` describes how the weights of a whole model are stored.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class FrozenWeight(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Where the weight lies, and its version: what was made of it stands while this is the same. None where versions are
-        not counted: then nothing stands."""
+        """Location and version of the weight: results that were computed from the weight stay valid while the key is unchanged.
+        None where versions are not counted; then no result is kept."""
 
     def matmul(
         self,
@@ -70,7 +70,7 @@ class FrozenWeight(Protocol):
 
 
 class Products:
-    """The products of a weight of which `_made` gives a tensor."""
+    """Products of a weight that `_made` dequantises to a tensor."""
 
     __slots__ = ()
     has_tensor = True
@@ -179,7 +179,7 @@ class FrozenLinear(torch.nn.Linear):
 
 
 class Storage(Protocol):
-    """How the frozen weights of a model lie."""
+    """Storage of the frozen weights of a model."""
 
     @property
     def is_whole(self) -> bool:
@@ -195,7 +195,7 @@ class Storage(Protocol):
         """Adapters have been put onto the layers at these paths."""
 
     def holds(self, path: str) -> bool:
-        """Whether what is trained on the module at this path of the model is trained here, if the module is."""
+        """Whether adapters on the module at this path of the model are trained on this process, if the module is here."""
 
     @property
     def is_stage(self) -> bool:
@@ -232,6 +232,6 @@ class InMemory:
 
 
 def accumulator_dtype(x_TK: torch.Tensor) -> torch.dtype:
-    """In which a low-rank part must be for the base product to be added without loss: float32 where the library rounds a
-    product of 16 bits before it adds."""
+    """Dtype that a low-rank part needs so that the base product is added to it without loss: float32 where the library rounds a
+    16-bit product before it adds, otherwise the dtype of x."""
     return torch.float32 if x_TK.element_size() == 2 and rounds_before_adding(x_TK.device) else x_TK.dtype

@@ -1,4 +1,4 @@
-"""Where everything of a group of layers lies: rows of the stacked A, columns of S, blocks of the flat B's.
+"""Layout of a group of layers: rows of the stacked A, columns of S, blocks of the flat B's.
 
 A group is one or several frozen layers that read the same x. For one adapter the A's of all layers are stacked, so S of a
 token is one row `[S_layer0 | S_layer1 | ...]` of its own adapter; S is [T, width], width that of the widest adapter. Ranks
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of one adapter on one layer: rank, padded rank, first column in S (and row in the adapter's stacked A), and first
+    """Place of one adapter on one layer: rank, padded rank, first column in S (and row in the adapter's stacked A), and first
     element in the layer's flat B."""
 
     rank: int
@@ -38,9 +38,9 @@ class Layout:
     sizes: tuple[int, ...]
     """N of each layer."""
     widths: dict[int, tuple[int, ...]]
-    """By adapter: its padded ranks on the layers that it targets, in order."""
+    """Padded ranks of each adapter on the layers that it targets, in order."""
     b_shapes: tuple[tuple[int, ...], ...]
-    """Of each layer's B: flat, or [N, padded] where one adapter has it alone."""
+    """Shape of each layer's B: flat, or [N, padded] where only one adapter has a B there."""
 
     def b_block(self, B: torch.Tensor, number: int, index: int) -> torch.Tensor:
         """B, or dB, of one adapter on one layer in that of the layer: [N, padded]."""

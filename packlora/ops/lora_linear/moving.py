@@ -25,7 +25,7 @@ from packlora.ops.stamp import Unchanged
 
 
 class Operands(Protocol):
-    """Of a group of layers (prepared.Prepared)."""
+    """Operands of a group of layers (prepared.Prepared)."""
 
     def refresh(self) -> None:
         """Bring all up to date with the parameters."""
@@ -38,7 +38,7 @@ class Operands(Protocol):
 
 
 class _Copies:
-    """Of the operands of one adapter, over all groups."""
+    """Copies of the operands of one adapter, over all groups."""
 
     def __init__(self) -> None:
         self.sources: list[torch.Tensor] = []
@@ -63,8 +63,9 @@ class _Copies:
 
 
 class MovingSegments:
-    """Segments of `total` tokens: at most one for each of `adapters`, and tokens of nobody between. One adapter by itself has
-    all tokens, those of nobody too: calls are then as fast as they are without boundaries to look up.
+    """Segments of `total` tokens: at most one for each of `adapters`, with tokens without an adapter between them. A single
+    adapter is given all tokens, also those without an adapter: calls then need no look-up of boundaries, and are as fast as
+    without them.
     """
 
     def __init__(self, total: int, adapters: Sequence[int]) -> None:
@@ -87,11 +88,11 @@ class MovingSegments:
 
     @property
     def most(self) -> int:
-        """Parts that segments and the tokens between them may make."""
+        """Largest number of parts that segments and the tokens between them may make."""
         return 2 * len(self.adapters) + 1
 
     def tables(self, key: Hashable, segments: tuple[Segment, ...], make: Callable[[], SegmentTables]) -> SegmentTables:
-        """Those made for nominal segments and for whatever else is in `key`; `write` fills them from now on."""
+        """Tables for nominal segments and for whatever else is in `key`, made once; from then on `write` fills them."""
         found = self._tables.get((key, segments))
         if found is None:
             found = segments, make()
@@ -100,7 +101,7 @@ class MovingSegments:
         return found[1]
 
     def write(self, boundaries: Sequence[tuple[int, int, int]]) -> None:
-        """Let these (adapter, start, stop) be the segments of what runs on the device from now on."""
+        """Write the boundaries (adapter, start, stop) of the segments for what runs on the device from now on."""
         self._boundaries = tuple(boundaries)
         for segments, tables in self._tables.values():
             tables.write(self._placed(segments))

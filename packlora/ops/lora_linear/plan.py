@@ -58,9 +58,9 @@ class Plan:
     dx: Dx = "after"
     """The gradient of the input, [T, K]."""
     dA: ViaA = "dS"
-    """By which product dA [r, K] is formed."""
+    """Product by which dA [r, K] is formed."""
     dB: ViaB = "S"
-    """By which product dB [N, r] is formed."""
+    """Product by which dB [N, r] is formed."""
     keep_s: bool = True
     """S is saved for the backward (T r numbers); otherwise it is computed again."""
 
@@ -71,7 +71,8 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """For example `mm/after-mm/after`, with what differs from the usual appended: `mm/after-mm/merged+dA:xd`."""
+        """Name of the plan, for example `mm/after-mm/after`; parts that differ from the usual ones are appended:
+        `mm/after-mm/merged+dA:xd`."""
         text = f"{self.down}/{self.up}-{self.grad}/{self.dx}"
         for part in ("dA", "dB"):
             if (value := getattr(self, part)) == "xd":
@@ -90,7 +91,7 @@ class Plan:
 
     @property
     def reads_tables(self) -> bool:
-        """Every step goes by tables on the device, none by slices of segments."""
+        """Whether every step reads tables on the device, and none takes slices of segments."""
         kernels = self.down == "routed" and self.up in ("routed", "epilogue", "fused")
         return kernels and self.grad == "one-pass" and self.dx in ("routed", "fused")
 
@@ -192,8 +193,9 @@ PLANS = (
     NamedPlan("fused-mm-grad", Plan("routed", "fused", "mm", "fused"), "16 bits on Hopper: ranks over 16"),
     *RUNLORA,
 )  # fmt: skip
-"""What is chosen among, the plain chain first. A plan is here because somewhere in a wide grid of cases the best of the others
-takes over 1 % longer by the cost model, because it was chosen in a recorded result, or because RunLoRA's paper names it."""
+"""Plans among which one is chosen, the plain chain first. A plan is here because somewhere in a wide grid of cases the best of
+the others takes over 1 % longer by the cost model, because it was chosen in a recorded result, or because RunLoRA's paper names
+it."""
 
 
 def named_plan(name: str) -> Plan:
@@ -233,21 +235,22 @@ def _halves(main: str) -> list[str]:
 # --- which plans compute a call ----------------------------------------------------------------------------------------
 
 FUSED_MULTIPLE = 16
-"""What K and every N must be a multiple of for a fused product."""
+"""Number that K and every N must be a multiple of for a fused product."""
 
 
 Rounding = Literal["exact", "lossy", "any"]
-"""No more than the chain; by a merged weight too; or as the plan does that was asked for by name, where that is allowed."""
+"""Rounding that a plan may have: exact, as the chain's; lossy, also by a merged weight; any, as in the plan that was requested
+by name."""
 
 
 class Target(NamedTuple):
-    """What of the device and the sizes decides which plans are carried out there as they are written, and as exactly."""
+    """Properties of the device and of the sizes that decide which plans run there exactly as they are written."""
 
     on_gpu: bool
     dtype: str
-    """Of x and W, for example bfloat16."""
+    """Dtype of x and W, for example bfloat16."""
     no_kernels: str | None
-    """Why the Triton kernels do not run there; None where they do."""
+    """Reason why the Triton kernels do not run there; None where they do."""
     copy_engine: bool
     """Kernels may read through tensor descriptors (gpu.has_copy_engine)."""
     rounds_first: bool
@@ -255,12 +258,12 @@ class Target(NamedTuple):
     sizes: tuple[int, ...]
     """K and every N."""
     rounding: Rounding = "exact"
-    """How a plan may round there."""
+    """Rounding that a plan may have there."""
 
 
 class Situation(NamedTuple):
-    """What of a call decides which plans compute it. It is about the adapters that own tokens of the call: others may be
-    attached to its layers, and do not matter."""
+    """Properties of a call that decide which plans compute it. Only the adapters that own tokens of the call count; others may
+    be attached to its layers."""
 
     single: bool
     """One adapter owns all tokens."""
@@ -273,19 +276,19 @@ class Situation(NamedTuple):
     base_dropped: bool
     """One of them is DoRA under dropout that scales the base product of the dropped x: there are two base products."""
     double: bool = False
-    """In float64, which the kernels do not compute."""
+    """The call is in float64, which the kernels do not compute."""
     dense: bool = True
     """A kernel or a sum can read all weights as tensors (frozen.FrozenWeight.has_tensor)."""
     moving: bool = False
     """The boundaries of its segments are on the device alone (moving.MovingSegments)."""
     target: Target | None = None
-    """Where the plan is to be carried out. None for a plan that somebody gives by its parts: it gives way only where it would
-    not compute the call at all."""
+    """Device and sizes where the plan is carried out. None for a plan that the caller gives by its parts: it is replaced only
+    where it would not compute the call at all."""
 
 
 def why_not(plan: Plan, call: Situation) -> str | None:
-    """Why the plan does not compute the call, there, to the chain's exactness; None where it does. The plain chain, S kept or
-    not, computes every call."""
+    """Reason why the plan does not compute the call, on its target, as exactly as the chain; None where it does. The plain
+    chain, S kept or not, computes every call."""
     if call.moving and not plan.reads_tables:
         return "products by segment need its boundaries on the host, and these are on the device alone"
     if plan == Plan(keep_s=plan.keep_s):
@@ -312,7 +315,7 @@ def why_not(plan: Plan, call: Situation) -> str | None:
 
 
 def _why_not_there(plan: Plan, call: Situation, target: Target) -> str | None:
-    """It would round more than it may, or the device has not what it takes."""
+    """Reason why a plan would round more than it may, or lacks something on the device; None where it runs."""
     narrow = target.dtype in ("bfloat16", "float16")
     if target.rounding != "any" and (reason := _rounds_more(plan, call, target, narrow)) is not None:
         return reason
@@ -325,7 +328,7 @@ def _why_not_there(plan: Plan, call: Situation, target: Target) -> str | None:
 
 
 def _rounds_more(plan: Plan, call: Situation, target: Target, narrow: bool) -> str | None:
-    """Why the plan rounds more than the chain, or is not worth being chosen."""
+    """Reason why the plan rounds more than the chain, or is never worth choosing; None otherwise."""
     if call.base_dropped:
         return "DoRA with two base products has the plain chain alone"
     adds_late = plan.up == "epilogue" or (plan.up == "routed" and target.rounds_first)

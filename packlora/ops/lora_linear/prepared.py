@@ -1,10 +1,10 @@
-"""What is kept of a group's layers from call to call: the one cache of the operator, with one rule of staleness.
+"""Cache of a group's layers from call to call: the only cache of the operator, with one rule of staleness.
 
-`GroupState` is the caller's handle, `Prepared` what it holds for the layers passed last: their layout, the operands as products
-read them, and the calls that were settled. Layers are the same where their operands are the very same objects. What is made of
-an operand stands while its stamp does (ops/stamp.py), and where the caller does not say that all writes are counted by the
-version, copies are made anew at every call. Operands that already lie as they should (one adapter, no padding, the compute
-dtype) are used where they are. Caches of launches (ops/launcher.py) know addresses only.
+`GroupState` is the caller's handle; `Prepared` is the cache for the layers passed last: their layout, the operands in the
+layout that products read, and the calls that were settled. Layers are the same where their operands are the same objects. A
+result that was computed from an operand is valid while the operand's stamp is unchanged (ops/stamp.py); where the caller does
+not state that the version counts all writes, copies are made anew at every call. Operands that already have the right layout
+(one adapter, no padding, the compute dtype) are used in place. Caches of launches (ops/launcher.py) know addresses only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _backward_pass: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", 
 """Number of the backward pass that is running in this thread; what checkpointing recomputes belongs to it."""
 _LAYOUTS: Recent[Layout] = Recent(4096)
 _REFRESHING = threading.RLock()
-"""Two threads that first use one layer must not both make its buffers."""
+"""Lock that keeps two threads that first use a layer from both making its buffers."""
 
 
 class GroupState:
-    """What one caller keeps between its calls: packed operands and tables of the layers that it last passed.
+    """State that one caller keeps between its calls: packed operands and tables of the layers that it last passed.
 
     version_counted: parameters change only in ways that the host can see (ops/stamp.py), so what is prepared from them is
     refreshed only then. Otherwise it is refreshed at every call.
@@ -45,22 +45,22 @@ class GroupState:
     def __init__(self, version_counted: bool = False) -> None:
         self.version_counted = version_counted
         self._prepared: dict[bool, Prepared] = {}
-        """By whether ranks are padded for the kernels."""
+        """Caches with and without ranks padded for the kernels."""
         self.layers: tuple[Layer, ...] = ()
-        """Those passed last; a caller that passes the same objects again is served faster."""
+        """Layers passed last; a caller that passes the same objects again is served faster."""
 
     def prepared(self, x: torch.Tensor, layers: tuple[Layer, ...], plan: Plan) -> Prepared:
-        """For calls on these layers, checked; brought up to date by `Prepared.refresh`."""
+        """Cache for calls on these layers, checked; `Prepared.refresh` brings it up to date."""
         self.layers, kernels = layers, plan.needs_triton
         found = self._prepared.get(kernels)
         if found is None or not found.fits(x, layers):
-            with torch.inference_mode(False):  # what is kept is written to in training too
+            with torch.inference_mode(False):  # cached tensors are written to in training too
                 found = self._prepared[kernels] = Prepared(x, layers, kernels, self.version_counted)
         return found
 
 
 class _Source(NamedTuple):
-    """An A or B of the group, where it goes, and whether nobody else's lies beside it there."""
+    """A or B of the group, its destination, and whether it is the only operand there."""
 
     operand: torch.Tensor
     name: str
@@ -97,7 +97,7 @@ class Prepared:
         self.flat = tuple(layers[index].adapters[number].operands()[name] for index, number, name in self.slots)
         dtypes = {t.dtype for t in self.flat}
         self.wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        """What kernels write gradients in: the parameters' dtype where all agree."""
+        """Dtype of the gradients that kernels write: the parameters' dtype where all agree, otherwise float32."""
         self.num_adapters = 1 + max(self.layout.rows, default=-1)
         self.operands = Operands(
             tuple(layer.frozen for layer in layers), tuple(layer.bias for layer in layers), x.new_empty(0),
@@ -111,11 +111,11 @@ class Prepared:
         self._seen: list[tuple[int, int] | None] = [None] * len(self._sources)
         """Stamp of each source when it was copied; None where that is to be done at the next call."""
         self._copies: dict[int, torch.Tensor] = {}
-        """By source, where it is copied to; those without are used where they are."""
+        """Copy of each source, by its index; a source without a copy is used in place."""
         self._addresses: list[int | None] = [None] * len(self._sources)
-        """By source, where one lies that is used there: whatever is written into it, nothing has to be made."""
+        """Address of each source that is used in place: no write to it makes a copy necessary."""
         self._owned: set[str | int] = set()
-        """Which buffers were made here: "A", and the B's by layer."""
+        """Buffers that were allocated here: "A", and the B's by layer."""
         self._composed = []
         for index, layer in enumerate(layers):
             if not all(low.plain for low in layer.adapters.values()):
@@ -130,7 +130,7 @@ class Prepared:
         self._last: tuple[tuple[Any, ...], Call] | None = None
         """Key and value of the last call, which the next one is mostly like."""
         self.turn = 0
-        """How often it was refreshed."""
+        """Number of refreshes so far."""
         self._pass = OUTSIDE
         """The backward pass in which it was refreshed last."""
 
@@ -145,7 +145,7 @@ class Prepared:
     def call(
         self, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan, moving: MovingSegments | None = None
     ) -> Call:  # fmt: skip
-        """That of such tokens; kept for the next one like it. moving: whose nominal segments these are."""
+        """Call for such tokens, cached for the next one like it. moving: owner of these nominal segments."""
         key = (segments, x.shape[:-1], salt, plan, x.is_contiguous() and x.data_ptr() % 16 == 0, moving)
         last = self._last
         if last is not None and last[0] == key:
@@ -186,7 +186,7 @@ class Prepared:
             self.refresh_scales()
 
     def refresh_scales(self) -> None:
-        """Those of layers with magnitudes or biases of adapters."""
+        """Refresh the scales of layers whose adapters have magnitudes or biases."""
         for made in self._composed:
             made.refresh(self.version_counted)
 
@@ -256,7 +256,7 @@ class Prepared:
             self._owned.discard(source.layer)
 
     def _make_room(self, source: _Source) -> torch.Tensor:
-        """Where an operand is copied to, a part of a buffer that is zero beside it."""
+        """Destination of an operand's copy: a part of a buffer that is zero around it."""
         own, place, layout = self.operands, source.place, self.layout
         buffer: str | int = "A" if source.name == "A" else source.layer
         if buffer not in self._owned:
@@ -294,7 +294,7 @@ class LayerScales:
         self._launches: dict[Hashable, Any] = {}
         self._low_ranks: dict[int, LowRank] = {n: low for n, low in layer.adapters.items() if not low.plain}
         self._unchanged: dict[int | None, Unchanged] = {number: Unchanged() for number in (None, *layer.adapters)}
-        """By adapter; under None the base's bias, which is in all rows of `bias`."""
+        """Stamps of each adapter's operands, by number; None is the base layer's bias, which is in all rows of `bias`."""
 
     def refresh(self, version_counted: bool) -> None:
         """Make anew what has changed, or all where writes are not counted."""

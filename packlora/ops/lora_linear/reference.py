@@ -1,4 +1,4 @@
-"""What a linear layer with adapters computes. This file is the specification; every path is checked against it.
+"""Specification of a linear layer with adapters; every backend is tested against this file.
 
 Shapes: T tokens, K inputs, N outputs, r rank.
 

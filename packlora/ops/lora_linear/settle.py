@@ -98,7 +98,7 @@ def _tables(
     segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int,
     moving: MovingSegments | None,
 ) -> SegmentTables:  # fmt: skip
-    """Of segments, shared by all groups of as many adapters."""
+    """Tables of the segments, shared by all groups with the same number of adapters."""
     from packlora.ops.lora_linear import triton_path
 
     known = tuple(segment for segment in segments if segment.adapter < num_adapters)  # others are of other layers
@@ -137,12 +137,12 @@ def _part(layout: Layout, segment: Segment, T: int, column: int, padded: int, fa
 
 
 def _with_rank(layout: Layout, segments: Sequence[Segment]) -> list[Segment]:
-    """Those whose adapter has a rank on a layer."""
+    """Segments whose adapter has a rank on some layer of the group."""
     return [segment for segment in segments if layout.rows.get(segment.adapter, (0, 0))[1]]
 
 
 def _block(layout: Layout, number: int, index: int) -> int:
-    """Which of the layers that the adapter targets this one is."""
+    """Index of this layer among the layers that the adapter targets."""
     return sum((number, other) in layout.places for other in range(index))
 
 

@@ -62,7 +62,7 @@ class SegmentTables:
             else num_tokens // size + most
             for size in sizes
         }
-        """How many blocks there are."""
+        """Number of blocks."""
         table = torch.from_numpy(self._flat(parts))
         self._table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
         rows, pairs, at = self._table.view(-1, 4), self._table.view(-1, 2), 0
@@ -84,7 +84,8 @@ class SegmentTables:
         """Chunks of tokens chosen for these tables, see kernels/sizes.py."""
 
     def write(self, segments: Sequence[Segment]) -> None:
-        """Other segments of as many tokens, of the same adapters and rates or fewer; what is launched from now on sees them."""
+        """Replace the segments by others with as many tokens, of the same adapters and rates or fewer; later launches read the
+        new ones."""
         table = torch.from_numpy(self._flat(cover(segments, self.num_tokens)))
         self._table.copy_(table.pin_memory() if self._table.is_cuda else table, non_blocking=True)
 

@@ -14,7 +14,7 @@ import torch
 
 
 class _Made(threading.local):
-    """Those of the call that runs in this thread, the one made last at the end, by what they were made of."""
+    """Temporary tensors of the call that runs in this thread, by key; the one made last comes last."""
 
     def __init__(self) -> None:
         self.tensors: dict[Hashable, torch.Tensor] = {}
@@ -24,7 +24,8 @@ _MADE = _Made()
 
 
 def temporary(key: Hashable, size: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `make` gives, a tensor of `size` elements, or gave under this key in this call. The key None is like no other."""
+    """Return the tensor of `size` elements that `make` gives, or the one made under the same key earlier in this call. A tensor
+    under the key None is never reused."""
     made = _MADE.tensors
     found = None if key is None else made.get(key)
     if found is not None:
@@ -38,7 +39,8 @@ def temporary(key: Hashable, size: int, make: Callable[[], torch.Tensor]) -> tor
 
 
 class _Call:
-    """Not a generator: it is entered for every layer, and a generator takes the host three times as long."""
+    """Context manager around a call. It is a class because it is entered for every layer, and a generator takes the host three
+    times as long."""
 
     def __enter__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The steps of a call by torch's products, segment by segment. Any device, any dtype; the plain chain computes every call.
+"""Steps of a call by torch's matrix products, segment by segment. Any device, any dtype; the plain chain computes every call.
 
     y  = x W' + S B' + bias = x (W + s B A)' + bias
     dA = dS' xd = s c B' (d' xd),    dB = d' S = s c (d' xd) A',    dS = s c d B
@@ -175,7 +175,7 @@ def inputs(
         return dx, dA
     assert dS is not None
     low = dict[Segment, torch.Tensor]()
-    if call.base_dropped:  # of all segments at once: each layer's weight is read once for all of them
+    if call.base_dropped:  # all segments at once: each layer's weight is read once for all of them
         low = {stack.segment: _low_rank_dx(call, own, dS, stack) for stack in call.stacked if stack.segment.dropout}
         add_scaled(call, own, low, d)
     if plan_dx == "before" and (whole := call.whole) is not None:  # the base product accumulates onto what is dropped

@@ -125,8 +125,8 @@ def _scaling(call: Call, own: Operands, index: int, kept: Optional, wanted: Want
 
 
 def _sums(call: Call, index: int, totals: torch.Tensor, wanted: Wanted) -> dict[int, Sums]:
-    """By adapter, from what backward_outputs.scale gives."""
-    if totals.ndim == 1:  # of one magnitude alone; views cost the host time
+    """Sums of each adapter, taken from the result of backward_outputs.scale."""
+    if totals.ndim == 1:  # the sum of one magnitude; views cost the host time
         return {0: Sums(totals)}
     sums, rows = dict[int, Sums](), totals.unbind()
     for segment, has_magnitude, has_bias in call.composed[index]:

@@ -1,4 +1,5 @@
-"""What a call of the operator is given: layers with their adapters, and who owns which tokens; and the checks of both."""
+"""Arguments of a call of the operator, with their checks: layers with their adapters, and the segments that say which adapter
+owns which tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class LowRank:
         return self.magnitude is None and self.bias is None
 
     def operands(self) -> dict[str, torch.Tensor]:
-        """What gets gradients, by name."""
+        """Operands that get gradients, by name."""
         named = {"A": self.A, "B": self.B, "magnitude": self.magnitude, "bias": self.bias}
         return {name: operand for name, operand in named.items() if operand is not None}
 
@@ -46,7 +47,7 @@ class LowRank:
 class Layer:
     """One frozen layer of a group: weight [N, K] (frozen.Dense of a tensor), bias [N] or None, adapters by number.
 
-    keep_output: the caller promises that nobody writes into this layer's output (kernels that work in place move no version
+    keep_output: the caller promises that this layer's output is not written to (kernels that work in place move no version
     counter), so a DoRA backward may read it there and keeps nothing of its own. Where there is a bias z is kept all the same.
     """
 
@@ -75,7 +76,8 @@ class Segment:
         return slice(self.start, self.stop)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its rows of a tensor [T, ...], which is itself where they are all: views cost the host time."""
+        """Rows of the segment in a tensor [T, ...]; the tensor itself where the segment has all rows, because views cost the
+        host time."""
         return tensor if (self.start, self.stop) == (0, tensor.shape[0]) else tensor[self.start : self.stop]
 
 
@@ -85,7 +87,7 @@ def owns_all(segments: Sequence[Segment], num_tokens: int) -> bool:
 
 
 def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int, moving: bool = False) -> Situation:
-    """What of a call of lora_group decides which plans compute it. moving: the segments are nominal (moving.py)."""
+    """Properties of a call of lora_group that decide which plans compute it. moving: the segments are nominal (moving.py)."""
     low_rank = dropped = composed = base_dropped = False
     for segment in segments:
         for layer in layers:

@@ -1,4 +1,4 @@
-"""What an RMS norm computes. This file is the specification; the operator is checked against it.
+"""Specification of an RMS norm; the operator is tested against this file.
 
 Shapes: x [..., D], weight [D].
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 KINDS = ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma"))
-"""What is added to the weight, and where is rounded: llama rounds the normalised value to x's dtype before it meets the weight,
-gemma rounds once, their product. In transformers the first is most models' (LlamaRMSNorm), the last Gemma's."""
+"""Number added to the weight, and place of the rounding: llama rounds the normalised value to x's dtype before it meets the
+weight, gemma rounds once, their product. In transformers the first is most models' (LlamaRMSNorm), the last Gemma's."""
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float, rounding: str) -> torch.Tensor:

@@ -84,7 +84,7 @@ def _takes_kernels(x: torch.Tensor) -> bool:
 
 
 def _backward(x: torch.Tensor, weight_D: torch.Tensor, dy: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """In torch's operations, for any float dtype."""
+    """Backward in plain torch operations, for any float dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed, g = wide * rstd, dy.to(wide.dtype) * (weight_D.to(wide.dtype) + offset)

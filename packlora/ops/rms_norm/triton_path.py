@@ -17,7 +17,7 @@ from packlora.ops.gpu import on_device
 from packlora.ops.rms_norm.kernel import rms_backward_kernel, rms_forward_kernel
 
 ELEMENTS = 2048
-"""Of a program's tile, where rows are shorter: 16 a thread."""
+"""Elements of a program's tile where rows are shorter: 16 for each thread."""
 _LAUNCHES: dict[Hashable, launcher.CachedLaunch] = {}
 
 
@@ -86,7 +86,7 @@ def row_stride(x: torch.Tensor, order: Sequence[int] | None) -> int | None:
 
 
 def _dense(x: torch.Tensor, order: Sequence[int] | None) -> torch.Tensor:
-    """Of x's shape and dtype, not filled, its rows dense in this order."""
+    """Uninitialised tensor of x's shape and dtype, whose rows are dense in this order of dimensions."""
     if order is None:
         return torch.empty_like(x)
     return torch.empty_permuted(x.shape, (*order, x.ndim - 1), dtype=x.dtype, device=x.device)

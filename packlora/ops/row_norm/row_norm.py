@@ -129,7 +129,7 @@ NARROW = 128
 """Columns under which the kernels are not used: of float32 operands, split in two, each product loses 2^-18, and norms of fewer
 columns can miss float32's error by that (benchmarks/LOG.md)."""
 KERNELS_ON_CPU = False
-"""For tests under Triton's interpreter."""
+"""Whether the kernels also run on the CPU, in Triton's interpreter; tests set it."""
 
 
 def _has_kernels(weight: torch.Tensor) -> bool:
@@ -152,7 +152,7 @@ def _capable(device: torch.device) -> bool:
 
 
 def _as_stored(problem: NormProblem) -> NormProblem:
-    """With the weight as a tensor where it is one."""
+    """Problem with its weight as a tensor where the weight is stored as one."""
     if isinstance(problem.weight, torch.Tensor) or (dense := problem.weight.dense()) is None:
         return problem
     return replace(problem, weight=dense)
@@ -164,8 +164,8 @@ def _tensor_of(weight: torch.Tensor | FrozenWeight) -> torch.Tensor | None:
 
 
 def _of_stored(problem: NormProblem, weight: FrozenWeight, budget_bytes: int | None, in_graph: bool) -> torch.Tensor:
-    """Of a weight that does not lie in memory as a tensor: of its temporary one, by kernels where they take it. Where there is
-    none rows are asked for chunk by chunk, each a module of its own."""
+    """Row norms of a weight that is not stored as a tensor. Kernels compute them from a temporary tensor of the weight where it
+    can make one; otherwise rows are read chunk by chunk."""
     with no_longer_than_this():
         tensor = weight.tensor()
         if tensor is not None:
@@ -182,7 +182,8 @@ def _of_stored(problem: NormProblem, weight: FrozenWeight, budget_bytes: int | N
 
 @contextlib.contextmanager
 def plainly(device: torch.device) -> Any:
-    """No gradient, no autocast, and tensors that autograd can save afterwards though inference mode is on outside."""
+    """Context without gradients, autocast or inference mode: autograd can save its tensors afterwards even if inference mode is
+    on outside."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 

@@ -17,14 +17,14 @@ import torch
 from packlora.ops.row_norm.types import NormProblem
 
 BUDGET_BYTES = 1 << 30
-"""Of what kernels keep between them for one batch of modules: mostly A in two halves."""
+"""Bytes that kernels may keep in intermediate buffers for one batch of modules: mostly A in two halves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of cross_kernel: rows, ranks and inputs of a block, warps, stages, and whether sums are promoted.
+    """Tile sizes of cross_kernel: rows, ranks and inputs of a block, warps, stages, and whether sums are promoted.
 
-    most_k: longest sum in one accumulator. Of finish_kernel: rows.
+    most_k: longest sum in one accumulator. finish_m: rows of a block of finish_kernel.
     """
 
     m: int
@@ -43,7 +43,8 @@ SIZES = {
     64: Sizes(128, 64, 64, 4, 4),
     128: Sizes(256, 128, 64, 8, 3, promote=False, most_k=384),
 }
-"""By block of ranks; the largest serves all larger ranks, and reads less from L2 for a product than square blocks would.
+"""Tile sizes by block of ranks; the largest serves all larger ranks, and reads less from L2 for a product than square blocks
+would.
 
 A sum that is not promoted loses about 6e-8 of itself for each 8 of K, where its terms have one sign; most_k keeps the norm's
 error under 1e-6.
@@ -86,7 +87,7 @@ def batches(problems: Sequence[NormProblem], budget_bytes: int | None = None) ->
 
 
 def kind_of(problem: NormProblem) -> tuple[Any, ...]:
-    """What problems of one launch have in common: device, dtypes of W, A and B, block of ranks, and both alignments."""
+    """Properties that problems of one launch share: device, dtypes of W, A and B, block of ranks, and both alignments."""
     weight, A = problem.weight, problem.A
     assert isinstance(weight, torch.Tensor)
     aligned = (
@@ -110,7 +111,8 @@ def _gram_chunk(K: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
-    """By shapes alone. offsets: the columns of a problem that are places in buffers; lengths: of those buffers."""
+    """Tables of a batch that depend on shapes only. offsets: the columns of a problem that are places in buffers; lengths:
+    sizes of those buffers, in elements."""
 
     tables: dict[str, torch.Tensor]
     offsets: list[dict[str, int]]

@@ -12,7 +12,7 @@ from packlora.ops.row_norm.reference import NORM_EPS
 from packlora.ops.row_norm.types import NormProblem
 
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Of a chunk of rows in float32, on the path without kernels. A CPU's should stay in its cache."""
+"""Bytes of a chunk of rows in float32, on the path without kernels. A CPU's chunk should stay in its cache."""
 
 
 def squared_row_norm(weight_NK: torch.Tensor | FrozenWeight, out_N: torch.Tensor, chunk_bytes: int | None) -> None:

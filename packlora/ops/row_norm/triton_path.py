@@ -109,7 +109,7 @@ def run(problems: Sequence[NormProblem], budget_bytes: int | None) -> list[torch
 
 
 def prepared(problem: NormProblem) -> NormProblem:
-    """With A, B and base_N as kernels read them; the same object where nothing has to be done."""
+    """Problem with A, B and base_N in the layout that kernels read; the same object where nothing has to change."""
     A, B, base = problem.A, problem.B, problem.base_N
     if base is None:
         assert isinstance(problem.weight, torch.Tensor)
@@ -130,7 +130,7 @@ def batch_of(problems: Sequence[NormProblem]) -> Batch:
 
 
 def addresses(problems: Sequence[NormProblem]) -> tuple[Any, ...]:
-    """All that a Batch depends on."""
+    """Key of everything that a Batch depends on."""
     out: list[Any] = [kind_of(problems[0])]
     for problem in problems:
         weight, base = problem.weight, problem.base_N
@@ -165,7 +165,7 @@ class At:
 
 
 class Batch:
-    """Problems of one kind by their addresses: whoever runs it must hold their operands.
+    """Problems of one kind by their addresses: the caller that runs a batch must keep their operands alive.
 
     The columns of a problem's row in the table are those of row_norm/kernels/common.py.
     """
@@ -193,21 +193,21 @@ class Batch:
             (table[p], table[p + 1], table[p + 4], table[p + 2], table[p + 3], table[p + 6])
             for p in range(0, len(table), COLUMNS)
         ]
-        """Of every problem: where W is, its stride, where A is; N, K, r."""
+        """Address of W, stride of W, address of A, N, K and r of every problem."""
         self.described = self.block > WIDE and self.aligned and self.aligned_B and has_copy_engine(self.device)
         self.problems = device_table(table, torch.int64, self.device)
         self.scalings = device_table([problem.scaling for problem in problems], torch.float32, self.device)
         self.likes = [torch.empty(1, dtype=dtype, device=self.device) for dtype in (self.dtype, A_dtype, B_dtype)]
         self.launches: dict[Hashable, Any] = {}
-        """Its launches, see launcher.py."""
+        """Recorded launches, see launcher.py."""
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Norms by problem, out of those of all."""
-        return list(flat.unsafe_split_with_sizes(self.sizes))  # views, which autograd need not know: nobody uses flat
+        return list(flat.unsafe_split_with_sizes(self.sizes))  # views unknown to autograd: flat is not used again
 
     def stale(self, seen: torch.Tensor) -> torch.Tensor:
-        """int32 [P]: 0 where A, B and what is sampled of W (8 elements a row) are those of the last call with the same `seen`,
-        1 where A or B are others, 3 where W is, whose base_N is then made anew.
+        """Flags of the problems, int32 [P]: 0 where A, B and the sampled elements of W (8 a row) are unchanged since the last
+        call with the same `seen`, 1 where A or B changed, 3 where W changed and base_N is computed again.
 
         seen: int64 [P, 5], zeros for "never", brought up to date. 64 bits stand for a module's A and B: two states that
         differ are taken for the same once in 2^64.
@@ -335,8 +335,8 @@ class Batch:
         launch(kernel, (len(rows),), own, launches=self.launches, key=key, **constants)
 
     def _stages(self, stages: int) -> int:
-        """Of kernels for ranks over WIDE: two where a program has less memory than on an A100 (cards of any generation), or
-        where more of it is taken for sums (Blackwell)."""
+        """Pipeline stages of kernels for ranks over WIDE: two where a program has less shared memory than on an A100 (cards of
+        any generation), or where more of it is taken for sums (Blackwell)."""
         return stages if self.block <= WIDE or capability(self.device) in ((8, 0), (8, 7), (9, 0)) else min(stages, 2)
 
     def _buffer(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the row norm is asked: frozen weights, as tensors or by rows, with A, B and s.
+"""Arguments of the row norm: frozen weights, as tensors or by rows, with A, B and s.
 
 Shapes: N outputs, K inputs, r rank.
 """

@@ -222,10 +222,10 @@ def sum_grads_kernel(
     num_chunks, single_column, single_offset, single_rank,
     SINGLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """What grad_kernel made parts of, for one layer: dS, the sum of dS_parts over the column blocks, and dB, flat as B is, the
-    sum of dB_parts over the adapter's chunks; both in order. Grid (num_tiles + num_blocks * adapters, rank blocks of BR): first
-    the token blocks of BM, then for each adapter the blocks of N. step: elements from one share of dS to the next. AHEAD parts
-    are on their way at once."""
+    """Add up the parts that grad_kernel made for one layer: dS, the sum of dS_parts over the column blocks, and dB, flat as B
+    is, the sum of dB_parts over the adapter's chunks; both in order. Grid (num_tiles + num_blocks * adapters, rank blocks of
+    BR): first the token blocks of BM, then for each adapter the blocks of N. step: elements from one share of dS to the next.
+    AHEAD parts are on their way at once."""
     program = tl.program_id(0)
     ranks = tl.program_id(1) * BR + tl.arange(0, BR)
     if program < num_tiles:
@@ -266,8 +266,8 @@ def sum_grads_kernel(
 
 
 class Scaling(NamedTuple):
-    """Of one layer that has scales: what was kept for the backward, y in the place of z where `of_y`, and whether the
-    magnitude's gradient and the sum of d are needed."""
+    """Inputs of one layer that has scales: the output kept for the backward (y in place of z where `of_y`), and whether the
+    gradient of the magnitude and the sum of d are needed."""
 
     scales: Scales
     kept: torch.Tensor | None
@@ -299,9 +299,9 @@ def scale(
 
 
 def _sum_tokens(call: Call, parts: torch.Tensor, index: int, own: Scaling, chunk: int) -> torch.Tensor:
-    """By adapter, in the parameters' dtype, [2 adapters, N]: the gradient of the magnitude, from the sum of d times what was
-    kept, and the sum of d. What is not needed holds anything; of one adapter's magnitude alone it is left out, [N]. parts: sums
-    of chunks [chunks, 2, N]."""
+    """Sums over tokens by adapter in the parameters' dtype, [2 adapters, N]: the gradient of the magnitude, from the sum of d
+    times the kept output, and the sum of d. Sums that are not needed hold arbitrary values; where only one adapter's magnitude
+    is needed, the result is [N]. parts: sums of chunks [chunks, 2, N]."""
     scales, N, segments = own.scales, call.layout.sizes[index], call.segment_tables
     assert segments is not None
     rows = 1 if scales.adapters == 1 and not own.need_d else 2 * scales.adapters
@@ -319,7 +319,7 @@ def _sum_tokens(call: Call, parts: torch.Tensor, index: int, own: Scaling, chunk
 
 
 class _Blocks(NamedTuple):
-    """How grad_kernel cuts up a layer."""
+    """Block sizes and block counts by which grad_kernel cuts a layer."""
 
     BM: int
     BN: int

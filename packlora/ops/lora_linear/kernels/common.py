@@ -1,5 +1,4 @@
-"""What the kernels of the operator share: sums that keep their digits, what a program reads of the tables, and the second stage
-of sums over tokens.
+"""Shared code of the operator's kernels: compensated sums, table look-ups, and the second stage of sums over tokens.
 
 What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
 it is loaded. All places and ranks in tables.GroupTables are multiples of 16.
@@ -84,7 +83,7 @@ def _place_of(places, adapter, column, offset, rank, SINGLE: tl.constexpr):
 
 @triton.jit
 def _inside(rows, stop, TAIL: tl.constexpr):
-    """Which rows are before `stop`: all of them, known when it is compiled, where it is not the TAIL of a segment."""
+    """Mask of the rows before `stop`. Outside the TAIL of a segment it is all true, which the compiler knows."""
     if TAIL:
         return rows < stop
     else:

@@ -69,7 +69,7 @@ class Sizes:
 
 BITS_16 = Sizes()
 LARGE_16 = replace(BITS_16, several_grad_m=64, several_grad_r=64, several_grad_warps=8)
-"""Where a program has more memory: of Hopper, and of Blackwell in data centres."""
+"""Sizes for GPUs with more shared memory per program: Hopper, and Blackwell in data centres."""
 FLOAT_32 = Sizes(
     down_m=32, down_k=32, down_r=32, down_stages=2, few_down_m=32, few_down_k=32, up_m=32, grad_m=32, grad_n=64, few_grad_n=64,
     grad_stages=2, grad_chunks=(128,), joint_m=32, joint_n=64, joint_stages=2, scale_chunk=64,
@@ -80,19 +80,19 @@ _TUNED: dict[torch.device, Sizes] = {}
 
 
 def sizes_for(dtype: torch.dtype, device: torch.device) -> Sizes:
-    """Those of the device in 16 bits, where it has some of its own."""
+    """Tuned sizes of the device for 16 bits where there are any, otherwise the usual ones; float32 has its own."""
     if dtype == torch.float32:
         return FLOAT_32
     return _TUNED.get(_numbered(device)) or usual(device)
 
 
 def usual(device: torch.device) -> Sizes:
-    """In 16 bits, of a device that was not tuned."""
+    """Sizes in 16 bits for a device that was not tuned."""
     return LARGE_16 if has_copy_engine(device) else BITS_16
 
 
 def use(device: torch.device, sizes: Sizes | None) -> Sizes | None:
-    """Let calls in 16 bits that are settled from now on have these sizes, or the usual ones. Gives those that they had."""
+    """Set the sizes of calls in 16 bits that are settled from now on; None: the usual ones. Returns the sizes before."""
     before = _TUNED.pop(_numbered(device), None)
     if sizes is not None:
         _TUNED[_numbered(device)] = sizes
@@ -100,5 +100,5 @@ def use(device: torch.device, sizes: Sizes | None) -> Sizes | None:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """That tensors are on."""
+    """Device with its index: `cuda` becomes the current device, on which new tensors are placed."""
     return torch.empty(0, device=device).device if device.type == "cuda" and device.index is None else device

@@ -189,8 +189,8 @@ def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM
 
 @triton.jit
 def _tile_of_rows(T, N, BM: tl.constexpr, BN: tl.constexpr):
-    """Of a program in a grid (blocks of N, T): its columns, which of them there are, the places in its tile of [T, N], and
-    which of these there are."""
+    """Tile of a program in a grid (blocks of N, T): its columns, the mask of the columns inside N, the element offsets of its
+    tile of [T, N], and the mask of the offsets inside the tensor."""
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = cols < N

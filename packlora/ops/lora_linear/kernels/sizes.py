@@ -1,4 +1,4 @@
-"""How a launch chooses among the block sizes of its kernel (config.py)."""
+"""Choice of a launch among the block sizes of its kernel (config.py)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FUSED_TILES = ((256, 8, 3, 1.0), (128, 8, 5, 0.54))
 """Columns of the fused product's tiles with their warps and stages, and what a tile takes, of the first one's time."""
 DESCRIBED = 1 << 24
 CHUNK_START = 128
-"""What a program that walks over a chunk takes to start, in tokens of its walk."""
+"""Start-up time of a program that walks over a chunk, in tokens of its walk."""
 
 
 def programs_at_once(device: torch.device) -> int:
-    """How many programs run at the same time; one on the CPU, where the interpreter runs them."""
+    """Number of programs that run at the same time; one on the CPU, where the interpreter runs them."""
     return processors(device)
 
 
 def dtype_of(t: torch.Tensor | None) -> torch.dtype | None:
-    """What a launch's key must say of an operand that may be absent or of any dtype."""
+    """Dtype of an operand for the key of a launch; None where the operand is absent."""
     return None if t is None else t.dtype
 
 
@@ -96,13 +96,15 @@ def _lies_flat(layer: Layer) -> bool:
 
 
 def rows_of(call: Call) -> tuple[int, int, int]:
-    """Of the segment that has all tokens, or zeros: dropout threshold, first row in the stacked A, padded rank."""
+    """Dropout threshold, first row in the stacked A and padded rank of the segment that has all tokens; zeros where several
+    segments share them."""
     single = call.single_adapter
     return (0, 0, 0) if single is None else (call.threshold, *call.layout.rows[single.adapter])
 
 
 def place_of(call: Call, index: int) -> tuple[int, int, int]:
-    """Of its adapter on a layer: column in S, offset in the flat B, and padded rank."""
+    """Column in S, offset in the flat B and padded rank of the single adapter on a layer; zeros where several segments share
+    the tokens."""
     if call.single_adapter is None:
         return 0, 0, 0
     place = call.layout.places[call.single_adapter.adapter, index]

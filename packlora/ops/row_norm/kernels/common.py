@@ -1,4 +1,4 @@
-"""What the kernels of the row norm share: the table of problems, and how its columns are read.
+"""Shared code of the row norm's kernels: the table of problems, and how its columns are read.
 
 Columns of a problem's row, int64:
 
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 COLUMNS = 16
-"""Of the table of problems."""
+"""Number of columns of the table of problems."""
 WIDTH = tl.constexpr(COLUMNS)
 
 

@@ -1,4 +1,4 @@
-"""Has anything changed? Two sums of 32-bit numbers stand for A and B of a problem, two for what is sampled of W.
+"""Change detection: two sums of 32-bit numbers stand for A and B of a problem, two for the sampled elements of W.
 
 They are compared on the device, so that no host waits.
 """

@@ -337,7 +337,7 @@ def direct_kernel(
 
 @triton.jit
 def _slots_summed(slots, first, last, N, rows, inside, SLOTS: tl.constexpr, BM: tl.constexpr):
-    """SLOTS of them at a time: one after the other would wait for memory each time."""
+    """Sum of the slots, SLOTS of them at a time: one after the other would wait for memory each time."""
     acc = tl.zeros((SLOTS, BM), dtype=tl.float32)
     for start in range(first, last, SLOTS):
         slot = start + tl.arange(0, SLOTS)

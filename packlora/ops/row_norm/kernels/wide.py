@@ -25,7 +25,7 @@ def wide_cross_kernel(
     SPLIT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """What cross_kernel computes, of one problem, into the same slots. B's address and the rank are multiples of 16.
+    """Compute cross_kernel for one problem, into the same slots. B's address and the rank are multiples of 16.
 
     Args:
         problems: table of problems, see common.py.
