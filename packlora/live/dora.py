@@ -31,9 +31,9 @@ from torch import nn
 
 from packlora.adapters import convolution
 from packlora.adapters.norms import NormHandle, RowNorms
-from packlora.live.adapter import DTYPES, active_adapter, observed
+from packlora.live.adapter import DTYPES, active_adapter, is_plain_dropout, observed, why_no_adapter, why_not_dropped
 from packlora.live.forward import OwnForward
-from packlora.live.wrapped import NotWhole, kind_of, why_called, why_not_whole
+from packlora.live.wrapped import NotWhole, kind_of, weight_of, why_called, why_not_whole
 from packlora.ops.first_order import first_order
 from packlora.ops.row_norm.row_norm import traced_row_norm
 
@@ -72,16 +72,6 @@ class DoraForward(OwnForward):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        call: DoraCall | str = (self.why_peft(x, args, kwargs) or self.ready()) if self.on else ""
-        if isinstance(call, str):
-            if self.on:
-                self.calls.leave(call)
-            return self.peft(x, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self.calls.served += 1
-        return self.compute(x, call)
-
     # --- what the layer computes now -----------------------------------------------------------------------------------
 
     def ready(self) -> DoraCall | str:
@@ -91,30 +81,21 @@ class DoraForward(OwnForward):
         name, reason = active_adapter(layer, own_A)
         if reason:
             return reason
-        variant = layer.lora_variant.get(name)
-        if variant is None:
+        if name not in layer.lora_variant:
             return self.plain
-        if type(variant) is not self.variant:
-            return f"its adapter is a variant of LoRA: {type(variant).__name__}"
-        if layer.lora_bias.get(name):
-            return "lora_bias is set"
-        if not isinstance(scaling := layer.scaling[name], float | int):
-            return f"its scaling is a {type(scaling).__name__}, not a number"
+        if reason := why_no_adapter(layer, name, self.variant) or "":
+            return reason
         A, B = own_A[name], layer._modules[self.prefix + "B"][name]
         holder = layer._modules["lora_magnitude_vector"][name]
         base = layer._modules["base_layer"]
         if (unfit := self.unfit(base, A, B)) is not None:
             return unfit
-        if observed(holder):
-            return why_called("lora_magnitude_vector", holder)
         drop: Any = layer._modules["lora_dropout"][name]
-        if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
-            return (
-                f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
-            )
+        if not is_plain_dropout(drop):
+            return why_not_dropped(drop)
         dropping = self.drops and isinstance(drop, nn.Dropout) and layer.training and drop.training and drop.p > 0
         call = DoraCall(
-            name, base, _parameter(A), _parameter(B), holder._parameters.get("weight"), float(scaling),
+            name, base, _factor(A), _factor(B), weight_of(holder), float(layer.scaling[name]),
             drop if dropping else None,
         )  # fmt: skip
         for role, tensor in (("base layer", base.weight), ("A", call.A), ("B", call.B), ("magnitude", call.magnitude)):
@@ -229,9 +210,9 @@ class _Compose(torch.autograd.Function):
         return d_base, d_low, d_offset, d_g, None, None
 
 
-def _parameter(operand: Any) -> Any:
-    """Of a module that holds one, or the parameter itself, as in embeddings."""
-    return operand._parameters["weight"] if isinstance(operand, nn.Module) else operand
+def _factor(operand: Any) -> Any:
+    """The weight of a module that holds one, or the parameter itself, as in embeddings."""
+    return weight_of(operand) if isinstance(operand, nn.Module) else operand
 
 
 class EmbeddingForward(DoraForward):

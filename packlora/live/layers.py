@@ -22,10 +22,17 @@ from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
 from packlora.adapters.kinds import lies_transposed
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
-from packlora.live.adapter import active_adapter, observed, plain_weight, why_not_read
+from packlora.live.adapter import (
+    active_adapter,
+    is_plain_dropout,
+    plain_weight,
+    why_no_adapter,
+    why_not_dropped,
+    why_not_read,
+)
 from packlora.live.forward import OwnForward
 from packlora.live.quantized import StoredWeight, quantised_kinds, stored_weight
-from packlora.live.wrapped import is_frozen, kind_of, weight_of, why_called, why_no_weight
+from packlora.live.wrapped import is_frozen, kind_of, weight_of
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import CHAIN, Plan
@@ -38,7 +45,6 @@ from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
 
-NUMBERS = (float, int)
 REPORTED_TOKENS = 4096
 """For which the report names the plan."""
 
@@ -167,11 +173,11 @@ def look(owner: LayerForward) -> LayerCall | str:
     if known and not ("forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__):
         weight, of_A, of_B = weight_of(base), weight_of(A), weight_of(B)
     else:
-        if unfit := _why_no_adapter(layer, name):
+        if unfit := why_no_adapter(layer, name, DoraLinearVariant):
             return unfit
         weight, of_A, of_B = plain_weight(base), plain_weight(A), plain_weight(B)
         if (
-            weight is None or of_A is None or of_B is None or owner.quantised or not _is_plain_dropout(drop)
+            weight is None or of_A is None or of_B is None or owner.quantised or not is_plain_dropout(drop)
             or getattr(layer, "fan_in_fan_out", False)
         ):  # fmt: skip
             found = owner.stored(base)
@@ -197,25 +203,6 @@ def look(owner: LayerForward) -> LayerCall | str:
     )  # fmt: skip
 
 
-def _why_no_adapter(layer: Any, name: str) -> str | None:
-    """Why the adapter is another function than LoRA or DoRA, or has a magnitude that is not read."""
-    if name in layer.lora_variant:
-        variant = type(layer.lora_variant[name])
-        if variant is not DoraLinearVariant:
-            return f"its adapter is a variant of LoRA: {variant.__name__.removesuffix('LinearVariant')}"
-        holder = layer._modules["lora_magnitude_vector"]._modules[name]
-        if observed(holder):
-            return why_called("lora_magnitude_vector", holder)
-        if type(weight_of(holder)) not in (nn.Parameter, torch.Tensor):
-            return why_no_weight("lora_magnitude_vector", holder)
-    if layer.lora_bias.get(name):
-        return "lora_bias is set"
-    scaling = layer.scaling[name]
-    if not isinstance(scaling, NUMBERS):
-        return f"its scaling is a {type(scaling).__name__}, not a number"
-    return None
-
-
 def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | None) -> str | None:
     """Why the modules of an adapter, base, A, B and dropout, cannot be read in the place of calling them."""
     base, A, B, drop = modules
@@ -224,13 +211,7 @@ def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | N
         return unread
     if lies_transposed(base) != bool(getattr(layer, "fan_in_fan_out", False)):
         return "fan_in_fan_out does not say how its base weight lies"
-    if not _is_plain_dropout(drop):
-        return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
-    return None
-
-
-def _is_plain_dropout(drop: Any) -> bool:
-    return type(drop) in (nn.Identity, nn.Dropout) and not observed(drop)
+    return None if is_plain_dropout(drop) else why_not_dropped(drop)
 
 
 # --- computing it ------------------------------------------------------------------------------------------------------
@@ -497,7 +478,8 @@ class LayerForward(OwnForward):
         layer = self.layer
         parts = (layer._modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
         return not self.quantised and not (
-            _why_no_adapter(layer, name) or _why_not_read(layer, (layer._modules["base_layer"], *parts), None)
+            why_no_adapter(layer, name, DoraLinearVariant)
+            or _why_not_read(layer, (layer._modules["base_layer"], *parts), None)
         )
 
     def from_outputs(self, base: nn.Module) -> torch.Tensor:
