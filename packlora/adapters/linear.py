@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from packlora.adapters.cache import GroupCache
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.sharded import AddBiases, shard_of
@@ -23,7 +24,6 @@ from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory, Storage
-from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
@@ -38,8 +38,7 @@ def in_backward() -> bool:
 
 
 class Attached:
-    """What the adapted layers of one model share: the owners of the tokens that pass through them, who chooses plans, and what
-    the operator keeps for groups of siblings from call to call.
+    """What the adapted layers of one model share: the owners of the tokens that pass through them, and who chooses plans.
 
     The owners are a value of the microbatch. Whoever runs its forward or its backward makes them active around it, so forwards
     and backwards of several microbatches may alternate in any order. They are an attribute, not a context variable:
@@ -52,7 +51,8 @@ class Attached:
         self.storage = storage or InMemory()
         """How the frozen weights lie."""
         self.version_counted = version_counted
-        """Whether all writes into adapters are seen by their version counters (prepared.py)."""
+        """Whether all writes into adapters are seen by their version counters (prepared.py), as those of jobs' own optimizers
+        and of copy_ are."""
         self.choosers = tuple(dict.fromkeys(choosers))
         """Of plans: each layer has one of them."""
         self.groups: dict[str, tuple[str, ...]] = {}
@@ -66,7 +66,6 @@ class Attached:
         self.after_embedding: Callable[..., torch.Tensor | None] | None = None
         """Hook of the model's embedding, see embeddings.py."""
         self.embedding_hook: RemovableHandle | None = None
-        self._kept: dict[tuple[int, ...], tuple[tuple[Layer, ...], GroupState]] = {}
 
     @contextmanager
     def active(self, owners: TokenOwners | int) -> Iterator[None]:
@@ -138,16 +137,6 @@ class Attached:
             raise RuntimeError(f"the microbatch has {active.total} tokens, the layer was given {total}")
         return active
 
-    def operands(self, members: Sequence[AdaptedLinear]) -> tuple[tuple[Layer, ...], GroupState]:
-        """Siblings as the operator takes them, and what it keeps for them from call to call."""
-        key = tuple(map(id, members))
-        layers = tuple(member.layer() for member in members)
-        found = self._kept.get(key)
-        if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
-            # jobs' own optimizers and copy_ both move the version counters
-            found = self._kept[key] = (layers, GroupState(self.version_counted))
-        return found
-
 
 @dataclass(frozen=True, slots=True)
 class AdaptedCall:
@@ -195,6 +184,7 @@ class AdaptedLinear(torch.nn.Module):
         self.index = 0
         self.keep_output = False
         """The backward reads this layer's output in the place of DoRA's product (kept_outputs.py)."""
+        self.groups = GroupCache(attached.version_counted)
         self._layer: Layer | None = None
         self._frozen: FrozenWeight | None = None
 
@@ -310,7 +300,7 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
         if specs:
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
             segments.append(Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
-    layers, state = first.attached.operands(members)
+    layers, state, *_ = first.groups.of(tuple([member.layer() for member in members]))
     keys_T2 = owners.keys_T2
     if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in segments):
         keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)

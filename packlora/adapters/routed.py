@@ -22,7 +22,7 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from packlora.adapters import convolution
+from packlora.adapters import convolution, dora
 from packlora.adapters.kinds import copied
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.norms import NormHandle, RowNorms
@@ -78,7 +78,7 @@ class EmbeddingWeights(RoutedWeights):
         low_tD = F.embedding(x, self.A.T, base.padding_idx) @ self.B.T
         wide_tD = y.to(torch.promote_types(y.dtype, low_tD.dtype)) + self.spec.scaling * embed_scale(base) * low_tD
         if self.magnitude is not None:
-            wide_tD = self.magnitude / self._norm.get() * wide_tD
+            wide_tD = dora.factor(self.magnitude, self._norm.get()) * wide_tD
         return wide_tD.to(y.dtype)
 
 
@@ -177,12 +177,12 @@ class ConvolutionWeights(RoutedWeights):
         if self.magnitude is None:
             out = wide + spec.scaling * low
         else:
-            g = convolution.column(self.magnitude.flatten() / self._norm_N(), base)
+            g = convolution.column(dora.factor(self.magnitude, self._norm_N()), base)
             if drops and spec.base_dropped:
                 share = convolution.convolve(xd, base, base.weight)
             else:
                 share = wide if base.bias is None else wide - convolution.column(base.bias, base)
-            out = wide + (g - 1) * share + g * spec.scaling * low
+            out = dora.added(wide, share, low, g, spec.scaling)
         if self.bias is not None:
             out = out + convolution.column(self.bias - base.bias, base)
         return out.to(y.dtype)

@@ -36,6 +36,36 @@ def active_adapter(layer: Any, own: Container[str]) -> tuple[str, str]:
     return "", f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
 
 
+def why_no_adapter(layer: Any, name: str, variant: type) -> str | None:
+    """Why the adapter is another function than LoRA or DoRA, or has a magnitude that is not read. variant: PEFT's of DoRA on
+    such a layer."""
+    if name in layer.lora_variant:
+        kind = type(layer.lora_variant[name])
+        if kind is not variant:
+            return f"its adapter is a variant of LoRA: {kind.__name__.removesuffix('LinearVariant')}"
+        holder = layer._modules["lora_magnitude_vector"]._modules[name]
+        if observed(holder):
+            return why_called("lora_magnitude_vector", holder)
+        if type(weight_of(holder)) not in (nn.Parameter, torch.Tensor):
+            return why_no_weight("lora_magnitude_vector", holder)
+    return "lora_bias is set" if layer.lora_bias.get(name) else why_no_scaling(layer.scaling[name])
+
+
+def why_no_scaling(scaling: object) -> str | None:
+    """Why the scaling of an adapter is not read."""
+    return None if isinstance(scaling, float | int) else f"its scaling is a {type(scaling).__name__}, not a number"
+
+
+def is_plain_dropout(drop: Any) -> bool:
+    """Whether a module drops as torch does, and nobody looks at it."""
+    return type(drop) in (nn.Identity, nn.Dropout) and not observed(drop)
+
+
+def why_not_dropped(drop: Any) -> str:
+    """Why a lora_dropout that is none of these must be called."""
+    return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
+
+
 class ParameterAdapter(NamedTuple):
     """The one active adapter of a ParamWrapper."""
 
@@ -56,9 +86,8 @@ def parameter_adapter(layer: Any, unfit: str | None) -> ParameterAdapter | str:
     A, B = own_A[name], modules["lora_B"]._modules[name]
     if unread := why_not_read([("lora_A", A), ("lora_B", B)]):
         return unread
-    if not isinstance(scaling := layer.scaling[name], float | int):
-        return f"its scaling is a {type(scaling).__name__}, not a number"
-    return ParameterAdapter(name, weight_of(A), weight_of(B), float(scaling))
+    scaling = layer.scaling[name]
+    return why_no_scaling(scaling) or ParameterAdapter(name, weight_of(A), weight_of(B), float(scaling))
 
 
 def observed(module: nn.Module) -> bool:

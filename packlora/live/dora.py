@@ -1,12 +1,8 @@
 """DoRA on PEFT's other layers at run time: embeddings and convolutions, without PEFT's dense product.
 
 PEFT makes W + s B A, of the size of the weight (an embedding's is vocabulary x width), and its norm in every forward. Here the
-norm comes from adapters/norms.py, which keeps it until W, A or B change, and the forward is a few plain torch operations:
-
-    y = g * (base(x) + s low(x)) + bias                                   g = m / norm, in float32 (float64 on float64)
-    y = base(x) + bias + (g - 1) * base(drop(x)) + g * s low(drop(x))     with dropout, PEFT's semantics and PEFT's own mask
-
-base is the layer's product without its bias, low that of A and then B. DoRA on linear layers is layers.py's; plain LoRA on
+norm comes from adapters/norms.py, which keeps it until W, A or B change, and the forward is a few plain torch operations
+(adapters/dora.py), with PEFT's semantics of dropout and PEFT's own mask. DoRA on linear layers is layers.py's; plain LoRA on
 the layers here stays PEFT's own, which makes nothing of the weight's size for it.
 
 Shapes: N outputs (channels, or the width of an embedding), K inputs (the vocabulary of an embedding; channels times kernel
@@ -30,11 +26,11 @@ from peft.tuners.lora.variants import (
 from torch import nn
 
 from packlora.adapters import convolution
+from packlora.adapters.dora import compose, factor
 from packlora.adapters.norms import NormHandle, RowNorms
-from packlora.live.adapter import DTYPES, active_adapter, observed
+from packlora.live.adapter import DTYPES, active_adapter, is_plain_dropout, observed, why_no_adapter, why_not_dropped
 from packlora.live.forward import OwnForward
-from packlora.live.wrapped import NotWhole, kind_of, why_called, why_not_whole
-from packlora.ops.first_order import first_order
+from packlora.live.wrapped import NotWhole, kind_of, weight_of, why_called, why_not_whole
 from packlora.ops.row_norm.row_norm import traced_row_norm
 
 PLAN = "kept-norm"
@@ -72,16 +68,6 @@ class DoraForward(OwnForward):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        call: DoraCall | str = (self.why_peft(x, args, kwargs) or self.ready()) if self.on else ""
-        if isinstance(call, str):
-            if self.on:
-                self.calls.leave(call)
-            return self.peft(x, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self.calls.served += 1
-        return self.compute(x, call)
-
     # --- what the layer computes now -----------------------------------------------------------------------------------
 
     def ready(self) -> DoraCall | str:
@@ -91,30 +77,21 @@ class DoraForward(OwnForward):
         name, reason = active_adapter(layer, own_A)
         if reason:
             return reason
-        variant = layer.lora_variant.get(name)
-        if variant is None:
+        if name not in layer.lora_variant:
             return self.plain
-        if type(variant) is not self.variant:
-            return f"its adapter is a variant of LoRA: {type(variant).__name__}"
-        if layer.lora_bias.get(name):
-            return "lora_bias is set"
-        if not isinstance(scaling := layer.scaling[name], float | int):
-            return f"its scaling is a {type(scaling).__name__}, not a number"
+        if reason := why_no_adapter(layer, name, self.variant) or "":
+            return reason
         A, B = own_A[name], layer._modules[self.prefix + "B"][name]
         holder = layer._modules["lora_magnitude_vector"][name]
         base = layer._modules["base_layer"]
         if (unfit := self.unfit(base, A, B)) is not None:
             return unfit
-        if observed(holder):
-            return why_called("lora_magnitude_vector", holder)
         drop: Any = layer._modules["lora_dropout"][name]
-        if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
-            return (
-                f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
-            )
+        if not is_plain_dropout(drop):
+            return why_not_dropped(drop)
         dropping = self.drops and isinstance(drop, nn.Dropout) and layer.training and drop.training and drop.p > 0
         call = DoraCall(
-            name, base, _parameter(A), _parameter(B), holder._parameters.get("weight"), float(scaling),
+            name, base, _factor(A), _factor(B), weight_of(holder), float(layer.scaling[name]),
             drop if dropping else None,
         )  # fmt: skip
         for role, tensor in (("base layer", base.weight), ("A", call.A), ("B", call.B), ("magnitude", call.magnitude)):
@@ -166,12 +143,9 @@ class DoraForward(OwnForward):
             base = offset = self.base_product(x, call, bias)
             xd = call.drop(x)
             share = self.base_product(xd, call, None)
-        norm_N = self.norm(call).detach()
-        # never in the activations' dtype: g is near 1, and bfloat16 has nothing between 1 and 1.0078
-        g = self.column(call.magnitude.flatten().to(norm_N.dtype) / norm_N)
+        g = self.column(factor(call.magnitude, self.norm(call)))
         low = self.low_rank(xd, call, base.dtype)
-        y: torch.Tensor = _Compose.apply(share, low, offset, g, call.scaling, call.drop is not None)
-        return y
+        return compose(share, low, offset, g, call.scaling, call.drop is not None)
 
     def bias(self, call: DoraCall) -> torch.Tensor | None:
         bias: torch.Tensor | None = call.base._parameters.get("bias")
@@ -191,47 +165,9 @@ class DoraForward(OwnForward):
         return convolution.whole([handle.get() for handle in kept[1]])
 
 
-class _Compose(torch.autograd.Function):
-    """offset + g * (base + s low), or with (g - 1) for base's g where less_one; offset may be None or a bias. In g's dtype, and
-    given in base's. Keeps base, low and g."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        base: torch.Tensor,
-        low: torch.Tensor,
-        offset: torch.Tensor | None,
-        g: torch.Tensor,
-        s: float,
-        less_one: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(base, low, g)
-        ctx.s, ctx.less_one, ctx.offset = s, less_one, None if offset is None else (offset.shape, offset.dtype)
-        share = g - 1 if less_one else g
-        y = base * share if offset is None else torch.addcmul(offset, base, share)
-        return y.addcmul_(low, g * s).to(base.dtype)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (d,) = grads
-        base, low, g = ctx.saved_tensors
-        need_base, need_low, need_offset, need_g = ctx.needs_input_grad[:4]
-        d_base = (d * (g - 1 if ctx.less_one else g)).to(base.dtype) if need_base else None
-        d_low = (d * (g * ctx.s)).to(low.dtype) if need_low else None
-        d_offset = d_g = None
-        if need_offset:
-            shape, dtype = ctx.offset
-            d_offset = d if shape == d.shape else d.to(g.dtype).sum_to_size(shape).to(dtype)
-        if need_g:
-            z = torch.add(base.to(g.dtype), low, alpha=ctx.s)
-            d_g = z.mul_(d).sum_to_size(g.shape)
-        return d_base, d_low, d_offset, d_g, None, None
-
-
-def _parameter(operand: Any) -> Any:
-    """Of a module that holds one, or the parameter itself, as in embeddings."""
-    return operand._parameters["weight"] if isinstance(operand, nn.Module) else operand
+def _factor(operand: Any) -> Any:
+    """The weight of a module that holds one, or the parameter itself, as in embeddings."""
+    return weight_of(operand) if isinstance(operand, nn.Module) else operand
 
 
 class EmbeddingForward(DoraForward):

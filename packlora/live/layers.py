@@ -18,18 +18,25 @@ import torch
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
+from packlora.adapters.cache import GroupCache
 from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
 from packlora.adapters.kinds import lies_transposed
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
-from packlora.live.adapter import active_adapter, observed, plain_weight, why_not_read
+from packlora.live.adapter import (
+    active_adapter,
+    is_plain_dropout,
+    plain_weight,
+    why_no_adapter,
+    why_not_dropped,
+    why_not_read,
+)
 from packlora.live.foreign import StoredWeight, weight_reader
 from packlora.live.forward import OwnForward
-from packlora.live.wrapped import is_frozen, kind_of, weight_of, why_called, why_no_weight
+from packlora.live.wrapped import is_frozen, kind_of, weight_of
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
-from packlora.ops.lora_linear.plan import CHAIN, Plan
-from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
@@ -38,7 +45,6 @@ from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
 
-NUMBERS = (float, int)
 REPORTED_TOKENS = 4096
 """For which the report names the plan."""
 
@@ -120,10 +126,14 @@ class LayerCall:
 
     def is_same(self, other: LayerCall) -> bool:
         """Whether it is of the very same operands, at the same rates."""
+        return self.has_operands_of(other) and self.p == other.p
+
+    def has_operands_of(self, other: LayerCall) -> bool:
+        """Whether it is of the very same operands, scaled alike."""
         return (
             self.weight is other.weight and self.A is other.A and self.B is other.B and self.bias is other.bias
             and self.outer_bias is other.outer_bias and self.magnitude is other.magnitude
-            and self.scaling == other.scaling and self.p == other.p
+            and self.stored is other.stored and self.scaling == other.scaling
         )  # fmt: skip
 
     def outlined(self) -> LayerCall:
@@ -167,11 +177,11 @@ def look(owner: LayerForward) -> LayerCall | str:
     if known and not ("forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__):
         weight, of_A, of_B = weight_of(base), weight_of(A), weight_of(B)
     else:
-        if unfit := _why_no_adapter(layer, name):
+        if unfit := why_no_adapter(layer, name, DoraLinearVariant):
             return unfit
         weight, of_A, of_B = plain_weight(base), plain_weight(A), plain_weight(B)
         if (
-            weight is None or of_A is None or of_B is None or owner.read is not None or not _is_plain_dropout(drop)
+            weight is None or of_A is None or of_B is None or owner.read is not None or not is_plain_dropout(drop)
             or getattr(layer, "fan_in_fan_out", False)
         ):  # fmt: skip
             found = owner.stored(base)
@@ -197,25 +207,6 @@ def look(owner: LayerForward) -> LayerCall | str:
     )  # fmt: skip
 
 
-def _why_no_adapter(layer: Any, name: str) -> str | None:
-    """Why the adapter is another function than LoRA or DoRA, or has a magnitude that is not read."""
-    if name in layer.lora_variant:
-        variant = type(layer.lora_variant[name])
-        if variant is not DoraLinearVariant:
-            return f"its adapter is a variant of LoRA: {variant.__name__.removesuffix('LinearVariant')}"
-        holder = layer._modules["lora_magnitude_vector"]._modules[name]
-        if observed(holder):
-            return why_called("lora_magnitude_vector", holder)
-        if type(weight_of(holder)) not in (nn.Parameter, torch.Tensor):
-            return why_no_weight("lora_magnitude_vector", holder)
-    if layer.lora_bias.get(name):
-        return "lora_bias is set"
-    scaling = layer.scaling[name]
-    if not isinstance(scaling, NUMBERS):
-        return f"its scaling is a {type(scaling).__name__}, not a number"
-    return None
-
-
 def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | None) -> str | None:
     """Why the modules of an adapter, base, A, B and dropout, cannot be read in the place of calling them."""
     base, A, B, drop = modules
@@ -224,29 +215,39 @@ def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | N
         return unread
     if lies_transposed(base) != bool(getattr(layer, "fan_in_fan_out", False)):
         return "fan_in_fan_out does not say how its base weight lies"
-    if not _is_plain_dropout(drop):
-        return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
-    return None
-
-
-def _is_plain_dropout(drop: Any) -> bool:
-    return type(drop) in (nn.Identity, nn.Dropout) and not observed(drop)
+    return None if is_plain_dropout(drop) else why_not_dropped(drop)
 
 
 # --- computing it ------------------------------------------------------------------------------------------------------
 
 
-class Settled(NamedTuple):
-    """What lora_group is given beside x for calls. The layers serve while the calls are of the same objects (`_serves`) and the
-    dtypes of x and of products and the device are those in `of`; segments and plan for T tokens."""
+Products = tuple[torch.dtype, torch.dtype, torch.device]
+"""What x is multiplied in, what the base product is made in, and where."""
 
-    calls: Sequence[LayerCall]
-    of: tuple[torch.dtype, torch.dtype, torch.device]
-    layers: tuple[Layer, ...]
-    state: GroupState | None
-    T: int = 0
-    segments: tuple[Segment, ...] = ()
-    plan: Plan = CHAIN
+
+class KeptLayer(NamedTuple):
+    """A layer as the operator takes it, the call that it was made of, and for what products.
+
+    lasts: it has no copy of an operand that was cast for the one call, whose values may be others by the next.
+    """
+
+    call: LayerCall
+    of: Products
+    layer: Layer
+    lasts: bool
+
+    def serves(self, x: torch.Tensor, call: LayerCall, of: Products) -> bool:
+        """Whether it is also that of another call of the owner, which takes x (`_check`)."""
+        if self.of != of or not call.has_operands_of(self.call):
+            return False
+        dtype, _, device = of
+        weight, K = call.weight, x.shape[-1] if x.ndim and x.is_floating_point() else -1
+        return (
+            (weight.shape[1] == K and weight.dtype == dtype if call.stored is None else call.shape[1] == K)
+            and weight.device == device and call.A.device == device and call.B.device == device
+            and (call.bias is None or call.bias.device == device)
+            and (call.magnitude is None or call.owner.has_norm(call, self.layer))
+        )  # fmt: skip
 
 
 def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
@@ -290,60 +291,38 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """The arguments of lora_group."""
     first, of = calls[0], (dtype, products, x.device)
-    settled = first.owner.settled
-    kept = settled.get(len(calls))
-    if kept is None or kept.of != of or not _serves(kept, x, calls):
-        for call in calls:
-            _check(x, call, dtype, autocast)
-        kept = _settled(calls, of, kept)
+    layers, groups = [], first.owner.groups
+    for call in calls:
+        kept = call.owner.kept
+        if kept is None or not kept.serves(x, call, of):
+            kept = _kept(x, call, of, autocast)
+            groups = groups if kept.lasts else GroupCache()
+        layers.append(kept.layer)
+    group = groups.of(tuple(layers))
     recompute = recompute_of(x) if x.dtype == dtype else None
     x = x if x.dtype == dtype else x.to(dtype)
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
     keys_T2 = _dropout_keys(T, x.device) if first.p else None
-    if kept.T != T:
+    if group.tokens != (T, first.p):
         plan, _ = _chosen(calls, x.device, dtype, T)
-        kept = kept._replace(T=T, segments=_single_adapter(T, first.p), plan=plan)
-        if kept.state is not None:
-            settled[len(calls)] = kept
-    return x, kept.layers, kept.segments, keys_T2, 0, kept.plan, kept.state, recompute
+        group = group._replace(tokens=(T, first.p), segments=(Segment(0, 0, T, first.p),), plan=plan)
+        groups.put(group)
+    return x, group.layers, group.segments, keys_T2, 0, group.plan, group.state, recompute
 
 
-def _serves(kept: Settled, x: torch.Tensor, calls: Sequence[LayerCall]) -> bool:
-    """Whether layers that were made of other calls, of as many, also are those of these, which take x (`_check`)."""
-    dtype, _, device = kept.of
-    K = x.shape[-1] if x.ndim and x.is_floating_point() else -1
-    for layer, before, call in zip(kept.layers, kept.calls, calls, strict=True):
-        weight, A, B, magnitude, stored = call.weight, call.A, call.B, call.magnitude, call.stored
-        if (
-            weight is not before.weight or A is not before.A or B is not before.B or magnitude is not before.magnitude
-            or call.bias is not before.bias or call.outer_bias is not before.outer_bias or stored is not before.stored
-            or call.scaling != before.scaling or call.p != before.p
-        ):  # fmt: skip
-            return False
-        if (
-            (weight.shape[1] if stored is None else call.shape[1]) != K or (stored is None and weight.dtype != dtype)
-            or weight.device != device or A.device != device or B.device != device
-            or (call.bias is not None and call.bias.device != device)
-        ):  # fmt: skip
-            return False
-        if magnitude is not None and not call.owner.has_norm(call, layer):
-            return False
-    return True
-
-
-def _settled(
-    calls: Sequence[LayerCall], of: tuple[torch.dtype, torch.dtype, torch.device], before: Settled | None
-) -> Settled:
-    """Of calls, for no tokens yet. Without a state, and not to be kept, where a weight or a bias was cast just now: it would be
-    a copy, whose values may be others by the next call. before: whose state it goes on with."""
-    dtype, products, _ = of
-    layers = tuple([_layer(call, call.frozen(dtype, products)) for call in calls])
-    as_they_are = all(
-        (call.stored is not None or call.weight.dtype == dtype) and layer.bias is call.bias
-        for call, layer in zip(calls, layers, strict=True)
-    )
-    state = None if not as_they_are else GroupState() if before is None else before.state
-    return Settled(calls, of, layers, state)
+def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> KeptLayer:
+    """The layer of a call as the operator takes it; its owner keeps it where it lasts."""
+    owner, (dtype, products, _) = call.owner, of
+    _check(x, call, dtype, autocast)
+    weight, norm, keep = call.frozen(dtype, products), None, False
+    if call.magnitude is not None:
+        norm, keep = owner.norm(call, call.weight if call.stored is None else weight), owner.keeps_output()
+    bias = None if call.bias is None else _to(call.bias, weight.dtype)
+    layer = Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
+    lasts = (call.stored is not None or call.weight.dtype == dtype) and bias is call.bias
+    made = KeptLayer(call, of, layer, lasts)
+    owner.kept = made if lasts else None
+    return made
 
 
 def _traced(owner: LayerForward, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -381,12 +360,6 @@ def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (T, 2), dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=1024)
-def _single_adapter(T: int, p: float) -> tuple[Segment, ...]:
-    """One adapter that has all tokens; the same object for the same tokens."""
-    return (Segment(0, 0, T, p),)
-
-
 def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
     """What torch.nn.functional.linear would multiply in, and whether autocast is on."""
     kind = x.device.type  # asking torch which devices have autocast breaks a compiled graph
@@ -394,16 +367,6 @@ def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
     if autocast and x.is_floating_point() and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind), True
     return x.dtype, autocast
-
-
-def _layer(call: LayerCall, weight: FrozenWeight) -> Layer:
-    """As the operator takes it."""
-    norm, keep = None, False
-    if call.magnitude is not None:
-        own = call.weight if call.stored is None else weight
-        norm, keep = call.owner.norm(call, own), call.owner.keeps_output()
-    bias = None if call.bias is None else _to(call.bias, weight.dtype)
-    return Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -456,8 +419,8 @@ class LayerForward(OwnForward):
         """Reads the weight of a base layer that is none of torch's."""
         self.group: SiblingGroup | None = None
         self.index = 0
-        self.settled: dict[int, Settled] = {}
-        """By the number of layers that are computed together with this one first."""
+        self.groups = GroupCache()
+        self.kept: KeptLayer | None = None
         self.keep_output = False
         """See adapters/kept_outputs.py."""
         self._reader: nn.Module | None = None
@@ -468,7 +431,7 @@ class LayerForward(OwnForward):
         self._turned: tuple[object, torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "settled": {}, "_norms": {}, "_stored": None, "_turned": None}
+        return {**self.__dict__, "groups": GroupCache(), "kept": None, "_norms": {}, "_stored": None, "_turned": None}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -497,7 +460,8 @@ class LayerForward(OwnForward):
         layer = self.layer
         parts = (layer._modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
         return self.read is None and not (
-            _why_no_adapter(layer, name) or _why_not_read(layer, (layer._modules["base_layer"], *parts), None)
+            why_no_adapter(layer, name, DoraLinearVariant)
+            or _why_not_read(layer, (layer._modules["base_layer"], *parts), None)
         )
 
     def from_outputs(self, base: nn.Module) -> torch.Tensor:

@@ -28,16 +28,13 @@ class RouterForward(LayerForward):
 
     has_siblings = False
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found: LayerCall | str = ""
-        if self.on:
-            found = COMPILED if torch.compiler.is_compiling() else self.why_peft(x, args, kwargs) or self.ready()
-        if isinstance(found, str):
-            if self.on:
-                self.calls.leave(found)
-            return self.peft(x, *args, **kwargs)
-        self.calls.served += 1
-        router, call = self.layer.get_base_layer(), found
+    __call__ = OwnForward.__call__
+
+    def why_peft(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        return COMPILED if torch.compiler.is_compiling() else super().why_peft(x, args, kwargs)
+
+    def compute(self, x: torch.Tensor, call: LayerCall) -> Any:
+        router = self.layer.get_base_layer()
 
         def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             A, B = call.A, call.B

@@ -44,19 +44,12 @@ class TokensForward(OwnForward):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_index": None}
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found: TokensCall | str = (self.why_peft(x, args, kwargs) or self.ready()) if self.on else ""
-        if isinstance(found, str):
-            if self.on:
-                self.calls.leave(found)
-            return self.peft(x, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self.calls.served += 1
-        base, y, index = found.base, found.base(x), found.index
+    def compute(self, x: torch.Tensor, call: TokensCall) -> torch.Tensor:
+        base, y, index = call.base, call.base(x), call.index
         if not isinstance(base, nn.Embedding):
-            return index.logits(x, y, found.rows)
+            return index.logits(x, y, call.rows)
         scale = self.layer._get_embed_scale()
-        return index.embedded(base, x, y, found.rows, 1.0 if scale is None else scale)
+        return index.embedded(base, x, y, call.rows, 1.0 if scale is None else scale)
 
     def ready(self) -> TokensCall | str:
         layer = self.layer
