@@ -239,21 +239,16 @@ class AdaptedLinear(torch.nn.Module):
             raise RuntimeError("biases of row-parallel layers cannot follow segments that move; switch cuda_graphs off")
         count = math.prod(y.shape[:-1])
         first = 0 if count == owners.total else self.shard.index * count
-        rows: dict[int, list[tuple[int, int]]] = {}
-        at = 0
-        for number, start, stop in owners.segments:
-            own = self.adapters.get(number)
-            if own is not None and own.bias is not None:
-                rows.setdefault(-1, []).append((at, start))
-                rows.setdefault(number, []).append((start, stop))
-                at = stop
-        rows.setdefault(-1, []).append((at, owners.total))
+        trained = {number: own.bias for number, own in self.adapters.items() if own.bias is not None}
+        rows: dict[int | None, list[tuple[int, int]]] = {None: []}
+        for number, start, stop in owners.runs(trained):
+            rows.setdefault(number, []).append((start, stop))
         if self.shard.by_tokens and count == owners.total and len(rows) > 1 and torch.is_grad_enabled():
             raise RuntimeError(f"each process trains biases on tokens of its own, but {count} tokens do not divide")
         here = [
             [(max(start - first, 0), min(stop - first, count)) for start, stop in places] for places in rows.values()
         ]
-        biases = [self.base.bias if number < 0 else self.adapters[number].bias for number in rows]
+        biases = [self.base.bias if number is None else trained[number] for number in rows]
         kept = [[(start, stop) for start, stop in places if start < stop] for places in here]
         with_biases: torch.Tensor = AddBiases.apply(y, kept, *biases)
         return with_biases
