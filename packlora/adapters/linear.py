@@ -181,7 +181,7 @@ class AdaptedLinear(torch.nn.Module):
         self.salt = salt
         self.shard = shard_of(base)
         self.row_parallel = self.shard is not None and self.shard.dim == 1
-        self.siblings = SiblingGroup([self], compute, AdaptedCall)
+        self.group = SiblingGroup([self], compute, AdaptedCall)
         self.index = 0
         self.keep_output = False
         """The backward reads this layer's output in the place of DoRA's product (kept_outputs.py)."""
@@ -202,12 +202,12 @@ class AdaptedLinear(torch.nn.Module):
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return self.base.forward(x)
         if shard is None:
-            return self.siblings.serve(self.index, x, AdaptedCall(self, owners))
+            return self.group.serve(self.index, x, AdaptedCall(self, owners))
         x = x if shard.enter is None else shard.enter(x)
         if owners.adapters.isdisjoint(self.computed()):
             y = torch.nn.functional.linear(x, self.base.weight)
         else:
-            y = self.siblings.serve(self.index, x, AdaptedCall(self, owners))
+            y = self.group.serve(self.index, x, AdaptedCall(self, owners))
         y = y if shard.leave is None else shard.leave(y)
         return self._with_biases(y, owners) if self.row_parallel and self.base.bias is not None else y
 
