@@ -325,7 +325,8 @@ def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> Kep
     layer = Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
     lasts = (call.stored is not None or call.weight.dtype == dtype) and bias is call.bias
     made = KeptLayer(call, of, layer, lasts)
-    owner.kept = made if lasts else None
+    if lasts:
+        owner.kept = made
     return made
 
 
