@@ -814,10 +814,11 @@ def broken(rank: int) -> dict[str, float]:
     """By fault that was put in on purpose, the largest difference that the comparisons above show."""
     from megatron.core.tensor_parallel import mappings
 
+    from packlora.adapters.owners import TokenOwners
     from packlora.adapters.weights import AdapterWeights
-    from packlora.megatron import attach, forward, layers, owners
+    from packlora.megatron import attach, forward, layers
 
-    enter_of = layers.enter_of
+    enter_of, part = layers.enter_of, TokenOwners.part
 
     def summed_twice(layer: Any) -> Any:
         enter = enter_of(layer)
@@ -855,7 +856,7 @@ def broken(rank: int) -> dict[str, float]:
         ),
         "owners of other tokens": (
             routed,
-            [mock.patch.object(forward, "part_of", lambda whole, first, count: owners.part_of(whole, 0, count))],
+            [mock.patch.object(TokenOwners, "part", lambda whole, start, stop: part(whole, 0, stop - start))],
         ),
     }  # fmt: skip
     found = {}

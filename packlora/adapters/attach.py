@@ -24,7 +24,7 @@ from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compu
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.routed import WEIGHTS, CopyWeights, Routed, RoutedRows, RoutedWeights, TiedWeights, TokenWeights
 from packlora.adapters.sharded import is_known_linear
-from packlora.adapters.siblings import SiblingGroup, sibling_groups
+from packlora.adapters.siblings import SiblingGroup, join, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes, shapes_at
 from packlora.ops.dropout.keys import layer_salt
@@ -272,15 +272,8 @@ def _write_first_values(model: PreTrainedModel, attached: Attached, layers: Laye
 
 def _join_siblings(model: PreTrainedModel, layers: Layers, groups: Iterable[tuple[str, ...]]) -> None:
     """Let siblings of one chooser be computed together."""
-    for paths in set(groups):
-        siblings = [layer for path in paths if isinstance(layer := layers.get((path, True)), AdaptedLinear)]
-        for one in dict.fromkeys(member.chooser for member in siblings):
-            members = [member for member in siblings if member.chooser is one]
-            if len(members) > 1:
-                group = SiblingGroup(members, compute, AdaptedCall)
-                group.attach(model.get_submodule(_parent(paths[0])))
-                for index, member in enumerate(members):
-                    member.siblings, member.index = group, index
+    members = {path: layer for (path, _), layer in layers.items() if isinstance(layer, AdaptedLinear)}
+    join(model, set(groups), members, lambda member: member.chooser, compute, AdaptedCall)
 
 
 def _adapter(

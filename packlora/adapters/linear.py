@@ -180,7 +180,7 @@ class AdaptedLinear(torch.nn.Module):
         self.salt = salt
         self.shard = shard_of(base)
         self.row_parallel = self.shard is not None and self.shard.dim == 1
-        self.siblings = SiblingGroup([self], compute, AdaptedCall)
+        self.group = SiblingGroup([self], compute, AdaptedCall)
         self.index = 0
         self.keep_output = False
         """The backward reads this layer's output in the place of DoRA's product (kept_outputs.py)."""
@@ -201,12 +201,12 @@ class AdaptedLinear(torch.nn.Module):
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return self.base.forward(x)
         if shard is None:
-            return self.siblings.serve(self.index, x, AdaptedCall(self, owners))
+            return self.group.serve(self.index, x, AdaptedCall(self, owners))
         x = x if shard.enter is None else shard.enter(x)
         if owners.adapters.isdisjoint(self.computed()):
             y = torch.nn.functional.linear(x, self.base.weight)
         else:
-            y = self.siblings.serve(self.index, x, AdaptedCall(self, owners))
+            y = self.group.serve(self.index, x, AdaptedCall(self, owners))
         y = y if shard.leave is None else shard.leave(y)
         return self._with_biases(y, owners) if self.row_parallel and self.base.bias is not None else y
 
@@ -238,21 +238,16 @@ class AdaptedLinear(torch.nn.Module):
             raise RuntimeError("biases of row-parallel layers cannot follow segments that move; switch cuda_graphs off")
         count = math.prod(y.shape[:-1])
         first = 0 if count == owners.total else self.shard.index * count
-        rows: dict[int, list[tuple[int, int]]] = {}
-        at = 0
-        for number, start, stop in owners.segments:
-            own = self.adapters.get(number)
-            if own is not None and own.bias is not None:
-                rows.setdefault(-1, []).append((at, start))
-                rows.setdefault(number, []).append((start, stop))
-                at = stop
-        rows.setdefault(-1, []).append((at, owners.total))
+        trained = {number: own.bias for number, own in self.adapters.items() if own.bias is not None}
+        rows: dict[int | None, list[tuple[int, int]]] = {None: []}
+        for number, start, stop in owners.runs(trained):
+            rows.setdefault(number, []).append((start, stop))
         if self.shard.by_tokens and count == owners.total and len(rows) > 1 and torch.is_grad_enabled():
             raise RuntimeError(f"each process trains biases on tokens of its own, but {count} tokens do not divide")
         here = [
             [(max(start - first, 0), min(stop - first, count)) for start, stop in places] for places in rows.values()
         ]
-        biases = [self.base.bias if number < 0 else self.adapters[number].bias for number in rows]
+        biases = [self.base.bias if number is None else trained[number] for number in rows]
         kept = [[(start, stop) for start, stop in places if start < stop] for places in here]
         with_biases: torch.Tensor = AddBiases.apply(y, kept, *biases)
         return with_biases

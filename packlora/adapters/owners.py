@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,6 +59,16 @@ class TokenOwners:
             return None
         segments, rows_L = self.label_rows
         return TokenOwners(len(rows_L), segments, None if self.keys_T2 is None else self.keys_T2[rows_L])
+
+    def runs(self, adapters: Container[int]) -> list[tuple[int | None, int, int]]:
+        """(adapter, start, stop) of all tokens in order: those of these adapters, and None with the others between them."""
+        found: list[tuple[int | None, int, int]] = []
+        at = 0
+        for number, start, stop in self.segments:
+            if number in adapters:
+                found += [(None, at, start), (number, start, stop)] if at < start else [(number, start, stop)]
+                at = stop
+        return [*found, (None, at, self.total)] if at < self.total else found
 
     def part(self, start: int, stop: int) -> TokenOwners:
         """Of consecutive ones of these tokens."""

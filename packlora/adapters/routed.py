@@ -273,17 +273,13 @@ class Routed(torch.nn.Module):
                 y = self.inner(x.movedim(0, dim)).movedim(dim, 0)
             return y[start:stop]
 
-        parts, at = [], 0
-        for number, start, stop in owners.segments:
-            own = self.adapters.get(number)
-            if own is None:
+        parts = []
+        for number, start, stop in owners.runs(self.adapters):
+            if number is None:
+                parts.append(base(start, stop))
                 continue
-            if start > at:
-                parts.append(base(at, start))
+            own = self.adapters[number]
             parts.append(self._part(own, x[start:stop], base(start, stop) if own.keeps_base else None))
-            at = stop
-        if at < owners.total:
-            parts.append(base(at, owners.total))
         return torch.cat(parts).movedim(0, dim)
 
     def _token_dim(self, x: torch.Tensor, total: int) -> int:
@@ -317,11 +313,11 @@ class RoutedRows(Routed):
         y: torch.Tensor = self.inner(x, *args, **kwargs)
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return y
-        parts, at = [], 0
-        for number, start, stop in owners.segments:
-            own = self.adapters.get(number)
-            if own is not None:
+        parts = []
+        for number, start, stop in owners.runs(self.adapters):
+            part = y[start:stop]
+            if number is not None:
                 keys = None if owners.keys_T2 is None else owners.keys_T2[start:stop]
-                parts += [y[at:start], own.rows(self.base, x[start:stop], y[start:stop], keys, self.salt)]
-                at = stop
-        return torch.cat([*parts, y[at:]])
+                part = self.adapters[number].rows(self.base, x[start:stop], part, keys, self.salt)
+            parts.append(part)
+        return torch.cat(parts)

@@ -1,8 +1,9 @@
 """Siblings: linear layers that one parent module gives the same tensor, such as q, k, v or gate, up.
 
-Two parts. `sibling_groups` finds them by watching one forward, not by a table of model classes. `SiblingGroup` runs them: the
-first of a group that is called computes all, and keeps the outputs of the others for the calls that are about to come. What
-"compute" is, and when a layer can take part, is its owner's business: this file knows neither PEFT nor the operator.
+Two parts. `sibling_groups` finds them by watching one forward, not by a table of model classes. `SiblingGroup`, which `join`
+makes, runs them: the first of a group that is called computes all, and keeps the outputs of the others for the calls that are
+about to come. What "compute" is, and when a layer can take part, is its owner's business: this file knows neither PEFT nor the
+operator.
 
 A kept output is handed out only to the call that would have computed the same: the same tensor object with the same version,
 under the same grad mode and autocast, inside the same forward of the parent, on a layer whose own state has not changed.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -125,7 +126,10 @@ class TracedCall(MemberCall, Protocol):
 
 
 class Member(Protocol):
-    """One layer of a group."""
+    """One layer of a group. group, index: its group, and its number there."""
+
+    group: Any
+    index: int
 
     def ready(self) -> Any:
         """A MemberCall, or anything that is not one (a reason, None) when the layer cannot be computed with others."""
@@ -276,6 +280,33 @@ class SiblingGroup:
         mark = x.detach().new_empty(0).zero_()  # version 1 in this graph, 0 in the next
         self._traced = _Traced(x, mark, context, found)
         return found.pop(index)[2]
+
+
+def join(
+    model: torch.nn.Module, groups: Iterable[Sequence[str]], members: Mapping[str, Member],
+    alike: Callable[[Any], Hashable], compute: Compute, is_call: type,
+) -> list[tuple[str, ...]]:  # fmt: skip
+    """Let siblings be computed together; paths by group.
+
+    Args:
+        groups: paths of siblings, in the order of their calls; those that are no members are left out.
+        members: by path.
+        alike: only members for which it gives the same are put in one group.
+        compute, is_call: see SiblingGroup.
+    """
+    joined: list[tuple[str, ...]] = []
+    for paths in groups:
+        by_key: dict[Hashable, list[str]] = {}
+        for path in paths:
+            if path in members:
+                by_key.setdefault(alike(members[path]), []).append(path)
+        joined += [tuple(own) for own in by_key.values() if len(own) > 1]
+    for own in joined:
+        group = SiblingGroup([members[path] for path in own], compute, is_call)
+        group.attach(model.get_submodule(own[0].rpartition(".")[0]))
+        for index, member in enumerate(group.members):
+            member.group, member.index = group, index
+    return joined
 
 
 def _is_inner_graph() -> bool:

@@ -22,7 +22,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
 from packlora.adapters.kept_outputs import described, is_overwritten
 from packlora.adapters.norms import RowNorms
-from packlora.adapters.siblings import SiblingGroup, sibling_groups
+from packlora.adapters.siblings import SiblingGroup, join, sibling_groups
 from packlora.errors import quoted
 from packlora.live.foreign import left_as_they_are
 from packlora.live.forward import OwnForward
@@ -210,13 +210,7 @@ def _group(
             f"sibling groups: none, the run that finds them failed ({type(error).__name__}: {first_line}); "
             "pass example={...}, keyword arguments of the model's forward"
         ]
-    groups = [own for paths in groups for own in _alike(paths, linear)]
-    for paths in groups:
-        group = SiblingGroup([linear[path] for path in paths], compute, LayerCall)
-        group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
-        for index, path in enumerate(paths):
-            linear[path].group, linear[path].index = group, index
-    return groups, []
+    return join(model, groups, linear, lambda member: member.ask, compute, LayerCall), []
 
 
 @contextmanager
@@ -236,14 +230,6 @@ def _seen_running(forwards: Mapping[str, OwnForward], found: dict[str, object]) 
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _alike(paths: Sequence[str], forwards: Mapping[str, LayerForward]) -> list[tuple[str, ...]]:
-    """Siblings for which the same was asked, where there are at least two."""
-    by_ask: dict[Ask, list[str]] = {}
-    for path in paths:
-        by_ask.setdefault(forwards[path].ask, []).append(path)
-    return [tuple(own) for own in by_ask.values() if len(own) > 1]
 
 
 def _recompute(model: torch.nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ Shapes: T tokens, K inputs, N outputs, r rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -82,21 +83,25 @@ def _chooser(device: torch.device, ask: Ask) -> PlanChooser:
 # --- what a layer computes ---------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class LayerCall:
-    """One active LoRA or DoRA on one layer. bias [N] goes into the operator; outer_bias is one that is trained, added by
-    torch. stored: the weight where it is quantised; `weight` is then its codes."""
+    """One active LoRA or DoRA on one layer.
 
-    __slots__ = ("A", "B", "bias", "magnitude", "name", "outer_bias", "owner", "p", "scaling", "stored", "weight")
+    bias: [N], goes into the operator. outer_bias: one that is trained, added by torch. stored: the weight where it is
+    quantised; `weight` is then its codes.
+    """
 
-    def __init__(
-        self, owner: LayerForward, weight: torch.Tensor, bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor,
-        scaling: float, p: float, name: str, magnitude: torch.Tensor | None, stored: StoredWeight | None = None,
-    ) -> None:  # fmt: skip
-        trained = bias is not None and bias.requires_grad
-        self.owner, self.weight, self.A, self.B, self.scaling, self.p = owner, weight, A, B, scaling, p
-        self.name, self.magnitude, self.stored = name, magnitude, stored
-        self.bias = None if trained else bias
-        self.outer_bias = bias if trained else None
+    owner: LayerForward
+    weight: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    scaling: float
+    p: float
+    name: str
+    bias: torch.Tensor | None = None
+    outer_bias: torch.Tensor | None = None
+    magnitude: torch.Tensor | None = None
+    stored: StoredWeight | None = None
 
     @property
     def together(self) -> Hashable:
@@ -138,11 +143,8 @@ class LayerCall:
 
     def outlined(self) -> LayerCall:
         """What can be said of the call after its operands are gone: the weight and A are shapes without data."""
-        copy = LayerCall.__new__(LayerCall)
-        for name in LayerCall.__slots__:
-            setattr(copy, name, getattr(self, name))
-        copy.weight, copy.A = (t.new_empty(()).expand(t.shape) for t in (self.weight, self.A))
-        return copy
+        weight, A = (t.new_empty(()).expand(t.shape) for t in (self.weight, self.A))
+        return replace(self, weight=weight, A=A)
 
     def stamp(self) -> object:
         found: list[object] = [self.scaling, self.p]
@@ -202,8 +204,10 @@ def look(owner: LayerForward) -> LayerCall | str:
     if p >= 1.0 or (p and drop.inplace):
         return f"its lora_dropout drops everything or works in place (p = {p})"
     magnitude = weight_of(modules["lora_magnitude_vector"]._modules[name]) if dora else None
+    trained = bias is not None and bias.requires_grad
     return LayerCall(
-        owner, weight, bias, of_A, of_B, float(layer.scaling[name]), p, name, magnitude, stored,
+        owner, weight, of_A, of_B, float(layer.scaling[name]), p, name, None if trained else bias, bias if trained else None,
+        magnitude, stored,
     )  # fmt: skip
 
 
@@ -321,7 +325,8 @@ def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> Kep
     layer = Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
     lasts = (call.stored is not None or call.weight.dtype == dtype) and bias is call.bias
     made = KeptLayer(call, of, layer, lasts)
-    owner.kept = made if lasts else None
+    if lasts:
+        owner.kept = made
     return made
 
 

@@ -37,8 +37,7 @@ class RouterForward(LayerForward):
         router = self.layer.get_base_layer()
 
         def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            A, B = call.A, call.B
-            return compute(x, (LayerCall(self, weight, None, A, B, call.scaling, 0.0, call.name, None),))[0]
+            return compute(x, (LayerCall(self, weight, call.A, call.B, call.scaling, 0.0, call.name),))[0]
 
         with RouterProduct(call.weight, product):
             return router(x)
@@ -56,7 +55,7 @@ class RouterForward(LayerForward):
             return f"the weight of its router is {weight.dtype}"
         if weight.requires_grad:
             return "the weight of its router is trained too"
-        return LayerCall(self, weight, None, A, B, adapter.scaling, 0.0, adapter.name, None)
+        return LayerCall(self, weight, A, B, adapter.scaling, 0.0, adapter.name)
 
 
 def router_forward(layer: ParamWrapper, path: str, norms: RowNorms) -> OwnForward | str:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import mappings  # noqa: F401 - this room nee
 from packlora.adapters.owners import TokenOwners
 from packlora.errors import InputError
 from packlora.megatron.layers import rank_of, size_of
-from packlora.megatron.owners import Owned, part_of
+from packlora.megatron.owners import Owned
 
 COLUMNS = 16
 """Columns beside a hidden state: 1 of the owner, 8 of the keys, the rest unused, so that rows stay aligned."""
@@ -62,7 +62,8 @@ class Dispatch:
             self._arrived = None
             return self._pre(hidden, *rest)
         count = hidden.numel() // hidden.shape[-1]
-        here = part_of(whole, rank_of(self.group) * count, count) if self.sequence else whole
+        first = rank_of(self.group) * count
+        here = whole.part(first, first + count) if self.sequence else whole
         self._dropped = here.keys_T2 is not None
         beside = written(here, hidden).view(*hidden.shape[:-1], COLUMNS)
         sent = self._pre(torch.cat([hidden, beside], -1), *rest)

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import mappings
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, compute
 from packlora.adapters.owners import TokenOwners
 from packlora.megatron.layers import Found, View, bias_of, enter_of, leave_of, norm_before, tokens_of
-from packlora.megatron.owners import Owned, part_of
+from packlora.megatron.owners import Owned
 from packlora.ops.first_order import first_order
 from packlora.ops.lora_linear.frozen import Dense
 
@@ -88,7 +88,7 @@ class LinearForward:
             gathered = layer.dim == 0 and layer.sequence and layer.talks
             return self.owned.owners(count * layer.degree if gathered else count)
         whole = self.owned.owners(count * layer.degree)
-        return None if whole is None else part_of(whole, layer.rank * count, count)
+        return None if whole is None else whole.part(layer.rank * count, (layer.rank + 1) * count)
 
     def _product(
         self, linear: AdaptedLinear, x: torch.Tensor, owners: TokenOwners | None, weight: torch.Tensor
@@ -128,7 +128,7 @@ class RouterForward:
         if owners is None or owners.adapters.isdisjoint(self.linear.adapters):
             return self.original(x)  # type: ignore[no-any-return]
         if layer.sequence:
-            owners = part_of(owners, layer.rank * count, count)
+            owners = owners.part(layer.rank * count, (layer.rank + 1) * count)
         named = self.module.config.moe_router_dtype
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(named, x.dtype)
         assert isinstance(self.linear.base, View)
@@ -170,38 +170,18 @@ class EmbeddingForward:
         here = (words >= start) & (words < module.vocab_end_index)
         words = torch.where(here, words - start, 0)
         y = torch.nn.functional.embedding(words, module.weight)
-        low = [own(words, y, self.weights) for own in _segments(owners)]
-        if low:
-            y = torch.cat(low)
-        y = (y * here[:, None]).view(*reversed(ids.shape), -1)
+        parts = []
+        for number, begin, stop in owners.runs(self.weights):
+            part = y[begin:stop]
+            if number is not None:
+                own = self.weights[number]
+                part = part + LowRankVectors.apply(words[begin:stop], own.A, own.B, own.spec.scaling, y.dtype)
+            parts.append(part)
+        y = (torch.cat(parts) * here[:, None]).view(*reversed(ids.shape), -1)
         if module.reduce_scatter_embeddings:
             return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.layer.group)  # type: ignore[no-any-return]
         y = mappings.reduce_from_tensor_model_parallel_region(y, group=self.layer.group)
         return y.transpose(0, 1)  # type: ignore[no-any-return]
-
-
-def _segments(owners: TokenOwners) -> list[Callable[..., torch.Tensor]]:
-    """Functions that compute the vectors of each run of tokens of one owner, or without one."""
-    made, at = [], 0
-
-    def run(number: int, start: int, stop: int) -> Callable[..., torch.Tensor]:
-        def vectors(words: torch.Tensor, y: torch.Tensor, weights: Mapping[int, Any]) -> torch.Tensor:
-            own = weights.get(number)
-            if own is None:
-                return y[start:stop]
-            low: torch.Tensor = LowRankVectors.apply(words[start:stop], own.A, own.B, own.spec.scaling, y.dtype)
-            return y[start:stop] + low
-
-        return vectors
-
-    for number, start, stop in owners.segments:
-        if at < start:
-            made.append(run(-1, at, start))
-        made.append(run(number, start, stop))
-        at = stop
-    if at < owners.total:
-        made.append(run(-1, at, owners.total))
-    return made
 
 
 class LowRankVectors(torch.autograd.Function):

@@ -134,13 +134,6 @@ def drawn_keys(total: int, device: torch.device) -> torch.Tensor:
     return z.view(torch.int32).reshape(total, 2)
 
 
-def part_of(owners: TokenOwners, first: int, count: int) -> TokenOwners:
-    """Owners of `count` of the tokens."""
-    cut = [(n, max(start - first, 0), min(stop - first, count)) for n, start, stop in owners.segments]
-    keys = None if owners.keys_T2 is None else owners.keys_T2[first : first + count]
-    return TokenOwners(count, tuple(one for one in cut if one[1] < one[2]), keys)
-
-
 def token_owners(
     names: Sequence[str], samples: Sequence[tuple[str | None, int]], keys_T2: torch.Tensor | None = None
 ) -> TokenOwners:

@@ -1,0 +1,59 @@
+"""What a layer keeps of its groups, and runs of tokens by owner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import packlora
+from packlora.adapters.cache import GroupCache
+from packlora.adapters.owners import TokenOwners
+from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.types import Layer
+
+
+def layer() -> Layer:
+    return Layer(Dense(torch.zeros(3, 4)), None, {})
+
+
+def test_a_group_is_known_while_its_layers_are_the_same_objects() -> None:
+    cache, first, second = GroupCache(True), layer(), layer()
+    pair = cache.of((first, second))
+    alone = cache.of((first,))
+    assert pair.state.version_counted and pair.state is not alone.state
+    cache.put(pair._replace(tokens=7))
+    assert cache.of((first, second)).tokens == 7 and cache.of((first,)) is alone
+    other = cache.of((first, layer()))
+    assert other.state is not pair.state and other.tokens is None
+    assert cache.of((first, second)).state is not pair.state
+
+
+def test_layers_that_are_cast_for_one_call_are_not_kept() -> None:
+    model = get_peft_model(nn.Sequential(nn.Linear(8, 8)), LoraConfig(r=2, target_modules=["0"]))
+    packlora.accelerate(model)
+    own = model.base_model.model[0]._packlora
+    x = torch.ones(3, 8)
+    model(x)
+    kept = own.kept
+    assert kept is not None
+    model(torch.ones(5, 8))
+    assert own.kept is kept
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    assert own.kept is kept and own.groups.of((kept.layer,)).tokens == (5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("segments", "runs"),
+    [
+        ((), [(None, 0, 9)]),
+        (((1, 0, 9),), [(1, 0, 9)]),
+        (((2, 1, 3), (1, 3, 5), (5, 5, 6), (3, 7, 9)), [(None, 0, 3), (1, 3, 5), (None, 5, 7), (3, 7, 9)]),
+    ],
+)
+def test_runs_are_of_all_tokens_in_order(
+    segments: tuple[tuple[int, int, int], ...], runs: list[tuple[int | None, int, int]]
+) -> None:
+    assert TokenOwners(9, segments).runs({1, 3}) == runs
