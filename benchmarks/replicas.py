@@ -65,10 +65,10 @@ from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.run import deterministic
+from packlora.runtime.spread import Work
 from packlora.runtime.stage import StageDevice, StagePending
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.wave import Wave
-from packlora.runtime.work import Work
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport

@@ -15,8 +15,8 @@ from packlora.runtime.spread import (
     OFFLOAD_BYTES_PER_SECOND,
     Choice,
     Spread,
+    Work,
     candidates,
-    fits,
     host_bytes,
     needed_bytes,
     piped,
@@ -25,7 +25,6 @@ from packlora.runtime.spread import (
     sharing_experts,
     spread,
 )
-from packlora.runtime.work import Work
 
 HEADINGS = ("devices per job", "groups", "waves", "time", "speedup", "idle", "memory GiB", "")
 
@@ -37,7 +36,7 @@ class LayoutFigures:
     groups: names of their jobs. shard: devices that have a part of the rows of every weight each, gathered layer by layer.
     tensor: devices that have a slice of every layer each. pipeline: stages, a device each, that have a part of its layers each.
     waves: of the group with the most. speedup: over one device. host_bytes: of the base model, on the host of each device.
-    idle: share of all devices' time in which they have no microbatch, by predicted work (runtime/work.py). bytes: of a device
+    idle: share of all devices' time in which they have no microbatch, by predicted work (spread.Work). bytes: of a device
     of the group that needs the most. expert: devices that hold the experts together. exchange: of which each has microbatches
     of its own.
     """
@@ -124,7 +123,7 @@ def _row(
     return LayoutFigures(
         layout.devices_per_job, layout.groups, layout.shard, layout.tensor, layout.pipeline, balance.waves, seconds,
         alone / seconds, balance.idle, needed, host_bytes(prepared, layout),
-        fits(known, needed) and not has_failed, layout == taken, layout.expert, layout.exchange,
+        known.has_room(needed) and not has_failed, layout == taken, layout.expert, layout.exchange,
     )  # fmt: skip
 
 

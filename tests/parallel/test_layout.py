@@ -33,10 +33,9 @@ from packlora.data.encode import Sample
 from packlora.parallel.layout import Layout, Prediction, choose, layouts, place, predict, waves
 from packlora.runtime import profiler, spread
 from packlora.runtime.prepare import prepare
-from packlora.runtime.spread import base_bytes
+from packlora.runtime.spread import Work, base_bytes
 from packlora.runtime.spread import choose as chosen
 from packlora.runtime.wholeness import needs_whole
-from packlora.runtime.work import WORK_FLOPS, Work
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch, Placed
@@ -382,7 +381,7 @@ def test_jobs_of_equal_tokens_are_placed_by_what_their_samples_take(make: Callab
     wanted = [(forward + backward) * n + attention * n * n + head * labels for n, labels in kinds.values()]
     found = [own.tolist() for own in work.samples.values()]
     assert [len(set(own)) for own in found] == [1] * 4
-    assert [own[0] * WORK_FLOPS["cpu"] for own in found] == pytest.approx(wanted, rel=1e-9)
+    assert [own[0] * profiler.PLANNED_FLOPS["cpu"] for own in found] == pytest.approx(wanted, rel=1e-9)
 
     most = microbatch(("job0", 0, 10), ("job1", 0, 60))
     assert work.of(most) == pytest.approx(work.fixed + found[0][0] + found[1][0]) and work.of(Microbatch()) == 0.0
