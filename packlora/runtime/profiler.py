@@ -185,7 +185,7 @@ def largest_stage(run: Run, prepared: PreparedRun, stages: int) -> float:
 
 def _on_stages(run: Run, prepared: PreparedRun, stages: int, numbers: Sequence[int]) -> tuple[float, ...]:
     """The part that each stage has of numbers that belong to the layers; where these are not known, all layers are alike."""
-    until = [0, *accumulate(numbers or [1] * prepared.shape.layers)]
+    until = [0, *accumulate(numbers if any(numbers) else [1] * prepared.shape.layers)]
     ends = [0, *accumulate(stage_layers(run, prepared, stages))]
     return tuple((until[end] - until[start]) / until[-1] for start, end in pairwise(ends))
 
