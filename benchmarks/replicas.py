@@ -56,6 +56,7 @@ from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.parallel.stages import Stage, load_stage
 from packlora.runtime import profiler
+from packlora.runtime.choose import Work
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
@@ -68,7 +69,6 @@ from packlora.runtime.run import deterministic
 from packlora.runtime.stage import StageDevice, StagePending
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.wave import Wave
-from packlora.runtime.work import Work
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport

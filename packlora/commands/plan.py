@@ -27,11 +27,11 @@ from packlora.report.gantt import draw
 from packlora.report.progress import GAP, NAME, duration
 from packlora.report.screen import Screen
 from packlora.runtime import profiler
+from packlora.runtime.choose import choose
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Prediction, Profile
-from packlora.runtime.spread import choose
 from packlora.runtime.sweep import begun
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner

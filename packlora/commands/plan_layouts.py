@@ -9,14 +9,12 @@ from typing import Any
 from packlora.parallel.layout import Layout
 from packlora.report.progress import duration
 from packlora.runtime import profiler
-from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Profile
-from packlora.runtime.spread import (
+from packlora.runtime.choose import (
     OFFLOAD_BYTES_PER_SECOND,
     Choice,
     Spread,
+    Work,
     candidates,
-    fits,
     host_bytes,
     needed_bytes,
     piped,
@@ -25,7 +23,8 @@ from packlora.runtime.spread import (
     sharing_experts,
     spread,
 )
-from packlora.runtime.work import Work
+from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.profiler import Profile
 
 HEADINGS = ("devices per job", "groups", "waves", "time", "speedup", "idle", "memory GiB", "")
 
@@ -37,7 +36,7 @@ class LayoutFigures:
     groups: names of their jobs. shard: devices that have a part of the rows of every weight each, gathered layer by layer.
     tensor: devices that have a slice of every layer each. pipeline: stages, a device each, that have a part of its layers each.
     waves: of the group with the most. speedup: over one device. host_bytes: of the base model, on the host of each device.
-    idle: share of all devices' time in which they have no microbatch, by predicted work (runtime/work.py). bytes: of a device
+    idle: share of all devices' time in which they have no microbatch, by predicted work (choose.Work). bytes: of a device
     of the group that needs the most. expert: devices that hold the experts together. exchange: of which each has microbatches
     of its own.
     """
@@ -98,7 +97,7 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choic
     """All layouts on so many devices.
 
     Args:
-        taken: from spread.choose.
+        taken: from choose.choose.
         alone: seconds that the run takes on one device.
     """
     asked = prepared.run.parallel
@@ -124,7 +123,7 @@ def _row(
     return LayoutFigures(
         layout.devices_per_job, layout.groups, layout.shard, layout.tensor, layout.pipeline, balance.waves, seconds,
         alone / seconds, balance.idle, needed, host_bytes(prepared, layout),
-        fits(known, needed) and not has_failed, layout == taken, layout.expert, layout.exchange,
+        known.has_room(needed) and not has_failed, layout == taken, layout.expert, layout.exchange,
     )  # fmt: skip
 
 

@@ -53,7 +53,8 @@ PASSES = 3, 7
 """How often forward and backward on a GPU read or write what goes into and comes out of linear layers, beside the products:
 norms, activations, rotations, sums, the products with narrow adapters. Four jobs on the same shapes."""
 PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11}
-"""FLOP/s that schedules of a pipeline are planned for, on any machine."""
+"""FLOP/s that schedules of a pipeline and layouts are planned for, on any machine. It sets what is fixed for a microbatch
+against what its tokens take."""
 LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
 """Of the forward of a decoder layer, however few its tokens are."""
 OPTIMIZER_BYTES = 16
@@ -95,7 +96,11 @@ class Profile:
         return round(self.kept_bytes + self.bytes_per_token * tokens)
 
     def fits(self, tokens: int) -> bool:
-        return self.bytes(tokens) <= ROOM_SHARE * self.room and (self.failed is None or tokens < self.failed)
+        return self.has_room(self.bytes(tokens)) and (self.failed is None or tokens < self.failed)
+
+    def has_room(self, size: int) -> bool:
+        """Whether a device has so many bytes."""
+        return size <= ROOM_SHARE * self.room
 
     def describe(self) -> dict[str, Any]:
         """For run.json and the report."""
@@ -175,27 +180,21 @@ def head_in_layers(run: Run, prepared: PreparedRun) -> float:
 
 def largest_stage(run: Run, prepared: PreparedRun, stages: int) -> float:
     """Of the layers' parameters, all experts included, the part that the stage has that has the most."""
-    numbers = [held for held, _ in prepared.shape.layer_numbers]
-    if stages == 1 or not numbers:
-        return 1 / stages
-    until = [0, *accumulate(numbers)]
+    return max(_on_stages(run, prepared, stages, [held for held, _ in prepared.shape.layer_numbers]))
+
+
+def _on_stages(run: Run, prepared: PreparedRun, stages: int, numbers: Sequence[int]) -> tuple[float, ...]:
+    """The part that each stage has of numbers that belong to the layers; where these are not known, all layers are alike."""
+    until = [0, *accumulate(numbers if any(numbers) else [1] * prepared.shape.layers)]
     ends = [0, *accumulate(stage_layers(run, prepared, stages))]
-    return max(until[end] - until[start] for start, end in pairwise(ends)) / until[-1]
+    return tuple((until[end] - until[start]) / until[-1] for start, end in pairwise(ends))
 
 
-def _shares(run: Run, prepared: PreparedRun, stages: int) -> tuple[float, ...]:
-    """Of the layers' time, on each stage."""
-    counts, costs = stage_layers(run, prepared, stages), [active for _, active in prepared.shape.layer_numbers]
-    if len(set(costs)) < 2:
-        return tuple(count / prepared.shape.layers for count in counts)
-    until = [0, *accumulate(costs)]
-    return tuple((until[end] - until[start]) / until[-1] for start, end in pairwise([0, *accumulate(counts)]))
-
-
-def planning_cost(run: Run, prepared: PreparedRun, stages: int) -> CostModel:
-    """What a microbatch costs on each stage, for the planner: the same on every machine, so that a resumed run is planned as it
-    was."""
-    return analytic_cost(run, prepared, PLANNED_FLOPS[choose_device(run.device).type], stages=stages)
+def planning_cost(run: Run, prepared: PreparedRun, stages: int = 1, experts_on: int = 1) -> CostModel:
+    """What a microbatch costs on each stage, for the planner and for the choice of a layout: the same on every machine, so that
+    all processes of a run find the same, and a resumed run too."""
+    flops = PLANNED_FLOPS[choose_device(run.device).type]
+    return analytic_cost(run, prepared, flops, stages=stages, experts_on=experts_on)
 
 
 def sharing_experts(
@@ -259,7 +258,7 @@ def analytic_cost(
         fixed=shape.layers * LAYER_SECONDS[device.type],
         head_per_token=head / flops,
         backward_ratio=backward / forward,
-        stage_shares=_shares(run, prepared, stages),
+        stage_shares=_on_stages(run, prepared, stages, [active for _, active in shape.layer_numbers]),
         head_backward_ratio=1.0,
     )
 

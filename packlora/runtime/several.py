@@ -23,11 +23,11 @@ from packlora.parallel.sharded import load_sharded
 from packlora.parallel.stages import load_stage
 from packlora.result import Result
 from packlora.runtime import profiler
+from packlora.runtime.choose import choose
 from packlora.runtime.events import Emitter
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.signals import stop_signals
-from packlora.runtime.spread import choose
 from packlora.runtime.trainer import Trainer
 
 

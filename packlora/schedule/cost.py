@@ -45,14 +45,6 @@ class CostModel:
             squares += placed.length * placed.length
         return self.per_token * tokens + self.per_token_squared * squares + self.fixed
 
-    def forward(self, microbatch: Microbatch, stage: int) -> float:
-        """Of a microbatch on a stage; see both."""
-        return self.both(microbatch, stage)[0]
-
-    def backward(self, microbatch: Microbatch, stage: int) -> float:
-        """Of a microbatch on a stage; see both."""
-        return self.both(microbatch, stage)[1]
-
     def both(self, microbatch: Microbatch, stage: int) -> tuple[float, float]:
         """Forward and backward of a microbatch on a stage."""
         body = self.layers(microbatch) * self.stage_shares[stage]

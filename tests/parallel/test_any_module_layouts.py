@@ -17,8 +17,8 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.layout import Layout
 from packlora.runtime import profiler
+from packlora.runtime.choose import needed_bytes, spread
 from packlora.runtime.prepare import prepare
-from packlora.runtime.spread import needed_bytes, spread
 
 COPIES = ("base_model.model.lm_head.weight", "base_model.model.model.norm.weight")
 

@@ -31,12 +31,12 @@ from packlora.config import Run, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.parallel.layout import Layout, Prediction, choose, layouts, place, predict, waves
-from packlora.runtime import profiler, spread
+from packlora.runtime import choose as choosing
+from packlora.runtime import profiler
+from packlora.runtime.choose import Work, base_bytes
+from packlora.runtime.choose import choose as chosen
 from packlora.runtime.prepare import prepare
-from packlora.runtime.spread import base_bytes
-from packlora.runtime.spread import choose as chosen
 from packlora.runtime.wholeness import needs_whole
-from packlora.runtime.work import WORK_FLOPS, Work
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch, Placed
@@ -265,7 +265,7 @@ def test_a_long_run_is_scaled_up_from_its_beginning(
 ) -> None:
     tree = make((80, 2), (80, 4), max_tokens_per_microbatch=60)
     whole = planned(tree, 2).layouts
-    monkeypatch.setattr("packlora.runtime.spread.SAMPLES", 16)
+    monkeypatch.setattr("packlora.runtime.choose.SAMPLES", 16)
     part = planned(tree, 2).layouts
     assert whole is not None and part is not None
     for one, other in zip(whole.rows, part.rows, strict=True):
@@ -303,7 +303,7 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     assert before is not None and kept is not None and any("the host keeps" in text for text in sentences(kept, 9))
     layers = 4 * shape.linear_parameters // 2  # of each of two devices
     assert (kept.rows[0].host_bytes, before.rows[0].bytes - kept.rows[0].bytes) == (layers, layers)
-    monkeypatch.setattr(spread, "OFFLOAD_BYTES_PER_SECOND", layers / 5.0)
+    monkeypatch.setattr(choosing, "OFFLOAD_BYTES_PER_SECOND", layers / 5.0)
     copied = planned(make((8, 2), (8, 4), parallel=parallel), 2).layouts
     assert copied is not None
     assert copied.rows[0].seconds == pytest.approx(copied.rows[0].waves * 10.0, rel=0.1)  # all of it, twice a wave
@@ -382,7 +382,7 @@ def test_jobs_of_equal_tokens_are_placed_by_what_their_samples_take(make: Callab
     wanted = [(forward + backward) * n + attention * n * n + head * labels for n, labels in kinds.values()]
     found = [own.tolist() for own in work.samples.values()]
     assert [len(set(own)) for own in found] == [1] * 4
-    assert [own[0] * WORK_FLOPS["cpu"] for own in found] == pytest.approx(wanted, rel=1e-9)
+    assert [own[0] * profiler.PLANNED_FLOPS["cpu"] for own in found] == pytest.approx(wanted, rel=1e-9)
 
     most = microbatch(("job0", 0, 10), ("job1", 0, 60))
     assert work.of(most) == pytest.approx(work.fixed + found[0][0] + found[1][0]) and work.of(Microbatch()) == 0.0
@@ -425,8 +425,8 @@ def test_auto_shares_no_rows_where_a_job_needs_them_whole_and_takes_no_stages_fo
         tree = make((8, 2), (8, 2))
         tree["jobs"][1] = {**tree["jobs"][1], **keys}
         prepared = prepare(Run.model_validate(tree))
-        return bool(spread.sharded_layouts(prepared, 2, {"job0": 1.0, "job1": 1.0})), bool(
-            spread.piped(prepared, 2, {"job0": 1.0, "job1": 1.0})
+        return bool(choosing.sharded_layouts(prepared, 2, {"job0": 1.0, "job1": 1.0})), bool(
+            choosing.piped(prepared, 2, {"job0": 1.0, "job1": 1.0})
         )
 
     assert parts() == (True, True)
@@ -505,7 +505,7 @@ def test_auto_shares_the_base_over_as_many_devices_as_it_takes_and_the_plan_list
     """Gathering from fewer devices takes less time; it is done where the larger parts fit."""
     tree = make((8, 2), (8, 4), parallel={"pipeline": 1})
     base = 40 * base_bytes(prepare(Run.model_validate(tree)))[0]
-    monkeypatch.setattr(spread, "base_bytes", lambda prepared: (base, base // 8))  # as of a model of many layers
+    monkeypatch.setattr(choosing, "base_bytes", lambda prepared: (base, base // 8))  # as of a model of many layers
     monkeypatch.setattr(profiler, "profile", larger(profiler.profile, base))
     free = planned(tree, 4).layouts
     assert free is not None and not free.taken.sharded

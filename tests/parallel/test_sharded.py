@@ -30,9 +30,9 @@ from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.recompute import add_recompute
 from packlora.parallel.layout import Layout
 from packlora.parallel.sharded import Shards, decoder_layers, made_like
+from packlora.runtime.choose import base_bytes, host_bytes
 from packlora.runtime.graphs import why_no_graphs
 from packlora.runtime.prepared_job import ModelShape
-from packlora.runtime.spread import base_bytes, host_bytes
 
 LAYERS = 3
 ODD: dict[str, Any] = {"num_hidden_layers": LAYERS, "vocab_size": 321, "intermediate_size": 97}

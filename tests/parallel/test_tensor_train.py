@@ -30,10 +30,11 @@ from packlora.config import Run
 from packlora.parallel import cut
 from packlora.parallel.replicas import Alone
 from packlora.parallel.tensor import shard
-from packlora.runtime import profiler, spread
+from packlora.runtime import choose as choosing
+from packlora.runtime import profiler
+from packlora.runtime.choose import base_bytes
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
-from packlora.runtime.spread import base_bytes
 
 Groups = Callable[[int], Ranks]
 BIASED = {
@@ -268,7 +269,7 @@ def test_the_plan_predicts_time_and_memory_of_devices_that_hold_a_layer_together
     assert slow is not None and all(row.seconds > 10 * was for row, was in zip(slow.rows, before, strict=True))
     assert slow.rows[2].seconds > slow.rows[1].seconds, "it gathers too"
     base = base_bytes(plan.prepared)[0]
-    monkeypatch.setattr(spread, "base_bytes", lambda prepared: (base, base // 8))  # as of a model of many layers
+    monkeypatch.setattr(choosing, "base_bytes", lambda prepared: (base, base // 8))  # as of a model of many layers
     room = int((slow.rows[1].bytes - base // 8) / profiler.ROOM_SHARE)
     monkeypatch.setattr(profiler, "memory_room", lambda device: room)
     tight = make_plan(Run.model_validate(tree | {"parallel": {"tensor": 2, "devices_per_job": 4}}), gpus=4).layouts

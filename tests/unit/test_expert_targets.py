@@ -22,9 +22,9 @@ from packlora.adapters.files import keyed, tensor_shapes
 from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.runtime.choose import piped, sharded_layouts
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import trainable_parameters
-from packlora.runtime.spread import piped, sharded_layouts
 from packlora.runtime.wholeness import needs_whole_base
 
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]

@@ -22,11 +22,9 @@ def microbatch(*lengths: int, job: str = "a", batch: int = 0, ends: bool = True)
 def test_a_microbatch_costs_tokens_squares_and_a_fixed_part_and_the_last_stage_the_head() -> None:
     cost = CostModel(2.0, 0.5, 10.0, 3.0, 1.5, (0.75, 0.25), head_backward_ratio=2.0)
     body = 2.0 * 6 + 0.5 * (16 + 4) + 10
-    assert cost.forward(microbatch(4, 2), 0) == pytest.approx(0.75 * body)
-    assert cost.forward(microbatch(4, 2), 1) == pytest.approx(0.25 * body + 3 * 6)
-    assert cost.backward(microbatch(4, 2), 0) == pytest.approx(1.5 * 0.75 * body)
-    assert cost.backward(microbatch(4, 2), 1) == pytest.approx(1.5 * 0.25 * body + 2.0 * 18)
-    assert cost.forward(NOOP, 1) == cost.backward(NOOP, 0) == 0
+    assert cost.both(microbatch(4, 2), 0) == pytest.approx((0.75 * body, 1.5 * 0.75 * body))
+    assert cost.both(microbatch(4, 2), 1) == pytest.approx((0.25 * body + 3 * 6, 1.5 * 0.25 * body + 2.0 * 18))
+    assert cost.both(NOOP, 0) == cost.both(NOOP, 1) == (0, 0)
     with pytest.raises(ScheduleError, match=r"stage_shares \(0.5, 0.4\) must be 0 or more and sum to 1"):
         CostModel(stage_shares=(0.5, 0.4))
 

@@ -1,6 +1,7 @@
 """How a run spreads over devices: what each layout is predicted to take, and which one training takes.
 
-Work is predicted from shapes alone (work.py): so every process of a run finds the same layout, and a resumed run too.
+Work is predicted from shapes alone, at a speed that is the same for every process and every session (planning_cost): all of
+them find the same layout. It is good for comparing jobs and microbatches, and for nothing else; seconds are profiler.py's.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from packlora.base.device import choose_device
@@ -18,11 +20,10 @@ from packlora.parallel.experts import check_experts
 from packlora.parallel.layout import Layout, Prediction, Wave
 from packlora.parallel.stages import check_stages
 from packlora.runtime import profiler
-from packlora.runtime.prepared_job import trainable_parameters
+from packlora.runtime.prepared_job import PreparedJob, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.wholeness import needs_whole_base
-from packlora.runtime.work import Work
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
@@ -31,6 +32,59 @@ OFFLOAD_BYTES_PER_SECOND = 2.5e10
 """Assumed, of a device that copies from pinned memory of its host: sixteen lanes of PCIe 4 have 3.2e10."""
 SAMPLES = 20_000
 """Samples of a group that are planned; of a longer run the first windows, scaled up."""
+
+
+class Work:
+    """Predicted times of a run's samples: layers and a job's own adapter by tokens, attention by the squares of lengths, the
+    output layer by label tokens.
+
+    samples: by job, of each of its samples. fixed: of a microbatch, however little is in it.
+
+    Args:
+        experts_on: devices that hold the experts together.
+    """
+
+    def __init__(self, prepared: PreparedRun, experts_on: int = 1) -> None:
+        cost = profiler.planning_cost(prepared.run, prepared, experts_on=experts_on)
+        self.fixed = cost.fixed * (1 + cost.backward_ratio)
+        self.samples = {job.data.name: _seconds(prepared, job, experts_on) for job in prepared.jobs}
+        self._prepared = prepared
+
+    def staged(self, layout: Layout) -> CostModel | None:
+        """Of the stages of a layout's pipelines; None where it has none."""
+        if layout.pipeline == 1:
+            return None
+        experts_on = 1 if layout.exchange else layout.expert
+        return profiler.planning_cost(self._prepared.run, self._prepared, layout.pipeline, experts_on)
+
+    def jobs(self) -> dict[str, float]:
+        """By job, of all its samples on one device, with its share of what is fixed for a microbatch."""
+        each = self.fixed / self._prepared.budget
+        return {
+            job.data.name: job.data.total(self.samples[job.data.name] + each * job.data.planned.lengths)
+            for job in self._prepared.jobs
+        }
+
+    def of(self, microbatch: Microbatch) -> float:
+        """Of a microbatch; 0 of a no-op."""
+        if microbatch.is_noop:
+            return 0.0
+        return self.fixed + sum(self._sample(placed.job, placed.sample) for placed in microbatch.samples)
+
+    def _sample(self, job: str, number: int) -> float:
+        """Of a stream, the first samples stand for all."""
+        known = self.samples[job]
+        return float(known[number % len(known)])
+
+
+def _seconds(prepared: PreparedRun, job: PreparedJob, experts_on: int) -> np.ndarray:
+    """Of each sample of a job."""
+    cost = profiler.planning_cost(prepared.run, replace(prepared, jobs=[job]), experts_on=experts_on)
+    lengths = job.data.planned.lengths.astype(np.float64)
+    layers = cost.per_token * lengths + cost.per_token_squared * lengths**2
+    head = cost.head_per_token / job.data.label_share * job.data.num_labels
+    seconds: np.ndarray = layers * (1 + cost.backward_ratio) + head * (1 + cost.head_backward_ratio)
+    return seconds
 
 
 @dataclass(slots=True)
@@ -84,7 +138,7 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
         return Choice(found[0], _as_asked(prepared))
     planned = [spread(prepared, own) for own in found]
     needed = [needed_bytes(prepared, known, own, first=True) for own in planned]
-    fitting = [own for own, size in zip(planned, needed, strict=True) if fits(known, size)]
+    fitting = [own for own, size in zip(planned, needed, strict=True) if known.has_room(size)]
     if not fitting:
         parts = sharded + piped(prepared, devices, work.jobs())
         taken = _choose_in_parts(prepared, known, work, parts, min(needed))
@@ -121,7 +175,7 @@ def _choose_in_parts(
         return None
     times = {
         own.layout: own.predict(seconds_of(prepared, own.layout, work.of), work.staged(own.layout)).time
-        for own in [own for own in less if fits(known, needed[own.layout])] or less
+        for own in [own for own in less if known.has_room(needed[own.layout])] or less
     }
     taken, tensor = min(times, key=times.__getitem__), prepared.run.parallel.tensor
     held = "the whole base model" if tensor == 1 else f"what {tensor} devices together hold whole (parallel.tensor)"
@@ -328,11 +382,6 @@ def _at_ends(prepared: PreparedRun, names: Collection[str]) -> int:
             own = {path: module for path, module in job.spec.modules.items() if not path.startswith(inside)}
             total += trainable_parameters(replace(job.spec, modules=own), skeleton)
     return total
-
-
-def fits(known: Profile, needed: int) -> bool:
-    """Whether a device has so many bytes."""
-    return needed <= profiler.ROOM_SHARE * known.room
 
 
 def base_bytes(prepared: PreparedRun) -> tuple[int, int]:
