@@ -19,13 +19,13 @@ from benchmarks.harness import plan_of
 from benchmarks.peers.dora import PaperLayer, dense_norm
 from benchmarks.shapes import TARGETS, shared_copy
 from packlora.adapters.norms import NormHandle, RowNorms
+from packlora.engine.memory import free_memory, synchronize
 from packlora.live.accelerate import accelerate
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.plans.select import PlanChooser
-from packlora.runtime.memory import free_memory, synchronize
 from packlora.tune.timing import Contender, Work
 
 LARGEST_DIFFERENCE = 0.02

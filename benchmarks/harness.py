@@ -24,12 +24,12 @@ import torch
 
 from benchmarks.processes import processes
 from packlora.base.device import choose_device
+from packlora.engine.memory import free_memory
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.ops.lora_linear.plan import Plan, named_plan
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import OneProcess, world_size
-from packlora.runtime.memory import free_memory
 from packlora.runtime.record import device_name, source_commit, versions
 from packlora.tune.timing import Contender, Timings, paired
 

@@ -48,6 +48,7 @@ from benchmarks.training import (
 from packlora.adapters.attach import attach
 from packlora.base.model import Base, load_base
 from packlora.base.weight_files import WeightFiles
+from packlora.engine.memory import free_memory, synchronize
 from packlora.engine.parts import Parts
 from packlora.parallel.layout import Layout, place, planned
 from packlora.parallel.mesh import OneProcess
@@ -60,7 +61,6 @@ from packlora.runtime.choose import Work
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
-from packlora.runtime.memory import free_memory, synchronize
 from packlora.runtime.microbatch import MicrobatchResult
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepared_job import ModelShape

@@ -94,7 +94,7 @@ def cut_work(name: str, one: Case, config: Any, inputs: Inputs, length: int) -> 
         with attached.active(inputs.batch.owners):
             inputs.forward(model).backward(inputs.dy)
         if name == "packlora_stepped":
-            job.collect(no_loss)
+            job.state.collect(no_loss)
             if take_steps([job], lambda: None) == [None]:
                 raise RuntimeError(f"the job failed: {job.failure}")
 
@@ -114,7 +114,9 @@ def attached_job(model: Any, samples: int, length: int) -> tuple[Job, Attached]:
         torch.manual_seed(1)
         made.flat.add_(torch.randn_like(made.flat), alpha=0.002)
     data = JobData("job", short.samples, config.train, 0)
-    return Job(config, data, [], made, norm_of=WholeGradient(made, everyone()).norm), attached
+    job = Job(config, data, [], made)
+    job.state.norm_of = WholeGradient(made, everyone()).norm
+    return job, attached
 
 
 def peft_work(model: Any, inputs: Inputs) -> Work:

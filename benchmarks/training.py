@@ -38,12 +38,12 @@ from packlora.base.shape import plain_head
 from packlora.config import Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
+from packlora.engine.memory import synchronize
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
-from packlora.runtime.memory import synchronize
 from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import ModelShape, PreparedJob, products_kept, trainable_parameters

@@ -218,7 +218,7 @@ def learn(case: Case, group: Any = None) -> Learnt:
 
     for job in jobs:
         is_repeated = group is not None and 0 < case.tensor <= dist.get_rank(group)
-        norm_of = job.norm_of if group is None else WholeGradient(job.adapter, group, is_repeated).norm
+        norm_of = job.state.norm_of if group is None else WholeGradient(job.adapter, group, is_repeated).norm
 
         def recorded(gradient: torch.Tensor, job: Job = job, norm_of: Any = norm_of) -> torch.Tensor:
             norm: torch.Tensor = norm_of(gradient)
@@ -227,7 +227,7 @@ def learn(case: Case, group: Any = None) -> Learnt:
             gradients.update({f"{job.step} {job.name} {name}": value.clone() for name, value in found.items()})
             return norm
 
-        job.norm_of = recorded
+        job.state.norm_of = recorded
     multiple = dist.get_world_size(group) if case.sequence and group is not None else 1
     fused = case.family not in ("gemma2", "cohere")  # which cap and scale logits
     base = Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=fused)
@@ -239,7 +239,7 @@ def learn(case: Case, group: Any = None) -> Learnt:
             for part in range(2):
                 result = run_microbatch(executor, samples_of(step, part, jobs))
                 for owner, tokens in result.tokens.items():
-                    jobs[owner].collect(result.sums[owner])
+                    jobs[owner].state.collect(result.sums[owner])
                     jobs[owner].count(tokens)
             for job, told in zip(jobs, take_steps(jobs, lambda: None), strict=True):
                 assert told is not None, job.failure
@@ -248,7 +248,7 @@ def learn(case: Case, group: Any = None) -> Learnt:
     evaluated = executor.evaluate(samples_of(case.steps, 0, jobs)).sums
     losses["evaluated"] = torch.stack([evaluated[owner] for owner in sorted(evaluated)])
     parameters = {f"{job.name} {name}": value for job in jobs for name, value in whole(job.adapter).items()}
-    assert all(not job.untrained for job in jobs)
+    assert all(not job.state.untrained for job in jobs)
     if group is not None:
         for job in jobs:
             assert_alike(job.adapter, group)

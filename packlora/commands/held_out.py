@@ -15,6 +15,7 @@ from packlora.base.model import load_base
 from packlora.commands.adapter_folder import same_base, trained_by
 from packlora.config import DataConfig
 from packlora.data.readers import read_data
+from packlora.engine.memory import TokenBudget
 from packlora.errors import InputError
 from packlora.parallel.replicas import ALONE
 from packlora.plans.select import PlanChooser
@@ -23,7 +24,6 @@ from packlora.runtime.evaluate import Evaluator
 from packlora.runtime.events import StopRequest
 from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job
-from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import prepare
 from packlora.runtime.team import Team

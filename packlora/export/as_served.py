@@ -27,9 +27,9 @@ from packlora.base.classes import ClassOf, auto_class, own_class, served_class
 from packlora.base.load import read_model
 from packlora.base.shape import vocabulary
 from packlora.commands.adapter_folder import AdapterFolder
+from packlora.engine.memory import memory_room
 from packlora.errors import InputError, foreign
 from packlora.ops.twin import twin_of
-from packlora.runtime.memory import memory_room
 
 Check = Literal["auto", "always", "never"]
 CHECKS: tuple[Check, ...] = ("auto", "always", "never")

@@ -407,7 +407,7 @@ class AcrossStages:
         }
 
     def whole(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """See Job.whole_of; on the first process alone."""
+        """See AdapterState.whole_of; on the first process alone."""
         here = self.layouts[self.links.stage]
         own = self.adapter.layout.views(flat.cpu())
         if self.links.beside is not None:
@@ -428,7 +428,7 @@ class AcrossStages:
         }
 
     def everywhere(self, own: Mapping[str, int]) -> Mapping[str, int]:
-        """See Job.everywhere."""
+        """See AdapterState.everywhere."""
         return {name: number for numbers in self.links.gather(dict(own)) for name, number in numbers.items()}
 
 

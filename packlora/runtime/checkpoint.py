@@ -30,6 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from packlora.adapters.files import CONFIG, WEIGHTS, keyed, load_adapter, save_adapter, write_card
+from packlora.engine.memory import launched
+from packlora.engine.optimizer import MOMENTS, FlatAdamW
 from packlora.errors import InputError
 from packlora.files import (
     digest,
@@ -44,8 +46,6 @@ from packlora.files import (
 from packlora.runtime import history
 from packlora.runtime.history import Pieces
 from packlora.runtime.job import Job, trainer_state
-from packlora.runtime.memory import launched
-from packlora.runtime.optimizer import MOMENTS, FlatAdamW
 
 STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "last_good.safetensors"
 BEST = "best.safetensors"
@@ -106,9 +106,10 @@ class Snapshot:
     @staticmethod
     def of(job: Job) -> Snapshot:
         """All processes that have slices of the job call it; the device is not waited for."""
-        good, best = (None if flat is None else job.whole_of(flat) for flat in (job.last_good, job.best))
-        job.join_untrained()
-        adapter, optimizer = job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of, job.everywhere)
+        own = job.state
+        good, best = (None if flat is None else own.whole_of(flat) for flat in (own.last_good, job.best))
+        own.join_untrained()
+        adapter, optimizer = own.whole_of(job.adapter.flat), own.optimizer.state(own.whole_of, own.everywhere)
         state = trainer_state(job) | {"log_history": [dict(line) for line in job.log_history[job.pieces.lines :]]}
         wait = launched(job.adapter.flat.device)
         return Snapshot(job.step, state, adapter, optimizer, good, best, wait, replace(job.pieces))
@@ -391,7 +392,7 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool, 
     job.pieces = Pieces(len(lines), state.get(EARLIER), int(lost.name.partition("-")[0]) if lost is not None else 0)
     _restore_optimizer(path / OPTIMIZER, job)
     if LAST_GOOD in manifest.files:
-        job.last_good = _flat(path / LAST_GOOD, job)
+        job.state.last_good = _flat(path / LAST_GOOD, job)
     if BEST in manifest.files:
         job.best = _flat(path / BEST, job)
     job.status = "running"
@@ -447,16 +448,16 @@ def _restore_optimizer(file: Path, job: Job) -> None:
         name, _, leaf = key.rpartition("/")
         state.setdefault(name, {})[leaf] = value
     shapes = job.adapter.whole_shapes
-    if state.keys() != shapes.keys() - job.untrained:
-        odd = sorted(state.keys() ^ (shapes.keys() - job.untrained))[0]
+    if state.keys() != shapes.keys() - job.state.untrained:
+        odd = sorted(state.keys() ^ (shapes.keys() - job.state.untrained))[0]
         raise InputError(f"job {job.name!r}: {file} does not fit the adapter: {odd} is in only one of them")
-    if isinstance(job.optimizer, FlatAdamW):
+    if isinstance(job.state.optimizer, FlatAdamW):
         _take_slices(file, job, state)
     try:
-        job.optimizer.load(state)
+        job.state.optimizer.load(state)
     except ValueError as error:
         raise InputError(f"job {job.name!r}: {file}: {error}") from None
-    job.untrained &= job.parameters.keys()
+    job.state.untrained &= job.state.parameters.keys()
 
 
 def _take_slices(file: Path, job: Job, state: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -476,7 +477,7 @@ def _take_slices(file: Path, job: Job, state: dict[str, dict[str, torch.Tensor]]
 def _take_state(job: Job, state: dict[str, Any]) -> None:
     job.step, job.status, job.failure = state["global_step"], state["status"], state["failure"]
     job.tokens_seen, job.log_history = state["num_input_tokens_seen"], state["log_history"]
-    job.untrained = set(state["untrained"])
+    job.state.untrained = set(state["untrained"])
     if state.get("stopped") is not None:
         job.stop(state["stopped"])
 

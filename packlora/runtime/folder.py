@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
+from packlora.engine.memory import launched
 from packlora.errors import InputError, WriteError, unwritten
 from packlora.files import TEMPORARY, KeptFolder, leftovers, remove_leftovers
 from packlora.parallel.replicas import ALONE, Alone
@@ -36,7 +37,6 @@ from packlora.report.metrics import (
 from packlora.runtime import checkpoint
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
-from packlora.runtime.memory import launched
 
 T = TypeVar("T")
 WRITERS = 4
@@ -201,7 +201,7 @@ class OutputFolder:
         what there is of each job, in words."""
         self._finish_what_can()
         for job in self._unsaved(jobs) if self.group.model is None else ():
-            if job.is_stepping:
+            if job.state.is_stepping:
                 continue
             with contextlib.suppress(Exception):  # whatever ended the run, the device's own failure too
                 job.discard()
@@ -228,8 +228,8 @@ class OutputFolder:
         """
         if not self.group.saves:
             return
-        job.join_untrained()
-        whole, wait = job.whole_of(job.adapter.flat), launched(job.adapter.flat.device)
+        job.state.join_untrained()
+        whole, wait = job.state.whole_of(job.adapter.flat), launched(job.adapter.flat.device)
         if not self.group.leads:
             return
         try:

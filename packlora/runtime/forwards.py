@@ -11,9 +11,9 @@ import torch
 
 from packlora.data.encode import Sample
 from packlora.data.order import SampleOrder
+from packlora.engine.memory import TokenBudget, free_memory
 from packlora.engine.parts import Part
 from packlora.engine.rows import Row
-from packlora.runtime.memory import TokenBudget, free_memory
 from packlora.runtime.microbatch import Executor, MicrobatchResult
 from packlora.runtime.team import Team
 from packlora.schedule.planner import Planner

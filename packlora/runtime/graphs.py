@@ -33,13 +33,13 @@ from packlora.base.shape import plain_head
 from packlora.config import Run
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.heads import fused_losses
+from packlora.engine.memory import free_memory
 from packlora.engine.parts import Parts, rows_of
 from packlora.errors import InputError
 from packlora.ops import launcher
 from packlora.ops.attention.blocks import BLOCK, SampleBlocks, most_blocks, table_of
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.runtime.job import Job
-from packlora.runtime.memory import free_memory
 from packlora.runtime.microbatch import Executor, MicrobatchResult, Pending, SingleDevice, one_error_for_memory
 
 MOST = 32
@@ -512,7 +512,9 @@ def graphed(
 def buffers_of(jobs: Sequence[Job]) -> Buffers:
     """Where the gradients of jobs are added up, see Gradients."""
     return {
-        job.adapter.number: [(job.parameters[name], buffer) for name, buffer in job.gradient_buffers().items()]
+        job.adapter.number: [
+            (job.state.parameters[name], buffer) for name, buffer in job.state.gradient_buffers().items()
+        ]
         for job in jobs
     }
 

@@ -16,16 +16,14 @@ import torch
 from transformers import get_scheduler
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.flat import total_norm
-from packlora.adapters.starts import Held
 from packlora.config import HIGHER_IS_BETTER, JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.data.prompts import Prompt
+from packlora.engine.adapters import AdapterState
+from packlora.engine.memory import on_their_way
 from packlora.runtime.history import Pieces
 from packlora.runtime.learning import Learning
-from packlora.runtime.memory import on_host, on_their_way
-from packlora.runtime.optimizer import optimizer_of
 from packlora.seeding import stable_hash
 
 IDLE_STEPS = 3
@@ -197,46 +195,19 @@ class Job:
     """Round of its first global batch."""
     left: int | None = None
     """Round from which on no window holds a global batch of it, where it leaves before its last one."""
-    norm_of: Callable[[torch.Tensor], torch.Tensor] = total_norm
-    """The norm of a whole gradient from `gradient`, which may be of slices and parts: then those are added up in place."""
 
     def __post_init__(self) -> None:
-        self.parameters = self.adapter.named_parameters()
         train = self.config.train
-        self.optimizer = optimizer_of(self.adapter, train)
-        self._held = Held(self.adapter)
         self.lr_at = learning_rates(train, self.data.configured_steps)
         dropout, seed = self.adapter.spec.peft.lora_dropout, self.data.seed
         self.dropout_key = stable_hash("dropout", seed) if dropout else None
         self.learning = Learning(train, self.data, self.eval_samples, self.router_coefficient)
         """What it learns."""
-        self.gradient: torch.Tensor | None = None
-        """Of the present global batch, like adapter.flat; made by the first microbatch."""
-        self.gradients: dict[str, torch.Tensor] = {}
-        """Views of it, by parameter."""
-        self.last_good: torch.Tensor | None = None
-        """adapter.flat of the step before the last: the newest values that are known to give a finite loss."""
+        self.state = AdapterState(self.adapter, train, 1 + self.learning.num_metrics, self.grad_scale)
         self.best: torch.Tensor | None = None
         """adapter.flat of the best evaluation after a step, where it is to be the result."""
-        self.untrained = set(self.parameters)
-        """Parameters that have never had a gradient."""
-        self.without = set(self.parameters)
-        """Parameters that have had none in the present global batch."""
-        self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = self._views
-        """Whole tensors by parameter, copies of one like adapter.flat on the CPU, see memory.on_host. Where that is of slices,
-        all processes that have some call it."""
-        self.everywhere: Callable[[Mapping[str, int]], Mapping[str, int]] = dict
-        """Numbers by parameter, from those of the parameters here. Where processes have different ones, all call it."""
-        self.untrained_elsewhere: set[str] = set()
-        self.found_elsewhere = 0
-        """Parameters that other processes have, and that got a gradient in the global batch that is about to step."""
         self._told: StepResult | None = None
-        """Of a step that was counted and not confirmed."""
-        self._before: torch.Tensor | None = None
-        """adapter.flat before the step that was begun."""
-        self.sums: torch.Tensor | None = None
-        """Of what ran here of the present global batch: its losses, and the metrics of the objective and the terms, [1 + M]
-        float64."""
+        """Result of a step that was counted and not confirmed."""
         self._tokens, self._judge = 0, Judge(train, self.data.configured_steps)
         self._idle = IdleSteps(train.learning_rate)
 
@@ -256,11 +227,6 @@ class Job:
     def epoch(self) -> float:
         return self.step / self.data.batches_per_epoch
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a step has been begun that is not counted yet."""
-        return self._before is not None
-
     def is_due(self, batch: int) -> bool:
         """Whether the job has yet to step on this global batch: not after a failure, nor beyond the steps asked for."""
         return self.status != "failed" and self.step <= batch < self.data.num_steps
@@ -269,91 +235,18 @@ class Job:
         """Units of the objective in the global batch of a step, which its loss is divided by."""
         return self.learning.units(step)
 
-    def gradient_buffers(self) -> dict[str, torch.Tensor]:
-        """Views of `gradient` by parameter. Whoever adds to them in a backward leaves them as the parameters' `grad`."""
-        if self.gradient is None:
-            self.gradient = torch.zeros_like(self.adapter.flat)
-            self.gradients = self.adapter.layout.views(self.gradient)
-        return self.gradients
-
-    def _views(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return self.adapter.layout.views(on_host(flat))
-
     def count(self, tokens: int) -> None:
         """So many tokens of the global batch are done, on whatever device."""
         self._tokens += tokens
 
-    def partial(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient like adapter.flat and the sums [1 + M] of what ran here, for replicas to add up."""
-        self.gradient_buffers()
-        assert self.gradient is not None
-        if self.sums is None:
-            self.sums = self.learning.no_sums(self.gradient.device)
-        return self.gradient, self.sums
-
-    def collect(self, sums: torch.Tensor) -> None:
-        """Add a microbatch's sums [1 + M] of this job to those of the global batch, and its parameters' gradients."""
-        self.sums = sums if self.sums is None else self.sums + sums
-        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        if not found:
-            return
-        own = self.gradient_buffers()
-        others = {name: grad for name, grad in found.items() if grad is not own[name]}
-        if others:
-            torch._foreach_add_([own[name] for name in others], list(others.values()))
-        self.without.difference_update(found)
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
     def discard(self) -> None:
-        """Forget what was collected for the present global batch, and gradients that were not."""
-        self.sums, self._tokens = None, 0
-        if self.gradient is not None and (
-            len(self.without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
-        ):
-            self.without.update(self.parameters)
-            self.gradient.zero_()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        """Forget the present global batch, and gradients that were not collected."""
+        self._tokens = 0
+        self.state.discard()
 
-    def join_untrained(self) -> None:
-        """Learn of the parameters elsewhere that have never had a gradient. All processes that have some call it."""
-        self.untrained_elsewhere = set(self.everywhere(dict.fromkeys(self.untrained, 0))) - self.parameters.keys()
-
-    def square(self) -> torch.Tensor:
-        """The square of the norm of the gradient of what is here, [] float64, of a global batch that is complete."""
-        if self.gradient is None:
-            return torch.zeros((), dtype=torch.float64, device=self.adapter.flat.device)
-        self._held.zero(self.gradient)
-        return (self.norm_of(self.gradient).double() / self.grad_scale).square()
-
-    @torch.no_grad()
     def optimizer_step(self, norm: torch.Tensor | None = None) -> torch.Tensor:
-        """Finish a global batch: clip and step, without waiting for the device. `after_step` takes back a step that is not to
-        be.
-
-        Args:
-            norm: [] of the gradient, where that here is a part of it and the others are elsewhere; None: `norm_of` gives it.
-
-        Returns:
-            What `after_step` needs to know, [4] float64: the sum of the losses, the norm of the gradient, the largest
-            parameter, and whether any parameter has changed.
-        """
-        assert self.sums is not None
-        train, flat = self.config.train, self.adapter.flat
-        self._before = flat.clone()
-        whole, norm = norm, flat.new_zeros(()) if norm is None else norm.to(flat)
-        if self.gradient is not None and len(self.without) < len(self.parameters):
-            if self.grad_scale != 1.0:
-                self.gradient.div_(self.grad_scale)
-            self._held.zero(self.gradient)
-            norm = self.norm_of(self.gradient) if whole is None else norm
-            if train.max_grad_norm > 0:
-                self.gradient.mul_((train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-            self.optimizer.step(self.gradient, self.without, self.lr_at(self.step))
-            self._held.restore(flat, self._before)
-        largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
-        return torch.stack([number.double() for number in (self.sums[0], norm, largest, changed)])
+        """Begin the step of a complete global batch, see AdapterState.step; `after_step` counts it or puts it back."""
+        return self.state.step(self.lr_at(self.step), norm)
 
     def after_step(self, numbers: Sequence[float]) -> StepResult | None:
         """Count the step. None if the loss or the gradient is not finite, or the step made parameters infinite: the job has
@@ -369,16 +262,13 @@ class Job:
     def count_step(self, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The first half of `after_step`: what is known of a step when it is taken. None if it may not be."""
         loss, lr = loss_sum / self.loss_units(self.step), self.lr_at(self.step)
-        before, self._before = self._before, None
-        assert before is not None
         refusal = _refusal(self, loss, grad_norm)
         if refusal is not None:
-            self.adapter.flat.copy_(before)
+            self.state.put_back()
             self.fail(refusal, revert=not math.isfinite(loss))
             return None
-        self.untrained &= self.without
-        self.last_good = before
-        metrics = self.learning.metrics(self.step, self.sums)
+        self.state.accept()
+        metrics = self.learning.metrics(self.step, self.state.sums)
         tokens = self._tokens
         self.discard()
         self.step += 1
@@ -412,11 +302,10 @@ class Job:
         """Stop for good; with revert, take back the last step, whose values give no finite loss."""
         self.status, self.failure = "failed", f"after step {self.step}: {reason}"
         self.discard()
-        if revert and self.last_good is not None:
+        if revert and self.state.revert():
             self.step -= 1
             self.tokens_seen -= sum(line.get("tokens", 0) for line in self.log_history if line["step"] > self.step)
             self.log_history = [line for line in self.log_history if line["step"] <= self.step]
-            self.adapter.flat.copy_(self.last_good)
         self.failure += f"; the adapter of step {self.step} is kept"
 
 
@@ -433,7 +322,7 @@ def trainer_state(job: Job) -> dict[str, Any]:
         "log_history": job.log_history,
         "status": job.status,
         "failure": job.failure,
-        "untrained": sorted(job.untrained),
+        "untrained": sorted(job.state.untrained),
     }
     if train.needs_evaluations and found.step is not None:
         state |= {"best_global_step": found.step, "best_metric": found.loss}
@@ -472,6 +361,6 @@ def _refusal(job: Job, loss: float, grad_norm: float) -> str | None:
     if not math.isfinite(grad_norm):
         hint = "; float16 overflows easily, bfloat16 does not" if job.grad_scale != 1.0 else ""
         return f"gradient norm {grad_norm:g}{hint}"
-    if not job.found_elsewhere and len(job.without) == len(job.parameters):
+    if not job.state.has_gradient:
         return "no parameter got a gradient: the adapted layers take no part in the model's output"
     return None

@@ -76,10 +76,6 @@ class Learning:
         taken = np.unique(np.concatenate([order.samples(step) for step in range(data.configured_steps)]))
         return self.objective.learn([data.samples[number] for number in taken.tolist()], self.held_out, evaluate)
 
-    def no_sums(self, device: torch.device) -> torch.Tensor:
-        """Sums of losses and metrics of nothing [1 + M]."""
-        return torch.zeros(1 + self.num_metrics, dtype=torch.float64, device=device)
-
     def metrics(self, step: int, sums: torch.Tensor | None) -> dict[str, float | None]:
         """Metrics of the global batch of a step; null for what is not finite. Waits for the device where there are some.
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from packlora.runtime.memory import synchronize
+from packlora.engine.memory import synchronize
 
 SECONDS = 0.1
 """Calls are repeated for as long."""

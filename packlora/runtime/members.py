@@ -20,6 +20,7 @@ from packlora.adapters.kept_outputs import keep_outputs
 from packlora.adapters.starts import begin, of_weights
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
+from packlora.engine.memory import TokenBudget
 from packlora.errors import InputError, WriteError, reason_of, refusing
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import OneProcess
@@ -30,7 +31,6 @@ from packlora.plans.select import PlanChooser
 from packlora.report.events import Event, JobJoined, Note
 from packlora.runtime.changes import START, Change, joined_rounds, leaves, with_jobs
 from packlora.runtime.job import Job
-from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.parts import parts_of
 from packlora.runtime.prepare import asks_of_more, prepare_more

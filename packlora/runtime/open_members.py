@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from packlora.adapters.files import save_adapter
 from packlora.base.model import Base
 from packlora.config import BASE, JobConfig, Run
+from packlora.engine.memory import TokenBudget, free_memory, synchronize
 from packlora.errors import InputError, WriteError, quoted, refusing
 from packlora.files import make_folders, write_folder
 from packlora.parallel.agreement import together
@@ -25,7 +26,6 @@ from packlora.runtime.changes import START, Change
 from packlora.runtime.control import Add, Asked, Clone, Control, StopJob, asked_from
 from packlora.runtime.job import Job
 from packlora.runtime.members import Members, named
-from packlora.runtime.memory import TokenBudget, free_memory, synchronize
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -262,7 +262,7 @@ class OpenMembers(Members):
         job, folder = there[request.job], self.output_dir / request.name / START
 
         def write() -> None:
-            whole = job.whole_of(job.adapter.flat)
+            whole = job.state.whole_of(job.adapter.flat)
             synchronize(self.base.device)
             if self.group.leads:
                 write_folder(folder, lambda out: save_adapter(out, job.adapter, whole))

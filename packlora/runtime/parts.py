@@ -35,9 +35,9 @@ def parts_of(adapters: Sequence[Adapter], group: Alone) -> Callable[[Job], None]
 
     def whole(job: Job) -> None:
         if beside is not None:
-            job.norm_of = WholeGradient(job.adapter, beside, group.is_repeated).norm
-            job.whole_of = partial(joined, job.adapter, beside)
+            job.state.norm_of = WholeGradient(job.adapter, beside, group.is_repeated).norm
+            job.state.whole_of = partial(joined, job.adapter, beside)
         if (stages := across.get(job.name)) is not None:
-            job.whole_of, job.everywhere = stages.whole, stages.everywhere
+            job.state.whole_of, job.state.everywhere = stages.whole, stages.everywhere
 
     return whole

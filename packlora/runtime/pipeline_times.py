@@ -14,11 +14,11 @@ import torch
 
 from packlora.base.device import choose_device
 from packlora.config import Run
+from packlora.engine.memory import peak_memory
 from packlora.parallel.pipeline import Links
 from packlora.report.events import PipelineRan
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_flops
-from packlora.runtime.memory import peak_memory
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.profiler import model_flops
 from packlora.schedule.cost import CostModel

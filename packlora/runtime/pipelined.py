@@ -61,21 +61,23 @@ class _Inside:
 
 def join_found(jobs: Sequence[Job], links: Links) -> None:
     """Let jobs know of parameters that have got a gradient in another replica alone."""
-    most = iter(links.found_by_one([int(name not in job.without) for job in jobs for name in job.parameters]))
+    most = iter(
+        links.found_by_one([int(name not in job.state.without) for job in jobs for name in job.state.parameters])
+    )
     for job in jobs:
-        job.without = {name for name in job.parameters if not next(most)}
+        job.state.without = {name for name in job.state.parameters if not next(most)}
 
 
 def put_sums(row: torch.Tensor, job: Job) -> None:
     """Write the sums of this stage for a job that is about to step."""
-    assert job.sums is not None
-    row[SQUARE], row[FOUND] = job.square(), len(job.parameters) - len(job.without)
-    row[LOSS : LOSS + len(job.sums)] = job.sums
+    assert job.state.sums is not None
+    row[SQUARE], row[FOUND] = job.state.square(), len(job.state.parameters) - len(job.state.without)
+    row[LOSS : LOSS + len(job.state.sums)] = job.state.sums
 
 
 def take_totals(row: torch.Tensor, job: Job) -> None:
     """Give a job what all stages have added up."""
-    job.sums = row[LOSS : LOSS + 1 + job.learning.num_metrics]
+    job.state.sums = row[LOSS : LOSS + 1 + job.learning.num_metrics]
 
 
 class PipelinedTrainer(Trainer):
@@ -211,7 +213,7 @@ class PipelinedTrainer(Trainer):
         for name in dict.fromkeys(placed.job for placed in microbatch.samples):
             job = self.by_name[name]
             if name in due:
-                job.collect(done.sums[job.adapter.number])
+                job.state.collect(done.sums[job.adapter.number])
             else:
                 job.discard()
         self._count_tokens(inside)
@@ -287,7 +289,7 @@ class PipelinedTrainer(Trainer):
                 continue
             assert job.step == batch, "a step was left out"
             take_totals(totals, job)
-            job.found_elsewhere = int(row[FOUND])
+            job.state.found_elsewhere = int(row[FOUND])
             numbers = job.optimizer_step(totals[SQUARE].sqrt())
             self._count(job, job.count_step(row[LOSS], math.sqrt(row[SQUARE])), numbers[2:])
 

@@ -26,6 +26,7 @@ from packlora.config import JobConfig, Run
 from packlora.data.prompts import listed, taught_end
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock
+from packlora.engine.optimizer import check_optim
 from packlora.errors import InputError, quoted
 from packlora.form import WeightForm, check_asked, prepared_form, read_as_floats
 from packlora.modality import Modality, plugin
@@ -34,7 +35,6 @@ from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
 from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.head_cost import known_head
-from packlora.runtime.optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.starts import check_start_of_weights

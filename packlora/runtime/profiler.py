@@ -22,12 +22,12 @@ import torch
 from packlora.base.device import choose_device
 from packlora.base.model import Base
 from packlora.config import PlansConfig, Run
+from packlora.engine.memory import free_memory, memory_room, synchronize
 from packlora.engine.parts import Part, num_tokens, rows_of
 from packlora.engine.rows import Row
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
-from packlora.runtime.memory import free_memory, memory_room, synchronize
 from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun

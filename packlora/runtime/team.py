@@ -56,13 +56,13 @@ class Team:
             return tokens
         asked = self._asked
         told = [tokens, 1 + (asked.signal or 0) if asked.asked else 0, int(self._is_to_end_jobs)]
-        found = [int(name not in job.without) for job in complete for name in job.parameters]
+        found = [int(name not in job.state.without) for job in complete for name in job.state.parameters]
         most = iter(self.group.most(told + found))
         tokens, stop, ends_jobs = next(most), next(most), next(most)
         if stop and not self.stop.asked:
             self.stop.ask(stop - 1 or None)
         for job in complete:
-            job.without = {name for name in job.parameters if not next(most)}
+            job.state.without = {name for name in job.state.parameters if not next(most)}
         if ends_jobs:
             names = [job.name for job in self.jobs]
             for name, is_asked in zip(names, self.group.most([int(name in asked.jobs) for name in names]), strict=True):
@@ -74,7 +74,7 @@ class Team:
         """The gradients and losses of jobs that are about to step, over all replicas."""
         if self.group.size == 1 or not jobs:
             return
-        gradients, sums = zip(*(job.partial() for job in jobs), strict=True)
+        gradients, sums = zip(*(job.state.partial() for job in jobs), strict=True)
         summed = torch.cat(sums)
         if self.group.exchanges:
             from packlora.parallel.adapter import SharedGradient
@@ -87,4 +87,4 @@ class Team:
         else:
             self.group.add([*gradients, summed])
         for job, own in zip(jobs, summed.split([len(one) for one in sums]), strict=True):
-            job.sums = own
+            job.state.sums = own

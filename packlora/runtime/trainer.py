@@ -23,6 +23,7 @@ import torch
 
 from packlora.base.model import Base
 from packlora.config import Run
+from packlora.engine.memory import TokenBudget, free_memory, peak_memory
 from packlora.errors import InputError, ProcessError, WriteError, reason_of
 from packlora.files import FolderGoneError
 from packlora.parallel.layout import planned
@@ -48,7 +49,6 @@ from packlora.runtime.folder import OutputFolder
 from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job, keep_if_best, take_best, take_steps
 from packlora.runtime.members import off
-from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
 from packlora.runtime.microbatch import Executor
 from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepared_run import PreparedRun
@@ -339,7 +339,7 @@ def _judge(job: Job, stop: StopRequest) -> None:
 
 def _left_out(job: Job) -> list[str]:
     """What a person should know of modules that its training did not reach."""
-    names = sorted({name.rpartition("/")[0] for name in job.untrained | job.untrained_elsewhere})
+    names = sorted({name.rpartition("/")[0] for name in job.state.untrained | job.state.untrained_elsewhere})
     return [f"job {job.name!r}: {name} took no part in training, its adapter is as it began" for name in names]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from packlora.engine.memory import TokenBudget, memory_now
 from packlora.engine.parts import Part, Parts
 from packlora.engine.rows import Row
 from packlora.parallel.layout import waves
 from packlora.report.events import MicrobatchDone
 from packlora.runtime.job import Job
-from packlora.runtime.memory import TokenBudget, memory_now
 from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.profiler import Profile
 from packlora.runtime.team import Team
@@ -174,7 +174,7 @@ class Runner:
         for name, batch in {placed.job: placed.batch for placed in microbatch.samples}.items():
             job = self.by_name[name]
             if job.is_due(batch):
-                job.collect(done.sums[job.adapter.number])
+                job.state.collect(done.sums[job.adapter.number])
             else:
                 job.discard()
         return 0
@@ -186,9 +186,8 @@ class Runner:
             if job.name in here:
                 continue
             if job.name in counted:
-                job.collect(job.learning.no_sums(job.adapter.flat.device))
-            for parameter in job.parameters.values():
-                parameter.grad = None
+                job.state.collect(job.state.no_sums())
+            job.state.drop_gradients()
 
     def ran(self, wave: Wave, rank: int) -> None:
         """Note that a replica has run its microbatch."""

@@ -19,12 +19,12 @@ from packlora.config import Run
 from packlora.data.encode import Sample
 from packlora.engine.collate import collate
 from packlora.engine.heads import token_losses
+from packlora.engine.memory import synchronize
 from packlora.engine.parts import Part
 from packlora.engine.rows import Row
 from packlora.parallel.sharded import empty_model
 from packlora.parallel.stages import Elsewhere, NoEmbedding, Stage, layer_chain
 from packlora.runtime.head_cost import HeadCost
-from packlora.runtime.memory import synchronize
 from packlora.runtime.prepared_job import ModelShape
 
 MOST_TOKENS = {"cuda": 8192, "cpu": 1024}

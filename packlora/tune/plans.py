@@ -22,6 +22,7 @@ from packlora.base.device import choose_device, settle_dtype
 from packlora.base.load import load_skeleton
 from packlora.base.packing import ATTENTION
 from packlora.config import Run
+from packlora.engine.memory import synchronize
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
 from packlora.plans.cache import PlanCache, fastest
@@ -31,7 +32,6 @@ from packlora.plans.space import legal_plans
 from packlora.report.progress import duration
 from packlora.report.screen import Screen
 from packlora.runtime.head_cost import remember
-from packlora.runtime.memory import synchronize
 from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import AUTO_BUDGET, ModelShape
 from packlora.tune.head import measure_head

@@ -18,9 +18,9 @@ from packlora.adapters.spec import resolve
 from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.engine.memory import on_their_way
+from packlora.engine.optimizer import FlatAdamW
 from packlora.runtime.job import Job
-from packlora.runtime.memory import on_their_way
-from packlora.runtime.optimizer import FlatAdamW
 from packlora.runtime.run import deterministic
 
 pytestmark = [
@@ -79,10 +79,10 @@ def test_a_job_collects_and_begins_its_step_without_waiting_and_waits_once() -> 
     with deterministic():
         for _ in range(3):
             for _ in range(2):
-                for parameter in job.parameters.values():
+                for parameter in job.state.parameters.values():
                     parameter.grad = torch.randn_like(parameter)
                 with no_waiting():
-                    job.collect(loss)
+                    job.state.collect(loss)
                     job.count(7)
             with no_waiting():
                 numbers = job.optimizer_step()

@@ -27,12 +27,12 @@ from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.base.packing import packed_logits, prepare_model
 from packlora.cli import app
 from packlora.config import Run, TrainConfig
+from packlora.engine.optimizer import FlatAdamW
 from packlora.errors import InputError
 from packlora.export.export import export_adapter
 from packlora.export.merge import merge_adapter
 from packlora.images.proof import check_images
 from packlora.ops.dropout.keys import token_keys
-from packlora.runtime.optimizer import FlatAdamW
 from packlora.runtime.prepare import prepare
 
 

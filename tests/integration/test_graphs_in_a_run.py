@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from test_members import at_window, request
 
 import packlora
+from packlora.engine.adapters import AdapterState
 from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.plans.select import PlanChooser
@@ -23,7 +24,6 @@ from packlora.report.events import Note, Subscriber, WindowPlanned
 from packlora.runtime import graphs
 from packlora.runtime.control import Add, StopJob
 from packlora.runtime.graphs import GraphedDevice, Recorder
-from packlora.runtime.job import Job
 from packlora.schedule.planner import Planner
 
 Tree = dict[str, Any]
@@ -134,12 +134,12 @@ def test_graphs_are_recorded_anew_for_the_jobs_that_have_joined_and_left(
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter of b is not finite from its second step on, in the microbatches of that step."""
-    original: Callable[..., Any] = Job.collect
+    original: Callable[..., Any] = AdapterState.collect
 
-    def collect(job: Job, *args: Any) -> None:
-        original(job, *args)
-        if job.name == "b" and job.step == 1:
+    def collect(state: AdapterState, *args: Any) -> None:
+        original(state, *args)
+        if state.adapter.name == "b" and state.last_good is not None:
             with torch.no_grad():
-                job.adapter.flat[:64] = torch.nan
+                state.adapter.flat[:64] = torch.nan
 
-    monkeypatch.setattr(Job, "collect", collect)
+    monkeypatch.setattr(AdapterState, "collect", collect)

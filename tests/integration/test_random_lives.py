@@ -75,8 +75,8 @@ class Circumstances:
         original = Job.optimizer_step
 
         def stepped(job: Job) -> Any:
-            if (job.name, job.step) == self.spoiled and job.sums is not None:
-                job.sums = job.sums * torch.nan
+            if (job.name, job.step) == self.spoiled and job.state.sums is not None:
+                job.state.sums = job.state.sums * torch.nan
             return original(job)
 
         monkeypatch.setattr("packlora.runtime.windows.Planner", partial(Planner, window_rounds=self.window_rounds))

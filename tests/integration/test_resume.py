@@ -743,7 +743,7 @@ def test_a_job_that_failed_stays_failed_and_can_be_sent_back(
 
     def spoilt(self: Job) -> Any:
         if self.name == "a" and self.step == 5:
-            next(iter(self.gradients.values())).fill_(float("inf"))
+            next(iter(self.state.gradients.values())).fill_(float("inf"))
         return original(self)
 
     monkeypatch.setattr(Job, "optimizer_step", spoilt)

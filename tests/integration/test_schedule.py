@@ -296,13 +296,13 @@ def trainer(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> Any:
 def test_measuring_finds_where_memory_ends_and_leaves_the_jobs_as_they_were(
     trainer: Any, out_of_memory: Callable[[int], list[int]]
 ) -> None:
-    before = [p.clone() for job in trainer.jobs for p in job.parameters.values()]
+    before = [p.clone() for job in trainer.jobs for p in job.state.parameters.values()]
     tried = out_of_memory(200)
     points = profiler.measure(trainer.base, trainer.executor, trainer.jobs, (64, 128, 512, 1024))
     assert [point.seconds is None for point in points] == [False, False, True]
     assert points[0].tokens < points[1].tokens <= 128 < points[2].tokens
     assert tried == [point.tokens for point in points[:2] for _ in range(3)] + [points[2].tokens]
-    after = [p for job in trainer.jobs for p in job.parameters.values()]
+    after = [p for job in trainer.jobs for p in job.state.parameters.values()]
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
     assert all(job.step == 0 for job in trainer.jobs)
 

@@ -20,8 +20,8 @@ from packlora.data import stream as module
 from packlora.data.encode import Encoded, Sample
 from packlora.data.rows import Row
 from packlora.data.stream import Stream, shuffled
+from packlora.engine.adapters import AdapterState
 from packlora.report.events import Stepped
-from packlora.runtime.job import Job
 from packlora.runtime.prepare import prepare
 
 assert callable(base) and callable(short_windows)  # fixtures
@@ -125,7 +125,7 @@ def test_a_job_in_the_middle_of_its_step_is_not_saved_when_the_run_ends(
         if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3):
             path.unlink()
 
-    monkeypatch.setattr(Job, "is_stepping", property(lambda job: job.name == "b"))
+    monkeypatch.setattr(AdapterState, "is_stepping", property(lambda state: state.adapter.name == "b"))
     with pytest.raises(packlora.InputError, match=r"Kept: a: step (\d+) of \1, b: step 0 of [1-9]"):
         packlora.train(tree, subscribers=[take_away])
 

@@ -628,7 +628,7 @@ def test_a_gradient_that_is_not_finite_stops_the_job_and_keeps_the_adapter_whose
 
     def spoilt(self: Job) -> Any:
         if self.step == 2:
-            next(iter(self.gradients.values())).fill_(float("inf"))
+            next(iter(self.state.gradients.values())).fill_(float("inf"))
         return original(self)
 
     job = {"name": "job", "adapter": {"r": 4}, "train": {"global_batch_size": 3}}

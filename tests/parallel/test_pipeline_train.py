@@ -429,7 +429,7 @@ def broken(rank: int, tree: dict[str, Any], how: str) -> str:
     def early(self: PipelinedTrainer, slot: int) -> None:
         """Steps with the gradient of the stage alone."""
         sums = self._inside[slot].sums
-        own = [float(job.square()) for job, _ in self._inside[slot].complete]
+        own = [float(job.state.square()) for job, _ in self._inside[slot].complete]
         for row, square in zip(sums[1:], own, strict=True):  # type: ignore[index]
             row[SQUARE] = square
         steps_of(self, slot)

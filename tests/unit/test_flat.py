@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ from packlora.adapters.spec import resolve
 from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.engine.optimizer import FlatAdamW
 from packlora.runtime.job import Job, take_steps
-from packlora.runtime.optimizer import FlatAdamW
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "q/A": (3, 37), "q/B": (65, 3), "q/magnitude": (65,), "v/A": (1, 1), "v/B": (32, 8), "q/bias": (65,), "v/bias": (33,),
@@ -215,22 +216,22 @@ def made_job(**train: object) -> Job:
 
 
 def some_gradients(job: Job, missing: str) -> dict[str, torch.Tensor]:
-    return {name: torch.randn_like(p) for name, p in job.parameters.items() if missing not in name}
+    return {name: torch.randn_like(p) for name, p in job.state.parameters.items() if missing not in name}
 
 
 def ran(job: Job, grads: dict[str, torch.Tensor], loss: float = 3.0) -> None:
     """A microbatch has left gradients in the parameters."""
     for name, grad in grads.items():
-        job.parameters[name].grad = grad.clone()
-    job.collect(torch.tensor([loss], dtype=torch.float64))
+        job.state.parameters[name].grad = grad.clone()
+    job.state.collect(torch.tensor([loss], dtype=torch.float64))
     job.count(7)
-    assert all(parameter.grad is None for parameter in job.parameters.values())
+    assert all(parameter.grad is None for parameter in job.state.parameters.values())
 
 
 def test_gradients_of_microbatches_are_summed_and_clipped_as_torch_does() -> None:
     torch.manual_seed(4)
     job = made_job(weight_decay=0.1, max_grad_norm=0.5)
-    theirs = {name: torch.nn.Parameter(p.detach().clone()) for name, p in job.parameters.items()}
+    theirs = {name: torch.nn.Parameter(p.detach().clone()) for name, p in job.state.parameters.items()}
     biases = [p for name, p in theirs.items() if name.endswith("/bias")]
     others = [p for name, p in theirs.items() if not name.endswith("/bias")]
     groups = [{"params": others}, {"params": biases, "weight_decay": 0.0}]
@@ -251,18 +252,21 @@ def test_gradients_of_microbatches_are_summed_and_clipped_as_torch_does() -> Non
         (result,) = take_steps([job], lambda: None)
         assert result is not None
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-6)
-        for name, parameter in job.parameters.items():
+        for name, parameter in job.state.parameters.items():
             torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-7)
-    assert not job.untrained
+    assert not job.state.untrained
 
 
-def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was() -> None:
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was(optim: str) -> None:
+    """Parameters, moments and the count of steps."""
     torch.manual_seed(5)
     for spoil in ("loss", "gradient", "no gradient"):
-        job = made_job()
+        job = made_job(optim=optim)
         ran(job, some_gradients(job, "nothing"))
         assert take_steps([job], lambda: None)[0] is not None
-        want = job.adapter.flat.clone(), job.last_good
+        want = job.adapter.flat.clone(), job.state.last_good
+        moments = copy.deepcopy(job.state.optimizer.state())
         grads = {} if spoil == "no gradient" else some_gradients(job, "nothing")
         if spoil == "gradient":
             next(iter(grads.values())).fill_(float("inf"))
@@ -271,6 +275,7 @@ def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was() -> None:
         assert (job.status, job.step) == ("failed", 0 if spoil == "loss" else 1)
         assert want[1] is not None
         assert torch.equal(job.adapter.flat, want[1] if spoil == "loss" else want[0]), spoil
+        assert moments and all(same(own, moments[name]) for name, own in job.state.optimizer.state().items()), spoil
 
 
 def test_what_was_discarded_is_in_no_step() -> None:
@@ -278,7 +283,7 @@ def test_what_was_discarded_is_in_no_step() -> None:
     job, again = made_job(), made_job()
     grads = some_gradients(job, "nothing")
     ran(job, some_gradients(job, "nothing"))
-    left = next(iter(job.parameters.values()))
+    left = next(iter(job.state.parameters.values()))
     left.grad = torch.ones_like(left)  # of a microbatch that broke off
     job.discard()
     for one in (job, again):

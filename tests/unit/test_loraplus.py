@@ -12,7 +12,7 @@ from packlora.adapters.attach import attach
 from packlora.adapters.files import keyed
 from packlora.adapters.spec import resolve
 from packlora.config import TrainConfig
-from packlora.runtime.optimizer import FlatAdamW
+from packlora.engine.optimizer import FlatAdamW
 
 
 def keys(name: str) -> str:

@@ -17,9 +17,9 @@ from packlora.adapters.flat import FlatLayout
 from packlora.adapters.spec import resolve
 from packlora.config import JobConfig, TrainConfig
 from packlora.config.train import LACKED
+from packlora.engine.library_optimizer import LibraryOptimizer
+from packlora.engine.optimizer import FlatAdamW, check_optim, optimizer_of
 from packlora.errors import InputError
-from packlora.runtime.library_optimizer import LibraryOptimizer
-from packlora.runtime.optimizer import FlatAdamW, check_optim, optimizer_of
 
 SETTINGS = {"adam_beta1": 0.8, "adam_beta2": 0.97, "adam_epsilon": 1e-7, "weight_decay": 0.1, "learning_rate": 0.01}
 SIZES = {**SHAPES, "wide/A": (9, 1000), "wide/B": (700, 9), "odd/A": (33, 131)}

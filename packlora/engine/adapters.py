@@ -1,0 +1,189 @@
+"""State of one adapter in training: accumulators of gradients and losses, the optimizer, and values that can be put back.
+
+A global batch is collected microbatch by microbatch; then a step is begun without waiting for the device, and accepted or put
+back once its numbers are known.
+
+Shapes: M metrics of the objective and its terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from packlora.adapters.attach import Adapter
+from packlora.adapters.flat import total_norm
+from packlora.adapters.starts import Held
+from packlora.config import TrainConfig
+from packlora.engine.memory import on_host
+from packlora.engine.optimizer import optimizer_of
+
+
+class AdapterState:
+    """State of an adapter that is trained.
+
+    Args:
+        train: settings of the optimizer, and max_grad_norm.
+        num_sums: 1 + M.
+        grad_scale: factor of losses before a backward, by which gradients are divided after it; only float16 needs it.
+    """
+
+    def __init__(self, adapter: Adapter, train: TrainConfig, num_sums: int, grad_scale: float = 1.0) -> None:
+        self.adapter, self.num_sums, self.grad_scale = adapter, num_sums, grad_scale
+        self.max_grad_norm = train.max_grad_norm
+        self.parameters = adapter.named_parameters()
+        self.optimizer = optimizer_of(adapter, train)
+        self._held = Held(adapter)
+        self.gradient: torch.Tensor | None = None
+        """Gradient of the present global batch, like adapter.flat; made by the first microbatch."""
+        self.gradients: dict[str, torch.Tensor] = {}
+        """Views of `gradient`, by parameter."""
+        self.sums: torch.Tensor | None = None
+        """Sums of the losses and metrics that ran here in the present global batch [1 + M], float64."""
+        self.without = set(self.parameters)
+        """Parameters without a gradient in the present global batch."""
+        self.untrained = set(self.parameters)
+        """Parameters that have never had a gradient."""
+        self.untrained_elsewhere: set[str] = set()
+        """Parameters of other processes that have never had a gradient."""
+        self.found_elsewhere = 0
+        """Number of parameters of other processes with a gradient in the global batch that is about to step."""
+        self.last_good: torch.Tensor | None = None
+        """adapter.flat of the step before the last: the newest values that are known to give a finite loss."""
+        self.norm_of: Callable[[torch.Tensor], torch.Tensor] = total_norm
+        """Norm of the whole gradient from `gradient`. Slices and parts of sums in that are added up in place."""
+        self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = self._views
+        """Whole tensors by parameter, copies on the CPU of one like adapter.flat, see memory.on_host. Where that holds slices,
+        all processes that have some call it."""
+        self.everywhere: Callable[[Mapping[str, int]], Mapping[str, int]] = dict
+        """Numbers by parameter of all processes, from the numbers of the parameters here. Where processes have different
+        parameters, all call it."""
+        self._before: torch.Tensor | None = None
+        """adapter.flat before the step that was begun."""
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step has been begun that is neither accepted nor put back."""
+        return self._before is not None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a parameter got a gradient in the present global batch, on whatever process."""
+        return bool(self.found_elsewhere) or len(self.without) < len(self.parameters)
+
+    def _views(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return self.adapter.layout.views(on_host(flat))
+
+    # --- a global batch ----------------------------------------------------------------------------------------------------
+
+    def gradient_buffers(self) -> dict[str, torch.Tensor]:
+        """Views of `gradient` by parameter. Code that adds to them in a backward leaves them as the parameters' `grad`."""
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.adapter.flat)
+            self.gradients = self.adapter.layout.views(self.gradient)
+        return self.gradients
+
+    def no_sums(self) -> torch.Tensor:
+        """Sums of losses and metrics of nothing [1 + M]."""
+        return torch.zeros(self.num_sums, dtype=torch.float64, device=self.adapter.flat.device)
+
+    def collect(self, sums: torch.Tensor) -> None:
+        """Add a microbatch's sums [1 + M] of this adapter to the global batch, and the gradients of its parameters."""
+        self.sums = sums if self.sums is None else self.sums + sums
+        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        if not found:
+            return
+        own = self.gradient_buffers()
+        others = {name: grad for name, grad in found.items() if grad is not own[name]}
+        if others:
+            torch._foreach_add_([own[name] for name in others], list(others.values()))
+        self.without.difference_update(found)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of parameters that were not collected."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def partial(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient like adapter.flat and the sums [1 + M] of what ran here, for replicas to add up."""
+        self.gradient_buffers()
+        assert self.gradient is not None
+        if self.sums is None:
+            self.sums = self.no_sums()
+        return self.gradient, self.sums
+
+    def discard(self) -> None:
+        """Forget the present global batch, and gradients that were not collected."""
+        self.sums = None
+        if self.gradient is not None and (
+            len(self.without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
+        ):
+            self.without.update(self.parameters)
+            self.gradient.zero_()
+        self.drop_gradients()
+
+    def join_untrained(self) -> None:
+        """Learn of the parameters elsewhere that have never had a gradient. All processes that have some call it."""
+        self.untrained_elsewhere = set(self.everywhere(dict.fromkeys(self.untrained, 0))) - self.parameters.keys()
+
+    # --- a step ------------------------------------------------------------------------------------------------------------
+
+    def square(self) -> torch.Tensor:
+        """Square of the norm of the gradient here, [] float64, of a complete global batch."""
+        if self.gradient is None:
+            return torch.zeros((), dtype=torch.float64, device=self.adapter.flat.device)
+        self._held.zero(self.gradient)
+        return (self.norm_of(self.gradient).double() / self.grad_scale).square()
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: torch.Tensor | None = None) -> torch.Tensor:
+        """Clip and step, without waiting for the device. `accept` or `put_back` follows.
+
+        Args:
+            norm: [] of the gradient, where other processes have parts of it; None: `norm_of` gives it.
+
+        Returns:
+            [4] float64: the sum of the losses, the norm of the gradient, the largest parameter, and whether any parameter has
+            changed.
+        """
+        assert self.sums is not None
+        flat = self.adapter.flat
+        self._before = flat.clone()
+        whole, norm = norm, flat.new_zeros(()) if norm is None else norm.to(flat)
+        if self.gradient is not None and len(self.without) < len(self.parameters):
+            if self.grad_scale != 1.0:
+                self.gradient.div_(self.grad_scale)
+            self._held.zero(self.gradient)
+            norm = self.norm_of(self.gradient) if whole is None else norm
+            if self.max_grad_norm > 0:
+                self.gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+            refused = (norm + self.sums[0]) * 0 != 0
+            self.optimizer.step(self.gradient, self.without, lr, refused)
+            self._held.restore(flat, self._before)
+        largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
+        return torch.stack([number.double() for number in (self.sums[0], norm, largest, changed)])
+
+    def put_back(self) -> None:
+        """Undo the step that was begun: parameters, AdamW's moments and its count of steps are as before. A step whose loss and
+        norm are finite changes moments all the same."""
+        assert self._before is not None
+        self.adapter.flat.copy_(self._before)
+        self._before = None
+        if len(self.without) < len(self.parameters):
+            self.optimizer.take_back()
+
+    def accept(self) -> None:
+        """Keep the step that was begun; its global batch is over."""
+        assert self._before is not None
+        self.untrained &= self.without
+        self.last_good, self._before = self._before, None
+
+    def revert(self) -> bool:
+        """Go back to `last_good`. False where there is none."""
+        if self.last_good is None:
+            return False
+        self.adapter.flat.copy_(self.last_good)
+        return True
