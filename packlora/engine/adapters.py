@@ -160,20 +160,17 @@ class AdapterState:
             norm = self.norm_of(self.gradient) if whole is None else norm
             if self.max_grad_norm > 0:
                 self.gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-            refused = (norm + self.sums[0]) * 0 != 0
-            self.optimizer.step(self.gradient, self.without, lr, refused)
+            self.optimizer.step(self.gradient, self.without, lr)
             self._held.restore(flat, self._before)
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
         return torch.stack([number.double() for number in (self.sums[0], norm, largest, changed)])
 
     def put_back(self) -> None:
-        """Undo the step that was begun: parameters, AdamW's moments and its count of steps are as before. A step whose loss and
-        norm are finite changes moments all the same."""
+        """Give the parameters the values before the step that was begun. Moments of the optimizer stay as the step made them:
+        an adapter whose step was refused takes no more."""
         assert self._before is not None
         self.adapter.flat.copy_(self._before)
         self._before = None
-        if len(self.without) < len(self.parameters):
-            self.optimizer.take_back()
 
     def accept(self) -> None:
         """Keep the step that was begun; its global batch is over."""

@@ -95,14 +95,8 @@ class LibraryOptimizer:
         return {name: view[self._parts.get(name, ...)] for name, view in self.layout.views(flat).items()}
 
     @torch.no_grad()
-    def take_back(self) -> None:
-        """See FlatAdamW.take_back; what a library's step has changed of its state stays."""
-
-    def step(
-        self, gradient: torch.Tensor, without: Collection[str], lr: float, refused: torch.Tensor | None = None
-    ) -> None:
-        """See FlatAdamW.step. bitsandbytes' wait for the device. Libraries have no steps that they take back: `refused` is not
-        looked at."""
+    def step(self, gradient: torch.Tensor, without: Collection[str], lr: float) -> None:
+        """See FlatAdamW.step. bitsandbytes' wait for the device."""
         for name, view in self._stepped(gradient).items():
             self.parameters[name].grad = None if name in without else view.contiguous()
             self.steps[name] += name not in without

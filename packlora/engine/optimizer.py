@@ -57,44 +57,26 @@ class FlatAdamW:
         self._spans = self._spans_of(dict.fromkeys(layout.places, 0))
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
         """MOMENTS, like `flat`; made by the first step."""
-        self._stepped: list[_Span] = []
-        """Spans that took part in the last step."""
 
     @torch.no_grad()
-    def step(
-        self, gradient: torch.Tensor, without: Collection[str], lr: float, refused: torch.Tensor | None = None
-    ) -> None:
+    def step(self, gradient: torch.Tensor, without: Collection[str], lr: float) -> None:
         """One step, without waiting for the device.
 
         Args:
             gradient: like the parameters.
             without: names of parameters that have no gradient.
-            refused: [] bool; where true, parameters and moments stay as they are, and `take_back` follows. None: false.
         """
         if without:
             steps = {name: span.steps for span in self._spans for name in span.names}
             self._spans = self._spans_of(steps, without)
         due = [span for span in self._spans if span.names[0] not in without]
-        self._stepped = due
-        found_inf = refused.float() if refused is not None and self._fused else None
-        if refused is not None and not self._fused and bool(refused):
-            due = []
         for decayed, ratio in dict.fromkeys((span.decayed, span.ratio) for span in due):
             alike = [span for span in due if (span.decayed, span.ratio) == (decayed, ratio)]
-            self._step_spans(alike, gradient, decayed, lr * ratio, found_inf)
-        for span in self._stepped:
-            span.steps += 1
+            self._step_spans(alike, gradient, decayed, lr * ratio)
         if self._fused:
             torch.autograd.graph.increment_version(self.flat)  # which torch's fused optimizers do not
 
-    def take_back(self) -> None:
-        """Forget that the last step was counted, which was refused and so has changed nothing."""
-        for span in self._stepped:
-            span.steps -= 1
-
-    def _step_spans(
-        self, spans: list[_Span], gradient: torch.Tensor, decayed: bool, lr: float, found_inf: torch.Tensor | None
-    ) -> None:
+    def _step_spans(self, spans: list[_Span], gradient: torch.Tensor, decayed: bool, lr: float) -> None:
         config = self.config
         values, grads, first, second = (
             [tensor[span.start : span.stop] for span in spans] for tensor in (self.flat, gradient, *self._made())
@@ -103,8 +85,10 @@ class FlatAdamW:
         adamw(
             values, grads, first, second, [], steps, foreach=False, fused=self._fused, amsgrad=False, beta1=config.adam_beta1,
             beta2=config.adam_beta2, lr=lr, weight_decay=config.weight_decay if decayed else 0.0,
-            eps=config.adam_epsilon, maximize=False, found_inf=found_inf,
+            eps=config.adam_epsilon, maximize=False,
         )  # fmt: skip
+        for span in spans:
+            span.steps += 1
 
     def state(
         self,

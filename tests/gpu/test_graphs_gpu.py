@@ -52,6 +52,7 @@ def test_graphs_are_as_exact_as_none_with_the_same_bits_every_time(dtype: torch.
 
 def test_pinned_memory_is_kept_where_a_graph_is_recorded() -> None:
     values = torch.zeros(8, device="cuda")
+    assert torch.equal(values, torch.zeros_like(values))  # which pins what torch reads numbers into
     torch.empty(1 << 20, pin_memory=True)  # nobody's at once, so the next one gets it
     before = torch.cuda.host_memory_stats()
     replay = Recorder(torch.device("cuda", 0)).record(lambda: values.add_(1))

@@ -396,7 +396,7 @@ def test_the_timeline_is_that_of_an_event_by_event_simulation(seed: int) -> None
     for span in timeline.spans:
         assert span.end == pytest.approx(ends[span.stage, span.kind, span.microbatch])
     assert timeline.makespan == pytest.approx(max(free)) == makespan(plan, cost)
-    busy = sum(cost.forward(mb, s) + cost.backward(mb, s) for mb in plan for s in range(stages))
+    busy = sum(sum(cost.both(mb, s)) for mb in plan for s in range(stages))
     assert sum(timeline.busy) == pytest.approx(busy)
     assert timeline.bubble == pytest.approx(1 - busy / (stages * max(free)), abs=1e-9)
 

