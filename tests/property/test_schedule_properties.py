@@ -388,7 +388,7 @@ def test_the_timeline_is_that_of_an_event_by_event_simulation(seed: int) -> None
                 if need is not None and need not in ends:
                     break
                 begin = max(free[stage], ends[need] if need is not None else 0.0)
-                free[stage] = begin + getattr(cost, kind)(plan[n], stage)
+                free[stage] = begin + cost.both(plan[n], stage)[kind == "backward"]
                 ends[stage, kind, n] = free[stage]
                 order[stage].pop(0)
                 moved = True
