@@ -26,7 +26,7 @@ class WeightForm(Protocol):
 
     @property
     def described(self) -> str:
-        """In words, for messages."""
+        """Description for messages."""
 
     @property
     def held(self) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def plugin() -> Any:
 
 
 def said_of(config: Any) -> tuple[str, dict[str, Any]]:
-    """What a model's configuration says of the form of its files: the method, empty for floats, and all of it."""
+    """Read the form of a model's files from its configuration: the method, empty for floats, and the whole entry."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return "", {}

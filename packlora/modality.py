@@ -1,4 +1,4 @@
-"""What a base model reads beside texts: what rows, samples and microbatches have of it, and the plug-in that knows the rest.
+"""Content that a base model reads beside texts: its place in rows, samples and microbatches, and the plug-in that knows the rest.
 
 The rooms of the package know these few calls alone. The plug-in (images/) is imported by its name, where a row, the rows of a
 run or a question have something beside texts.
@@ -24,11 +24,11 @@ Spans = list[tuple[int, int]]
 
 
 class Extras(Protocol):
-    """What a sample has beside its tokens. Some of its tokens, which have one id, stand for it."""
+    """Content of a sample beside its tokens. Some of its tokens, which have one id, stand for it."""
 
     @property
     def kind(self) -> str:
-        """What it is, in a word for messages."""
+        """Word for the content in messages."""
 
     @property
     def token_id(self) -> int: ...
@@ -45,7 +45,7 @@ class Extras(Protocol):
         """Tokens that are left of `ids` [T] where at most `limit` are, with nothing cut through; and what is whole in them."""
 
     def split(self, parts: Sequence[np.ndarray]) -> list[Self | None]:
-        """What each part of a sample has, by its token ids [T]."""
+        """Split the content among the parts of a sample, by their token ids [T]."""
 
     def joined(self, others: Sequence[Self]) -> Self:
         """The same with that of other parts behind it."""
@@ -62,11 +62,11 @@ class ExtrasReader(Protocol):
         """
 
     def problem_of(self, ids: np.ndarray, extras: Any) -> str | None:
-        """What is wrong with the tokens [T] of a sample: those that stand for something must be of its extras."""
+        """Error in the tokens [T] of a sample, or None: tokens that stand for content must match its extras."""
 
 
 class BatchExtras(Protocol):
-    """What the samples of a microbatch have beside their tokens."""
+    """Content of the samples of a microbatch beside their tokens."""
 
     @property
     def owners(self) -> Any:
@@ -80,7 +80,7 @@ class BatchExtras(Protocol):
 
 
 class Modality(Protocol):
-    """What one base model reads beside texts."""
+    """Reader of the content that one base model takes beside texts."""
 
     @property
     def reader(self) -> ExtrasReader: ...
@@ -94,7 +94,7 @@ class Modality(Protocol):
         """Keyword arguments of a packed call with extras; there after `check`."""
 
     def own(self, model: PreTrainedModel, path: str) -> Any:
-        """What the untouched model gives for probes. Raises InputError where it does not run."""
+        """Output of the untouched model for probes. Raises InputError where it does not run."""
 
     def check(self, model: PreTrainedModel, own: Any, path: str) -> None:
         """Raises InputError where packed samples are not what they are alone. own: of `own`."""

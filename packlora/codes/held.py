@@ -1,4 +1,4 @@
-"""What the weight files of a folder hold, by the names in their headers, against what its config.json says that they hold."""
+"""Check of the weight files of a folder: the tensors named in their headers against what its config.json declares."""
 
 from __future__ import annotations
 

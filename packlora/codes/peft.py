@@ -127,7 +127,7 @@ class StoredWeight:
         return self.base._buffers.get("bias") if own is None else own
 
     def products(self, x: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-        """In which the library would multiply x. dtype: in which torch would."""
+        """Dtype in which the library would multiply x. dtype: that in which torch would."""
         if isinstance(self.codes, FourBit):
             own: torch.dtype | None = self.base.compute_dtype
             return x.dtype if own is None else own
@@ -147,7 +147,7 @@ class StoredWeight:
 
 
 def _parts(base: Any) -> list[object]:
-    """What the codes of a layer are made of: all of its tensors, and what bitsandbytes keeps beside them."""
+    """Parts of a layer's codes: all of its tensors, and what bitsandbytes keeps beside them."""
     parts: list[object] = [*base._parameters.values(), *base._buffers.values()]
     weight, state = weight_of(base), getattr(base, "state", None)
     if state is not None:

@@ -116,7 +116,7 @@ def _as_trained(trained_on: Sequence[Mapping[str, Any]], device: torch.device) -
 
 
 def reader(kind: type) -> Any:
-    """What reads the weights under a PEFT layer: live/foreign.py, WeightReader; None of kinds that are not known."""
+    """Reader of the weights under a PEFT layer (live/foreign.py, WeightReader); None for unknown kinds."""
     from packlora.codes.peft import quantised_kinds, stored_weight
 
     kinds = quantised_kinds()

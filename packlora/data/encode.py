@@ -62,7 +62,7 @@ class Sample:
     """Numbers of its row, float64: [] for all of its labels, or one for each [l]."""
 
     def first(self, limit: int) -> Sample:
-        """At most so many of its tokens, and the extras that are whole among them; of a sample without a preference."""
+        """Cut a sample without a preference to at most `limit` tokens and the extras that are whole among them."""
         extras, labels = self.extras, self.num_labels if self.columns else 0
         if extras is not None:
             limit, extras = extras.cut(self.ids, limit)

@@ -21,7 +21,7 @@ CONSTANT = ("qmap1", "qmap2", "RMS")
 
 
 class _Kind(NamedTuple):
-    """What an optimizer goes by of a parameter. ratio: of its learning rate to that of the step."""
+    """Settings that an optimizer has for a kind of parameters. ratio: factor of the step's learning rate."""
 
     is_embedding: bool
     is_decayed: bool
@@ -155,7 +155,7 @@ class LibraryOptimizer:
 
     @torch.no_grad()
     def _fresh(self, name: str) -> dict[str, Any]:
-        """What the library keeps of a parameter like this one after its first step."""
+        """State that the library has for a parameter like this one after its first step."""
         one = torch.nn.Parameter(self.parameters[name].clone())
         one.grad = torch.zeros_like(one)
         inner = _made(self.config, self._kinds[name], [one])

@@ -28,7 +28,7 @@ class TokenBudget:
         self._longest = max(self._longest, longest)
 
     def attempt(self, tokens: int, compute: Callable[[], T]) -> T | None:
-        """What `compute` returns, or None where a microbatch of so many tokens does not fit and a smaller one can be tried.
+        """Result of `compute`, or None where a microbatch of so many tokens does not fit and a smaller one can be tried.
 
         With None, nothing refers to the error any more, nor to what it held in memory.
 
@@ -69,7 +69,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def launched(device: torch.device) -> Callable[[], None]:
-    """What waits for all that was launched until now, and for nothing that is launched later."""
+    """Function that waits for all that was launched until now, and for nothing that is launched later."""
     if device.type != "cuda":
         return lambda: None
     reached = torch.cuda.Event()

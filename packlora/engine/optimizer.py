@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from packlora.engine.library_optimizer import LibraryOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of every element, by torch's names."""
+"""State of AdamW for every element, by torch's names."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Span:
     stop: int
     decayed: bool
     ratio: float
-    """Of its learning rate to that of the step."""
+    """Factor of the step's learning rate."""
     steps: int
 
 
@@ -95,7 +95,7 @@ class FlatAdamW:
         whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] | None = None,
         everywhere: Callable[[Mapping[str, int]], Mapping[str, int]] = dict,
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """By parameter that has taken a step, what torch.optim.AdamW keeps of it: step, exp_avg, exp_avg_sq; on the CPU.
+        """State of torch.optim.AdamW by parameter that has taken a step: step, exp_avg, exp_avg_sq; on the CPU.
 
         Args:
             whole_of: see AdapterState.whole_of; None: what is here.
@@ -130,7 +130,7 @@ class FlatAdamW:
         return self._moments
 
     def _spans_of(self, steps: Mapping[str, int], without: Iterable[str] = ()) -> list[_Span]:
-        """As few as there can be, none of which has parameters both with a gradient and without one."""
+        """Make as few spans as there can be, none of which has parameters both with a gradient and without one."""
         left_out, places, spans = set(without), self.layout.places, []
         fast = self.config.loraplus_lr_ratio or 1.0
 

@@ -31,7 +31,7 @@ class ImageOwners:
         self._images, self._device = tuple(images), device
         self._known: dict[int, TokenOwners] = {}
         self.last: TokenOwners | None = None
-        """Those that were asked for last: siblings have the rows of the first one called."""
+        """Owners that were asked for last: siblings have the rows of the first layer called."""
 
     def of(self, total: int) -> TokenOwners:
         """The owners of so many rows. Raises RuntimeError where they are not whole numbers of rows of each image."""
@@ -70,5 +70,5 @@ class ImageOwners:
 
 
 def _sample(one: tuple[OwnedImage, int]) -> tuple[int, tuple[int, int, int] | None]:
-    """Which sample an image is of."""
+    """Number of the sample that an image belongs to."""
     return one[0].owner, one[0].draw
