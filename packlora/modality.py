@@ -1,4 +1,4 @@
-"""Content that a base model reads beside texts: its place in rows, samples and microbatches, and the plug-in that knows the rest.
+"""Content that a base model reads beside texts: its place in rows, samples and microbatches, and the plug-in for all else.
 
 The rooms of the package know these few calls alone. The plug-in (images/) is imported by its name, where a row, the rows of a
 run or a question have something beside texts.
