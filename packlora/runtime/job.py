@@ -185,7 +185,7 @@ class Job:
     stopped: str | None = None
     """Why it ends before the steps that it was to take, where it was asked to."""
     router_coefficient: float = 0.0
-    """Of its load-balancing loss; 0: it has none."""
+    """Coefficient of its load-balancing loss; 0: it has none."""
     tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
     pieces: Pieces = field(default_factory=Pieces)

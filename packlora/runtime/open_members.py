@@ -1,4 +1,4 @@
-"""What changes the members of a run between two windows: requests of packlora add, stop and clone, and a sweep."""
+"""Changes of a run's members between two windows: requests of packlora add, stop and clone, and a sweep."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Changed:
-    """What was changed between two windows."""
+    """Changes that were made between two windows."""
 
     left: list[Job] = field(default_factory=list)
     told: list[Event] = field(default_factory=list)
@@ -69,7 +69,7 @@ class OpenMembers(Members):
         return self.sweep is not None or bool(self.group.told(self.group.leads and bool(self.control.asked())))
 
     def _asked(self) -> list[Asked]:
-        """What the first process is asked for."""
+        """Requests to the first process."""
         found = self.control.asked() if self.group.leads else []
         return [asked_from(tree) for tree in self.group.told([asked.to_json() for asked in found])]
 
@@ -129,7 +129,8 @@ class OpenMembers(Members):
             self.control.refuse_all("the run has ended")
 
     def judged(self, ends: Mapping[str, JobResult]) -> Mapping[str, JobResult]:
-        """By which a run is done or has failed. Candidates that fail are no failure of a sweep, if another is done."""
+        """Select the results by which a run is done or has failed. Candidates that fail are no failure of a sweep, if another
+        is done."""
         tried = self.sweep.trials.keys() if self.sweep is not None else set()
         if not any(ends[name].status == "done" for name in tried & ends.keys()):
             return ends

@@ -22,7 +22,8 @@ def holders(group: Alone) -> dist.ProcessGroup | None:
 
 
 def parts_of(adapters: Sequence[Adapter], group: Alone) -> Callable[[Job], None]:
-    """What makes jobs of these adapters whole. All processes of the replica call it, before the adapters' values are read."""
+    """Function that makes jobs of these adapters whole. All processes of the replica call it, before the adapters' values are
+    read."""
     if group.processes == 1:
         return lambda job: None
     from packlora.parallel.adapter import WholeGradient, joined

@@ -53,7 +53,7 @@ class StageClock:
         self._spans.append((kind, slot, start, self._now()))
 
     def taken(self) -> list[Span]:
-        """What has run since it began, in order; the device is waited for."""
+        """Spans that have run since it began, in order; the device is waited for."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
         return [(kind, slot, self._seconds(start), self._seconds(end)) for kind, slot, start, end in self._spans]
@@ -72,7 +72,7 @@ class StageClock:
 
 
 class PipelineTimes:
-    """What the first stage tells of a pipeline each time that it has run dry.
+    """Report of the first stage on a pipeline each time that it has run dry.
 
     Args:
         cost: predicts the time of microbatches on each stage.
@@ -116,7 +116,7 @@ class PipelineTimes:
 def timelines(
     microbatches: Sequence[Microbatch], cost: CostModel, told: Sequence[Sequence[Span]], begin: float
 ) -> dict[str, Any]:  # fmt: skip
-    """What PipelineRan says of what was predicted, and its timelines, of the first slots.
+    """Predictions and timelines of the first slots, as PipelineRan has them.
 
     Args:
         told: by stage, its spans; begin: of the first of them.

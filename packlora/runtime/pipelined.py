@@ -99,7 +99,7 @@ class PipelinedTrainer(Trainer):
         """Whether nothing more enters the pipeline; whether there is nothing more."""
         self.times = PipelineTimes(self.run, self.prepared.shape, self.links, self.base.device, self.profile.cost)
         self._unconfirmed: dict[str, torch.Tensor] = {}
-        """By job that has stepped, columns LARGEST and CHANGED of this stage."""
+        """Map from a job that has stepped to columns LARGEST and CHANGED of this stage."""
         self._failed: list[Job] = []
         self._do: dict[Kind, Callable[[int], None]] = {
             Kind.NOOP: self._noop, Kind.RECEIVE_HIDDEN: self._receive_hidden, Kind.FORWARD: self._forward,
@@ -123,7 +123,7 @@ class PipelinedTrainer(Trainer):
                     self._change(border, plan)
 
     def _all_waves(self, plan: Plan, size: int, capacity: int) -> Iterator[Wave | None]:
-        """Of all windows; None behind one after which jobs are to join or to leave."""
+        """Waves of all windows; None behind one after which jobs are to join or to leave."""
         for window in plan.windows:
             yield from waves_of(window, size, capacity)
             if self.members is not None and self.members.is_asked():
@@ -149,7 +149,7 @@ class PipelinedTrainer(Trainer):
         self._after_steps()
 
     def _enter(self, slot: int) -> Slot | None:
-        """What enters the pipeline, as all stages find it."""
+        """Slot that enters the pipeline, the same on all stages."""
         wave = None if self._quiet else next(self._waves, None)
         self._inside.pop(slot - self.links.stages, None)  # one in which no job has stepped
         if wave is None:
@@ -219,7 +219,7 @@ class PipelinedTrainer(Trainer):
         self._count_tokens(inside)
 
     def _count_tokens(self, inside: _Inside) -> None:
-        """Those of all replicas, and tell their microbatches."""
+        """Count the tokens of all replicas, and tell their microbatches."""
         tokens = dict.fromkeys((job.name for job in inside.due), 0)
         for rank, microbatch in enumerate(inside.wave.microbatches):
             if any(placed.job in tokens for placed in microbatch.samples):
@@ -277,7 +277,7 @@ class PipelinedTrainer(Trainer):
         self.links.up.send(sums, self._rows(slot), torch.float64)
 
     def _take_steps(self, slot: int) -> None:
-        """Those of the jobs whose global batches end in the slot."""
+        """Step the jobs whose global batches end in the slot."""
         inside = self._inside.pop(slot)
         assert inside.sums is not None
         asked, *rows = inside.sums.tolist()  # the device is waited for

@@ -127,7 +127,7 @@ def _check_device(run: Run) -> torch.device:
 
 
 def _of_tokenizer(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:
-    """What to say of the base's tokenizer: that an adapter which is continued has another one, where its answers end."""
+    """Notes on the base's tokenizer: that an adapter which is continued has another one, where its answers end."""
     notes = _unstopped(skeleton, tokenizer, jobs)
     if folders := [own for job in jobs if (own := job.config.adapter.init_from) is not None]:
         from packlora.base.own_tokenizer import unused_notes
@@ -172,7 +172,8 @@ def _check_sweep(prepared: PreparedRun, resumed: bool) -> None:
 
 
 def modality_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Modality | None:
-    """What the base model reads beside texts, where rows have some of it. Raises InputError where it reads texts alone."""
+    """Modality that the base model reads beside texts, where rows have some of it. Raises InputError where it reads texts
+    alone."""
     if not any(half.files for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
     found: Modality = plugin().modality(base_path(run.base_model), run.revision, skeleton.config)
@@ -246,8 +247,8 @@ def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], pa
 
 
 def _doubts_of_starts(run: Run, jobs: list[JobConfig]) -> list[str]:
-    """Of adapters that jobs begin with or are held to: those of another base model, as far as one can tell, and those of which
-    half is trained."""
+    """Doubts about adapters that jobs begin with or are held to: those of another base model, as far as one can tell, and those
+    of which half is trained."""
     out = []
     for job in jobs:
         folders = dict.fromkeys([job.adapter.init_from, job.reference_adapter])
@@ -272,7 +273,7 @@ def _jobs_without_data(run: Run, gone: Collection[str]) -> dict[str, str]:
 
 
 def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
-    """What a job's adapter is, in PEFT's terms: as the run file says, or the folder that it begins with."""
+    """Adapter of a job in PEFT's terms: as the run file says, or the folder that it begins with."""
     path = base_path(run.base_model)
     if job.adapter.init_from is not None:
         return continued_config(job.adapter, path, run.revision, job.name)

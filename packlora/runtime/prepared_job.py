@@ -1,4 +1,4 @@
-"""What is known of a job and of the model before anything is loaded that has weights."""
+"""Knowledge of a job and of the model before anything is loaded that has weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEFT_OUT = "is left out, the others go on"
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What was read under a path. stamp: of the file before that, None where it is no single file."""
+    """Rows that were read under a path. stamp: of the file before that, None where it is no single file."""
 
     path: str
     read: Read
@@ -49,25 +49,25 @@ class PreparedJob:
     trainable: int
     """Parameters of its adapter."""
     active: int
-    """Those of them that one token meets: of experts, those that it goes to."""
+    """Number of them that one token meets; of experts it meets those that it goes to."""
     prompts: list[Prompt] = field(default_factory=list)
     most: int = 0
     """Tokens that a sample of a stream may have."""
     on_experts: int = 0
     """Parameters of its adapter that are on experts."""
     router_coefficient: float = 0.0
-    """Of its load-balancing loss; 0: it has none."""
+    """Coefficient of its load-balancing loss; 0: it has none."""
     products: Mapping[str, int] = field(default_factory=dict)
     """See products_kept."""
 
     @property
     def active_on_experts(self) -> int:
-        """Those of them that one token meets."""
+        """Number of them that one token meets."""
         return self.active - (self.trainable - self.on_experts)
 
     @property
     def beside_texts(self) -> str | None:
-        """What its data has beside texts, in a word; None where it has texts alone."""
+        """Word for what its data has beside texts; None where it has texts alone."""
         samples = self.encoded.samples + self.eval_encoded.samples
         return next((sample.extras.kind for sample in samples if sample.extras is not None), None)
 
@@ -84,7 +84,7 @@ class PreparedJob:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What time and memory of a base model depend on.
+    """Sizes of a base model that its time and memory depend on.
 
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
     queries and of keys. inner: width inside the MLP, 0 where experts are in its place. head_norms: queries and keys have norms
@@ -161,15 +161,16 @@ def _layer_numbers(model: PreTrainedModel, layers: int, top_k: int) -> tuple[tup
 
 
 def number_of(config: Any, name: str, otherwise: int) -> int:
-    """Of a configuration; the mean where layers differ: as a list (Gemma 3n), or in configurations of their own (Gemma 4)."""
+    """Read a number from a configuration; the mean where layers differ: as a list (Gemma 3n), or in configurations of their own
+    (Gemma 4)."""
     values = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or [config]]
     numbers = [n for value in values for n in (value if isinstance(value, list | tuple) else [value]) if n]
     return round(sum(numbers) / len(numbers)) if numbers else otherwise
 
 
 def products_kept(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, int]:
-    """By path of what has DoRA, the output layer left out: numbers of a token's product, of which the gradient of the magnitude
-    is made; of experts the products of all that a token goes to."""
+    """Count, by path of a module with DoRA but for the output layer, the numbers of a token's product, of which the gradient of
+    the magnitude is made; of experts the products of all that a token goes to."""
     out, head = dict[str, int](), model.get_output_embeddings()
     top_k = number_of(model.config.get_text_config(), "num_experts_per_tok", 1)
     for path, module in spec.modules.items():

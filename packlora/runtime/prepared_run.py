@@ -60,7 +60,7 @@ class PreparedRun:
 
     @property
     def longest_run(self) -> dict[str, int]:
-        """Of each job the tokens of the longest sample or answered prompt: the model must be right for as many."""
+        """Tokens of the longest sample or answered prompt of each job: the model must be right for as many."""
         prompts = {job.config.name: max((prompt.most for prompt in job.prompts), default=0) for job in self.jobs}
         mixed = {job.config.name: job.longest_estimated for job in self.jobs}
         return {name: max(most, prompts[name], mixed[name]) for name, most in self.longest_by_job.items()}

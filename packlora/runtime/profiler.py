@@ -39,9 +39,9 @@ from packlora.schedule.types import Microbatch
 BUDGETS = tuple(2**power * part // 2 for power in range(10, 17) for part in (2, 3))
 """Token budgets that are tried: 1024, 1536, 2048, 3072, ... 98304."""
 ROOM_SHARE = 0.92
-"""Of a device's memory that is planned with; the allocator's rounding and other buffers take the rest."""
+"""Share of a device's memory that is planned with; the allocator's rounding and other buffers take the rest."""
 CLOSE = 0.01
-"""Of budgets whose predicted throughput differs by less, the smallest is taken: it needs less memory."""
+"""Share of throughput. Among budgets whose prediction differs by less, the smallest is taken: it needs less memory."""
 MEASURED_SECONDS = 60.0
 """After this time no larger budget is measured."""
 REPEATS = 2
@@ -56,7 +56,7 @@ PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11}
 """FLOP/s that schedules of a pipeline and layouts are planned for, on any machine. It sets what is fixed for a microbatch
 against what its tokens take."""
 LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
-"""Of the forward of a decoder layer, however few its tokens are."""
+"""Least seconds of the forward of a decoder layer, however few its tokens are."""
 OPTIMIZER_BYTES = 16
 """Per trainable parameter, of what training keeps beside parameter and a microbatch's gradient: that of the global batch, two
 moments and the last good value."""
@@ -72,7 +72,7 @@ ATTENTION_SLOWER = 2.5
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What is known of a model, its jobs and a device.
+    """Knowledge of a model, its jobs and a device.
 
     stages: of the pipeline that the model lies on, a device each. origin: estimated, measured or remembered. cost: seconds of a
     microbatch. kept_bytes, bytes_per_token: of memory at its peak. room: bytes of the device. failed: fewest tokens that memory
@@ -92,7 +92,7 @@ class Profile:
         return min((point.tokens for point in self.points if point.seconds is None), default=None)
 
     def bytes(self, tokens: int) -> int:
-        """At the peak of a microbatch."""
+        """Bytes at the peak of a microbatch."""
         return round(self.kept_bytes + self.bytes_per_token * tokens)
 
     def fits(self, tokens: int) -> bool:
@@ -111,7 +111,7 @@ class Profile:
         }  # fmt: skip
 
     def seconds(self, microbatch: Microbatch) -> float:
-        """Of forward and backward, all stages together."""
+        """Seconds of forward and backward, all stages together."""
         return sum(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
 
     def pace(self, microbatch: Microbatch) -> float:
@@ -140,7 +140,7 @@ class Prediction:
 
 
 def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
-    """From shapes alone, and the speed of the machine at one matrix product and one copy.
+    """Estimate from shapes alone and the speed of the machine at one matrix product and one copy.
 
     Args:
         stages: of a pipeline of such devices; memory is then that of one of them, with as many microbatches in flight.
@@ -155,7 +155,7 @@ def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
 
 
 def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
-    """What is known of one device, of a pipeline of so many like it."""
+    """Profile of a pipeline of so many devices like the known one."""
     split = estimate(run, prepared, stages)
     cost = replace(known.cost, stage_shares=split.cost.stage_shares)
     kept = known.kept_bytes * largest_stage(run, prepared, stages)
@@ -179,7 +179,7 @@ def head_in_layers(run: Run, prepared: PreparedRun) -> float:
 
 
 def largest_stage(run: Run, prepared: PreparedRun, stages: int) -> float:
-    """Of the layers' parameters, all experts included, the part that the stage has that has the most."""
+    """Share of the layers' parameters, all experts included, on the stage that has the most."""
     return max(_on_stages(run, prepared, stages, [held for held, _ in prepared.shape.layer_numbers]))
 
 
@@ -191,7 +191,7 @@ def _on_stages(run: Run, prepared: PreparedRun, stages: int, numbers: Sequence[i
 
 
 def planning_cost(run: Run, prepared: PreparedRun, stages: int = 1, experts_on: int = 1) -> CostModel:
-    """What a microbatch costs on each stage, for the planner and for the choice of a layout: the same on every machine, so that
+    """Cost of a microbatch on each stage, for the planner and for the choice of a layout: the same on every machine, so that
     all processes of a run find the same, and a resumed run too."""
     flops = PLANNED_FLOPS[choose_device(run.device).type]
     return analytic_cost(run, prepared, flops, stages=stages, experts_on=experts_on)
@@ -200,7 +200,7 @@ def planning_cost(run: Run, prepared: PreparedRun, stages: int = 1, experts_on: 
 def sharing_experts(
     known: Profile, run: Run, prepared: PreparedRun, devices: int, exchange: bool = False
 ) -> Profile:  # fmt: skip
-    """What is known of one device, of one of so many like it that hold the experts together and run the same microbatches; or
+    """Profile of one of so many devices like the known one that hold the experts together and run the same microbatches; or
     with `exchange` their own, of which each device computes as much as it has, messages not counted."""
     if devices == 1:
         return known
@@ -224,7 +224,7 @@ def sharing_experts(
 
 
 def _speed(run: Run) -> tuple[float, float]:
-    """Of the machine at a model's matrix products and in memory: FLOP/s, and bytes that are read or written a second."""
+    """Speed of the machine at a model's matrix products and in memory: FLOP/s, and bytes that are read or written a second."""
     device = choose_device(run.device)
     return machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], machine_bandwidth(device)
 
@@ -264,7 +264,7 @@ def analytic_cost(
 
 
 def _operations(run: Run, prepared: PreparedRun, experts_on: int = 1) -> tuple[float, float, float]:
-    """Of a token in all layers, forward and backward, and of it in the output layer."""
+    """Operations of a token in all layers, forward and backward, and in the output layer."""
     shape = prepared.shape
     lengths = [job.data.planned.lengths.astype(np.int64) for job in prepared.jobs]
     tokens = [int(own.sum()) for own in lengths]
@@ -344,7 +344,7 @@ def _numbers_of_adapters(prepared: PreparedRun) -> int:
 
 
 def _frozen_bytes(prepared: PreparedRun, width: int) -> int:
-    """Of quantised layers their codes, and the two largest weights as they are multiplied."""
+    """Bytes of quantised layers' codes, and of the two largest weights as they are multiplied."""
     shape, (numbers, codes) = prepared.shape, prepared.in_codes
     return (shape.parameters - numbers + 2 * shape.largest * (numbers > 0)) * width + codes
 
@@ -364,7 +364,7 @@ def profile(
     executor: Executor | None = None,
     jobs: Sequence[Job] = (),
 ) -> Profile:
-    """What is known of the run on its device: measured now where that decides the budget, else measured before, else estimated.
+    """Profile of the run on its device: measured now where that decides the budget, else measured before, else estimated.
 
     Args:
         base, executor, jobs: the loaded model; without it nothing is measured.
@@ -388,7 +388,7 @@ def profile(
 
 
 def profile_key(run: Run, prepared: PreparedRun, base: Base | None) -> str:
-    """What a measurement depends on beside the device and versions, in words."""
+    """Words for what a measurement depends on beside the device and versions, in words."""
     shape = prepared.shape
     adapters = sorted(
         f"{'dora' if job.spec.peft.use_dora else 'lora'}{job.spec.peft.r}{'d' if job.spec.peft.lora_dropout else ''}"
@@ -566,5 +566,5 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def predictions(prepared: PreparedRun, profiles: Sequence[Profile]) -> list[Prediction]:
-    """Of every budget worth trying, with every number of stages that there is a profile of."""
+    """Predictions for every budget worth trying, with every number of stages that there is a profile of."""
     return [predict(prepared, known, budget) for known in profiles for budget in budgets(prepared)]

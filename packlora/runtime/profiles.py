@@ -1,4 +1,4 @@
-"""What the profiler measured, on disk: one readable JSON file per device, in the folder profiles beside that of the plans.
+"""Measurements of the profiler on disk: one readable JSON file per device, in the folder profiles beside that of the plans.
 
     {"schema": 1, "device": "NVIDIA H200", "versions": {...},
      "profiles": {"llama 8.03B bfloat16 ...": [{"tokens": 4096, "squared": 2500000, "seconds": 0.24, "bytes": 31000000000}]}}

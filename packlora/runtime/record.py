@@ -51,7 +51,7 @@ MOST_SKIPPED = 1000
 
 
 def described_job(job: PreparedJob) -> dict[str, Any]:
-    """What run.json says of a job."""
+    """Description of a job in run.json."""
     held_out = job.eval_encoded.samples
     lengths = [sample.num_tokens for sample in job.data.samples]
     counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
@@ -141,7 +141,7 @@ def run_record(
 
 
 def earlier_warnings(saved: SavedRun | None, now: list[str]) -> list[str]:
-    """What a run has warned of before, where it still holds: not of a job that was left out."""
+    """Earlier warnings of a run that still hold: not of a job that was left out."""
     return [text for text in saved.warnings if text not in now and LEFT_OUT not in text] if saved else []
 
 
@@ -164,7 +164,7 @@ class RunRecord:
         self.output_dir, self.record, self._plans, self._files = output_dir, record, plans, files
         self._journal = Journal(output_dir / JOURNAL)
         self._news: dict[str, Any] = {}
-        """What is in self.record, and is on the disk only when it is written the next time."""
+        """Part of self.record that is on the disk only when it is written the next time."""
         self._size, self._paid = 0, math.inf
         """Bytes of run.json, and those that changes since it was written have paid for."""
 
@@ -225,7 +225,7 @@ class RunRecord:
 
 
 def result_record(event: RunEnded) -> dict[str, Any]:
-    """What run.json says of how a run ended; seconds and tokens are of all its sessions."""
+    """Description in run.json of how a run ended; seconds and tokens are of all its sessions."""
     return {
         "status": event.result.status,
         "seconds": event.seconds,
@@ -283,7 +283,7 @@ def left_out_results(
 
 
 def _told(history: Sequence[Mapping[str, Any]], step: int, best: int | None) -> dict[str, Any]:
-    """What a result tells of evaluations and metrics up to a step. best: that of the adapter which is the result, if it is one
+    """Part of a result on evaluations and metrics up to a step. best: that of the adapter which is the result, if it is one
     that was evaluated before."""
     known = {line["step"]: line["eval_loss"] for line in history if "eval_loss" in line and line["step"] <= step}
     after = best or max((own for own, loss in known.items() if loss is not None), default=0)
@@ -296,7 +296,7 @@ def _told(history: Sequence[Mapping[str, Any]], step: int, best: int | None) -> 
 
 
 def _metrics(history: Sequence[Mapping[str, Any]], evaluated: int) -> dict[str, float | None]:
-    """Of the evaluation after a step; of the last step where this is 0."""
+    """Metrics of the evaluation after a step; of the last step where this is 0."""
     if not evaluated:
         return next((told_in(line) for line in reversed(history) if "loss" in line), {})
     (line, *_) = (line for line in history if line["step"] == evaluated and "eval_loss" in line)
@@ -313,7 +313,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that can change a number."""
+    """Versions of Python and of the packages that can change a number."""
     out = {"python": platform.python_version(), "packlora": packlora.__version__}
     known = (
         "torch",

@@ -60,7 +60,7 @@ def result_of(result: Result | None) -> Any:
 
 
 def result_from(tree: Any) -> Result:
-    """What `result_of` was given."""
+    """Result that `result_of` was given."""
     found: Result = RESULT.validate_python(tree)
     return found
 
@@ -70,7 +70,8 @@ def no_sign(mesh: Mesh, rank: int) -> ProcessError:
 
 
 def await_end(mesh: Mesh) -> None:
-    """On another process than the first, once its own jobs have ended: until those of all have, however long that takes.
+    """Wait, on another process than the first and once its own jobs have ended, until those of all have, however long that
+    takes.
 
     Raises:
         ProcessError: another process has failed, or the first one gives no sign of life.
@@ -107,7 +108,7 @@ class Relay:
 
 
 class Hub:
-    """On the first process: a subscriber of its own events, which tells `outer` those of all groups as of one run.
+    """Subscriber of the first process to its own events, which tells `outer` those of all groups as of one run.
 
     Args:
         layout: of the run; groups without jobs tell nothing.
@@ -127,7 +128,7 @@ class Hub:
         self._began: dict[int, RunBegan] = {}
         self._ended: dict[int, RunEnded] = {}
         self._early: deque[tuple[int, Event]] = deque()
-        """What came before all groups had begun."""
+        """Events that came before all groups had begun."""
         self._said: set[str] = set()
         self._logged = logged
 
@@ -159,7 +160,7 @@ class Hub:
         return event.result
 
     def _hear(self) -> None:
-        """What others have told since. What subscribers ask for then is passed on."""
+        """Hear what others have told since. What subscribers ask for then is passed on."""
         for group in self.groups[1:]:
             while self.mesh.store.check([key := f"event/{group}/{self._heard[group]}"]):
                 event = decoded(self.mesh.store.get(key))
@@ -229,7 +230,7 @@ class Hub:
         return replace(first, jobs=tuple(jobs[name] for name in self._in_order(jobs)), earlier=tuple(earlier))
 
     def _in_order(self, jobs: Collection[str]) -> list[str]:
-        """Those of the run file in its order, then those that have joined."""
+        """Sort the jobs of the run file in its order, then those that have joined."""
         return [name for name in dict.fromkeys([*self.order, *jobs]) if name in jobs]
 
     def _end(self) -> RunEnded:

@@ -56,8 +56,8 @@ class _SavedModel(BaseModel):
 
 
 class SavedRun(BaseModel):
-    """What a run.json must say for its run to be continued. clock: see moment_of. saved: of each job its newest step. edition:
-    see report/journal.py."""
+    """Content that a run.json must have for its run to be continued. clock: see moment_of. saved: of each job its newest step.
+    edition: see report/journal.py."""
 
     model_config = ConfigDict(strict=True)
 
@@ -80,7 +80,7 @@ class SavedRun(BaseModel):
 
 
 def began(saved: SavedRun | None) -> datetime:
-    """What chat templates see as now: when the run began, so that a template writes the same date in every session."""
+    """Time that chat templates see as now: when the run began, so that a template writes the same date in every session."""
     return saved.began if saved is not None else datetime.now().replace(microsecond=0)
 
 
@@ -289,13 +289,13 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
 
 
 def objective_hash(spec: str | None) -> str | None:
-    """Of the file of a user's own objective (`train.objective`), if it is there."""
+    """SHA-256 of the file of a user's own objective (`train.objective`), if it is there."""
     file = Path(spec.rpartition(":")[0]) if spec is not None else None
     return digest(file) if file is not None and file.is_file() else None
 
 
 def _other_files(job: Job, before: _SavedJob | None) -> list[str]:
-    """What to say of what a restored job reads once more, and what is not as it was: tensors of adapters, its own objective."""
+    """Problems of what a restored job reads once more and is not as it was: tensors of adapters, its own objective."""
     if before is None:
         return []
     own = job.config.train.objective
@@ -318,7 +318,8 @@ def _other_files(job: Job, before: _SavedJob | None) -> list[str]:
 def put_aside(
     output_dir: Path, jobs: list[str], starts: dict[str, int], run: str, keep: int | None = None
 ) -> list[str]:
-    """What lies beyond the steps that jobs were sent back to; and remove what a crash has left, in the last rotation too.
+    """Put aside what lies beyond the steps that jobs were sent back to, and remove what a crash has left, in the last rotation
+    too.
 
     Args:
         run: the run's id.

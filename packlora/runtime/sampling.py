@@ -1,4 +1,4 @@
-"""What jobs' adapters write for their sample_prompts, greedily, at evaluations.
+"""Texts that jobs' adapters write for their sample_prompts, greedily, at evaluations.
 
 A job's prompts are packed as its samples are, and run through the model once for each new token, without dropout and without a
 cache of keys: nothing of the model is changed for it and nothing random is drawn, so training has the bits that it has without.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from packlora.parallel.stages import Stage
 
 MOST_TOKENS = 4096
-"""Of prompts with their answers that run together, where there are several."""
+"""Most tokens of prompts with their answers that run together, where there are several."""
 
 
 class Sampler:

@@ -1,4 +1,4 @@
-"""What a run does between its run file and its training loop, on every process of it: checks, model, adapters, checkpoints.
+"""Work of a run between its run file and its training loop, on every process of it: checks, model, adapters, checkpoints.
 
 One process does all of it. Of several, each prepares the same, agrees with the others on who trains what, and trains its own
 jobs; the first one owns the output folder's logs, run.json and what is shown.
@@ -104,7 +104,7 @@ class Standing:
         )
 
     def is_due(self, batch: int) -> bool:
-        """As Job.is_due."""
+        """See Job.is_due."""
         return self.status != "failed" and self.step <= batch < self.num_steps
 
 
@@ -123,7 +123,7 @@ class Session:
         """Microbatches that earlier sessions have logged."""
 
     def must_be_the_same(self) -> dict[str, str]:
-        """By what it is, what all processes must have alike."""
+        """Properties that all processes must have alike, by name."""
         text = self.run.model_dump_json() + repr((self.resume, self.max_steps, self.resume_from))
         device = "cpu" if self.run.device == "cpu" or not torch.cuda.is_available() else "cuda"
         return {"run file and arguments": hashlib.sha256(text.encode()).hexdigest()[:12], "device": device} | versions()
@@ -394,7 +394,7 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
 def choose_budget(
     run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], saved: SavedRun | None
 ) -> Profile:
-    """What is known of the model on this device; sets the budget where the run file leaves it to the profiler.
+    """Profile of the model on this device; sets the budget where the run file leaves it to the profiler.
 
     A resumed run keeps the budget that it had. On a CPU, where a larger one brings nothing, it is the usual one.
     """

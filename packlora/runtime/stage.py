@@ -37,7 +37,7 @@ class StagePending:
     gradient: torch.Tensor | None = None
     carrying: CarriedSums | None = None
     carried: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By adapter, the sum over its samples of what `carrying` makes; nothing where the losses are on another stage."""
+    """Sum by adapter, over its samples, of what `carrying` makes; nothing where the losses are on another stage."""
 
     def result(self) -> MicrobatchResult:
         """Results of the microbatch; numbers are zeros where the losses are on another stage."""
@@ -68,7 +68,7 @@ class StageDevice:
     attached: Attached
     stage: Stage
     multiple: int = 1
-    """Of which the numbers of tokens are, with tokens of nobody."""
+    """Divisor of the numbers of tokens, which tokens of no adapter fill up."""
 
     def shape(self, num_tokens: int) -> tuple[int, int, int]:
         """Shape of hidden states and their gradient, of a microbatch of so many tokens of samples."""

@@ -37,7 +37,7 @@ BEST = "best"
 MOST_TRIED = 100
 """Candidates that are prepared before training to see that they can be."""
 TRAINERS = {"eval_rewards/margins": ("dpo", "orpo", "kto"), "eval_rewards/accuracies": ("dpo", "orpo")}
-"""Whose evaluations have a metric; eval_loss all have."""
+"""Trainers whose evaluations have a metric; eval_loss all have."""
 NEEDS_OPTUNA = "sweep.method: optuna needs the package optuna: pip install 'packlora[sweep]'; or use random"
 
 
@@ -210,8 +210,8 @@ class Sweep:
         return {key: _draw(values, generator) for key, values in self.config.parameters.items()}
 
     def _asked(self, number: int) -> dict[str, Any]:
-        """What Optuna proposes. It is told anew of all candidates that have ended, so a proposal depends on them and on the
-        seed alone."""
+        """Ask Optuna for a proposal. It is told anew of all candidates that have ended, so a proposal depends on them and on
+        the seed alone."""
         optuna = _optuna()
         kinds = {key: _distribution(values) for key, values in self.config.parameters.items()}
         sampler = optuna.samplers.TPESampler(seed=stable_hash("sweep", self.seed, number) % 2**32)
@@ -343,7 +343,7 @@ class Sweep:
         write_json(output_dir / FILE, about | state | {"candidates": lines})
 
     def _told(self, cost: float) -> float | None:
-        """What is compared, for JSON: null where it is not finite."""
+        """Value that is compared, for JSON: null where it is not finite."""
         return self.sign * cost if math.isfinite(cost) else None
 
 
@@ -373,7 +373,7 @@ def _drawn_again(sweep: Sweep) -> list[tuple[int, int]]:
 
 
 def _combination(parameters: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Of a grid, the values of the last key changing first."""
+    """Values of one point of a grid; the last key changes first."""
     found = dict[str, Any]()
     for key in reversed(list(parameters)):
         number, at = divmod(number, len(parameters[key]))
@@ -382,7 +382,7 @@ def _combination(parameters: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def doubts(sweep: Sweep, candidates: Sequence[PreparedJob]) -> list[str]:
-    """What a sweep can do, but is hardly meant to.
+    """Doubts about a sweep that can run, but is hardly meant so.
 
     Args:
         candidates: that stand for all of them.

@@ -1,4 +1,4 @@
-"""What the processes that train the same jobs do alike: waves of microbatches, sums of gradients, stops.
+"""Decisions of the processes that train the same jobs alike: waves of microbatches, sums of gradients, stops.
 
 A process alone is a team of one, for which nothing of this costs anything.
 """
@@ -30,7 +30,7 @@ class Team:
         self.group, self.jobs, self._asked = group, jobs, asked
         self.stop = asked if group.processes == 1 else StopRequest()
         self._shared: dict[str, SharedGradient] = {}
-        """By job, where replicas hold experts together."""
+        """Shared gradients by job, where replicas hold experts together."""
 
     @property
     def is_asked(self) -> bool:

@@ -172,7 +172,7 @@ class Trainer:
         return True
 
     def _follow_the_last(self) -> None:
-        """Where all jobs have ended, a sweep may have more; of one that failed it knows a round later."""
+        """Let a sweep add jobs where all have ended; of one that failed it knows a round later."""
         for later in (0, 2):
             if self.members is not None and not self._is_running():
                 self._change(window_of(self.run, last_round(self.jobs) + later).stop)
@@ -338,7 +338,7 @@ def _judge(job: Job, stop: StopRequest) -> None:
 
 
 def _left_out(job: Job) -> list[str]:
-    """What a person should know of modules that its training did not reach."""
+    """Notes on modules that its training did not reach."""
     names = sorted({name.rpartition("/")[0] for name in job.state.untrained | job.state.untrained_elsewhere})
     return [f"job {job.name!r}: {name} took no part in training, its adapter is as it began" for name in names]
 
@@ -370,7 +370,7 @@ def _beginning(run: Run, folder: OutputFolder, jobs: Sequence[Job], notes: Seque
 
 
 def _told_before(jobs: Sequence[Job]) -> tuple[Stepped | Evaluated, ...]:
-    """What earlier sessions told of the steps that the jobs have taken, in the order of time."""
+    """Events that earlier sessions told of the steps that the jobs have taken, in the order of time."""
     lines = [(line["elapsed"], job.name, line) for job in jobs for line in job.log_history]
     return tuple(event_of(name, line) for _, name, line in sorted(lines, key=lambda found: found[0]))
 

@@ -144,7 +144,7 @@ class Runner:
             self.executor.prepare(self.packer.packed(own))
 
     def begin(self) -> None:
-        """What is told next begins now."""
+        """Begin what is told next now."""
         self._start = self._elapsed()
 
     def told(self) -> list[MicrobatchDone]:
@@ -180,7 +180,7 @@ class Runner:
         return 0
 
     def _collect_for_others(self, due: Sequence[Job], own: Microbatch | None) -> None:
-        """Where experts here have computed tokens of other replicas: collect their gradients of jobs that have none here."""
+        """Collect, where experts here have computed tokens of other replicas, their gradients of jobs that have none here."""
         here, counted = set() if own is None else {placed.job for placed in own.samples}, {job.name for job in due}
         for job in self.jobs:  # experts compute the operands of all adapters, those without tokens in the wave included
             if job.name in here:

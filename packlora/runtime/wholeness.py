@@ -1,4 +1,4 @@
-"""What takes a base model in one piece, and what a base model in parts, or with experts, does not take."""
+"""Limits: what needs a base model in one piece, and what a base model in parts, or with experts, does not take."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
 
 
 def tied_in_stages(spec: AdapterSpec) -> str | None:
-    """What a job trains that needs both ends of a base model on one device; None where there is nothing such."""
+    """Part of a job that needs both ends of a base model on one device; None where there is nothing such."""
     tied = next((path for path, own in spec.modules.items() if own.kind == "tied"), None)
     return None if tied is None else f"it trains rows of the embedding, to which {tied} is tied on another stage"
 
 
 def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel) -> str | None:
-    """What a job trains that needs a base model in one piece; None where there is nothing such."""
+    """Part of a job that needs a base model in one piece; None where there is nothing such."""
     head = skeleton.get_output_embeddings()
     for path, own in spec.modules.items():
         if own.kind in PARAMETERS:
@@ -80,7 +80,7 @@ def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel) -> str | None:
 
 
 def copied_alone(spec: AdapterSpec, skeleton: PreTrainedModel) -> str | None:
-    """What a job trains that needs linear layers of floats; None where there is nothing such."""
+    """Part of a job that needs linear layers of floats; None where there is nothing such."""
     head = skeleton.get_output_embeddings()
     for path, own in spec.modules.items():
         if own.kind in PARAMETERS:
@@ -105,7 +105,8 @@ def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
 
 
 def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool) -> str | None:
-    """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
+    """Part of a job that takes the whole base model on every device; None where a part does. staged: a part that is some
+    layers."""
     if job.beside_texts:
         return f"its data has {job.beside_texts}"
     if staged and job.config.train.optim not in CUT_OPTIMS:

@@ -90,7 +90,7 @@ def _planner(run: Run, budget: int, cost: CostModel | None = None) -> Planner:
 
 
 def last_round(jobs: Sequence[Job]) -> int:
-    """In which the last of jobs that have ended did so."""
+    """Round in which the last of the ended jobs ended."""
     return max((job.joined + max(job.step, 1) - 1 for job in jobs), default=0)
 
 
