@@ -19,7 +19,7 @@ from packlora.parallel.collectives import add_up, all_of
 
 
 def partial_sums(adapter: Adapter) -> dict[str, Place]:
-    """By parameter, the places in the flat gradient that hold parts of a sum over the group, or, of slices that several
+    """Places by parameter in the flat gradient that hold parts of a sum over the group, or, of slices that several
     processes hold, over these."""
     return {name: place for name, place in adapter.layout.places.items() if _is_part(adapter, name)}
 
@@ -112,7 +112,7 @@ class SharedGradient:
         }
 
     def add_up(self, gradient: torch.Tensor, add: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """In place. add: adds up tensors over all replicas."""
+        """Add up in place. add: adds up tensors over all replicas."""
         self._added(False, gradient, lambda flat: add([flat]))
         if self.alike is not None:
             alike = self.alike

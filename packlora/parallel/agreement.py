@@ -1,4 +1,4 @@
-"""What the processes of a run must do alike: fail together, and go on from the same beginnings."""
+"""Actions that the processes of a run must take alike: fail together, and go on from the same beginnings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def together(mesh: OneProcess, compute: Callable[[], T]) -> T:
-    """What `compute` returns, once it has returned on every process.
+    """Result of `compute`, once it has returned on every process.
 
     Raises:
         InputError: it found bad input on a process; on all of them, with the same words.

@@ -1,4 +1,4 @@
-"""What passes between the processes of a group in forwards and backwards, as functions of autograd. Nothing else of packlora
+"""Messages between the processes of a group in forwards and backwards, as functions of autograd. Nothing else of packlora
 sends a tensor in a forward or a backward.
 
     copied    forward nothing              backward sums       into the layers that each compute a part of the outputs
@@ -52,7 +52,7 @@ def answered() -> Iterator[None]:
 
 
 def unanswered(error: RuntimeError) -> str:
-    """What is wrong with a message, without gloo's source line and advice."""
+    """Error of a message, without gloo's source line and advice."""
     return re.sub(r"^\[\S+:\d+\] ", "", foreign(error)).partition(". ")[0]
 
 

@@ -115,7 +115,7 @@ def fill(model: PreTrainedModel, files: WeightFiles, keys: Mapping[str, str], de
 
 
 def _part(model: PreTrainedModel, name: str) -> tuple[slice, ...]:
-    """Of a parameter that is a slice, which rows, columns or experts it has; nothing of a whole one."""
+    """Rows, columns or experts of a parameter that is a slice; nothing for a whole one."""
     parent, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(parent)
     if (experts := part_of(module)) is not None:

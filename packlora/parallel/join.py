@@ -73,7 +73,7 @@ def join(seconds: float, timeout: float) -> bool:
 
 
 def _store(limit: timedelta) -> tuple[Store, int, int]:
-    """That of all processes, the rank of this one, and how many they are. Where torchrun has none, process 0 makes it."""
+    """Store of all processes, the rank of this one, and how many they are. Where torchrun has none, process 0 makes it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     makes = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -19,8 +19,8 @@ Wave = Sequence[Microbatch]
 MOST_IDLE = 0.05
 """Share of the devices' time that may be idle where no more of them share a job."""
 FULL = 0.9
-"""Of the room of all processes, what microbatches are planned to take: fuller ones cannot be cut evenly, and what is left over
-takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average (benchmarks/LOG.md)."""
+"""Share of the room of all processes that microbatches are planned to take: fuller ones cannot be cut evenly, and what is left
+over takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average (benchmarks/LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def slices(self) -> int:
-        """Of the base model, each of which is held by a process, or shared by rows."""
+        """Number of slices of the base model, each of which is held by a process, or shared by rows."""
         return self.tensor * self.pipeline * self.expert
 
     @property
@@ -89,13 +89,13 @@ class Layout:
         return rank // self.devices_per_job
 
     def ranks(self, group: int) -> range:
-        """Of a group; the first one leads it."""
+        """Ranks of a group; the first one leads it."""
         return range(group * self.devices_per_job, (group + 1) * self.devices_per_job)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a layout is predicted to take. waves: of the group with the most. time: until the last group is done; busy: of all
+    """Predicted times of a layout. waves: of the group with the most. time: until the last group is done; busy: of all
     devices together. Both in the unit of the cost."""
 
     layout: Layout
@@ -129,7 +129,7 @@ def predict(
     layout: Layout, planned: Sequence[Sequence[Wave]], parts: Sequence[float], cost: Callable[[Microbatch], float],
     staged: CostModel | None = None,
 ) -> Prediction:  # fmt: skip
-    """What a layout takes whose groups run these waves. A wave takes what its costliest microbatch does.
+    """Predict the times of a layout whose groups run these waves. A wave takes what its costliest microbatch does.
 
     Args:
         planned: by group, its waves, or those of its beginning.
@@ -186,9 +186,9 @@ def planned(capacity: int, size: int) -> int:
 
 
 def waves(microbatches: Sequence[Microbatch], size: int, capacity: int) -> list[list[Microbatch]]:
-    """What processes that share their jobs run at the same time: microbatches of up to `planned` tokens, each in `size` parts
-    of about the same number of tokens. Some parts are empty where there are few samples; one whose samples do not fit so makes
-    two waves or more.
+    """Group what processes that share their jobs run at the same time: microbatches of up to `planned` tokens, each in `size`
+    parts of about the same number of tokens. Some parts are empty where there are few samples; one whose samples do not fit so
+    makes two waves or more.
 
     Args:
         capacity: most tokens of a process's microbatch; no sample is longer.

@@ -44,7 +44,7 @@ def as_bytes(value: Any) -> torch.Tensor:
 
 
 def from_bytes(text: torch.Tensor) -> Any:
-    """What `as_bytes` was given."""
+    """Value that `as_bytes` was given."""
     return json.loads(text.numpy().tobytes())
 
 
@@ -60,7 +60,7 @@ class OneProcess:
     """Why there is no GPU for this process, on a machine that has some."""
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process gives, by rank; plain values, as JSON holds them."""
+        """Values that every process gives, by rank; plain values, as JSON holds them."""
         return [value]
 
     def barrier(self) -> None:
@@ -82,7 +82,7 @@ class Mesh(OneProcess):
         self.store = PrefixStore(f"packlora-{next(_runs)}", store)
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._heard: dict[int, tuple[bytes | None, float]] = {}
-        """By rank its last sign of life, and when it was first seen."""
+        """Last sign of life by rank, and when it was first seen."""
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="packlora-heartbeat", daemon=True)
         self._heart.start()

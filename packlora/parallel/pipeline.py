@@ -41,7 +41,7 @@ from packlora.parallel.replicas import Replicas
 
 
 class Kind(Enum):
-    """What a stage does for a slot."""
+    """Action of a stage for a slot."""
 
     RECEIVE_HIDDEN = "receive hidden states"
     FORWARD = "forward"
@@ -75,7 +75,7 @@ class Slot:
 
 
 def actions(stage: int, stages: int, enter: Callable[[int], Slot | None]) -> Iterator[Action]:
-    """What a stage does, in order. Each action must be done before the next one is asked for.
+    """Actions of a stage, in order. Each action must be done before the next one is asked for.
 
     Args:
         enter: asked right before the forward of a slot what is in it; None: the pipeline ends before it. All stages must be
@@ -246,7 +246,7 @@ class Links(Replicas):
         self.down.drain()
 
     def of_last(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """What the last stage has, on all stages; any floating-point tensor of three dimensions, as float64."""
+        """Tensor of the last stage, on all stages; any floating-point tensor of three dimensions, as float64."""
         size, last = torch.zeros(3, dtype=torch.int64, device=self.device), self._ranks[-1]
         if tensor is not None:
             size = torch.tensor(tensor.shape, device=self.device)
@@ -259,7 +259,7 @@ class Links(Replicas):
         return found
 
     def gather(self, value: Any) -> list[Any]:
-        """What the processes of this one's chain give, by stage; plain values, as JSON holds them."""
+        """Values that the processes of this one's chain give, by stage; plain values, as JSON holds them."""
         return self._mesh.gather_in(self._among, value)
 
     def told(self, value: Any) -> Any:
@@ -282,7 +282,7 @@ class Links(Replicas):
         return torch.stack([torch.tensor(own, dtype=torch.float64) for own in told]).amax(0)
 
     def agreed(self, totals: torch.Tensor) -> torch.Tensor:
-        """On the first stage, the largest of each element over its processes in all replicas."""
+        """Largest of each element, on the first stage, over its processes in all replicas."""
         return totals if self._ends is None else self._largest(totals, self._ends)
 
     def add_losses(self, losses: torch.Tensor) -> None:
@@ -297,8 +297,8 @@ class Links(Replicas):
         return most.tolist()
 
     def flats(self, flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """On the first stage tensors of one dimension of all stages, on the CPU; on the others their own. All of a chain call
-        it.
+        """Gather on the first stage the tensors of one dimension of all stages, on the CPU; on the others their own. All of a
+        chain call it.
 
         Args:
             sizes: by stage, the elements of its tensor.

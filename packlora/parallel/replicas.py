@@ -64,7 +64,7 @@ class Alone:
         return tensor
 
     def told(self, value: Any) -> Any:
-        """What the first process gives; plain values, as JSON holds them."""
+        """Value that the first process gives; plain values, as JSON holds them."""
         return value
 
 
@@ -146,7 +146,7 @@ class Replicas(Alone):
 
 
 def _bases(every: range, layout: Layout, timeout: timedelta) -> list[tuple[dist.ProcessGroup, list[dist.ProcessGroup]]]:
-    """Of the processes of a group those that hold a base model together, and of these, by slice, those that share its rows.
+    """Groups of the processes that hold a base model together, and of these, by slice, those that share its rows.
     None where each holds all rows."""
     each, together = layout.slices, layout.devices_per_base
     if not layout.sharded:

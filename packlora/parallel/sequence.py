@@ -25,7 +25,7 @@ from packlora.parallel.collectives import all_tokens, copied, joined_tokens, own
 
 
 class TokenSlices:
-    """What layers and blocks of one model share: whether the tokens of the forward that is running are apart."""
+    """State that layers and blocks of one model share: whether the tokens of the forward that is running are apart."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -81,14 +81,14 @@ def stands_in_layer(block: str) -> bool:
 
 
 def _first(output: Any, change: Through) -> Any:
-    """What a module gives, its hidden states changed: the output, or the first one."""
+    """Output of a module with its hidden states changed: the output, or the first one."""
     return change(output) if isinstance(output, torch.Tensor) else (change(output[0]), *output[1:])
 
 
 def with_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Through
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a module is called with, its hidden states changed: the first argument, or the keyword hidden_states."""
+    """Arguments of a module with its hidden states changed: the first argument, or the keyword hidden_states."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))

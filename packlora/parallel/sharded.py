@@ -168,7 +168,7 @@ class Shards:
                 buffer.copy_(files.read(keys[name]))
 
     def _read(self, files: WeightFiles, key: str, name: str, rows: slice) -> torch.Tensor:
-        """Of a parameter these rows."""
+        """Read these rows of a parameter."""
         owner, _, leaf = name.rpartition(".")
         layer = self.model.get_submodule(owner)
         if isinstance(layer, FrozenLinear) and leaf == "weight":
@@ -244,12 +244,12 @@ def run_nobody(model: PreTrainedModel, device: torch.device, attached: Attached,
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """Of one dimension, the processes of a group."""
+    """Mesh of one dimension over the processes of a group."""
     return DeviceMesh.from_group(group, device.type)
 
 
 def rows_of(part: tuple[slice, ...], rows: slice) -> tuple[slice, ...]:
-    """Of a part of a weight these rows, counted from its first one."""
+    """Read these rows of a part of a weight, counted from its first one."""
     first = part[0].start or 0 if part else 0
     return (slice(first + rows.start, first + rows.stop), *part[1:])
 

@@ -106,8 +106,8 @@ class Stage(InMemory):
         return SimpleNamespace(logits=self.links.of_last(None))
 
     def crosses(self, model: PreTrainedModel, pack: Pack, n: int) -> bool:
-        """As proof.gradient_crosses, which tokens of a stage's layers would have to show on one stage at least. All stages call
-        it, each looks at its own layers."""
+        """Check as proof.gradient_crosses does, which tokens of a stage's layers would have to show on one stage at least. All
+        stages call it, each looks at its own layers."""
         ids, positions, lengths, _ = pack.inputs
         hidden = None
         if not self.links.is_first:
@@ -132,7 +132,8 @@ class Stage(InMemory):
         self, model: PreTrainedModel, ids_T: torch.Tensor, positions_T: torch.Tensor, lengths: Sequence[int],
         rows_L: torch.Tensor,
     ) -> torch.Tensor | None:  # fmt: skip
-        """As packed_logits on the last stage, None elsewhere. All stages call it; microbatches may be on their way."""
+        """Logits as of packed_logits on the last stage, None elsewhere. All stages call it; microbatches may be on their
+        way."""
         shape = (1, len(ids_T), self.width)
         with self.given(None if self.links.is_first else self.links.up.receive(shape, self.dtype)):
             if self.links.is_last:
@@ -144,7 +145,7 @@ class Stage(InMemory):
         return None
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the first layer here is given, in the place of hidden states of nobody."""
+        """Give the first layer here its input in the place of hidden states of nobody."""
         if self._in_step:
             return self.links.up.receive(hidden.shape, hidden.dtype)
         return hidden if self._incoming is None else self._incoming
@@ -160,7 +161,7 @@ class Stage(InMemory):
 
 
 class Elsewhere(torch.nn.Module):
-    """In the place of a layer that is on another stage.
+    """Stand-in for a layer that is on another stage.
 
     Args:
         layer: which it is, on the meta device; what the model asks it for beside its forward is kept.
@@ -183,7 +184,7 @@ class Elsewhere(torch.nn.Module):
 
 
 class NoEmbedding(torch.nn.Module):
-    """In the place of the embedding: hidden states of nobody."""
+    """Stand-in for the embedding: hidden states of nobody."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class NoEmbedding(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Of its shape, dtype and device, which some models ask for; without memory."""
+        """Weight of its shape, dtype and device, which some models ask for; without memory."""
         return self.get_buffer("_zero").expand(self._shape)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -263,7 +264,8 @@ def _share(run: Run, model: PreTrainedModel, beside: ProcessGroup, layers: Proce
 
 
 def _keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
-    """By the name of every tensor of the model that is read, its key in the files; tied ones that are there once share it."""
+    """Map the name of every tensor of the model that is read to its key in the files; tied ones that are there once share
+    it."""
     keys = keys_of(model, files)
     tied = {
         id(parameter): keys[name] for name, parameter in model.named_parameters(remove_duplicate=False) if name in keys
@@ -354,7 +356,7 @@ def _alike(x: Any, y: Any) -> bool:
 
 
 def ends_of(model: PreTrainedModel) -> dict[str, bool]:
-    """By path the modules that run before the first layer of the decoder, or behind the last one, and so belong to the first or
+    """Modules by path that run before the first layer of the decoder, or behind the last one, and so belong to the first or
     the last stage: whether they run behind. Modules inside of layers are none of them.
 
     Args:
@@ -381,7 +383,8 @@ def ends_of(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def across_stages(adapters: Sequence[Adapter], links: Links) -> dict[str, AcrossStages]:
-    """By job, from the adapters of all jobs on this stage. All processes of the group call it."""
+    """Parts of jobs over the stages, by job, from the adapters of all jobs on this stage. All processes of the group call
+    it."""
     told = links.gather([adapter.whole_shapes for adapter in adapters])
     return {
         adapter.name: AcrossStages(adapter, links, [own[number] for own in told])

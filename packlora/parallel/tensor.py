@@ -50,7 +50,8 @@ STYLES: dict[str, tuple[Dim, bool]] = {
     "colwise_gather_output": (0, True), "colwise_rep": (0, True),
     "rowwise_split_input": (1, True), "rowwise_rep": (1, True),
 }  # fmt: skip
-"""By transformers' name, newer and older: which dimension of W is cut, and whether what is outside of the layer is whole."""
+"""Styles by transformers' name, newer and older: which dimension of W is cut, and whether what is outside of the layer is
+whole."""
 WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
 """Styles that are not looked at: of embeddings, which vocabulary.py cuts, and of what stays whole."""
 EXPERTS = "moe_tp_experts"
@@ -164,7 +165,7 @@ def _shard_of(cut: _Cut, group: dist.ProcessGroup, degree: int, rank: int, token
 
 
 def _cuts(model: PreTrainedModel, degree: int) -> dict[str, _Cut]:
-    """By path, the layers of the plan that are cut."""
+    """Layers of the plan that are cut, by path."""
     what = _what(degree)
     kind, plan, head = model.config.model_type, model.tp_plan or {}, model.get_output_embeddings()
     modules, cuts, experts = dict(model.named_modules()), {}, experts_of(model)
@@ -195,7 +196,7 @@ def _block(path: str) -> str:
 
 
 def _styles(names: list[str], plan: Mapping[str, str]) -> dict[str, str]:
-    """By name, for those that a pattern of the plan means; * stands for one part of a name."""
+    """Styles by name for the modules that a pattern of the plan means; * stands for one part of a name."""
     patterns = {re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")): style for pattern, style in plan.items()}
     return {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(name)}
 
@@ -250,7 +251,7 @@ def _count_heads(model: PreTrainedModel, block: str, cuts: Mapping[str, _Cut], d
 def _enter(
     enter: Through, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a block is called with, its input as its layers read it."""
+    """Arguments of a block with its input as its layers read it."""
     return with_input(args, kwargs, enter)
 
 

@@ -79,7 +79,7 @@ def _embedded(own_words: Forward, part: VocabularyPart, group: dist.ProcessGroup
 def _all_logits(
     own_words: Forward, part: VocabularyPart, group: dist.ProcessGroup, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Those of all words, from those of the words that are here."""
+    """Gather the logits of the whole vocabulary from the slices of the ranks."""
     share = pad(own_words(copied(hidden, group)), (0, part.share - part.count))
     whole, degree = gathered(share, group), dist.get_world_size(group)
     fewer = degree * part.share - part.words  # processes with a word less, which come last

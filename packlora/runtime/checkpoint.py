@@ -70,7 +70,7 @@ class _File(_Strict):
 
 
 class Manifest(_Strict):
-    """What a folder holds. run: the run's id; step: the optimizer steps that the job had done."""
+    """Content of a folder. run: the run's id; step: the optimizer steps that the job had done."""
 
     run: str
     job: str
@@ -374,7 +374,7 @@ def _ended(folder: Path, job: Job, run: str) -> bool:
 
 
 def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool, is_judged: bool) -> str | None:
-    """Of files that have been checked. sent_back: a job that was asked to end goes on all the same.
+    """Restore a job from files that have been checked. sent_back: a job that was asked to end goes on all the same.
 
     Returns:
         What the user should know.
@@ -461,7 +461,7 @@ def _restore_optimizer(file: Path, job: Job) -> None:
 
 
 def _take_slices(file: Path, job: Job, state: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Of whole moments by parameter those of what is here, in place."""
+    """Cut whole moments by parameter to what is here, in place."""
     shapes = job.adapter.whole_shapes
     for name, moments in state.items():
         for leaf, value in moments.items():

@@ -51,14 +51,14 @@ class Work:
         self._prepared = prepared
 
     def staged(self, layout: Layout) -> CostModel | None:
-        """Of the stages of a layout's pipelines; None where it has none."""
+        """Profile of the stages of a layout's pipelines; None where it has none."""
         if layout.pipeline == 1:
             return None
         experts_on = 1 if layout.exchange else layout.expert
         return profiler.planning_cost(self._prepared.run, self._prepared, layout.pipeline, experts_on)
 
     def jobs(self) -> dict[str, float]:
-        """By job, of all its samples on one device, with its share of what is fixed for a microbatch."""
+        """Seconds by job of all its samples on one device, with its share of what is fixed for a microbatch."""
         each = self.fixed / self._prepared.budget
         return {
             job.data.name: job.data.total(self.samples[job.data.name] + each * job.data.planned.lengths)
@@ -66,19 +66,19 @@ class Work:
         }
 
     def of(self, microbatch: Microbatch) -> float:
-        """Of a microbatch; 0 of a no-op."""
+        """Seconds of a microbatch; 0 of a no-op."""
         if microbatch.is_noop:
             return 0.0
         return self.fixed + sum(self._sample(placed.job, placed.sample) for placed in microbatch.samples)
 
     def _sample(self, job: str, number: int) -> float:
-        """Of a stream, the first samples stand for all."""
+        """Sample of a job; of a stream the first samples stand for all."""
         known = self.samples[job]
         return float(known[number % len(known)])
 
 
 def _seconds(prepared: PreparedRun, job: PreparedJob, experts_on: int) -> np.ndarray:
-    """Of each sample of a job."""
+    """Seconds of each sample of a job."""
     cost = profiler.planning_cost(prepared.run, replace(prepared, jobs=[job]), experts_on=experts_on)
     lengths = job.data.planned.lengths.astype(np.float64)
     layers = cost.per_token * lengths + cost.per_token_squared * lengths**2
@@ -100,7 +100,7 @@ class Spread:
 
     @property
     def fullest(self) -> list[int]:
-        """By group, tokens of its fullest microbatch; 0 where it has no jobs."""
+        """Tokens of the fullest microbatch by group; 0 where it has no jobs."""
         return [max((one.num_tokens for wave in own for one in wave), default=0) for own in self.waves]
 
     def predict(self, cost: Callable[[Microbatch], float], staged: CostModel | None = None) -> Prediction:
@@ -151,7 +151,7 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
 
 
 def _as_asked(prepared: PreparedRun) -> str:
-    """Which key of the run file leaves one layout."""
+    """Key of the run file that leaves one layout."""
     parallel = prepared.run.parallel
     if parallel.shard_base is True:
         return "parallel.shard_base is true"
@@ -163,7 +163,8 @@ def _as_asked(prepared: PreparedRun) -> str:
 def _choose_in_parts(
     prepared: PreparedRun, known: Profile, work: Work, parts: list[Layout], whole: int
 ) -> Choice | None:  # fmt: skip
-    """Of layouts whose devices hold a part of the base model each the one that is done first; None where none needs less.
+    """Choose, among layouts whose devices hold a part of the base model each, the one that is done first; None where none needs
+    less.
 
     Args:
         whole: bytes that a whole one takes, which no device has.
@@ -198,7 +199,7 @@ def _words(layout: Layout) -> str:
 def seconds_of(
     prepared: PreparedRun, layout: Layout, cost: Callable[[Microbatch], float]
 ) -> Callable[[Microbatch], float]:
-    """What a microbatch takes in a layout without stages, where one device takes `cost` of it in seconds: an equal part on each
+    """Seconds of a microbatch in a layout without stages, where one device takes `cost` of it in seconds: an equal part on each
     of the devices that hold a layer together, and messages, which are taken to overlap with nothing."""
     tensor, waits = layout.tensor, gather_seconds(prepared, layout)
     adding = 0.0 if tensor == 1 else _adding_up(prepared, tensor)
@@ -206,8 +207,8 @@ def seconds_of(
 
 
 def gather_seconds(prepared: PreparedRun, layout: Layout) -> float:
-    """Of a wave, for gathering layers in the forward and again in the backward, of devices that hold a slice each if the layers
-    are cut, and for copying their parts from the host where they are kept there."""
+    """Seconds of a wave for gathering layers in the forward and again in the backward, of devices that hold a slice each if the
+    layers are cut, and for copying their parts from the host where they are kept there."""
     if not layout.sharded:
         return 0.0
     held = base_bytes(prepared)[0] - elsewhere_bytes(prepared, layout)
@@ -216,20 +217,20 @@ def gather_seconds(prepared: PreparedRun, layout: Layout) -> float:
 
 
 def host_bytes(prepared: PreparedRun, layout: Layout) -> int:
-    """Of the base model, what each device keeps on its host."""
+    """Bytes of the base model that each device keeps on its host."""
     if not (layout.sharded and prepared.run.parallel.offload_base):
         return 0
     return (_layer_bytes(prepared)[0] - elsewhere_bytes(prepared, layout)) // (layout.tensor * layout.shard)
 
 
 def elsewhere_bytes(prepared: PreparedRun, layout: Layout) -> int:
-    """Of the experts, those of other devices that hold them together with one."""
+    """Bytes of the experts of other devices that hold them together with one."""
     return _expert_bytes(prepared) * (layout.expert - 1) // layout.expert
 
 
 def _adding_up(prepared: PreparedRun, tensor: int) -> float:
-    """Of a token, for adding up what devices that hold a layer together have of its hidden states: after attention and after
-    the feed-forward, forward and backward, and once more where the forward is computed again."""
+    """Seconds of a token for adding up what devices that hold a layer together have of its hidden states: after attention and
+    after the feed-forward, forward and backward, and once more where the forward is computed again."""
     shape, times = prepared.shape, 3 if prepared.run.gradient_checkpointing else 2
     width: int = getattr(torch, prepared.run.dtype).itemsize
     token = shape.hidden * width * 2 * (tensor - 1) / tensor
@@ -237,7 +238,7 @@ def _adding_up(prepared: PreparedRun, tensor: int) -> float:
 
 
 def _choose_as_asked(predictions: list[Prediction], asked: int | str) -> Choice:
-    """Of layouts of which as much of the base model is on a device as the run file asks for."""
+    """Choose among layouts with as much of the base model on a device as the run file asks for."""
     if asked != "auto":
         return Choice(predictions[0].layout, f"parallel.devices_per_job is {asked}")
     taken = layouts.choose(predictions)
@@ -316,8 +317,8 @@ def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
 
 
 def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
-    """Those in which devices hold a part of the rows of every weight each, where that is left to us: over all of them, and over
-    every smaller number. Each job is on as few devices as leave none without a job.
+    """Layouts in which devices hold a part of the rows of every weight each, where that is left to us: over all of them, and
+    over every smaller number. Each job is on as few devices as leave none without a job.
 
     Args:
         work: by job, what it is predicted to take.
@@ -334,7 +335,7 @@ def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
 
 
 def _fewest(every: list[Layout], asked: int | str) -> list[Layout]:
-    """Of the layouts that have as many devices per job as is asked for, the first that leaves none without a job."""
+    """Choose, of the layouts that have as many devices per job as is asked for, the first that leaves none without a job."""
     own = [one for one in every if asked in ("auto", one.devices_per_job)]
     return [one for one in own if all(one.groups)][:1]
 
@@ -343,9 +344,9 @@ def _fewest(every: list[Layout], asked: int | str) -> list[Layout]:
 
 
 def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool = False) -> int:
-    """Of the device of a layout that needs the most. A device holds its own jobs alone; a stage of a pipeline its part of them
-    and of the base model, and parts of as many microbatches as there are stages; a device of several that hold layers together
-    its slice of the base model, and all of the microbatch unless these share its tokens, which is more than it is.
+    """Bytes of the device of a layout that needs the most. A device holds its own jobs alone; a stage of a pipeline its part of
+    them and of the base model, and parts of as many microbatches as there are stages; a device of several that hold layers
+    together its slice of the base model, and all of the microbatch unless these share its tokens, which is more than it is.
 
     Args:
         first: with the fewest tokens to a microbatch that the profiler would choose, where that is left to it.
@@ -385,14 +386,14 @@ def _at_ends(prepared: PreparedRun, names: Collection[str]) -> int:
 
 
 def base_bytes(prepared: PreparedRun) -> tuple[int, int]:
-    """Of the base model; and, where it is sharded, of what is whole on a device at a time: two layers, the embedding, the norms
-    and the output layer."""
+    """Bytes of the base model; and, where it is sharded, of what is whole on a device at a time: two layers, the embedding, the
+    norms and the output layer."""
     layers, others = _layer_bytes(prepared)
     return layers + others, others + 2 * layers // prepared.shape.layers
 
 
 def _layer_bytes(prepared: PreparedRun) -> tuple[int, int]:
-    """Of the linear layers of the base model, some of which may be codes, with the experts; and of all else."""
+    """Bytes of the linear layers of the base model, some of which may be codes, with the experts; and of all else."""
     shape, width, (numbers, codes) = prepared.shape, getattr(torch, prepared.run.dtype).itemsize, prepared.in_codes
     experts = _expert_bytes(prepared)
     linear = (shape.linear_parameters - numbers) * width + codes
@@ -413,7 +414,7 @@ def spread(prepared: PreparedRun, layout: Layout) -> Spread:
 
 
 def _waves(prepared: PreparedRun, names: tuple[str, ...], layout: Layout) -> tuple[list[Wave], float]:
-    """Of the jobs of a group, and the part of their tokens that they are."""
+    """Waves of the jobs of a group, and the part of their tokens that they are."""
     jobs = [job.data for job in prepared.jobs if job.data.name in names]
     if not jobs:
         return [], 1.0

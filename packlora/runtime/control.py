@@ -30,7 +30,7 @@ from packlora.report.events import Event, RunEnded, WindowPlanned
 FOLDER = "control"
 NAME = re.compile(r"request-([0-9a-f]{16})\.json", re.ASCII)
 MOST_BYTES = 8 * 2**20
-"""Of a request."""
+"""Largest size of a request."""
 POLL_S, LOOK_S = 0.1, 3.0
 """Seconds between two looks for the answer, and for the run that is to give it."""
 
@@ -68,7 +68,7 @@ _REQUEST: TypeAdapter[Add | StopJob | Clone] = TypeAdapter(Request)
 
 
 class Answer(_Strict):
-    """What became of a request, in a sentence."""
+    """Outcome of a request, in a sentence."""
 
     accepted: bool
     text: str
@@ -89,7 +89,7 @@ class Asked:
 
 
 def asked_from(tree: Sequence[Any]) -> Asked:
-    """What `Asked.to_json` gave."""
+    """Request that `Asked.to_json` gave."""
     number, request = tree
     return Asked(number, request if isinstance(request, str) else _REQUEST.validate_python(request))
 
@@ -101,7 +101,7 @@ class Control:
         self.folder = output_dir / FOLDER
 
     def asked(self) -> list[Asked]:
-        """Those that have no answer yet, the oldest first."""
+        """Requests that have no answer yet, the oldest first."""
         found = []
         with contextlib.suppress(OSError):
             for path in [] if self.folder.is_symlink() or not self.folder.is_dir() else self.folder.iterdir():
@@ -111,7 +111,7 @@ class Control:
         return [Asked(number, _read(self._request(number))) for _, number in sorted(found)]
 
     def answer(self, number: str, accepted: bool, text: str) -> None:
-        """What cannot be written costs the answer alone."""
+        """Write an answer. A failure costs the answer alone."""
         with contextlib.suppress(OSError, ValueError):
             write_json(self._answer(number), Answer(accepted=accepted, text=text).model_dump())
             self._request(number).unlink(missing_ok=True)

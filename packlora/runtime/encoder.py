@@ -76,7 +76,7 @@ class Encoder:
     def _streamed(
         self, job: JobConfig, spec: AdapterSpec, eval_rows: list[Rows], budget: int, told: Told
     ) -> tuple[PreparedJob, list[str]]:
-        """As `job`, of one whose rows are read in training."""
+        """Prepare a job whose rows are read in training; see `job`."""
         from packlora.data import stream as streams
 
         seed, size, own = self.run.seed_of(job), job.train.global_batch_size, job.data
@@ -153,7 +153,7 @@ class Reader:
         self._known: dict[tuple[str, str, bool], Rows] = {}
 
     def rows(self, job: JobConfig) -> list[Rows]:
-        """Of each of a job's sources; none of those that are read in training."""
+        """Rows of each of a job's sources; none of those that are read in training."""
         return [] if job.data.streaming else [self._rows(path, job) for path, _ in job.data.sources]
 
     def held_out(self, job: JobConfig) -> list[Rows]:
@@ -172,7 +172,7 @@ class Reader:
 
 
 def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]:
-    """What was cut or left out of a job's data, and what else should be known of its rows."""
+    """Notes on what was cut or left out of a job's data, and what else should be known of its rows."""
     out = []
     for what, part in (("training", encoded), ("held-out", eval_encoded)):
         if part.truncated:
@@ -209,7 +209,7 @@ def _check_scheduler(job: JobConfig, data: JobData) -> None:
 
 
 def _doubts(job: JobConfig, data: JobData, objective: Objective) -> list[str]:
-    """What can be trained, but is hardly meant."""
+    """Doubts about what can be trained, but is hardly meant."""
     train, out = job.train, []
     if (warmup := train.warmup_of(data.configured_steps)) >= data.configured_steps and train.warmup_steps:
         out.append(

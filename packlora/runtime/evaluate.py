@@ -61,7 +61,7 @@ class HeldOut:
 
     @property
     def line(self) -> dict[str, float | None]:
-        """Of a log history, by TRL's names; null for what is not finite."""
+        """Line of a log history, by TRL's names; null for what is not finite."""
         told = {"loss": self.loss} | dict(self.metrics)
         return {f"eval_{key}": value if math.isfinite(value) else None for key, value in told.items()}
 
@@ -72,14 +72,14 @@ class Evaluator:
     def __init__(self, forwards: Forwards, jobs: Sequence[Job], every: int) -> None:
         self.forwards, self.every = forwards, every
         self._known: dict[str | None, tuple[dict[int, np.ndarray], list[Sample]]] = {}
-        """By the adapter of the reference, see JobForwards."""
+        """Known values by the adapter of the reference, see JobForwards."""
         self.losses: dict[tuple[str, int], float | None] = {
             (job.name, line["step"]): line["eval_loss"]
             for job in jobs
             for line in job.log_history
             if "eval_loss" in line
         }
-        """By job and step; None where an earlier session found one that was not finite."""
+        """Losses by job and step; None where an earlier session found one that was not finite."""
 
     def is_due(self, job: Job) -> bool:
         if job.status != "running" or (job.name, job.step) in self.losses:

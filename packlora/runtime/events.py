@@ -26,7 +26,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.asked = False
         self.signal: int | None = None
-        """What asked for it; None where a subscriber did."""
+        """Signal that asked for it; None where a subscriber did."""
         self.jobs: dict[str, str] = {}
         """Jobs that are to end, with who asks for it and why; whoever sees to one takes it out."""
 
@@ -90,7 +90,7 @@ class Emitter:
 
 
 def name_of(subscriber: Subscriber) -> str:
-    """Of a function, or of the class of an object."""
+    """Name of a function, or of the class of an object."""
     named = subscriber if inspect.isroutine(subscriber) or inspect.isclass(subscriber) else type(subscriber)
     return named.__qualname__.rpartition("<locals>.")[2]
 

@@ -57,7 +57,7 @@ def make_output(folder: Path) -> None:
 
 @contextlib.contextmanager
 def unmake_folder(folder: Path) -> Iterator[None]:
-    """What fails leaves no trace: an output folder that was made for this run goes again if nothing was written to it."""
+    """Leave no trace of a failure: an output folder that was made for this run goes again if nothing was written to it."""
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         yield
@@ -110,7 +110,7 @@ class OutputFolder:
         self._kept = KeptFolder(path)
         self._writer = concurrent.futures.ThreadPoolExecutor(WRITERS, "checkpoints")
         self._writing: dict[str, concurrent.futures.Future[tuple[int, Path]]] = {}
-        """By job, a checkpoint that was not told of, its step and folder; the oldest first."""
+        """Checkpoints by job that were not told of, its step and folder; the oldest first."""
         self._alone = threading.Lock()
         self._untidy: set[str] = set()
         """Jobs with files that could not be removed, as was told."""
@@ -243,7 +243,7 @@ class OutputFolder:
             raise
 
     def _write(self, job: Job, step: int, write: Callable[[Path], T]) -> T:
-        """What fails is tried once more, without the leftovers that take up space and while nothing else is tried again."""
+        """Try a failed write once more, without the leftovers that take up space and while nothing else is tried again."""
         folder = self.of(job)
         self._kept.check()
         try:

@@ -43,7 +43,7 @@ class Forwards:
     def over(
         self, samples: Samples, owners: Mapping[str, int], wants_logps: Collection[str] = ()
     ) -> dict[str, Found] | None:
-        """What is found of each name's samples, in microbatches of its own: which others there are changes no bit of it.
+        """Run each name's samples, in microbatches of its own: which others there are changes no bit of it.
 
         Args:
             samples: by name.

@@ -56,14 +56,14 @@ Buffers = Mapping[int, Sequence[tuple[torch.nn.Parameter, torch.Tensor]]]
 
 
 class Shape(NamedTuple):
-    """What microbatches that share a graph have in common: their sizes, rounded up."""
+    """Sizes, rounded up, of the microbatches that share a graph."""
 
     tokens: int
     samples: int
 
     @staticmethod
     def of(lengths: Sequence[int], budget: int) -> Shape:
-        """That of samples of so many tokens. budget: most tokens that microbatches are planned with."""
+        """Shape of samples of so many tokens. budget: most tokens that microbatches are planned with."""
         tokens = sum(lengths)
         step = max(_power(max(tokens, budget)) // (2 * STEPS), LEAST_TOKENS // STEPS)
         total = max(-(-tokens // step) * step, LEAST_TOKENS)
@@ -77,7 +77,7 @@ def _power(number: int) -> int:
 
 
 class Gradients:
-    """Where the gradients of parameters are added up, at addresses that stay.
+    """Buffers at fixed addresses in which the gradients of parameters are added up.
 
     Args:
         buffers: by adapter, pairs of a parameter and the tensor that its gradients are added to.
@@ -108,7 +108,7 @@ class Gradients:
 
 
 class Room:
-    """Where the gradient of the hidden states lies, for all shapes: one microbatch runs at a time."""
+    """Buffer for the gradient of the hidden states, for all shapes: one microbatch runs at a time."""
 
     def __init__(self) -> None:
         self.storage: torch.Tensor | None = None
@@ -151,7 +151,7 @@ class Body:
         self._forward: Callable[[], None] | None = None
         self._backward: Callable[[], None] | None = None
         self._reached: list[bool] = []
-        """Which parameters the backward reaches."""
+        """Parameters that the backward reaches."""
         self.ran = False
         """Both have run, so whatever is made at first calls is there."""
 
@@ -304,7 +304,7 @@ class GraphedDevice:
         self._new_recorder = recorder
         self._recorder: Any = None
         self._bodies: dict[Shape, Body] = {}
-        """By shape, the one used last at the end."""
+        """Bodies by shape, the one used last at the end."""
         self._checked = 0
         """Microbatches that have run without a graph; the second shows whether the host waits for the device anywhere."""
         self._waiting = False
@@ -338,7 +338,7 @@ class GraphedDevice:
         return self.single.forward(parts)
 
     def _attempt(self, compute: Callable[[], T]) -> T | None:
-        """What `compute` returns; None where that goes without graphs alone. Nothing refers to the error then, nor to what it
+        """Result of `compute`; None where that goes without graphs alone. Nothing refers to the error then, nor to what it
         held in memory."""
         try:
             with one_error_for_memory():
@@ -473,7 +473,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _nothing_waits(device: torch.device, checked: bool) -> Iterator[None]:
-    """Where it is checked, a RuntimeError for whatever lets the host wait for the device, which no graph can hold."""
+    """Raise, where it is checked, a RuntimeError for whatever lets the host wait for the device, which no graph can hold."""
     if not checked or device.type != "cuda":
         yield
         return
@@ -510,7 +510,7 @@ def graphed(
 
 
 def buffers_of(jobs: Sequence[Job]) -> Buffers:
-    """Where the gradients of jobs are added up, see Gradients."""
+    """Buffers in which the gradients of jobs are added up, see Gradients."""
     return {
         job.adapter.number: [
             (job.state.parameters[name], buffer) for name, buffer in job.state.gradient_buffers().items()
@@ -526,7 +526,7 @@ def columns_of(jobs: Sequence[Job]) -> dict[str, torch.dtype]:
 
 
 def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
-    """What is known beforehand; None where microbatches are tried."""
+    """Reason against graphs that is known beforehand; None where microbatches are tried."""
     if base.device.type != "cuda":
         return f"there are none on {base.device.type}"
     if base.form is not None:

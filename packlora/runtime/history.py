@@ -27,8 +27,8 @@ NAME = re.compile(r"\d{1,16}-([0-9a-f]{64})\.jsonl", re.ASCII)
 
 @dataclass(slots=True)
 class Pieces:
-    """What of a job's log history is in pieces: so many lines from the first one on, and the name of the newest piece. lost:
-    step up to which it could not be read; what the logs say of these steps stays."""
+    """Part of a job's log history that is in pieces: so many lines from the first one on, and the name of the newest piece.
+    lost: step up to which it could not be read; what the logs say of these steps stays."""
 
     lines: int = 0
     newest: str | None = None

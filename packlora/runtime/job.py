@@ -34,7 +34,7 @@ USUAL_RATE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step of a job did."""
+    """Result of one optimizer step of a job."""
 
     step: int
     """Counted from 1."""
@@ -43,7 +43,7 @@ class StepResult:
     lr: float
     tokens: int
     notice: str | None = None
-    """What a person should know about it."""
+    """Note for a person."""
 
 
 def learning_rates(config: TrainConfig, num_steps: int) -> Any:
@@ -66,15 +66,15 @@ class Judged:
 
 
 def sign_of(metric: str) -> float:
-    """That makes of a held-out metric what is the better the lower it is."""
+    """Sign that makes a held-out metric the better the lower it is."""
     return -1.0 if metric in HIGHER_IS_BETTER else 1.0
 
 
 def judged(
     log_history: Iterable[Mapping[str, Any]], train: TrainConfig, last: int, before: Judged | None = None
 ) -> Judged:
-    """As transformers' EarlyStoppingCallback counts: an evaluation that is better than the best, though not by more than the
-    threshold, is the best from then on, and counts as no better.
+    """Count as transformers' EarlyStoppingCallback does: an evaluation that is better than the best, though not by more than
+    the threshold, is the best from then on, and counts as no better.
 
     Args:
         last: the last of the configured steps. Evaluations after others than this and multiples of eval_steps do not count:
@@ -134,7 +134,7 @@ class IdleSteps:
         self.learning_rate, self.count = learning_rate, 0
 
     def notice(self, result: StepResult, largest: float, changed: bool, is_last: bool) -> str | None:
-        """That the job goes on without learning, said once.
+        """Note that the job goes on without learning, said once.
 
         Args:
             largest: parameter of the adapter.
@@ -190,7 +190,7 @@ class Job:
     log_history: list[dict[str, Any]] = field(default_factory=list)
     pieces: Pieces = field(default_factory=Pieces)
     prompts: Sequence[Prompt] = ()
-    """That it is asked when it is evaluated."""
+    """Prompts that it is asked when it is evaluated."""
     joined: int = 0
     """Round of its first global batch."""
     left: int | None = None
@@ -202,7 +202,7 @@ class Job:
         dropout, seed = self.adapter.spec.peft.lora_dropout, self.data.seed
         self.dropout_key = stable_hash("dropout", seed) if dropout else None
         self.learning = Learning(train, self.data, self.eval_samples, self.router_coefficient)
-        """What it learns."""
+        """Objective of the job over its data."""
         self.state = AdapterState(self.adapter, train, 1 + self.learning.num_metrics, self.grad_scale)
         self.best: torch.Tensor | None = None
         """adapter.flat of the best evaluation after a step, where it is to be the result."""

@@ -77,7 +77,7 @@ def place(jobs: Sequence[Job], changes: Sequence[Change]) -> None:
 
 
 def off(jobs: Sequence[Job], given: int) -> list[Job]:
-    """Those that have ended and left before round `given`."""
+    """Jobs that have ended and left before round `given`."""
     return [job for job in jobs if job.left is not None and job.left <= given and job.status != "running"]
 
 
@@ -121,9 +121,9 @@ class Members:
         self.record, self.changes, self.output_dir = record, list(changes), output_dir
         self._choosers: dict[Ask, PlanChooser] = {chooser.ask: chooser for chooser in single.attached.choosers}
         self._number = 0
-        """Of the adapter that is attached next."""
+        """Number of the adapter that is attached next."""
         self.doubts: list[str] = []
-        """Of jobs that were checked last: what can be trained, but is hardly meant."""
+        """Doubts about the jobs that were checked last: what can be trained, but is hardly meant."""
 
     def take_off(self, jobs: list[Job], given: int) -> list[Job]:
         """Take jobs that have ended and left off the model, and out of `jobs`. Returns them."""
