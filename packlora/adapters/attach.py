@@ -83,7 +83,7 @@ class Adapter:
 
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all of them by name, also where other processes have them, or slices of them."""
+        """Shapes of all whole parameters by name, also where other processes have them, or slices of them."""
         return dict(self.elsewhere) | {
             f"{path}/{name}": weights.whole_shape(name, parameter.shape)
             for path, weights in self.weights.items()
@@ -106,7 +106,7 @@ class Adapter:
 
     @property
     def on_experts(self) -> int:
-        """Those of them that are on experts."""
+        """Number of them that are on experts."""
         experts = {path for path, module in self.spec.modules.items() if module.kind == "experts"}
         shapes = self.whole_shapes.items()
         return sum(math.prod(shape) for name, shape in shapes if name.rpartition("/")[0] in experts)
@@ -212,7 +212,7 @@ def is_linear(spec: ModuleSpec) -> bool:
 
 
 def _layers_of(spec: AdapterSpec, paths: Iterable[str]) -> list[str]:
-    """Those that get layers of their own: all but experts."""
+    """Modules that get layers of their own: all but experts."""
     return [path for path in paths if spec.modules[path].kind != "experts"]
 
 
@@ -229,11 +229,11 @@ def adapted_layers(model: PreTrainedModel) -> Layers:
 
 
 AdaptedHead = (AdaptedLinear, Routed)
-"""What stands in the place of an output layer on which a job trains something."""
+"""Layers that replace an output layer on which a job trains something."""
 
 
 def trained_on(layer: AdaptedLinear | Routed) -> dict[int, AdapterWeights | RoutedWeights]:
-    """What jobs train on a module, in either way, by the adapter's number."""
+    """Weights that jobs train on a module, in either way, by the adapter's number."""
     found: dict[int, AdapterWeights | RoutedWeights] = dict(layer.adapters)
     if isinstance(layer, Routed):
         found |= layer.inner.adapters if isinstance(layer.inner, AdaptedLinear) else {}
@@ -246,7 +246,7 @@ def _parent(path: str) -> str:
 
 
 def _write_first_values(model: PreTrainedModel, attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
-    """Those that are made of the frozen layers, of adapters with these numbers."""
+    """Write the first values that are made of the frozen layers, of adapters with these numbers."""
     kinds = {path: [linear for at, linear in layers if at == path] for path, _ in layers}
     made = [
         first

@@ -1,4 +1,4 @@
-"""What a layer keeps from call to call of the groups of siblings that are computed by one call of the operator.
+"""Cache of a layer, from call to call, for the groups of siblings that are computed by one call of the operator.
 
 Jobs' layers and PEFT's own keep it alike. What is made of the operands is the operator's business
 (ops/lora_linear/prepared.py); here is kept for which layers it was made.

@@ -43,7 +43,7 @@ def continued_config(adapter: AdapterConfig, base_model: str, revision: str | No
 
 
 def _wanted(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:
-    """What a run file asks for, with the start of the folder where it names none."""
+    """Settings that a run file asks for, with the start of the folder where it names none."""
     start = continued_start(adapter)
     if start is not None and "init_lora_weights" not in adapter.model_fields_set:
         adapter = adapter.model_copy(update={"init_lora_weights": start})
@@ -123,7 +123,7 @@ def continued_start(adapter: AdapterConfig) -> str | None:
 
 
 def start_note(adapter: AdapterConfig) -> str | None:
-    """What to say of a folder of `init_from` that began with what is in the weights of its base."""
+    """Note on a folder of `init_from` that began with what is in the weights of its base."""
     if adapter.init_from is None or (start := read_start(adapter.init_from)) is None:
         return None
     if continued_start(adapter) is None:

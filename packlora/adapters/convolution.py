@@ -21,7 +21,7 @@ from torch.nn import functional as F
 CONVOLVE: dict[type, Callable[..., torch.Tensor]] = {
     nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d,
 }  # fmt: skip
-"""What computes each kind of layer that can be adapted."""
+"""Functions that compute each kind of layer that can be adapted."""
 
 Problem = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -39,7 +39,7 @@ def low_rank(x: torch.Tensor, base: Any, A: torch.Tensor, B: torch.Tensor) -> to
 
 
 def shapes(base: Any, r: int, use_dora: bool, train_bias: bool) -> dict[str, tuple[int, ...]]:
-    """Of what is trained, as PEFT has it."""
+    """Shapes of what is trained, as PEFT has it."""
     N, places = base.out_channels, (1,) * len(base.kernel_size)
     made = {"A": (r, base.in_channels, *base.kernel_size), "B": (N, r // base.groups, *places)}
     if use_dora:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""What transformers' registry of experts' functions notes of a module that it calls through them."""
+"""Properties that transformers' registry of experts' functions notes of a module that it calls through them."""
 STATE = "_packlora_experts"
 """The attribute of a module of experts that holds what is adapted of it; no module and no buffer, so in no state dict."""
 ROUTED = "packlora_product"
@@ -41,7 +41,7 @@ def is_scaled(module: torch.nn.Module) -> bool:
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
-    """Of the weights of all experts, in the order of their products."""
+    """Names of the weights of all experts, in the order of their products."""
     return "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj"
 
 

@@ -59,17 +59,17 @@ class ExpertPart:
         return self.index * self.experts
 
     def sends(self, tokens: int) -> slice:
-        """Which of so many tokens."""
+        """Select which of so many tokens are sent."""
         at, count = self.share
         return slice(tokens * at // count, tokens * (at + 1) // count)
 
     def placed(self, own_TD: torch.Tensor, tokens: int) -> torch.Tensor:
-        """What came back for the tokens that were sent, among zeros for the others."""
+        """Place what came back for the tokens that were sent among zeros for the others."""
         own = self.sends(tokens)
         return own_TD if self.share[1] == 1 else torch.nn.functional.pad(own_TD, (0, 0, own.start, tokens - own.stop))
 
     def is_slice(self, name: str) -> bool:
-        """Of all of an adapter's tensors a process has those of its experts."""
+        """Whether a tensor is a slice: a process has the tensors of its experts."""
         return True
 
     def is_part(self, name: str) -> bool:
@@ -77,12 +77,12 @@ class ExpertPart:
         return False
 
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of an adapter's tensor of all experts, from that of those here."""
+        """Shape of an adapter's tensor of all experts, from that of those here."""
         dim = _dim(name)
         return tuple(size * self.count if at == dim else size for at, size in enumerate(shape))
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Those here, of a tensor of all experts."""
+        """Select the experts here from a tensor of all experts."""
         by_expert = _by_expert(name, whole, self.experts * self.count)
         dim = by_expert.ndim - 1 if name == "B" else 0
         return by_expert.narrow(dim, self.first, self.experts).flatten(*_flat(name))
@@ -94,7 +94,7 @@ class ExpertPart:
 
 
 def _dim(name: str) -> int:
-    """In which experts are: A [E r, K], B [N, r E], magnitude [E, N]."""
+    """Dimension of the experts: A [E r, K], B [N, r E], magnitude [E, N]."""
     return 1 if name == "B" else 0
 
 
@@ -111,6 +111,6 @@ def _flat(name: str) -> tuple[int, int]:
 
 
 def part_of(experts: torch.nn.Module) -> ExpertPart | None:
-    """What a module of experts has of them; None where it has all."""
+    """Experts that a module has; None where it has all."""
     found: Any = vars(experts).get(PART)
     return found  # type: ignore[no-any-return]

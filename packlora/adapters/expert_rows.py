@@ -65,6 +65,6 @@ def sent_to_experts(
 
 
 def _told(owner_T: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor:
-    """What goes with every token, int64 [T, 3]: the place of its owner, and its dropout key or zeros."""
+    """Numbers that go with every token, int64 [T, 3]: the place of its owner, and its dropout key or zeros."""
     keys_T2 = owner_T.new_zeros(len(owner_T), 2) if keys_T2 is None else keys_T2.to(owner_T)
     return torch.cat([owner_T[:, None], keys_T2], 1)

@@ -1,4 +1,4 @@
-"""Which parameters of a model with experts an adapter means: those of all experts of a layer, and those of routers.
+"""Parameters of a model with experts that an adapter means: those of all experts of a layer, and those of routers.
 
 transformers keeps the weights of a layer's experts as two parameters of three dimensions, and a router's as one of two. PEFT
 adapts them by name (`target_parameters`). Names of the linear layers that experts once were mean these parameters to it:
@@ -66,8 +66,8 @@ def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> Lora
 
 
 def _fitting(name: str, model: PreTrainedModel, asked: Any, job: str) -> set[str]:
-    """Of the parameters that a name stands for, which PEFT has for names in target_modules, those that can be adapted: the name
-    itself where all can. Raises InputError where one cannot and was named."""
+    """Select, of the parameters that a name stands for, which PEFT has for names in target_modules, those that can be adapted:
+    the name itself where all can. Raises InputError where one cannot and was named."""
     found = {path: why_unfit(model, path) for path, _ in model.named_parameters() if _some_end(path, {name})}
     unfit = {path: reason for path, reason in found.items() if reason is not None}
     if unfit and not is_all_linear(asked):
@@ -179,7 +179,7 @@ def why_unfit(model: PreTrainedModel, path: str) -> str | None:
 
 
 def router_product(router: torch.nn.Module, weight: torch.Tensor) -> torch.dtype:
-    """In which type a router multiplies what it is given with its weight [E, K].
+    """Dtype in which a router multiplies what it is given with its weight [E, K].
 
     Raises:
         ValueError: it does not do so once, by torch.nn.functional.linear.
@@ -218,7 +218,7 @@ class Watched(TorchFunctionMode):
         return out
 
     def product(self, linear: Any, args: Any, kwargs: Any) -> Any:
-        """In the place of the product."""
+        """Stand-in for the product."""
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         self.found.append(weight.dtype)
         return linear(*args, **kwargs)

@@ -64,11 +64,11 @@ class ExpertWeights(TrainedWeights):
         self._squared: torch.Tensor | None = None
 
     def first_values(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Of the magnitude, for the caller to write when it has those of all layers."""
+        """First values of the magnitude, for the caller to write when it has those of all layers."""
         return [] if self.magnitude is None else [(self.magnitude, self.norm())]
 
     def low_rank(self, dropping: bool) -> ExpertLowRank:
-        """As the operator takes them. dropping: the tokens have dropout keys."""
+        """Low-rank operands as the operator takes them. dropping: the tokens have dropout keys."""
         spec, norm = self.spec, None if self.magnitude is None else self.norm()
         dropout = spec.dropout if dropping else 0.0
         return ExpertLowRank(*self._factors(), spec.scaling, dropout, self.magnitude, norm, spec.base_dropped)
@@ -93,7 +93,7 @@ class ExpertWeights(TrainedWeights):
 
 
 class AdaptedExperts:
-    """What is adapted of the experts of one layer: by name of the weight, the adapters by number.
+    """Adapters on the experts of one layer: by name of the weight, the adapters by number.
 
     Args:
         path: of the module; with the name of a weight it names the weight's dropout masks.
@@ -105,7 +105,7 @@ class AdaptedExperts:
         self.adapters: dict[str, dict[int, ExpertWeights]] = {}
 
     def numbers(self, owners: TokenOwners | None = None) -> list[int]:
-        """Of the adapters that have something here; of these owners."""
+        """Numbers of the adapters that have something here; of these owners."""
         every = {n for own in self.adapters.values() for n in own}
         return sorted(every if owners is None else every & owners.adapters)
 
@@ -188,8 +188,8 @@ def experts_forward(
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Whose tokens experts are given. numbers: of the adapters that are the first of `count` owners; one more is nobody.
-    owner: the place of every token's owner, int64 [T], None where there is one. keys: of tokens, [T, 2]."""
+    """Owners of the tokens that experts are given. numbers: of the adapters that are the first of `count` owners; one more is
+    nobody. owner: the place of every token's owner, int64 [T], None where there is one. keys: of tokens, [T, 2]."""
 
     numbers: Sequence[int]
     owner: torch.Tensor | None
@@ -198,7 +198,7 @@ class Owned:
 
     @staticmethod
     def of(experts: Any, tokens: int, device: torch.device) -> Owned:
-        """Of so many tokens. Where rows go to other processes, all adapters here may own some, as on the others."""
+        """Rows of so many tokens. Where rows go to other processes, all adapters here may own some, as on the others."""
         state: AdaptedExperts | None = vars(experts).get(STATE)
         owners = None if state is None else state.attached.owners(tokens)
         keys, part = None if owners is None else owners.keys_T2, part_of(experts)
@@ -216,7 +216,7 @@ class Owned:
         return Owned(numbers, owner_T, len(numbers) + (owned < tokens), keys)
 
     def rows(self, token: torch.Tensor) -> Owned:
-        """Of rows that are these tokens."""
+        """Owners of rows that are these tokens."""
         owner, keys = (None if one is None else one[token] for one in (self.owner, self.keys))
         return Owned(self.numbers, owner, self.count, keys)
 
@@ -224,7 +224,7 @@ class Owned:
 def _sums(
     experts: Any, x_TD: torch.Tensor, chosen_Tk: torch.Tensor, weights_Tk: torch.Tensor, owned: Owned
 ) -> torch.Tensor:
-    """What experts give for tokens, summed with the routers' weights, [T, D]; of the group that shares them out."""
+    """Output of experts for tokens, summed with the routers' weights, [T, D]; of the group that shares them out."""
     part = part_of(experts)
     if part is None or part.exchange is None:
         first = None if part is None else part.first
@@ -244,7 +244,8 @@ def _sums(
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What experts compute. numbers: of the adapters that are the routing's first owners; others have none. keys: of tokens."""
+    """Rows that experts compute. numbers: of the adapters that are the routing's first owners; others have none. keys: of
+    tokens."""
 
     numbers: Sequence[int]
     routing: Routing
@@ -252,7 +253,7 @@ class Rows:
 
 
 def _experts(experts: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """What experts give for tokens, without the routers' weights, by sorted rows [S, D]."""
+    """Output of experts for tokens, without the routers' weights, by sorted rows [S, D]."""
     state: AdaptedExperts | None = vars(experts).get(STATE)
 
     def product(x: torch.Tensor, name: str, repeated: bool) -> torch.Tensor:

@@ -41,10 +41,10 @@ from packlora.files import write_file, write_json, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TRAINED_ON = "packlora.quantization"
-"""In the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""
+"""Key in the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""
 STARTED = "packlora.start"
-"""In the same header: the start of an adapter of which half of the ranks is trained, see starts.py. A job that continues the
-folder goes on so; to others it is an ordinary adapter."""
+"""Key in the same header: the start of an adapter of which half of the ranks is trained, see starts.py. A job that continues
+the folder goes on so; to others it is an ordinary adapter."""
 MAGNITUDE = ".lora_magnitude_vector"
 """PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
 with it, and begins with others where it finds none; so they are written with it."""
@@ -59,7 +59,7 @@ FORKED = {
 }
 """Keys that are not PEFT's and change nothing here, with what they are."""
 BASE = ".base_layer."
-"""What keys of base weights and biases have after the path, which PEFT writes beside an adapted embedding or output layer."""
+"""Part of keys of base weights and biases after the path, which PEFT writes beside an adapted embedding or output layer."""
 MAY_BE_EMPTY = (
     "modules_to_save", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
     "trainable_token_indices",
@@ -76,7 +76,7 @@ T = TypeVar("T")
 
 
 class _Stored(AdapterConfig):
-    """What is read of an adapter_config.json: types and ranges of the run file, and what only PEFT has."""
+    """Content that is read of an adapter_config.json: types and ranges of the run file, and what only PEFT has."""
 
     target_modules: str | list[str] = Field()
     task_type: str | None = None
@@ -85,7 +85,7 @@ class _Stored(AdapterConfig):
 
 
 def keyed(adapter: Adapter, named: Mapping[str, T]) -> dict[str, T]:
-    """By PEFT's keys what is named by the adapter's parameters."""
+    """Rename what is named by the adapter's parameters to PEFT's keys."""
     out = {}
     for name, value in named.items():
         path, _, attribute = name.rpartition("/")
@@ -94,7 +94,7 @@ def keyed(adapter: Adapter, named: Mapping[str, T]) -> dict[str, T]:
 
 
 def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Those of the whole tensors of an adapter of the model, which may be without weights, or of slices."""
+    """Shapes of the whole tensors of an adapter of the model, which may be without weights, or of slices."""
     shapes: dict[str, torch.Size] = {}
     for path, module in spec.modules.items():
         shard = None if module.kind in PARAMETERS else shard_of(model.get_submodule(path))
@@ -144,7 +144,7 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
 
 
 def config_dict(peft: LoraConfig) -> dict[str, Any]:
-    """What an adapter_config.json says."""
+    """Content of an adapter_config.json."""
     config: dict[str, Any] = peft.to_dict() | {"inference_mode": True}
     start = str(peft.init_lora_weights)
     if OF_WEIGHTS.fullmatch(start) or start == "orthogonal":  # PEFT would begin anew: change the base, or fail on codes
@@ -157,7 +157,7 @@ def config_dict(peft: LoraConfig) -> dict[str, Any]:
 
 
 def config_notes(raw: dict[str, Any]) -> list[str]:
-    """What to say about keys of an adapter_config.json that PEFT's LoraConfig does not have. Unused ones are not named."""
+    """Notes on keys of an adapter_config.json that PEFT's LoraConfig does not have. Unused ones are not named."""
     notes = []
     for key, value in raw.items():
         if key in FORKED:
@@ -224,7 +224,7 @@ def _read_json(file: Path, folder: str | Path, job: str) -> dict[str, Any]:
 
 
 def named_adapters(folder: Path) -> str | None:
-    """What to say of a folder without an adapter in which PEFT has saved some by their names; None where it has not."""
+    """Note on a folder without an adapter in which PEFT has saved some by their names; None where it has not."""
     found = [shlex.quote(str(file.parent)) for file in sorted(folder.glob(f"*/{CONFIG}"))]
     return (
         f"it holds no {CONFIG}, but adapters by their names: {', '.join(found[:9])}; give one of them"
@@ -249,7 +249,7 @@ def _wrong_value(error: ValidationError, raw: dict[str, Any]) -> str:
 
 
 def base_note(folder: str, used: str) -> str | None:
-    """What to say where an adapter folder, which read_config takes, names another base model than `used`."""
+    """Note where an adapter folder, which read_config takes, names another base model than `used`."""
     named = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not named or named == used or _same_folder(named, used):
         return None
@@ -371,13 +371,13 @@ def _drop_base(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size
 
 
 def read_start(folder: str | Path) -> str | None:
-    """What save_adapter wrote of a start under which half of the ranks is trained; None where there is none."""
+    """Start that save_adapter wrote, under which half of the ranks is trained; None where there is none."""
     found = _header(folder, STARTED)
     return found if found is not None and re.fullmatch(STARTS, found) and is_doubled(found) else None
 
 
 def read_trained_on(folder: str | Path) -> dict[str, Any] | None:
-    """What save_adapter wrote of the base model's quantisation, unchecked; None where there is nothing to be read."""
+    """Quantisation of the base model that save_adapter wrote, unchecked; None where there is nothing to be read."""
     try:
         found = json.loads(_header(folder, TRAINED_ON) or "null")
     except (ValueError, RecursionError):
@@ -396,12 +396,12 @@ def stored_keys(folder: str | Path) -> list[str]:
 
 
 def resolve_folder(folder: str | Path, model: PreTrainedModel, job: str) -> AdapterSpec:
-    """What an adapter folder is on a model, see names.resolve. Raises InputError also where it is no adapter folder."""
+    """Resolve an adapter folder on a model, see names.resolve. Raises InputError also where it is no adapter folder."""
     return resolve(read_config(str(folder), job), model, job, keys=stored_keys(folder))
 
 
 def _header(folder: str | Path, key: str) -> str | None:
-    """What the header of an adapter's tensors says, unchecked; None where there is nothing to be read."""
+    """Header of an adapter's tensors, unchecked; None where there is nothing to be read."""
     file = Path(folder) / WEIGHTS
     try:
         if not file.is_file():  # a pipe would be waited for

@@ -1,4 +1,4 @@
-"""Where the parameters of one adapter lie in one tensor, so that a step of its job is a few operations and not hundreds.
+"""Layout of the parameters of one adapter in one tensor, so that a step of its job is a few operations and not hundreds.
 
 Values, gradients, the optimizer's moments and copies of them are tensors of one layout; what layers and files see are views of
 them. Between the views lie elements that belong to nobody: they are zero and stay zero.

@@ -22,7 +22,7 @@ from packlora.adapters.expert_layout import router_path
 from packlora.adapters.linear import AdaptedLinear
 
 LIGER = ("liger_kernel", "packlora.base.liger")
-"""Where forwards and functions are defined that call liger's kernels."""
+"""Modules that define the forwards and functions that call liger's kernels."""
 ROTARY = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "apply_rotary_pos_emb_vision", "apply_rotary_emb")
 """Functions of modeling files that liger replaces; its kernels write into q and k. Which modules of a file call them is not
 known, so all are taken to do so."""
@@ -103,7 +103,7 @@ def keep_outputs(model: nn.Module) -> str | None:
 
 
 def described(reasons: Iterable[str | None]) -> str:
-    """What why_product gave for the DoRA layers of a model, in words."""
+    """Description of what why_product gave for the DoRA layers of a model."""
     counts = Counter(reasons)
     kept, total = counts.pop(None, 0), sum(counts.values())
     others = "".join(f"; {count} keep a product: they have {reason}" for reason, count in counts.items())

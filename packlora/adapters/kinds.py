@@ -1,4 +1,4 @@
-"""What can be trained on a module of the base model, by its kind; matching, attaching, files and merging go by it, and so does
+"""Kinds of what can be trained on a module of the base model; matching, attaching, files and merging go by it, and so does
 what stands in the place of a PEFT layer's forward (live/).
 
     kind        base module                                what a job has there
@@ -34,7 +34,7 @@ PARAMETERS: tuple[Kind, ...] = ("experts", "router")
 AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 """Classes derived from torch.nn.Linear that compute the same."""
 PREFIX = "base_model.model."
-"""What keys in the files of PEFT begin with, before the module's path."""
+"""Beginning of keys in the files of PEFT, before the module's path."""
 SUFFIXES: dict[Kind, dict[str, str]] = {
     "linear": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "base_layer.bias"},
     "embedding": {"A": "lora_embedding_A", "B": "lora_embedding_B", "magnitude": "lora_magnitude_vector"},
@@ -47,7 +47,7 @@ SUFFIXES: dict[Kind, dict[str, str]] = {
         "A": "lora_A.weight", "B": "lora_B.weight", "filter_magnitude": "lora_magnitude_vector", "bias": "base_layer.bias",
     },
 }  # fmt: skip
-"""By kind and parameter, the end of its key in the files of PEFT, after the module's path."""
+"""End of a parameter's key by kind, in the files of PEFT, after the module's path."""
 
 
 def kind_of(module: torch.nn.Module) -> Kind | None:

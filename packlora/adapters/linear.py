@@ -38,7 +38,7 @@ def in_backward() -> bool:
 
 
 class Attached:
-    """What the adapted layers of one model share: the owners of the tokens that pass through them, and who chooses plans.
+    """State that the adapted layers of one model share: the owners of the tokens that pass through them, and who chooses plans.
 
     The owners are a value of the microbatch. Whoever runs its forward or its backward makes them active around it, so forwards
     and backwards of several microbatches may alternate in any order. They are an attribute, not a context variable:
@@ -54,9 +54,9 @@ class Attached:
         """Whether all writes into adapters are seen by their version counters (prepared.py), as those of jobs' own optimizers
         and of copy_ are."""
         self.choosers = tuple(dict.fromkeys(choosers))
-        """Of plans: each layer has one of them."""
+        """Choosers of plans: each layer has one of them."""
         self.groups: dict[str, tuple[str, ...]] = {}
-        """Of siblings, by the path of each, adapted or not."""
+        """Groups of siblings, by the path of each, adapted or not."""
         self.of_rows: set[str] = set()
         """Paths of the modules that are given rows of labels and not all tokens: the output layer and what stands right before
         it."""
@@ -117,7 +117,7 @@ class Attached:
         return (active.rows or active) if of_rows and isinstance(active, TokenOwners) else active
 
     def owners(self, total: int, of_rows: bool = False, of_images: bool = False) -> TokenOwners | None:
-        """Of a forward over `total` tokens; None runs the base model alone.
+        """Owners of a forward over `total` tokens; None runs the base model alone.
 
         Args:
             of_rows: see `among`.
@@ -221,7 +221,7 @@ class AdaptedLinear(torch.nn.Module):
 
     @property
     def first_feature(self) -> int:
-        """Which of the whole layer's inputs the first one here is."""
+        """Number of the whole layer's input that is the first one here."""
         return self.shard.index * self.base.in_features if self.shard is not None and self.row_parallel else 0
 
     def computed(self) -> Mapping[int, AdapterWeights]:
@@ -271,7 +271,7 @@ class AdaptedLinear(torch.nn.Module):
         return known
 
     def first_values(self, number: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Those of an adapter's that are made of the frozen layer: for the caller to write."""
+        """First values of an adapter that are made of the frozen layer, for the caller to write."""
         return self.adapters[number].first_values(self.frozen, self.bias, self.attached.norms)
 
     def frozen(self) -> FrozenWeight:

@@ -122,7 +122,7 @@ def _stored(own: ModuleSpec, path: str, other: str) -> str:
 
 
 def _with_both(path: str, own: ModuleSpec, twin: Twin, model: PreTrainedModel, job: str) -> ModuleSpec:
-    """What is trained at a path, with the names that its tensors have in files."""
+    """Names of what is trained at a path, with the names that its tensors have in files."""
     other = twin.there(path)
     if other is None and twin.is_own:
         raise InputError(
@@ -165,12 +165,12 @@ def _for_both(found: AdapterSpec, model: PreTrainedModel, twin: Twin, of_twin: b
 
 
 def _ends(name: str, path: str) -> bool:
-    """As PEFT compares modules_to_save and trainable_token_indices."""
+    """Compare as PEFT does modules_to_save and trainable_token_indices."""
     return path.endswith(name)
 
 
 def _is_at_end(name: str, path: str) -> bool:
-    """As it compares target_parameters."""
+    """Compare as PEFT does target_parameters."""
     return path == name or path.endswith(f".{name}")
 
 

@@ -64,7 +64,7 @@ class NormOperands:
         return known[2]
 
     def _known_by(self) -> torch.Tensor | FrozenWeight:
-        """What tells whether the weight is what it was: the tensor, where it stays where it lies."""
+        """Key that tells whether the weight is what it was: the tensor, where it stays where it lies."""
         return self.weight if self._dense is None or isinstance(self.weight, Gathered) else self._dense
 
     def _operands(self) -> NormProblem:
@@ -80,7 +80,7 @@ class NormOperands:
         return takes_kernels(self._operands()) and self.A.is_contiguous() and self.B.is_contiguous()
 
     def _missing(self) -> str | None:
-        """Which operand is not whole here."""
+        """Operand that is not whole here."""
         if not getattr(self.weight, "is_here", True):
             return "the codes of the weight are on several processes"
         for name, operand in (("A", self.A), ("B", self.B), ("weight", self._dense)):
@@ -98,7 +98,7 @@ class NormOperands:
         return None
 
     def _data(self) -> tuple[torch.Tensor, ...]:
-        """What is compared on a CPU: A, B and 8 elements of each row of W."""
+        """Data that is compared on a CPU: A, B and 8 elements of each row of W."""
         weight = self._dense
         if weight is None:
             return self.A.detach(), self.B.detach()
@@ -109,7 +109,7 @@ class NormOperands:
 
 
 class Seen:
-    """What the host saw of a handle: its operands, the scaling, and how often it was told of changes."""
+    """Record of what the host saw of a handle: its operands, the scaling, and how often it was told of changes."""
 
     __slots__ = ("A", "B", "epoch", "scaling", "steps", "weight")
 
@@ -155,14 +155,14 @@ class Check:
         self.bases = [handle._base_N() for handle in handles]
 
     def norms(self) -> list[torch.Tensor]:
-        """Of all of them, computed where the data changed."""
+        """Norms of all of them, computed where the data changed."""
         with torch.inference_mode(False):  # they are saved for backwards
             return self.batch.split(self.batch.run(self.batch.stale(self.seen), self.kept))
 
 
 @dataclass(slots=True)
 class Together:
-    """What a window checks: the numbers of the handles in use, the checks on devices with the indices of their handles, and
+    """Checks of a window: the numbers of the handles in use, the checks on devices with the indices of their handles, and
     the indices of the others, which are looked at one by one when they are asked for."""
 
     numbers: list[int]

@@ -85,7 +85,7 @@ class NormHandle(NormOperands):
         """The last window in which get() was called, or when it was made."""
         self._kept: _Kept | None = None
         self._check: Check | None = None
-        """Of this handle alone."""
+        """Check of this handle alone."""
         self.norms._handles[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class RowNorms:
         self._window = self._checked = 0
         """Number of the last window that was opened, and of the last one in which the data were checked."""
         self._together: Together | None = None
-        """What the last window checked."""
+        """Checks of the last window."""
         self._captured: dict[int, Check] = {}
         """Checks whose addresses a graph has, by id."""
         self._in_window: dict[int, torch.Tensor] = {}

@@ -19,7 +19,7 @@ class BesideOwners(Protocol):
     """The owners of rows of modules beside the language model, which are given other rows than tokens."""
 
     last: TokenOwners | None
-    """Those that were asked for last: siblings have the rows of the first one called."""
+    """Owners that were asked for last: siblings have the rows of the first one called."""
 
     def of(self, total: int) -> TokenOwners:
         """The owners of so many rows."""
@@ -71,7 +71,7 @@ class TokenOwners:
         return [*found, (None, at, self.total)] if at < self.total else found
 
     def part(self, start: int, stop: int) -> TokenOwners:
-        """Of consecutive ones of these tokens."""
+        """Owners of consecutive ones of these tokens."""
         inside = [(number, max(a, start) - start, min(b, stop) - start) for number, a, b in self.segments]
         keys = None if self.keys_T2 is None else self.keys_T2[start:stop]
         return TokenOwners(stop - start, tuple(one for one in inside if one[1] < one[2]), keys)

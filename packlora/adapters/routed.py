@@ -1,4 +1,4 @@
-"""What jobs train on modules beside low-rank adapters of linear layers: each token goes through what its owner has there.
+"""Modules that jobs train beside low-rank adapters of linear layers: each token goes through what its owner has there.
 
     embedding   y = g * (E[id] + s (A[:, id])' B')         as PEFT has it: nothing is dropped; g = 1 without DoRA
     copy        y = the module with the job's own parameters
@@ -46,7 +46,7 @@ class RoutedWeights(TrainedWeights):
         super().__init__(spec, room)
 
     def first_values(self, base: Any, norms: RowNorms) -> First:
-        """Those that are made of the frozen module: for the caller to write."""
+        """First values that are made of the frozen module, for the caller to write."""
         return []
 
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
@@ -191,11 +191,11 @@ class ConvolutionWeights(RoutedWeights):
 WEIGHTS: dict[str, type[RoutedWeights]] = {
     "embedding": EmbeddingWeights, "copy": CopyWeights, "tokens": TokenWeights, "convolution": ConvolutionWeights,
 }  # fmt: skip
-"""By ModuleSpec.kind; a tied one is made of that which it is tied to."""
+"""Classes by ModuleSpec.kind; a tied one is made of that which it is tied to."""
 
 
 def embed_scale(base: Any) -> float:
-    """What an embedding multiplies its rows with, in the dtype of its weight."""
+    """Factor that an embedding multiplies its rows with, in the dtype of its weight."""
     scale = getattr(base, "embed_scale", None)
     if scale is None:
         return 1.0
@@ -220,7 +220,7 @@ class Routed(torch.nn.Module):
         self.adapters: dict[int, RoutedWeights] = {}
         self.attached, self.of_rows = attached, of_rows
         self._dim: int | None = None
-        """Of the tokens in what it is given, once that was clear."""
+        """Dimension of the tokens in the input, once that was clear."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -283,7 +283,7 @@ class Routed(torch.nn.Module):
         return torch.cat(parts).movedim(0, dim)
 
     def _token_dim(self, x: torch.Tensor, total: int) -> int:
-        """Which dimension of x the tokens are: norms of heads are given [1, T, H, D]."""
+        """Dimension of x that the tokens are: norms of heads are given [1, T, H, D]."""
         outer = x.ndim if self.takes_ids else x.ndim - 1
         found = [dim for dim in range(outer) if x.shape[dim] == total]
         if len(found) == 1:

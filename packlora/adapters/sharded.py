@@ -116,7 +116,7 @@ def shard_of(linear: torch.nn.Module) -> Shard | None:
 
 
 def _frozen(part: torch.Tensor) -> torch.nn.Parameter:
-    """In memory of its own, so that the whole can be freed."""
+    """Copy in memory of its own, so that the whole can be freed."""
     return torch.nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 

@@ -105,7 +105,7 @@ _CHECKPOINTS = vars(torch.utils.checkpoint)
 
 
 class MemberCall(Protocol):
-    """What one layer would compute if it were called now."""
+    """Call that one layer would compute now."""
 
     @property
     def together(self) -> Hashable:
@@ -173,7 +173,7 @@ class SiblingGroup:
         self.compute = compute
         self.is_call = is_call
         self._frame: FrameType | None = None
-        """That of the parent's call which is running."""
+        """Frame of the parent's call which is running."""
         self._grad = False
         """Grad mode at the begin of that call."""
         self._alone: set[int] = set()
@@ -334,6 +334,6 @@ def _versions(call: TracedCall) -> tuple[int, ...]:
 
 
 def _context(x: torch.Tensor) -> Hashable:
-    """What an output depends on beside the layer and the tensor object."""
+    """Context that an output depends on beside the layer and the tensor object."""
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.device.type == "cuda" else None
     return (x._version, x.requires_grad, torch.is_grad_enabled(), _autocast(x), stream)

@@ -1,4 +1,4 @@
-"""What the host sees of a tensor without waiting for a device, and whether it sees the same again."""
+"""View of a tensor by the host without waiting for a device, and whether it sees the same again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _expired = torch.UntypedStorage._expired
 
 
 class Sight:
-    """What the host saw of a tensor: where its data lay, in which storage and how, and its version, None where that is not
-    counted (of tensors made in inference mode). The storage is not kept alive, but no other can be taken for it."""
+    """Record of what the host saw of a tensor: where its data lay, in which storage and how, and its version, None where that
+    is not counted (of tensors made in inference mode). The storage is not kept alive, but no other can be taken for it."""
 
     __slots__ = ("at", "dtype", "shape", "storage", "stride", "type", "version")
 
@@ -52,5 +52,5 @@ class Key:
 
 
 def sight_of(weight: torch.Tensor | FrozenWeight) -> Sight | Key:
-    """Of the one or the other, as it is now."""
+    """Sight of the one or the other, as it is now."""
     return Sight(weight) if isinstance(weight, torch.Tensor) else Key(weight)

@@ -1,4 +1,4 @@
-"""What an adapter is: which modules of a model it adapts, with which rank and scaling.
+"""Specification of an adapter: which modules of a model it adapts, with which rank and scaling.
 
 Matching of names and patterns is PEFT's own (targets.py), so that a run file means here what a LoraConfig means there.
 """
@@ -42,8 +42,8 @@ OF_WEIGHTS = re.compile("pissa.*|olora|loftq")
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """What a job trains on one module, or on one parameter of experts or of a router. rank 0: no low-rank part. base_dropped:
-    see ops.lora_linear.types.Segment.
+    """Specification of what a job trains on one module, or on one parameter of experts or of a router. rank 0: no low-rank
+    part. base_dropped: see ops.lora_linear.types.Segment.
 
     kind: see kinds.py. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained. stored_at:
     the module path under which PEFT's files have its tensors, where that is not its own path. also_at: a second one, see
@@ -75,20 +75,20 @@ class AdapterSpec:
     peft: LoraConfig
     """With names of modules as its target_modules, see `resolve`."""
     modules: dict[str, ModuleSpec] = field(default_factory=dict)
-    """By module path in the model, in model order; then those of experts and routers, by the path of the parameter."""
+    """Modules by path in the model, in model order; then those of experts and routers, by the path of the parameter."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know of the targets."""
+    """Notes for the user on the targets."""
     older: dict[str, str] = field(default_factory=dict)
     """By path in the file that is read, where that is of an older version of transformers, the first path, see names.py."""
 
     @property
     def also(self) -> dict[str, str]:
-        """By second path of a module in files, where it has one, the first."""
+        """First path of a module in files, by the second one where it has one."""
         return {own.also_at: own.stored_at or path for path, own in self.modules.items() if own.also_at is not None}
 
     @property
     def read_as(self) -> dict[str, str]:
-        """By other paths of modules that a file may name, the first ones."""
+        """First paths of modules, by other paths that a file may name."""
         return self.also | self.older
 
     @property
@@ -133,7 +133,7 @@ def from_everywhere(base_model: str) -> str:
 
 
 def as_asked(config: LoraConfig, key: str) -> Any:
-    """What a run file says under a key of an adapter of twice the rank."""
+    """Value in a run file under a key of an adapter of twice the rank."""
     value, (ranks, alphas) = getattr(config, key), _factors(True, config.use_rslora)
     factor = {"r": ranks, "rank_pattern": ranks, "lora_alpha": alphas, "alpha_pattern": alphas}.get(key)
     if factor is None:
@@ -145,7 +145,7 @@ def as_asked(config: LoraConfig, key: str) -> Any:
 
 
 def _factors(doubled: bool, use_rslora: bool) -> tuple[int, float]:
-    """Of the ranks and of the alphas, by which an adapter of twice the rank has the same scaling."""
+    """Factors of the ranks and of the alphas, by which an adapter of twice the rank has the same scaling."""
     return (2, math.sqrt(2) if use_rslora else 2) if doubled else (1, 1)
 
 
@@ -244,7 +244,7 @@ def _low_rank(peft: LoraConfig, name: str, kind: Kind, base_dropped: bool, job: 
 
 
 def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool | str:
-    """What A and B of a module begin with. PEFT takes null for False."""
+    """Start of A and B of a module. PEFT takes null for False."""
     start: Any = peft.init_lora_weights or False
     if is_doubled(start) and rank % 2:
         raise InputError(
@@ -264,8 +264,8 @@ def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool
 def other_modules(
     peft: LoraConfig, model: PreTrainedModel, job: str, twins: Collection[str] = ()
 ) -> dict[str, ModuleSpec]:
-    """What is trained beside low-rank adapters, by path: modules_to_save and trainable_token_indices, which PEFT compares with
-    the ends of paths."""
+    """Modules that are trained beside low-rank adapters, by path: modules_to_save and trainable_token_indices, which PEFT
+    compares with the ends of paths."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, ModuleSpec] = {}
     for name in peft.modules_to_save or ():
@@ -296,7 +296,7 @@ def other_modules(
 def _token_rows(
     peft: LoraConfig, model: PreTrainedModel, modules: dict[str, torch.nn.Module], job: str
 ) -> dict[str, tuple[int, ...]]:
-    """By path the tokens whose rows are trained; none for an output layer that has those of the embedding."""
+    """Tokens by path whose rows are trained; none for an output layer that has those of the embedding."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     inputs = next(path for path, module in modules.items() if module is embedding)
     outputs = next((path for path, module in modules.items() if module is head), None)

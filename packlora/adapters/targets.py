@@ -90,7 +90,7 @@ def targets_of(
 
 
 def _meant(targets: Any, leaves: str) -> str:
-    """What to say of a text that holds names of layers: as a pattern it must match a whole path."""
+    """Hint for a text that holds names of layers: as a pattern it must match a whole path."""
     words = re.split(r"[\s,|()]+", targets.strip("()")) if isinstance(targets, str) else [""]
     if not set(words) <= set(leaves.split(", ")):
         return ""
@@ -112,14 +112,14 @@ def _is_named(path: str, name: str) -> bool:
 
 
 def excluding_nothing(excluded: str | set[str], every: Iterable[str]) -> str | set[str]:
-    """Of exclude_modules: an expression, or those names, that match no path."""
+    """Parts of exclude_modules: an expression, or those names, that match no path."""
     if isinstance(excluded, str):
         return "" if any(re.fullmatch(excluded, path) for path in every) else excluded
     return {name for name in excluded if not any(_is_named(path, name) for path in every)}
 
 
 def left_out_by_all_linear(asked: LoraConfig, model: PreTrainedModel, adapted: Iterable[str], job: str) -> list[str]:
-    """What to say of matrices that all-linear may be thought to take. asked: before parameters were looked for."""
+    """Note on matrices that all-linear may be thought to take. asked: before parameters were looked for."""
     if not is_all_linear(asked.target_modules):
         return []
     excluded = [name for name, _ in model.named_modules() if name and _is_excluded(asked, name)]
@@ -195,7 +195,7 @@ def bare_layers(peft: LoraConfig, names: Collection[str]) -> list[int]:
 
 
 def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
-    """Which key, or which together, leave nothing of what target_modules matches by itself."""
+    """Keys that leave nothing of what target_modules matches by itself."""
     both = ("layers_to_transform", "exclude_modules", "modules_to_save")
 
     def matches_without(*keys: str) -> bool:

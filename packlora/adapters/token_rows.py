@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 class TokenRows:
-    """Of which tokens rows are, as tables on the device.
+    """Tables on the device of the tokens that have rows.
 
     Args:
         tokens: n different ones.
@@ -27,7 +27,7 @@ class TokenRows:
     def embedded(
         self, base: Any, ids: torch.Tensor, y: torch.Tensor, rows_nD: torch.Tensor, scale: float | torch.Tensor
     ) -> torch.Tensor:
-        """What the embedding gives, y [..., D], with the rows of the tokens.
+        """Output of the embedding, y [..., D], with the rows of the tokens.
 
         Args:
             ids: [...].

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
-    """Of the trainable parameters of one adapter on one module, by name; slices of those of a layer that is a slice."""
+    """Shapes of the trainable parameters of one adapter on one module, by name; slices of those of a layer that is a slice."""
     if spec.kind == "copy":
         return {name: tuple(getattr(base, own).shape) for name, own in copied(base).items()}
     if spec.kind in ("tokens", "tied"):
@@ -89,11 +89,11 @@ class TrainedWeights:
         return dict(self.parameters)
 
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of a parameter over all processes, from its shape here."""
+        """Shape of a parameter over all processes, from its shape here."""
         return tuple(shape) if self.shard is None else self.shard.whole_shape(name, shape)
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What of a whole parameter is here."""
+        """Part of a whole parameter that is here."""
         return whole if self.shard is None else self.shard.own(name, whole)
 
 
@@ -116,8 +116,8 @@ class AdapterWeights(TrainedWeights):
     def first_values(
         self, frozen: Callable[[], FrozenWeight], bias_N: torch.Tensor | None, norms: RowNorms
     ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Of the magnitude and the bias, which are made of the frozen layer: for the caller to write, when it has them of all
-        layers. One write moves the version of all parameters of a job, and so makes all of its norms anew.
+        """First values of the magnitude and the bias, which are made of the frozen layer: for the caller to write, when it has
+        them of all layers. One write moves the version of all parameters of a job, and so makes all of its norms anew.
 
         Args:
             frozen: gives the layer's weight as it is when it is asked.
@@ -139,7 +139,7 @@ class AdapterWeights(TrainedWeights):
         return made
 
     def low_rank(self) -> LowRank:
-        """As the operator takes them."""
+        """Low-rank operands as the operator takes them."""
         norm = None if self.magnitude is None else self.norm
         return LowRank(self.A, self.B, self.spec.scaling, self.magnitude, norm, self.bias)
 

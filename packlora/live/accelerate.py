@@ -153,7 +153,7 @@ def restore(model: torch.nn.Module) -> None:
 
 
 class _Unload:
-    """In the place of a method of PEFT that makes a plain model of an adapted one, which is then not to have hooks of ours."""
+    """Stand-in for a method of PEFT that makes a plain model of an adapted one, which is then not to have hooks of ours."""
 
     NAMES = ("merge_and_unload", "unload")
 
@@ -177,7 +177,8 @@ class _Unload:
 def _asks(
     model: torch.nn.Module, layers: Mapping[str, BaseTunerLayer], plan: object, lossy: bool, prefer: str
 ) -> dict[str, Ask]:
-    """What the user wants of PEFT's linear layers, by path. Patterns are compared with paths in the model that PEFT adapts."""
+    """Plans that the user wants for PEFT's linear layers, by path. Patterns are compared with paths in the model that PEFT
+    adapts."""
     tuners = [path for path, module in model.named_modules() if isinstance(module, BaseTuner)]
     inner = [f"{path}.model.".removeprefix(".") for path in tuners]
     paths = [path for path, layer in layers.items() if served_kind(layer) == "linear"]

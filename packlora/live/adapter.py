@@ -1,4 +1,5 @@
-"""What a PEFT layer computes now: which one adapter is active, and whether a module may be read in the place of calling it."""
+"""Reading of what a PEFT layer computes now: which one adapter is active, and whether a module may be read in the place of
+calling it."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class ParameterAdapter(NamedTuple):
 
 
 def parameter_adapter(layer: Any, unfit: str | None) -> ParameterAdapter | str:
-    """That of a ParamWrapper, or the reason why PEFT must compute it. unfit: why the module that has the parameter cannot be
+    """Adapter of a ParamWrapper, or the reason why PEFT must compute it. unfit: why the module that has the parameter cannot be
     read."""
     modules: dict[str, Any] = layer._modules
     own_A = modules["lora_A"]._modules

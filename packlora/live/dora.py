@@ -38,7 +38,7 @@ PLAN = "kept-norm"
 CONVOLUTIONS: dict[type, tuple[type, type]] = {
     Conv1d: (nn.Conv1d, DoraConv1dVariant), Conv2d: (nn.Conv2d, DoraConv2dVariant), Conv3d: (nn.Conv3d, DoraConv3dVariant),
 }  # fmt: skip
-"""By PEFT's layer: the base layer, PEFT's variant."""
+"""Base layer and PEFT's variant, by PEFT's layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class DoraCall:
 
 
 class DoraForward(OwnForward):
-    """In the place of `forward` of one PEFT layer: the above where its one active adapter is DoRA, else PEFT's own forward."""
+    """Stand-in for `forward` of one PEFT layer: the above where its one active adapter is DoRA, else PEFT's own forward."""
 
     variant: type
     prefix = "lora_"
@@ -71,7 +71,7 @@ class DoraForward(OwnForward):
     # --- what the layer computes now -----------------------------------------------------------------------------------
 
     def ready(self) -> DoraCall | str:
-        """What the layer computes for an x without further arguments, or the reason why PEFT must compute it."""
+        """Call that the layer computes for an x without further arguments, or the reason why PEFT must compute it."""
         layer = self.layer
         own_A = layer._modules[self.prefix + "A"]
         name, reason = active_adapter(layer, own_A)

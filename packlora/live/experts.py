@@ -32,11 +32,11 @@ PLAN = "grouped"
 """How the report names what this file does."""
 NO_REGISTRY = "transformers does not call its experts through its registry of experts' functions"
 FUNCTIONS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe", "packlora")
-"""By which transformers computes experts, all of them the same function of their inputs."""
+"""Names by which transformers computes experts, all of them the same function of their inputs."""
 
 
 class ExpertsForward(OwnForward):
-    """Of one ParamWrapper over experts.
+    """Forward of one ParamWrapper over experts.
 
     outer: of the ParamWrapper around this one; None of the outermost, which alone is put in the place of a forward.
     """
@@ -45,7 +45,7 @@ class ExpertsForward(OwnForward):
         super().__init__(layer, path, norms)
         self.outermost: ExpertsForward = self if outer is None else outer.outermost
         self.members: list[ExpertsForward] = []
-        """Of the outermost: those of all ParamWrappers, itself first."""
+        """Forwards of all ParamWrappers, of the outermost one: itself first."""
         self.outermost.members.append(self)
 
     def install(self) -> None:

@@ -35,10 +35,10 @@ class StoredWeight(Protocol):
         """[N, K]."""
 
     def together(self, like: torch.Tensor) -> Hashable:
-        """What is the same of weights that are computed together, for an x like a tensor."""
+        """Key that is the same for weights that are computed together, for an x like a tensor."""
 
     def products(self, x: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-        """In which the library would multiply x. dtype: in which torch would."""
+        """Dtype in which the library would multiply x. dtype: that in which torch would."""
 
     def frozen(self, dtype: torch.dtype, products: torch.dtype) -> FrozenWeight:
         """The weight as the operator takes it: dtype, of x; products, in which it is multiplied."""
@@ -49,7 +49,7 @@ WeightReader = Callable[[Any, "StoredWeight | None"], "StoredWeight | str"]
 
 
 def weight_reader(kind: type) -> WeightReader | None:
-    """What reads the weights under a PEFT layer; None where they are torch's, or of a kind that is not known."""
+    """Reader of the weights under a PEFT layer; None where they are torch's, or of a kind that is not known."""
     if kind.__module__ == PLAIN:
         return None
     found: WeightReader | None = plugin().reader(kind)

@@ -1,4 +1,4 @@
-"""What stands in the place of a PEFT layer's forward: who computes a call, this package or PEFT, and the count of both."""
+"""Replacement of a PEFT layer's forward: who computes a call, this package or PEFT, and the count of both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Warned:
 
 @dataclass(slots=True)
 class Calls:
-    """Of one layer: how often it was computed here, and how often by PEFT, by reason. Compiled graphs count nothing."""
+    """Calls of one layer: how often it was computed here, and how often by PEFT, by reason. Compiled graphs count nothing."""
 
     path: str
     promised: bool = False
@@ -65,7 +65,7 @@ def _is_checkpointed_by_operation() -> bool:
 
 
 class OwnForward:
-    """In the place of `forward` of one PEFT layer."""
+    """Stand-in for `forward` of one PEFT layer."""
 
     def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
         self.layer, self.path, self.norms = layer, path, norms
@@ -89,7 +89,8 @@ class OwnForward:
 
     @staticmethod
     def remove(module: nn.Module) -> None:
-        """From a module that has one. Where other code has wrapped the forward since, the wrapper keeps it: it is only off."""
+        """Remove it from a module that has one. Where other code has wrapped the forward since, the wrapper keeps it: it is
+        only off."""
         own = module.__dict__.pop("_packlora", None)
         if own is not None:
             own.on = False
@@ -98,7 +99,8 @@ class OwnForward:
                 del module.__dict__["forward"]
 
     def replica(self) -> nn.Module:
-        """What nn.DataParallel asks for: a copy of the layer that will have tensors of its own, and so PEFT's own forward."""
+        """Replica that nn.DataParallel asks for: a copy of the layer that will have tensors of its own, and so PEFT's own
+        forward."""
         copy: nn.Module = type(self.layer)._replicate_for_data_parallel(self.layer)
         for name in ("forward", "_packlora", "_replicate_for_data_parallel"):
             copy.__dict__.pop(name, None)
@@ -129,7 +131,7 @@ class OwnForward:
         return None
 
     def ready(self) -> object | str:
-        """What the layer computes for an x without further arguments, or the reason why PEFT must compute it."""
+        """Call that the layer computes for an x without further arguments, or the reason why PEFT must compute it."""
         raise NotImplementedError
 
     def compute(self, x: torch.Tensor, call: Any) -> Any:

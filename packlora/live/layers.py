@@ -117,7 +117,7 @@ class LayerCall:
         return self.weight.shape if self.stored is None else self.stored.shape  # type: ignore[return-value]
 
     def dtypes(self, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype, bool]:
-        """What x is multiplied in, what the base product is made in, and whether autocast is on."""
+        """Dtypes of x in the product and of the base product, and whether autocast is on."""
         dtype, autocast = product_dtype(x)
         products = dtype if self.stored is None else self.stored.products(x, dtype)
         return (products if products.itemsize > dtype.itemsize else dtype), products, autocast
@@ -142,7 +142,7 @@ class LayerCall:
         )  # fmt: skip
 
     def outlined(self) -> LayerCall:
-        """What can be said of the call after its operands are gone: the weight and A are shapes without data."""
+        """Description of the call after its operands are gone: the weight and A are shapes without data."""
         weight, A = (t.new_empty(()).expand(t.shape) for t in (self.weight, self.A))
         return replace(self, weight=weight, A=A)
 
@@ -155,7 +155,7 @@ class LayerCall:
 
 
 def look(owner: LayerForward) -> LayerCall | str:
-    """What the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it.
+    """Call that the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it.
 
     A compiler guards all that is read here, and checks it at every call of the graph: in a graph, what hangs on the kinds of
     modules alone is not read again, for their types are guarded.
@@ -226,7 +226,7 @@ def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | N
 
 
 Products = tuple[torch.dtype, torch.dtype, torch.device]
-"""What x is multiplied in, what the base product is made in, and where."""
+"""Dtypes of x in the product and of the base product, and the device."""
 
 
 class KeptLayer(NamedTuple):
@@ -366,7 +366,7 @@ def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:
 
 
 def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
-    """What torch.nn.functional.linear would multiply in, and whether autocast is on."""
+    """Dtype that torch.nn.functional.linear would multiply in, and whether autocast is on."""
     kind = x.device.type  # asking torch which devices have autocast breaks a compiled graph
     autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     if autocast and x.is_floating_point() and x.dtype != torch.float64:
@@ -409,7 +409,7 @@ def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool)
 
 
 class LayerForward(OwnForward):
-    """Of a lora.Linear, also over a quantised layer: the operator where it can, else PEFT's own forward.
+    """Forward of a lora.Linear, also over a quantised layer: the operator where it can, else PEFT's own forward.
 
     ask: how the user wants it to be computed.
     """
@@ -429,9 +429,9 @@ class LayerForward(OwnForward):
         self.keep_output = False
         """See adapters/kept_outputs.py."""
         self._reader: nn.Module | None = None
-        """What might be given liger's kernels later."""
+        """Module that might be given liger's kernels later."""
         self._norms: dict[str, tuple[NormHandle, Callable[[], torch.Tensor]]] = {}
-        """By adapter."""
+        """Norms by adapter."""
         self._stored: StoredWeight | None = None
         self._turned: tuple[object, torch.Tensor] | None = None
 

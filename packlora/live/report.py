@@ -1,4 +1,4 @@
-"""What accelerate() found in a model, and what becomes of the calls of its layers."""
+"""Report of what accelerate() found in a model and of the calls of its layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModuleReport:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCalls:
-    """What became of the calls of one module: how many were computed by this package, and how many by PEFT, by reason."""
+    """Counts of the calls of one module: how many were computed by this package, and how many by PEFT, by reason."""
 
     served: int
     left: Mapping[str, int]
@@ -45,14 +45,14 @@ class ModuleCalls:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What accelerate() found, when it was called; call it again after a change of adapters. print() shows all of it."""
+    """Findings of accelerate() when it was called; call it again after a change of adapters. print() shows all of it."""
 
     modules: tuple[ModuleReport, ...]
     """All adapted modules, in the model's order."""
     groups: tuple[tuple[str, ...], ...]
     """Paths of the modules that are computed together, in order of their calls."""
     notes: tuple[str, ...] = field(default=())
-    """What else the user should know, in sentences."""
+    """Other notes for the user, in sentences."""
     calls: tuple[Calls, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -61,7 +61,7 @@ class Report:
         return sum(module.accelerated for module in self.modules)
 
     def served(self) -> dict[str, ModuleCalls]:
-        """What really happened since accelerate(), by path of the modules whose forward it replaced: calls in forwards, and in
+        """Calls since accelerate(), by path of the modules whose forward it replaced: calls in forwards, and in
         recomputations of checkpointing; none of those inside of compiled graphs."""
         return {calls.path: ModuleCalls(calls.served, dict(calls.left)) for calls in self.calls}
 
@@ -88,7 +88,7 @@ class Report:
         return "\n".join(lines + [f"  {note}" for note in self.notes])
 
     def _left_since(self) -> list[str]:
-        """What PEFT has computed of modules that are called accelerated."""
+        """Calls that PEFT has computed of modules that are called accelerated."""
         by_reason: dict[str, list[int]] = {}
         for calls in self.calls:
             for reason, number in list(calls.left.items()):  # another thread may count

@@ -24,7 +24,7 @@ COMPILED = "routers are not computed here in compiled graphs"
 
 
 class RouterForward(LayerForward):
-    """Of a ParamWrapper over the weight of a router."""
+    """Forward of a ParamWrapper over the weight of a router."""
 
     has_siblings = False
 
@@ -59,7 +59,7 @@ class RouterForward(LayerForward):
 
 
 def router_forward(layer: ParamWrapper, path: str, norms: RowNorms) -> OwnForward | str:
-    """Of a ParamWrapper over a parameter that is neither of experts nor of a linear layer, or why it stays PEFT's."""
+    """Forward of a ParamWrapper over a parameter that is neither of experts nor of a linear layer, or why it stays PEFT's."""
     router, name = layer.get_base_layer(), layer.parameter_name
     weight = layer.get_param()
     if weight.ndim != 2:

@@ -1,4 +1,4 @@
-"""Which PEFT layers accelerate() serves: what stands in the place of each one's forward, by the kind of its base layer
+"""PEFT layers that accelerate() serves: what stands in the place of each one's forward, by the kind of its base layer
 (adapters/kinds.py)."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS: dict[type, Kind] = {
     PeftLinear: "linear", Embedding: "embedding", Conv1d: "convolution", Conv2d: "convolution", Conv3d: "convolution",
     TrainableTokensLayer: "tokens",
 }  # fmt: skip
-"""By PEFT's layer; that of quantised layers and of parameters is looked up."""
+"""Kinds by PEFT's layer; that of quantised layers and of parameters is looked up."""
 NOT_LORA = "neither LoRA on a kind of layer that is known here nor rows of tokens"
 
 
@@ -37,7 +37,7 @@ def served_kind(layer: BaseTunerLayer) -> Kind | None:
 def forward_for(
     layer: BaseTunerLayer, path: str, norms: RowNorms, asks: Mapping[str, Ask], others: Mapping[str, OwnForward]
 ) -> OwnForward | str:
-    """What goes in the place of a layer's forward, or why it stays.
+    """Replacement of a layer's forward, or why it stays.
 
     Args:
         asks: how linear layers are to be computed, by path.

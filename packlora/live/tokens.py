@@ -35,7 +35,7 @@ class TokensCall:
 
 
 class TokensForward(OwnForward):
-    """Of a TrainableTokensLayer over an embedding, or over an output layer without a bias."""
+    """Forward of a TrainableTokensLayer over an embedding, or over an output layer without a bias."""
 
     def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
         super().__init__(layer, path, norms)

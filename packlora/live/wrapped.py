@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 UNITS: Any = (FullyShardedDataParallel, FSDPModule)
-"""What FSDP gathers as one."""
+"""Units that FSDP gathers as one."""
 
 
 class NotWhole(str):
@@ -64,7 +64,7 @@ def why_not_run(model: nn.Module) -> str | None:
 
 @contextmanager
 def left_sharded(model: nn.Module) -> Iterator[None]:
-    """What FSDP2 has sharded is sharded again afterwards: a forward without a backward leaves the root's weights whole, and an
+    """Shard again afterwards what FSDP2 has sharded: a forward without a backward leaves the root's weights whole, and an
     optimizer that is made then would hold tensors that nobody reads."""
     sharded = [
         module for module in model.modules()
@@ -99,7 +99,7 @@ def is_frozen(weight: torch.Tensor) -> bool:
 
 
 def why_called(role: str, module: nn.Module) -> str:
-    """Of a module with hooks or another forward, which must be called."""
+    """Reason to call a module with hooks or another forward."""
     plan = module.__dict__.get("_hf_tp_plan")
     if plan is not None and "forward" in module.__dict__:
         return f"its {role} is tensor parallel ({plan}, by transformers {transformers.__version__})"
@@ -109,14 +109,14 @@ def why_called(role: str, module: nn.Module) -> str:
 
 
 def why_no_weight(role: str, module: nn.Module) -> NotWhole:
-    """Of a module whose weight is no Parameter of its own."""
+    """Reason against a module whose weight is no Parameter of its own."""
     if isinstance(module, UNITS):
         return NotWhole(f"its {role} is a unit of FSDP by itself; units of whole layers or blocks are computed here")
     return NotWhole(f"the weight of its {role} is a {type(weight_of(module)).__name__}, not a Parameter")
 
 
 def why_not_whole(role: str, weight: object) -> NotWhole:
-    """Of a weight that has another shape than its layer, or nothing in it."""
+    """Reason against a weight that has another shape than its layer, or nothing in it."""
     return NotWhole(_partitioned(role) if _is_partitioned(weight) else f"the weight of its {role} is not whole here")
 
 
