@@ -106,7 +106,7 @@ class Adapter:
 
     @property
     def on_experts(self) -> int:
-        """Number of them that are on experts."""
+        """Elements of all parameters that are on experts, of all slices."""
         experts = {path for path, module in self.spec.modules.items() if module.kind == "experts"}
         shapes = self.whole_shapes.items()
         return sum(math.prod(shape) for name, shape in shapes if name.rpartition("/")[0] in experts)
@@ -195,8 +195,8 @@ def detach_one(model: PreTrainedModel, number: int) -> None:
 
 
 Layers = dict[tuple[str, bool], AdaptedLinear | Routed]
-"""By path, and whether it is for low-rank adapters of a linear layer or a router: one path may have both, of different jobs.
-Experts are none of them."""
+"""Layers by path and by whether they are for low-rank adapters of a linear layer or a router: one path may have both, of
+different jobs. Experts are none of them."""
 
 
 def _here(model: PreTrainedModel, spec: AdapterSpec, attached: Attached) -> list[str]:

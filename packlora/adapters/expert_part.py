@@ -27,7 +27,7 @@ class Exchange(Protocol):
     """
 
     def numbers(self, own: torch.Tensor) -> torch.Tensor:
-        """Of [processes, n] int64 that this process has for each, what each has for it."""
+        """Exchange int64 [processes, n]: row p goes to process p, and row p of the result came from process p."""
 
     def rows(self, own: torch.Tensor, sent: Sequence[int], got: Sequence[int]) -> torch.Tensor:
         """Rows [sum of sent, ...] in the order of their processes -> [sum of got, ...], differentiable."""
@@ -59,7 +59,7 @@ class ExpertPart:
         return self.index * self.experts
 
     def sends(self, tokens: int) -> slice:
-        """Select which of so many tokens are sent."""
+        """Slice of so many tokens that this process sends."""
         at, count = self.share
         return slice(tokens * at // count, tokens * (at + 1) // count)
 

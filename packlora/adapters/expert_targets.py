@@ -218,7 +218,7 @@ class Watched(TorchFunctionMode):
         return out
 
     def product(self, linear: Any, args: Any, kwargs: Any) -> Any:
-        """Stand-in for the product."""
+        """Note the weight's dtype, then compute the product."""
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         self.found.append(weight.dtype)
         return linear(*args, **kwargs)

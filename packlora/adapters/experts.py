@@ -198,7 +198,7 @@ class Owned:
 
     @staticmethod
     def of(experts: Any, tokens: int, device: torch.device) -> Owned:
-        """Rows of so many tokens. Where rows go to other processes, all adapters here may own some, as on the others."""
+        """Owners of so many tokens. Where rows go to other processes, all adapters here may own some, as on the others."""
         state: AdaptedExperts | None = vars(experts).get(STATE)
         owners = None if state is None else state.attached.owners(tokens)
         keys, part = None if owners is None else owners.keys_T2, part_of(experts)

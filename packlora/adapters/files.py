@@ -401,7 +401,7 @@ def resolve_folder(folder: str | Path, model: PreTrainedModel, job: str) -> Adap
 
 
 def _header(folder: str | Path, key: str) -> str | None:
-    """Header of an adapter's tensors, unchecked; None where there is nothing to be read."""
+    """Value under a key in the header of an adapter's tensors, unchecked; None where there is nothing to be read."""
     file = Path(folder) / WEIGHTS
     try:
         if not file.is_file():  # a pipe would be waited for

@@ -221,7 +221,7 @@ class AdaptedLinear(torch.nn.Module):
 
     @property
     def first_feature(self) -> int:
-        """Number of the whole layer's input that is the first one here."""
+        """Index, among the whole layer's inputs, of the first one here."""
         return self.shard.index * self.base.in_features if self.shard is not None and self.row_parallel else 0
 
     def computed(self) -> Mapping[int, AdapterWeights]:

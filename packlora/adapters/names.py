@@ -165,12 +165,12 @@ def _for_both(found: AdapterSpec, model: PreTrainedModel, twin: Twin, of_twin: b
 
 
 def _ends(name: str, path: str) -> bool:
-    """Compare as PEFT does modules_to_save and trainable_token_indices."""
+    """Whether a path ends with a name, as PEFT compares modules_to_save and trainable_token_indices."""
     return path.endswith(name)
 
 
 def _is_at_end(name: str, path: str) -> bool:
-    """Compare as PEFT does target_parameters."""
+    """Whether a name is the end of a path, as PEFT compares target_parameters."""
     return path == name or path.endswith(f".{name}")
 
 

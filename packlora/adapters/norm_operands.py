@@ -80,7 +80,7 @@ class NormOperands:
         return takes_kernels(self._operands()) and self.A.is_contiguous() and self.B.is_contiguous()
 
     def _missing(self) -> str | None:
-        """Operand that is not whole here."""
+        """Text on the first operand that is not whole here; None where all are."""
         if not getattr(self.weight, "is_here", True):
             return "the codes of the weight are on several processes"
         for name, operand in (("A", self.A), ("B", self.B), ("weight", self._dense)):

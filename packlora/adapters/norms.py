@@ -151,7 +151,7 @@ class RowNorms:
         self._captured: dict[int, Check] = {}
         """Checks whose addresses a graph has, by id."""
         self._in_window: dict[int, torch.Tensor] = {}
-        """By handle, what this window's check gave while a graph was being captured."""
+        """Results of this window's check while a graph was being captured, by handle."""
         _LIVE[next(_NUMBERS)] = self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def by_new_names(peft: LoraConfig, older: Mapping[str, str], keys: Iterable[str]
 
 
 def first_names(older: Mapping[str, str], model: PreTrainedModel, twin: Twin) -> dict[str, str]:
-    """By older path the first of a module's two paths in files, where the path of this version is either of them."""
+    """Map each older path to the first of its module's two paths in files, where this version's path is either one."""
     here = {name for name, _ in model.named_modules(remove_duplicate=False)}
 
     def first(path: str) -> str:

@@ -24,7 +24,7 @@ from packlora.ops.first_order import first_order
 from packlora.ops.lora_linear.frozen import FrozenLinear
 
 SLICED: dict[int, dict[str, int]] = {0: {"B": 0, "magnitude": 0, "bias": 0}, 1: {"A": 1}}
-"""Of an adapter's tensors those that are sliced, with their dimension, by `Shard.dim`."""
+"""Sliced tensors of an adapter, each with its dimension, by `Shard.dim`."""
 PARTS: dict[int, tuple[str, ...]] = {0: ("A",), 1: ("B", "magnitude")}
 """Of an adapter's tensors those that every process holds whole and of whose gradient it computes a part, by `Shard.dim`."""
 
@@ -62,7 +62,7 @@ class Shard:
         return name in PARTS[self.dim] or (name == "bias" and self.by_tokens)
 
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of an adapter's tensor, or of "weight", from that of its slice."""
+        """Shape of a whole tensor of an adapter, or of "weight", from the shape of its slice."""
         dim = self._dim(name)
         return tuple(size * self.count if at == dim else size for at, size in enumerate(shape))
 
