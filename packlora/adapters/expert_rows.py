@@ -23,8 +23,7 @@ class Arrived:
     routing: Routing
     keys: torch.Tensor | None
     back: Callable[[torch.Tensor], torch.Tensor]
-    """Of what the experts give for x [R, D], what comes back to the tokens that were sent, [T k, D] in the order of (token,
-    choice)."""
+    """Return the experts' outputs for x [R, D] to the tokens that were sent: [T k, D] in the order of (token, choice)."""
 
 
 def sent_to_experts(

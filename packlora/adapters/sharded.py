@@ -26,7 +26,7 @@ from packlora.ops.lora_linear.frozen import FrozenLinear
 SLICED: dict[int, dict[str, int]] = {0: {"B": 0, "magnitude": 0, "bias": 0}, 1: {"A": 1}}
 """Sliced tensors of an adapter, each with its dimension, by `Shard.dim`."""
 PARTS: dict[int, tuple[str, ...]] = {0: ("A",), 1: ("B", "magnitude")}
-"""Of an adapter's tensors those that every process holds whole and of whose gradient it computes a part, by `Shard.dim`."""
+"""Tensors of an adapter that every process holds whole and of whose gradient it computes a part, by `Shard.dim`."""
 
 Through = Callable[[torch.Tensor], torch.Tensor]
 

@@ -52,5 +52,5 @@ class Key:
 
 
 def sight_of(weight: torch.Tensor | FrozenWeight) -> Sight | Key:
-    """Sight of the one or the other, as it is now."""
+    """Sight of a tensor, or key of a frozen weight, as it is now."""
     return Sight(weight) if isinstance(weight, torch.Tensor) else Key(weight)

@@ -79,7 +79,7 @@ class AdapterSpec:
     notes: list[str] = field(default_factory=list)
     """Notes for the user on the targets."""
     older: dict[str, str] = field(default_factory=dict)
-    """By path in the file that is read, where that is of an older version of transformers, the first path, see names.py."""
+    """First paths of modules, by their paths in a file of an older version of transformers, see names.py."""
 
     @property
     def also(self) -> dict[str, str]:

@@ -92,12 +92,12 @@ class Held:
                 views[name][part] = False
 
     def zero(self, gradient: torch.Tensor) -> None:
-        """Zero their gradient, which is in no norm."""
+        """Zero the gradient of the held elements, which is in no norm."""
         if self._mask is not None:
             gradient.masked_fill_(self._mask, 0.0)
 
     def restore(self, flat: torch.Tensor, before: torch.Tensor) -> None:
-        """Restore what they were: weight decay takes no gradient."""
+        """Restore the held elements, which weight decay changes without a gradient."""
         if self._mask is not None:
             flat.copy_(torch.where(self._mask, before, flat))
 

@@ -160,7 +160,7 @@ class PlannedRun:
     shown: list[Microbatch]
     budgets: list[Prediction]
     layouts: Layouts | None = None
-    """On several devices."""
+    """Layouts on several devices; None where `--gpus` was not given."""
 
     def to_json(self) -> dict[str, Any]:
         run, shape = self.prepared.run, self.prepared.shape
@@ -276,7 +276,7 @@ def _write(path: Path, write: Any) -> None:
 
 
 def job_figures(job: PreparedJob) -> dict[str, Any]:
-    """What the table and the JSON say of a job."""
+    """Figures of a job for the table and the JSON."""
     lengths, peft = job.data.planned.lengths, job.spec.peft
     counts, edges = np.histogram(np.log2(lengths), bins=24)
     return {

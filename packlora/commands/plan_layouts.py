@@ -76,7 +76,7 @@ class LayoutFigures:
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Of the run on so many devices. reason: why training takes the one that it takes."""
+    """Layouts of the run on so many devices. reason: why training takes the layout that it takes."""
 
     devices: int
     rows: list[LayoutFigures]
@@ -140,9 +140,9 @@ def table(found: Layouts) -> Sequence[Sequence[str]]:
 
 
 def sentences(found: Layouts, limit: int) -> list[str]:
-    """What is said below the table.
+    """Sentences below the table of layouts.
 
-    limit: groups that are listed at all.
+    limit: most groups that are listed by name.
     """
     taken, out = found.taken, []
     each = "is whole on one device" if taken.devices_per_job == 1 else f"is shared by {taken.devices_per_job} devices"

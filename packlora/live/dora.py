@@ -56,7 +56,7 @@ class DoraCall:
 
 
 class DoraForward(OwnForward):
-    """Stand-in for `forward` of one PEFT layer: the above where its one active adapter is DoRA, else PEFT's own forward."""
+    """Stand-in for `forward` of one PEFT layer: computed here where its one active adapter is DoRA, else by PEFT."""
 
     variant: type
     prefix = "lora_"

@@ -89,8 +89,8 @@ class OwnForward:
 
     @staticmethod
     def remove(module: nn.Module) -> None:
-        """Remove it from a module that has one. Where other code has wrapped the forward since, the wrapper keeps it: it is
-        only off."""
+        """Remove the stand-in from a module that has one. Where other code has wrapped the forward since, the stand-in stays
+        inside of the wrapper, switched off."""
         own = module.__dict__.pop("_packlora", None)
         if own is not None:
             own.on = False

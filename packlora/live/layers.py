@@ -117,7 +117,7 @@ class LayerCall:
         return self.weight.shape if self.stored is None else self.stored.shape  # type: ignore[return-value]
 
     def dtypes(self, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype, bool]:
-        """Dtypes of x in the product and of the base product, and whether autocast is on."""
+        """Dtype in which x is multiplied, dtype of the base product, and whether autocast is on."""
         dtype, autocast = product_dtype(x)
         products = dtype if self.stored is None else self.stored.products(x, dtype)
         return (products if products.itemsize > dtype.itemsize else dtype), products, autocast
@@ -226,7 +226,7 @@ def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | N
 
 
 Products = tuple[torch.dtype, torch.dtype, torch.device]
-"""Dtypes of x in the product and of the base product, and the device."""
+"""Dtype in which x is multiplied, dtype of the base product, and the device."""
 
 
 class KeptLayer(NamedTuple):
@@ -366,7 +366,7 @@ def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:
 
 
 def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
-    """Dtype that torch.nn.functional.linear would multiply in, and whether autocast is on."""
+    """Dtype in which torch.nn.functional.linear would multiply, and whether autocast is on."""
     kind = x.device.type  # asking torch which devices have autocast breaks a compiled graph
     autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     if autocast and x.is_floating_point() and x.dtype != torch.float64:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 UNITS: Any = (FullyShardedDataParallel, FSDPModule)
-"""Units that FSDP gathers as one."""
+"""Classes of modules that FSDP gathers as one."""
 
 
 class NotWhole(str):

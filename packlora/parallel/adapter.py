@@ -19,8 +19,8 @@ from packlora.parallel.collectives import add_up, all_of
 
 
 def partial_sums(adapter: Adapter) -> dict[str, Place]:
-    """Places by parameter in the flat gradient that hold parts of a sum over the group, or, of slices that several
-    processes hold, over these."""
+    """Places by parameter in the flat gradient that hold parts of a sum over the group; for a slice that several processes
+    hold, over these processes."""
     return {name: place for name, place in adapter.layout.places.items() if _is_part(adapter, name)}
 
 
@@ -93,8 +93,8 @@ class WholeGradient:
 
 
 class SharedGradient:
-    """Adds up the gradient of an adapter over replicas that hold experts together, once a step: of what all of them have over
-    all, of experts over those that have the same ones.
+    """Adds up the gradient of an adapter over replicas that hold experts together, once a step: parameters of experts over the
+    replicas with the same experts, all others over all replicas.
 
     Args:
         adapter: on a model that `shard_experts` has cut.

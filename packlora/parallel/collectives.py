@@ -41,7 +41,7 @@ GATHER, SCATTER = (
 
 @contextmanager
 def answered() -> Iterator[None]:
-    """Around a message: what fails there is that another process has ended, or does not answer."""
+    """Turn a failure inside of the block into the error that another process has ended, or does not answer."""
     try:
         yield
     except RuntimeError as error:

@@ -33,7 +33,7 @@ from packlora.parallel.collectives import copied, exchanged, summed
 from packlora.parallel.sharded import run_nobody, with_gradient
 
 APART = re.compile(r"\bexperts\.\d+\.")
-"""Part of the path of a parameter of one expert."""
+"""Pattern in the path of a parameter of one expert."""
 
 
 class ExpertSlices(InMemory):

@@ -186,7 +186,7 @@ def planned(capacity: int, size: int) -> int:
 
 
 def waves(microbatches: Sequence[Microbatch], size: int, capacity: int) -> list[list[Microbatch]]:
-    """Group what processes that share their jobs run at the same time: microbatches of up to `planned` tokens, each in `size`
+    """Cut microbatches of up to `planned` tokens into what the processes that share their jobs run at the same time: `size`
     parts of about the same number of tokens. Some parts are empty where there are few samples; one whose samples do not fit so
     makes two waves or more.
 

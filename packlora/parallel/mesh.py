@@ -1,4 +1,4 @@
-"""The processes of a run, as torchrun started them: their process group, and what they tell one another beside it.
+"""The processes of a run, as torchrun started them: their process group, and the store for signs of life and errors.
 
 What is exchanged here is small and on the CPU (JSON, counters): gloo, whatever the device. Tensors go through process groups
 of the device's own backend.
@@ -91,7 +91,7 @@ class Mesh(OneProcess):
         return self.gather_in(self._control, value)
 
     def gather_in(self, group: dist.ProcessGroup, value: Any) -> list[Any]:
-        """The same of the processes of a group, which has gloo for what is on the CPU."""
+        """Values that every process of a group gives, by rank in it. The group has gloo for tensors on the CPU."""
         own, among = as_bytes(value), dist.get_world_size(group)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(among)]
         with self.told():
@@ -132,13 +132,13 @@ class Mesh(OneProcess):
         return None
 
     def speaks_of_failure(self) -> bool:
-        """Whether no other process has asked this before; yes where that cannot be known."""
+        """Whether this process is the first to report the failure; yes where that cannot be known."""
         with contextlib.suppress(Exception):
             return bool(self.store.add("spoken", 1) == 1)
         return True
 
     def silent(self, ranks: Sequence[int], seconds: float) -> int | None:
-        """One of these processes that has given no sign of life for so many seconds; asked at least twice."""
+        """One of these processes that has given no sign of life for so many seconds, by two calls or more; else None."""
         now = time.monotonic()
         for rank in ranks:
             key = f"alive/{rank}"

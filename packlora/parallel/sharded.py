@@ -249,7 +249,7 @@ def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def rows_of(part: tuple[slice, ...], rows: slice) -> tuple[slice, ...]:
-    """Read these rows of a part of a weight, counted from its first one."""
+    """Slices of these rows of a part of a weight, counted from its first one."""
     first = part[0].start or 0 if part else 0
     return (slice(first + rows.start, first + rows.stop), *part[1:])
 

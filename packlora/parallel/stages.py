@@ -145,7 +145,7 @@ class Stage(InMemory):
         return None
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Give the first layer here its input in the place of hidden states of nobody."""
+        """Input of the first layer here, which replaces the zeros that NoEmbedding gave."""
         if self._in_step:
             return self.links.up.receive(hidden.shape, hidden.dtype)
         return hidden if self._incoming is None else self._incoming
@@ -184,7 +184,7 @@ class Elsewhere(torch.nn.Module):
 
 
 class NoEmbedding(torch.nn.Module):
-    """Stand-in for the embedding: hidden states of nobody."""
+    """Stand-in for the embedding on all stages but the first."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -356,8 +356,8 @@ def _alike(x: Any, y: Any) -> bool:
 
 
 def ends_of(model: PreTrainedModel) -> dict[str, bool]:
-    """Modules by path that run before the first layer of the decoder, or behind the last one, and so belong to the first or
-    the last stage: whether they run behind. Modules inside of layers are none of them.
+    """Whether a module runs behind the last layer of the decoder, by path, for all that run before the first layer or behind
+    the last one and so belong to the first or the last stage. Modules inside of layers are none of them.
 
     Args:
         model: whole, may be without weights.

@@ -69,7 +69,7 @@ class OpenMembers(Members):
         return self.sweep is not None or bool(self.group.told(self.group.leads and bool(self.control.asked())))
 
     def _asked(self) -> list[Asked]:
-        """Requests to the first process."""
+        """Requests to the first process, as all processes hear of them."""
         found = self.control.asked() if self.group.leads else []
         return [asked_from(tree) for tree in self.group.told([asked.to_json() for asked in found])]
 

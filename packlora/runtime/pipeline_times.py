@@ -39,7 +39,7 @@ class StageClock:
         self._base: Any = None
 
     def begin(self) -> None:
-        """While nothing runs."""
+        """Begin to time, while nothing runs."""
         self._spans.clear()
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -84,7 +84,7 @@ class PipelineTimes:
         self._slots: list[tuple[int, Microbatch | None]] = []
 
     def begin(self) -> None:
-        """While the pipeline is dry."""
+        """Forget the slots, while the pipeline is dry."""
         self._slots.clear()
         self.clock.begin()
 

@@ -81,7 +81,8 @@ def take_totals(row: torch.Tensor, job: Job) -> None:
 
 
 class PipelinedTrainer(Trainer):
-    """
+    """Training loop of one stage of a pipeline.
+
     Args:
         cost: what a microbatch costs on each stage, for the planner; the same on every process and in every session.
     """
@@ -131,7 +132,7 @@ class PipelinedTrainer(Trainer):
                 yield None
 
     def _run_dry(self) -> None:
-        """Run microbatches through the pipeline until it is empty, and do what was to find it so."""
+        """Run microbatches through the pipeline until it is empty; then report failed jobs, evaluate and save what is due."""
         self._quiet = False
         self._inside.clear()  # slots are counted anew
         self.times.begin()

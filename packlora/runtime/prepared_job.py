@@ -49,7 +49,7 @@ class PreparedJob:
     trainable: int
     """Parameters of its adapter."""
     active: int
-    """Number of them that one token meets; of experts it meets those that it goes to."""
+    """Parameters of its adapter that one token meets; of experts those that it goes to."""
     prompts: list[Prompt] = field(default_factory=list)
     most: int = 0
     """Tokens that a sample of a stream may have."""
@@ -62,7 +62,7 @@ class PreparedJob:
 
     @property
     def active_on_experts(self) -> int:
-        """Number of them that one token meets."""
+        """Parameters on experts that one token meets."""
         return self.active - (self.trainable - self.on_experts)
 
     @property

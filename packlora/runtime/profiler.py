@@ -344,7 +344,7 @@ def _numbers_of_adapters(prepared: PreparedRun) -> int:
 
 
 def _frozen_bytes(prepared: PreparedRun, width: int) -> int:
-    """Bytes of quantised layers' codes, and of the two largest weights as they are multiplied."""
+    """Bytes of all frozen weights: floats, codes of quantised layers, and their two largest weights as they are multiplied."""
     shape, (numbers, codes) = prepared.shape, prepared.in_codes
     return (shape.parameters - numbers + 2 * shape.largest * (numbers > 0)) * width + codes
 
@@ -388,7 +388,7 @@ def profile(
 
 
 def profile_key(run: Run, prepared: PreparedRun, base: Base | None) -> str:
-    """Words for what a measurement depends on beside the device and versions, in words."""
+    """Words for what a measurement depends on beside the device and versions."""
     shape = prepared.shape
     adapters = sorted(
         f"{'dora' if job.spec.peft.use_dora else 'lora'}{job.spec.peft.r}{'d' if job.spec.peft.lora_dropout else ''}"

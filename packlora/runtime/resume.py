@@ -203,7 +203,8 @@ def _other_seeds(saved: SavedRun, run: Run) -> list[str]:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], new: int) -> list[str]:
-    """new: jobs at the end of the list that the run has not had until now."""
+    """Names of the settings that a run may not change when it is resumed, and has. new: jobs at the end of the list that the
+    run has not had until now."""
     swept = now["sweep"]["job"] if now["sweep"] is not None else None
     changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before[key] != now[key]]
     if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"][: len(now["jobs"]) - new]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers import PreTrainedModel
 
@@ -68,28 +70,34 @@ def tied_in_stages(spec: AdapterSpec) -> str | None:
 def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel) -> str | None:
     """Part of a job that needs a base model in one piece; None where there is nothing such."""
     head = skeleton.get_output_embeddings()
-    for path, own in spec.modules.items():
-        if own.kind in PARAMETERS:
-            continue
-        module = skeleton.get_submodule(path)
-        if unknown := _of_another_type(path, module):
-            return unknown
-        if own.kind != "linear" or module is head:
-            return f"{path} is trained, outside of the linear layers inside of the model"
-    return None
+
+    def outside(path: str, kind: str, module: torch.nn.Module) -> str | None:
+        inside = kind == "linear" and module is not head
+        return None if inside else f"{path} is trained, outside of the linear layers inside of the model"
+
+    return _first(spec, skeleton, outside)
 
 
 def copied_alone(spec: AdapterSpec, skeleton: PreTrainedModel) -> str | None:
     """Part of a job that needs linear layers of floats; None where there is nothing such."""
     head = skeleton.get_output_embeddings()
+
+    def copied(path: str, kind: str, module: torch.nn.Module) -> str | None:
+        is_copy = kind in ("copy", "tokens") and is_linear(module) and module is not head
+        return f"a copy of {path} is trained" if is_copy else None
+
+    return _first(spec, skeleton, copied)
+
+
+def _first(
+    spec: AdapterSpec, skeleton: PreTrainedModel, problem_of: Callable[[str, str, torch.nn.Module], str | None]
+) -> str | None:
+    """First problem of the modules that a job trains, or None. problem_of: takes path, kind and module."""
     for path, own in spec.modules.items():
-        if own.kind in PARAMETERS:
-            continue
-        module = skeleton.get_submodule(path)
-        if unknown := _of_another_type(path, module):
-            return unknown
-        if own.kind in ("copy", "tokens") and is_linear(module) and module is not head:
-            return f"a copy of {path} is trained"
+        if own.kind not in PARAMETERS:
+            module = skeleton.get_submodule(path)
+            if found := _of_another_type(path, module) or problem_of(path, own.kind, module):
+                return found
     return None
 
 

@@ -78,7 +78,7 @@ def balance(stages: int, layers: int, head_in_layers: float = 0.0, costs: Sequen
 
 
 def _of_unlike(stages: int, costs: Sequence[float], head: float) -> tuple[int, ...]:
-    """As balance, of layers with costs of their own."""
+    """Layers per stage with the shortest slowest stage, where layers differ in cost."""
     until = [0.0, *accumulate(costs)]
 
     def filled(most: float) -> tuple[int, ...] | None:
