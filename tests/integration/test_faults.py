@@ -193,6 +193,17 @@ def test_a_log_that_could_not_be_written_for_a_while_goes_on_with_whole_lines(ca
     assert len(written) == len(text.splitlines()) - 1 == len(numbers(case.whole, "metrics.jsonl")) - 1
 
 
+def test_a_journal_that_cannot_be_removed_at_once_is_removed_all_the_same(case: Case, tmp_path: Path) -> None:
+    """What it says is in run.json then, which lacks nothing."""
+    about: dict[str, Any] = {"only": "journal.jsonl", "constants": LONG}
+    removal = case.train(tmp_path / "all", **about).operations
+    ended = case.train(tmp_path / "out", kind="EIO", at=removal, **about)
+    sound(ended)
+    assert removal > 9 and ended.code == 0 and "incomplete" not in ended.out, ended.out
+    assert not (tmp_path / "out" / "journal.jsonl").exists()
+    same_run(case, tmp_path / "out")
+
+
 def test_a_full_disk_at_a_checkpoint_says_what_was_kept_and_how_to_go_on(case: Case, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ended = case.train(out, kind="full", only="plain/.tmp-checkpoint-3", at=2)
