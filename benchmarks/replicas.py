@@ -15,9 +15,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +41,7 @@ from benchmarks.training import (
     prepared_on,
     prepared_run,
     run_of,
+    run_window,
     samples_of,
     timed_window,
     trainer_of,
@@ -49,7 +50,7 @@ from packlora.adapters.attach import attach
 from packlora.base.model import Base, load_base
 from packlora.base.weight_files import WeightFiles
 from packlora.engine.memory import free_memory, synchronize
-from packlora.engine.parts import Parts
+from packlora.engine.stage_passes import StageDevice
 from packlora.parallel.layout import Layout, place, planned
 from packlora.parallel.mesh import OneProcess
 from packlora.parallel.pipeline import Links
@@ -61,14 +62,10 @@ from packlora.runtime.choose import Work
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
-from packlora.runtime.microbatch import MicrobatchResult
-from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.run import deterministic
-from packlora.runtime.stage import StageDevice, StagePending
 from packlora.runtime.trainer import Trainer
-from packlora.runtime.wave import Wave
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
@@ -170,12 +167,12 @@ class Way:
         number, self.done = self.done, self.done + 1
         if self.trainer is None:
             return 0.0, 0
-        before = self.trainer.runner.tokens
+        before = self.trainer.tally.tokens
         window = None
         if self.group.rank == 0:
             window = WINDOW.dump_python(self.planner.window(number * self.rounds), mode="json")
         seconds = timed_window(self.trainer, WINDOW.validate_python(self.group.told(window)))
-        return seconds, self.trainer.runner.tokens - before
+        return seconds, self.trainer.tally.tokens - before
 
     def digests(self) -> dict[str, str]:
         """The bits of this process's adapters, hashed, by job."""
@@ -352,45 +349,6 @@ WAYS = [FLOWING, "one_job", UNBALANCED, "one_job_fixed", "eager_no_flush", "eage
 packlora's operators or (eager_) plain ones; and one job after the other on a base that is sharded by rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timed(StageDevice):
-    """Times its forwards and backwards on the device. spans: start and end of each by kind, in order."""
-
-    spans: dict[str, list[Any]] = field(default_factory=lambda: {"forward": [], "backward": []})
-
-    def forward(
-        self, parts: Parts, incoming: torch.Tensor | None = None, below: torch.Tensor | None = None
-    ) -> StagePending:
-        with self._timed("forward"):
-            return StageDevice.forward(self, parts, incoming, below)
-
-    def backward(self, pending: StagePending) -> MicrobatchResult:
-        with self._timed("backward"):
-            return StageDevice.backward(self, pending)
-
-    @contextmanager
-    def _timed(self, kind: str) -> Iterator[None]:
-        start = self._now()
-        yield
-        self.spans[kind].append((start, self._now()))
-
-    def _now(self) -> Any:
-        if self.base.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def taken(self) -> dict[str, list[float]]:
-        """Seconds by kind of what has run since the last call; the device is waited for."""
-        synchronize(self.base.device)
-        cuda, out = self.base.device.type == "cuda", {}
-        for kind, own in self.spans.items():
-            out[kind] = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in own]
-            own.clear()
-        return out
-
-
 class RandomWeights(WeightFiles):
     """Weights in no file: they are made on the device as they are asked for. Writing and reading those of 8 layers of a 70B
     model takes longer than measuring them."""
@@ -441,9 +399,9 @@ class Piped:
         specs = {job.config.name: job.spec for job in self.prepared.jobs}
         attached, adapters = attach(base.model, specs, 0, None, base.storage)
         made = [Job(one.config, one.data, [], own) for one, own in zip(self.prepared.jobs, adapters, strict=True)]
-        self.device, events = Timed(base, attached, base.storage), Emitter()
+        self.device, events = StageDevice(base, attached, base.storage), Emitter()
         known = profiler.estimate(self.prepared.run, self.prepared, mesh.size)
-        self.trainer = PipelinedTrainer(
+        self.trainer = Trainer(
             self.prepared.run, self.prepared, base, self.device, made, known,
             OutputFolder(Path(path), "benchmark", None, events), events, group=self.links, cost=self.cost,
         )  # fmt: skip
@@ -502,23 +460,26 @@ class Piped:
             return counts | self._through_stages(windows)
 
     def _through_stages(self, windows: Sequence[Window]) -> Row:
-        self.device.taken()
+        self.device.clock.begin()
         self.mesh.barrier()
         start = time.perf_counter()
         for window in windows:
-            trainer = self.trainer
-            trainer._waves = iter([Wave(window, slot, [one]) for slot, one in enumerate(window.microbatches)])
-            trainer._ended = False
-            while not trainer._ended:
-                trainer._run_dry()
+            run_window(self.trainer, window)
         synchronize(self.trainer.base.device)
         seconds = self.mesh.gather(time.perf_counter() - start)[0]
-        times = self.mesh.gather(self.device.taken())
+        times = self.mesh.gather(self._taken())
         busy = [sum(own["forward"]) + sum(own["backward"]) for own in times]
         return {
             "s": seconds, "bubble": 1 - sum(busy) / (self.mesh.size * seconds), "busy_s": busy,
             "simulated_s": simulated(windows, times),
         }  # fmt: skip
+
+    def _taken(self) -> dict[str, list[float]]:
+        """Seconds of forwards and of backwards since the clock began."""
+        out: dict[str, list[float]] = {"forward": [], "backward": []}
+        for kind, _, begin, end in self.device.clock.taken():
+            out[kind].append(end - begin)
+        return out
 
 
 def fixed_samples(orders: Sequence[Any], first: int, rounds: int, budget: int, stages: int) -> Window:

@@ -7,6 +7,7 @@ What is sent is counted beside what is timed. Shapes: T tokens, D hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ from packlora.engine.parts import Part
 from packlora.engine.rows import Row as SampleRow
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.tensor import shard
-from packlora.runtime.job import Job, take_steps
+from packlora.runtime.job import Job
 from packlora.tune.timing import Work
 
 RANK = 16
@@ -88,15 +89,18 @@ def cut_work(name: str, one: Case, config: Any, inputs: Inputs, length: int) -> 
     if name == "peft_bf16":
         return peft_work(model, inputs)
     job, attached = attached_job(model, one.samples, length)
-    no_loss = torch.zeros((), dtype=torch.float64, device=inputs.x.device)
+    no_loss = torch.zeros(1, dtype=torch.float64, device=inputs.x.device)
 
     def step() -> None:
         with attached.active(inputs.batch.owners):
             inputs.forward(model).backward(inputs.dy)
         if name == "packlora_stepped":
             job.state.collect(no_loss)
-            if take_steps([job], lambda: None) == [None]:
-                raise RuntimeError(f"the job failed: {job.failure}")
+            _, norm, *_ = job.state.step(job.lr_at(0)).tolist()
+            if not math.isfinite(norm):
+                raise RuntimeError(f"gradient norm {norm:g}")
+            job.state.accept()
+            job.state.discard()
 
     def clear() -> None:
         job.discard()

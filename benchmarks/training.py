@@ -39,18 +39,20 @@ from packlora.config import Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
 from packlora.engine.memory import synchronize
+from packlora.engine.passes import SingleDevice
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
-from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import ModelShape, PreparedJob, products_kept, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import profile
 from packlora.runtime.run import deterministic
+from packlora.runtime.stream import Stream
 from packlora.runtime.trainer import Trainer
+from packlora.runtime.windows import Plan
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 from packlora.schedule.types import Window
 from packlora.tune.timing import geomean
@@ -164,13 +166,27 @@ def trainer_of(prepared: PreparedRun, base: Base, folder: Path, group: Alone = A
     return Trainer(prepared.run, prepared, base, executor, made, known, output, events, group=group)
 
 
+def run_window(trainer: Trainer, window: Window) -> None:
+    """A window of the training loop.
+
+    Raises:
+        MemoryError: out of memory.
+    """
+    capacity = trainer.budget.tokens
+    parts = (trainer.by_name, trainer.team, capacity, trainer.evaluator, trainer.tally, None)
+    stream = Stream(Plan(iter([window]), None), *parts)
+    while not stream.has_ended:
+        trainer.run_slots(stream)
+        if trainer.budget.tokens < capacity:
+            raise MemoryError("out of memory")
+
+
 def timed_window(trainer: Trainer, window: Window) -> float:
     """Seconds of a window of the training loop; planning is not counted, for training has it done beside."""
     with deterministic():  # as train() has it
         synchronize(trainer.base.device)
         start = time.perf_counter()
-        if not trainer._train_window(window):
-            raise MemoryError("out of memory")
+        run_window(trainer, window)
         synchronize(trainer.base.device)
         return time.perf_counter() - start
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import FAMILIES, TINY, tiny_model
 from packed import PackedSample, parts
+from steps import take_steps
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.kept_outputs import keep_outputs
@@ -27,12 +28,12 @@ from packlora.config import AdapterConfig, JobConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.engine.parts import Part
+from packlora.engine.passes import SingleDevice, run_microbatch
 from packlora.ops.recompute import add_recompute
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.collectives import GATHER, SCATTER, all_of
 from packlora.parallel.tensor import shard
-from packlora.runtime.job import Job, take_steps
-from packlora.runtime.microbatch import SingleDevice, run_microbatch
+from packlora.runtime.job import Job
 from packlora.seeding import stable_hash
 
 MORE_FAMILIES = {
@@ -241,10 +242,10 @@ def learn(case: Case, group: Any = None) -> Learnt:
                 for owner, tokens in result.tokens.items():
                     jobs[owner].state.collect(result.sums[owner])
                     jobs[owner].count(tokens)
-            for job, told in zip(jobs, take_steps(jobs, lambda: None), strict=True):
-                assert told is not None, job.failure
-                losses[f"{step} {job.name}"] = torch.tensor(told.loss, dtype=torch.float64)
-                norms[f"{step} {job.name}"] = torch.tensor(told.grad_norm, dtype=torch.float64)
+            for job, told in zip(jobs, take_steps(jobs), strict=True):
+                assert told.refused is None, job.failure
+                losses[f"{step} {job.name}"] = torch.tensor(job.log_history[-1]["loss"], dtype=torch.float64)
+                norms[f"{step} {job.name}"] = torch.tensor(told.norm, dtype=torch.float64)
     evaluated = executor.evaluate(samples_of(case.steps, 0, jobs)).sums
     losses["evaluated"] = torch.stack([evaluated[owner] for owner in sorted(evaluated)])
     parameters = {f"{job.name} {name}": value for job in jobs for name, value in whole(job.adapter).items()}

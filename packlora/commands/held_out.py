@@ -16,6 +16,7 @@ from packlora.commands.adapter_folder import same_base, trained_by
 from packlora.config import DataConfig
 from packlora.data.readers import read_data
 from packlora.engine.memory import TokenBudget
+from packlora.engine.passes import SingleDevice
 from packlora.errors import InputError
 from packlora.parallel.replicas import ALONE
 from packlora.plans.select import PlanChooser
@@ -24,7 +25,6 @@ from packlora.runtime.evaluate import Evaluator
 from packlora.runtime.events import StopRequest
 from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job
-from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import prepare
 from packlora.runtime.team import Team
 from packlora.terminal import Activity

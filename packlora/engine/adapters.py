@@ -102,6 +102,13 @@ class AdapterState:
         self.without.difference_update(found)
         self.drop_gradients()
 
+    def found(self, with_new: bool = False) -> dict[str, bool]:
+        """Whether parameters have a gradient in the present global batch, by name. with_new: also one that is not collected."""
+        return {
+            name: name not in self.without or (with_new and parameter.grad is not None)
+            for name, parameter in self.parameters.items()
+        }
+
     def drop_gradients(self) -> None:
         """Forget the gradients of parameters that were not collected."""
         for parameter in self.parameters.values():

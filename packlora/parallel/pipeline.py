@@ -1,34 +1,19 @@
-"""A pipeline of processes without flushes: which actions a stage takes, in which order, and what passes between two stages.
+"""A pipeline of processes: what passes between two stages, and who its neighbours are. engine/engine.py says when.
 
-Stage s of S runs at most S - s forwards before the backward of the first of them, then a backward and a forward in turn, over
-all microbatches of all jobs (1F1B). A slot is a place in the order of microbatches. A job's global batch that ends in slot p:
-
-    sums     after its backward of slot p, each stage adds what the step needs to what the stage above has sent, and sends it
-             on down: squares of the gradient, the loss
-    totals   the first stage, whose backward is the last one, has all of them; they go up again
-    step     a stage takes the job's step right before its forward of slot p + S
-
-Nothing waits for this. The totals leave a stage before the hidden states of slot p + S do, and no sample of the job's next
-global batch is in an earlier slot (schedule/verify.py). So all stages clip by the same norm, take the same decisions from the
-same bits, and know at a slot's forward of the same steps: a pipeline may end before any slot, if that was in the totals.
+Two directions are two channels. In each, messages are received in the order in which they were sent. A stage receives when it
+needs what comes, and a send does not wait for that: so every order of actions that a single process could take ends.
 
 Where several pipelines share their jobs, each runs its own microbatch of a slot, or none; before a job's sums they add up its
 gradient, each stage with the same stage of the others. The processes of a stage that is cut have the same microbatches and the
 same sums. What they decide by is made one on the first stage, before the totals go up.
-
-Two directions are two channels. In each, messages are received in the order in which they were sent. A stage receives when it
-needs what comes, and a send does not wait for that: so every order of actions that a single process could take ends.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from enum import Enum
 from typing import Any
 
 import torch
@@ -38,97 +23,6 @@ from packlora.parallel.collectives import answered
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.replicas import Replicas
-
-
-class Kind(Enum):
-    """Action of a stage for a slot."""
-
-    RECEIVE_HIDDEN = "receive hidden states"
-    FORWARD = "forward"
-    SEND_HIDDEN = "send hidden states"
-    RECEIVE_GRADIENT = "receive gradient"
-    BACKWARD = "backward"
-    SEND_GRADIENT = "send gradient"
-    RECEIVE_SUMS = "receive sums"
-    ADD_SUMS = "add sums"
-    SEND_SUMS = "send sums"
-    RECEIVE_TOTALS = "receive totals"
-    SEND_TOTALS = "send totals"
-    STEP = "step"
-    NOOP = "no-op"
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """kind: of the slot, counted from 0."""
-
-    kind: Kind
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """runs: whether it has a microbatch; else it is a no-op. steps: whether a job's global batch ends in it."""
-
-    runs: bool
-    steps: bool
-
-
-def actions(stage: int, stages: int, enter: Callable[[int], Slot | None]) -> Iterator[Action]:
-    """Actions of a stage, in order. Each action must be done before the next one is asked for.
-
-    Args:
-        enter: asked right before the forward of a slot what is in it; None: the pipeline ends before it. All stages must be
-            told the same.
-    """
-    first, last = stage == 0, stage == stages - 1
-    inside: dict[int, Slot] = {}
-    end: int | None = None
-    for number in itertools.count():
-        back, done = number - (stages - stage), number - stages
-        if back in inside:
-            yield from _backward(back, inside[back], first, last)
-        if done in inside and inside.pop(done).steps:
-            if not first:
-                yield Action(Kind.RECEIVE_TOTALS, done)
-            if not last:
-                yield Action(Kind.SEND_TOTALS, done)
-            yield Action(Kind.STEP, done)
-        if end is None:
-            slot = enter(number)
-            if slot is None:
-                end = number
-            else:
-                inside[number] = slot
-                yield from _forward(number, slot, first, last)
-        if end is not None and number >= end + stages - 1:
-            return
-
-
-def _forward(number: int, slot: Slot, first: bool, last: bool) -> Iterator[Action]:
-    if not slot.runs:
-        yield Action(Kind.NOOP, number)
-        return
-    if not first:
-        yield Action(Kind.RECEIVE_HIDDEN, number)
-    yield Action(Kind.FORWARD, number)
-    if not last:
-        yield Action(Kind.SEND_HIDDEN, number)
-
-
-def _backward(number: int, slot: Slot, first: bool, last: bool) -> Iterator[Action]:
-    if slot.runs:
-        if not last:
-            yield Action(Kind.RECEIVE_GRADIENT, number)
-        yield Action(Kind.BACKWARD, number)
-        if not first:
-            yield Action(Kind.SEND_GRADIENT, number)
-    if slot.steps:
-        if not last:
-            yield Action(Kind.RECEIVE_SUMS, number)
-        yield Action(Kind.ADD_SUMS, number)
-        if not first:
-            yield Action(Kind.SEND_SUMS, number)
 
 
 class Channel:

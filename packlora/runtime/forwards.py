@@ -13,8 +13,8 @@ from packlora.data.encode import Sample
 from packlora.data.order import SampleOrder
 from packlora.engine.memory import TokenBudget, free_memory
 from packlora.engine.parts import Part
+from packlora.engine.passes import Executor, MicrobatchResult
 from packlora.engine.rows import Row
-from packlora.runtime.microbatch import Executor, MicrobatchResult
 from packlora.runtime.team import Team
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
@@ -91,7 +91,7 @@ class Forwards:
             sums[number] = done.sums[owners[name]][0].cpu()
             if name in logps:
                 logps[name].put([own.sample for own in placed], -done.losses_L.double().cpu())
-        if lacking := self.team.agree(lacking, []):
+        if lacking := self.team.agree(lacking):
             free_memory(self.device)
             self.budget.held_out = self.budget.below(lacking)
             return None

@@ -35,12 +35,12 @@ from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.heads import fused_losses
 from packlora.engine.memory import free_memory
 from packlora.engine.parts import Parts, rows_of
+from packlora.engine.passes import Executor, MicrobatchResult, Pending, SingleDevice, one_error_for_memory
 from packlora.errors import InputError
 from packlora.ops import launcher
 from packlora.ops.attention.blocks import BLOCK, SampleBlocks, most_blocks, table_of
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.runtime.job import Job
-from packlora.runtime.microbatch import Executor, MicrobatchResult, Pending, SingleDevice, one_error_for_memory
 
 MOST = 32
 """Shapes whose graphs are kept; the one that was not used for longest goes."""

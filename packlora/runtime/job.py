@@ -1,14 +1,13 @@
 """One job while it trains: its data, adapter, optimizer, learning rate, step and status.
 
-A job knows nothing of the jobs beside it. trainer.py hands it the losses of its tokens and tells it when its global batch is
-complete.
+A job knows nothing of the jobs beside it. trainer.py tells it what came of its steps.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.data.prompts import Prompt
 from packlora.engine.adapters import AdapterState
-from packlora.engine.memory import on_their_way
+from packlora.engine.engine import Confirmed, Step, StepDone
 from packlora.runtime.history import Pieces
 from packlora.runtime.learning import Learning
 from packlora.seeding import stable_hash
@@ -42,8 +41,6 @@ class StepResult:
     grad_norm: float
     lr: float
     tokens: int
-    notice: str | None = None
-    """Note for a person."""
 
 
 def learning_rates(config: TrainConfig, num_steps: int) -> Any:
@@ -108,23 +105,6 @@ class Judge:
         self._found = judged(log_history[self._count :], self.train, self.last, self._found)
         self._count = len(log_history)
         return self._found
-
-
-def take_steps(
-    jobs: Sequence[Job], meanwhile: Callable[[], None], largest: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> list[StepResult | None]:
-    """The optimizer steps of jobs whose global batches are complete. The device is waited for once; meanwhile the host may do
-    something, and launch something: what is launched then is not waited for.
-
-    Args:
-        largest: of numbers of slices those of the whole, see Replicas.largest.
-    """
-    numbers = torch.stack([job.optimizer_step() for job in jobs]) if jobs else torch.empty(0)
-    if jobs and largest is not None:
-        numbers = largest(numbers)
-    read = on_their_way(numbers)
-    meanwhile()
-    return [job.after_step(own) for job, own in zip(jobs, read(), strict=True)]
 
 
 class IdleSteps:
@@ -244,65 +224,60 @@ class Job:
         self._tokens = 0
         self.state.discard()
 
-    def optimizer_step(self, norm: torch.Tensor | None = None) -> torch.Tensor:
-        """Begin the step of a complete global batch, see AdapterState.step; `after_step` counts it or puts it back."""
-        return self.state.step(self.lr_at(self.step), norm)
+    def next_step(self) -> Step:
+        """The step after the present global batch."""
+        return Step(self.adapter.number, self.lr_at(self.step))
 
-    def after_step(self, numbers: Sequence[float]) -> StepResult | None:
-        """Count the step. None if the loss or the gradient is not finite, or the step made parameters infinite: the job has
-        failed, and its parameters are put back to the last values that gave a finite loss.
+    def stepped(self, done: StepDone, seconds: float, elapsed: float) -> None:
+        """Count a step, or fail where it was refused.
 
         Args:
-            numbers: from optimizer_step.
+            seconds: since its global batch began. elapsed: since the run began.
         """
-        loss_sum, grad_norm, largest, changed = numbers
-        counted = self.count_step(loss_sum, grad_norm)
-        return None if counted is None else self.confirm(largest, changed)
-
-    def count_step(self, loss_sum: float, grad_norm: float) -> StepResult | None:
-        """The first half of `after_step`: what is known of a step when it is taken. None if it may not be."""
-        loss, lr = loss_sum / self.loss_units(self.step), self.lr_at(self.step)
-        refusal = _refusal(self, loss, grad_norm)
-        if refusal is not None:
-            self.state.put_back()
-            self.fail(refusal, revert=not math.isfinite(loss))
-            return None
-        self.state.accept()
-        metrics = self.learning.metrics(self.step, self.state.sums)
-        tokens = self._tokens
-        self.discard()
+        loss, lr = done.loss / self.loss_units(self.step), self.lr_at(self.step)
+        if done.refused is not None:
+            self.fail(self._refusal(done), done.reverted)
+            return
+        metrics = self.learning.metrics(self.step, done.sums)
+        tokens, self._tokens = self._tokens, 0
         self.step += 1
         self.tokens_seen += tokens
-        result = StepResult(self.step, loss, grad_norm, lr, tokens)
+        self._told = StepResult(self.step, loss, done.norm, lr, tokens)
         self.log_history.append(
             {
-                "step": self.step, "epoch": self.epoch, "loss": loss, "grad_norm": grad_norm, "learning_rate": lr,
-                "tokens": tokens, **metrics,
+                "step": self.step, "epoch": self.epoch, "loss": loss, "grad_norm": done.norm, "learning_rate": lr,
+                "tokens": tokens, **metrics, "seconds": seconds, "elapsed": elapsed,
             }
         )  # fmt: skip
-        self._told = result
-        return result
 
-    def confirm(self, largest: float, changed: float) -> StepResult | None:
-        """The second half: what the last step that was counted has made of the parameters, before the next one."""
+    def confirm(self, made: Confirmed) -> str | None:
+        """What the last step has made of the parameters, before the next one. Fails where they were infinite. Returns a note
+        for a person."""
         result, self._told = self._told, None
         assert result is not None
-        if not math.isfinite(largest):
-            self.fail("the update made parameters infinite", revert=True)
+        if made.reverted:
+            self.fail("the update made parameters infinite", reverted=True)
             return None
-        return replace(
-            result, notice=self._idle.notice(result, largest, bool(changed), self.step == self.data.num_steps)
-        )
+        return self._idle.notice(result, made.largest, made.changed, self.step == self.data.num_steps)
+
+    def _refusal(self, done: StepDone) -> str:
+        """Why the job may not take the step."""
+        if done.refused == "loss":
+            return f"loss {done.loss / self.loss_units(self.step):g}"
+        if done.refused == "norm":
+            hint = "; float16 overflows easily, bfloat16 does not" if self.grad_scale != 1.0 else ""
+            return f"gradient norm {done.norm:g}{hint}"
+        return "no parameter got a gradient: the adapted layers take no part in the model's output"
 
     def stop(self, reason: str, step: int | None = None) -> None:
         """Let a step be the last one, by default the present one; learning rates stay those of the configured steps."""
         self.stopped, self.data.step_limit = reason, self.step if step is None else step
 
-    def fail(self, reason: str, revert: bool) -> None:
-        """Stop for good; with revert, take back the last step, whose values give no finite loss."""
+    def fail(self, reason: str, reverted: bool) -> None:
+        """Stop for good. reverted: the last step was taken back, whose values give no finite loss."""
         self.status, self.failure = "failed", f"after step {self.step}: {reason}"
         self.discard()
-        if revert and self.state.revert():
+        if reverted:
             self.step -= 1
             self.tokens_seen -= sum(line.get("tokens", 0) for line in self.log_history if line["step"] > self.step)
             self.log_history = [line for line in self.log_history if line["step"] <= self.step]
@@ -352,15 +327,3 @@ def take_best(job: Job) -> str | None:
     metric = job.config.train.metric_for_best_model
     named = "held-out loss" if metric == "eval_loss" else metric
     return f"job {job.name!r}: its result is the adapter of step {found.step}, with {named} {found.loss:.4g}"
-
-
-def _refusal(job: Job, loss: float, grad_norm: float) -> str | None:
-    """Why the job may not take the step."""
-    if not math.isfinite(loss):
-        return f"loss {loss:g}"
-    if not math.isfinite(grad_norm):
-        hint = "; float16 overflows easily, bfloat16 does not" if job.grad_scale != 1.0 else ""
-        return f"gradient norm {grad_norm:g}{hint}"
-    if not job.state.has_gradient:
-        return "no parameter got a gradient: the adapted layers take no part in the model's output"
-    return None

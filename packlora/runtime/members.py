@@ -21,6 +21,7 @@ from packlora.adapters.starts import begin, of_weights
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.engine.memory import TokenBudget
+from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError, WriteError, reason_of, refusing
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import OneProcess
@@ -31,7 +32,6 @@ from packlora.plans.select import PlanChooser
 from packlora.report.events import Event, JobJoined, Note
 from packlora.runtime.changes import START, Change, joined_rounds, leaves, with_jobs
 from packlora.runtime.job import Job
-from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.parts import parts_of
 from packlora.runtime.prepare import asks_of_more, prepare_more
 from packlora.runtime.prepared_job import PreparedJob
@@ -40,8 +40,8 @@ from packlora.runtime.record import RunRecord, described_job
 from packlora.runtime.starts import float_weights
 
 if TYPE_CHECKING:
+    from packlora.engine.stage_passes import StageDevice
     from packlora.runtime.graphs import GraphedDevice
-    from packlora.runtime.stage import StageDevice
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""

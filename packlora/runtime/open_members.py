@@ -13,6 +13,7 @@ from packlora.adapters.files import save_adapter
 from packlora.base.model import Base
 from packlora.config import BASE, JobConfig, Run
 from packlora.engine.memory import TokenBudget, free_memory, synchronize
+from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError, WriteError, quoted, refusing
 from packlora.files import make_folders, write_folder
 from packlora.parallel.agreement import together
@@ -26,13 +27,12 @@ from packlora.runtime.changes import START, Change
 from packlora.runtime.control import Add, Asked, Clone, Control, StopJob, asked_from
 from packlora.runtime.job import Job
 from packlora.runtime.members import Members, named
-from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord
 
 if TYPE_CHECKING:
-    from packlora.runtime.stage import StageDevice
+    from packlora.engine.stage_passes import StageDevice
     from packlora.runtime.sweep import Sweep
 
 

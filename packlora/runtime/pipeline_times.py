@@ -5,16 +5,13 @@ On a GPU they are timed by events; the device is not waited for until the pipeli
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from packlora.base.device import choose_device
 from packlora.config import Run
 from packlora.engine.memory import peak_memory
+from packlora.engine.stage_passes import Span, StageClock
 from packlora.parallel.pipeline import Links
 from packlora.report.events import PipelineRan
 from packlora.runtime.job import Job
@@ -27,60 +24,19 @@ from packlora.schedule.types import Microbatch
 
 DRAWN = 48
 """Slots of a timeline that are kept."""
-Span = tuple[str, int, float, float]
-"""forward or backward; the slot; start and end in seconds since the epoch, so that stages of one machine agree."""
-
-
-class StageClock:
-    def __init__(self, device: torch.device) -> None:
-        self.cuda, self.device = device.type == "cuda", device
-        self._spans: list[tuple[str, int, Any, Any]] = []
-        self._began = 0.0
-        self._base: Any = None
-
-    def begin(self) -> None:
-        """Begin to time, while nothing runs."""
-        self._spans.clear()
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-            self._base = self._now()
-            self._began = time.time()
-
-    @contextmanager
-    def span(self, kind: str, slot: int) -> Iterator[None]:
-        start = self._now()
-        yield
-        self._spans.append((kind, slot, start, self._now()))
-
-    def taken(self) -> list[Span]:
-        """Spans that have run since it began, in order; the device is waited for."""
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-        return [(kind, slot, self._seconds(start), self._seconds(end)) for kind, slot, start, end in self._spans]
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.time()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, moment: Any) -> float:
-        if not self.cuda:
-            return float(moment)
-        return self._began + float(self._base.elapsed_time(moment)) / 1e3
 
 
 class PipelineTimes:
     """Report of the first stage on a pipeline each time that it has run dry.
 
     Args:
+        clock: of the stage.
         cost: predicts the time of microbatches on each stage.
     """
 
-    def __init__(self, run: Run, shape: ModelShape, links: Links, device: torch.device, cost: CostModel) -> None:
-        self.run, self.shape, self.links, self.device, self.cost = run, shape, links, device, cost
-        self.clock, self._longest = StageClock(device), 0
+    def __init__(self, run: Run, shape: ModelShape, links: Links, clock: StageClock, cost: CostModel) -> None:
+        self.run, self.shape, self.links, self.clock, self.cost = run, shape, links, clock, cost
+        self._longest = 0
         self._slots: list[tuple[int, Microbatch | None]] = []
 
     def begin(self) -> None:
@@ -94,11 +50,11 @@ class PipelineTimes:
 
     def told(self, jobs: Mapping[str, Job]) -> PipelineRan | None:
         """None where nothing ran, and but for the first process. All processes of a chain call it."""
-        microbatches, spans = [own or Microbatch() for _, own in self._slots], self.clock.taken()
+        microbatches, spans = [own or Microbatch() for _, own in self._slots], self._spans()
         is_longest, self._longest = len(spans) > self._longest, max(self._longest, len(spans))
         busy = sum(end - start for *_, start, end in spans)
         ends = min((start for *_, start, _ in spans), default=0.0), max((end for *_, end in spans), default=0.0)
-        told = self.links.gather([busy, peak_memory(self.device), *ends, spans if is_longest else []])
+        told = self.links.gather([busy, peak_memory(self.clock.device), *ends, spans if is_longest else []])
         if not self.links.leads or not spans:
             return None
         begin, end = min(first for _, _, first, *_ in told), max(last for *_, last, _ in told)
@@ -111,6 +67,11 @@ class PipelineTimes:
             mfu=model_flops(self.shape, jobs, microbatches) / (seconds * stages * speed),
             **timelines(microbatches, self.cost, [own for *_, own in told], begin),
         )  # fmt: skip
+
+    def _spans(self) -> list[Span]:
+        """What the clock has taken, with slots as numbers."""
+        slots = [number for number, (_, own) in enumerate(self._slots) if own is not None]
+        return [(kind, slots[number], start, end) for kind, number, start, end in self.clock.taken()]
 
 
 def timelines(

@@ -24,11 +24,11 @@ from packlora.base.model import Base
 from packlora.config import PlansConfig, Run
 from packlora.engine.memory import free_memory, memory_room, synchronize
 from packlora.engine.parts import Part, num_tokens, rows_of
+from packlora.engine.passes import Executor, run_microbatch
 from packlora.engine.rows import Row
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
-from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Point, ProfileCache

@@ -23,12 +23,12 @@ from packlora.base.model import Base
 from packlora.base.packing import packed_logits
 from packlora.data.prompts import Prompt, answer_ends
 from packlora.engine.memory import free_memory
+from packlora.engine.passes import one_error_for_memory
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
 from packlora.runtime.evaluate import is_multiple
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
-from packlora.runtime.microbatch import one_error_for_memory
 
 if TYPE_CHECKING:
     from packlora.parallel.stages import Stage

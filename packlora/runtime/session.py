@@ -24,6 +24,7 @@ from packlora.base.device import usual_dtype
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
+from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
@@ -44,7 +45,6 @@ from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
 from packlora.runtime.members import make_job, place
-from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.parts import holders, parts_of
 from packlora.runtime.prepare import prepare
@@ -76,8 +76,9 @@ from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.terminal import Activity, Told, silent
 
 if TYPE_CHECKING:
+    from packlora.engine.stage_passes import StageDevice
+    from packlora.parallel.pipeline import Links
     from packlora.parallel.stages import Stage
-    from packlora.runtime.stage import StageDevice
 
 CLOSED = (
     "output_dir {}: jobs have joined this run or left it while it trained, or are to do so now, which one process can do, or "
@@ -201,12 +202,13 @@ class Session:
             return None
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
         more: dict[str, Any] = {"members": members, "tokens_of_gone": tokens}
-        if self.group.stages > 1:
-            from packlora.runtime.pipelined import PipelinedTrainer
+        if isinstance(self.single, SingleDevice):
+            return Trainer(*loop, **more)
+        from packlora.runtime.pipeline_times import PipelineTimes
 
-            more["cost"] = profiler.planning_cost(run, prepared, self.group.stages)
-            return PipelinedTrainer(*loop, **more)
-        return Trainer(*loop, **more)
+        cost = profiler.planning_cost(run, prepared, self.group.stages)
+        times = PipelineTimes(run, own.shape, cast("Links", self.group), self.single.clock, known.cost)
+        return Trainer(*loop, **more, cost=cost, times=times)
 
     def _share_out(self, prepared: PreparedRun) -> PreparedRun:
         """Choose which process trains which jobs. Returns what this one trains."""
@@ -385,7 +387,7 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
         base.kept_outputs = keep_outputs(base.model)
     multiple = dist.get_world_size(group) if group is not None and prepared.run.parallel.sequence_parallel else 1
     if base.storage.is_stage:
-        from packlora.runtime.stage import StageDevice
+        from packlora.engine.stage_passes import StageDevice
 
         return StageDevice(base, attached, cast("Stage", base.storage), multiple), jobs
     return SingleDevice(base, attached, multiple), jobs

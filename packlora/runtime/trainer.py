@@ -1,9 +1,12 @@
 """The training loop, to be read from top to bottom.
 
 Rounds: in round r every job's r-th global batch is due. Windows of some rounds are packed into shared microbatches by
-schedule/, in a process beside this one and a window ahead. A job steps after the last microbatch that holds samples of its
-global batch; nothing of its next one is run before that. A job's numbers depend on its own samples alone: see
-engine/ and ops/ for how that is kept.
+schedule/, in a process beside this one and a window ahead; stream.py hands them to the engine slot by slot. A job steps after
+the last microbatch that holds samples of its global batch; nothing of its next one is run before that. A job's numbers depend
+on its own samples alone: see engine/ and ops/ for how that is kept.
+
+The engine runs dry where something must find it so, a quiet moment: an evaluation, a checkpoint, a job's end, a stop, jobs that
+join or leave. It is the same loop on one device and on the stages of a pipeline.
 
 The loop shows nothing and writes no log: it emits events (report/events.py), and subscribers do so. It writes what nothing may
 lose, checkpoints and adapters, through folder.py.
@@ -12,18 +15,19 @@ lose, checkpoints and adapters, through folder.py.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from packlora.base.model import Base
 from packlora.config import Run
+from packlora.engine.engine import Done, Engine, StepDone
 from packlora.engine.memory import TokenBudget, free_memory, peak_memory
+from packlora.engine.passes import Executor
 from packlora.errors import InputError, ProcessError, WriteError, reason_of
 from packlora.files import FolderGoneError
 from packlora.parallel.layout import planned
@@ -47,18 +51,21 @@ from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.forwards import Forwards
-from packlora.runtime.job import Job, keep_if_best, take_best, take_steps
+from packlora.runtime.job import Job, keep_if_best, take_best
 from packlora.runtime.members import off
-from packlora.runtime.microbatch import Executor
 from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile, remember_failure
 from packlora.runtime.record import job_result
 from packlora.runtime.signals import stop_signals
+from packlora.runtime.stream import Stream
+from packlora.runtime.tally import Tally
 from packlora.runtime.team import Team
-from packlora.runtime.wave import Runner, Wave, waves_of
 from packlora.runtime.windows import Plan, last_round, planned_windows, undecided, window_of
-from packlora.schedule.types import Window
+from packlora.schedule.cost import CostModel
+
+if TYPE_CHECKING:
+    from packlora.runtime.pipeline_times import PipelineTimes
 
 
 class Trainer:
@@ -68,6 +75,7 @@ class Trainer:
         self, run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], profile: Profile,
         folder: OutputFolder, events: Emitter, notes: Sequence[str] = (), left_out: Mapping[str, JobResult] | None = None,
         group: Alone = ALONE, logged: int = 0, members: OpenMembers | None = None, tokens_of_gone: int = 0,
+        cost: CostModel | None = None, times: PipelineTimes | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -80,6 +88,8 @@ class Trainer:
             logged: microbatches that earlier sessions have logged.
             members: lets jobs join and leave; None where they cannot.
             tokens_of_gone: that jobs were trained on which are off the model.
+            cost: of a microbatch on each stage of a pipeline, for the planner; the same on every process and in every session.
+            times: of a pipeline.
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
@@ -91,10 +101,12 @@ class Trainer:
         is_auto = run.max_tokens_per_microbatch == "auto" and base.storage.is_whole
         self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
         self.evaluator = Evaluator(Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every)
-        self.runner = Runner(executor, jobs, self.team, self.budget, profile, logged, self._elapsed)
-        self.by_name = self.runner.by_name
-        self.stepped: dict[str, Job] = {}
-        """Jobs that have stepped since evaluations and checkpoints were last seen to."""
+        self.engine, self.cost, self.times = Engine(executor, group, self.budget), cost, times
+        self.by_name: dict[str, Job] = {}
+        self.by_number: dict[int, Job] = {}
+        """Jobs by the numbers of their adapters."""
+        self._follow()
+        self.tally = Tally(self.by_name, self.budget, profile, logged, self._elapsed, times)
         self.tokens_of_gone = tokens_of_gone
         self.start = time.perf_counter()
         self.elapsed_before = max((line["elapsed"] for job in jobs for line in job.log_history), default=0.0)
@@ -133,43 +145,63 @@ class Trainer:
         self.folder.save_unsaved(self.jobs if self.stop.asked else ())
 
     def _train_windows(self) -> None:
-        """Train on the windows that are left, or until one must be planned again because its microbatches are too large."""
-        group = self.team.group
-        budget = planned(self.budget.tokens, group.size)
-        with planned_windows(self.run, self.jobs, budget, self.profile, self.events, group) as plan:
-            for window in plan.windows:
-                if not self._train_window(window):
-                    return
-                if self.members is not None:
-                    self._change(window.first_round + window.num_rounds, plan)
-                if not self._goes_on():
-                    return
-        raise AssertionError("the plan has ended, but a job has not")
+        """Train on the windows that are left, or until they must be planned again because microbatches are too large."""
+        group, budget, capacity = self.team.group, self.budget, self.budget.tokens
+        parts = (self.run, self.jobs, planned(capacity, group.size), self.profile, self.events, group, self.cost)
+        with planned_windows(*parts) as plan:
+            stream = Stream(plan, self.by_name, self.team, capacity, self.evaluator, self.tally, self.members)
+            while self._goes_on() and budget.tokens == capacity:
+                assert not stream.has_ended, "the plan has ended, but a job has not"
+                self.run_slots(stream)
 
-    def _train_window(self, window: Window) -> bool:
-        """Train on a window's microbatches; False where it must be planned again.
+    def run_slots(self, stream: Stream) -> None:
+        """Run slots until the stream lets the engine run dry; then do what waits for a quiet moment."""
+        if self.times is not None:
+            self.times.begin()
+        for done in self.engine.run(stream):
+            self._take(done, stream)
+        if self.times is not None and (told := self.times.told(self.by_name)) is not None:
+            self.events.emit(told)
+        self.team.agree()
+        self._after_steps(stream.take_waiting())
+        if (border := stream.border) is not None:
+            stream.border = None
+            self._change(border, stream.plan)
 
-        A job that a resumed run finds already past one of its global batches still takes part, and what it computes is
-        discarded: the others then see exactly the microbatches that they would have seen without the interruption. So does a
-        job that has been stopped, and one that has failed: matrix products of other shapes, other groups of layers and other
-        plans round differently. Only microbatches that nobody needs are left out.
-        """
-        waves = waves_of(window, self.team.group.size, self.budget.tokens)
-        for wave, following in itertools.zip_longest(waves, waves[1:]):
-            if not self.stepped.keys().isdisjoint(wave.jobs):
-                self._after_steps()  # before anything of these jobs' next global batches
-                if self.stop.asked:
-                    break  # evaluations that the stop cut short are made after --resume, at this step
-            if not self.evaluator.learn(self.runner.due(wave)):
-                break
-            if tokens := self.runner.run(wave):
-                self._lower_budget(tokens)
-                return False
-            self._step([(self.by_name[name], batch) for name, batch in wave.completes], following)
-            if self.stop.asked:
-                break
-        self._after_steps()
-        return True
+    def _take(self, done: Done, stream: Stream) -> None:
+        """Count what came of a slot: tokens, then steps."""
+        if done.lacking:
+            self._lower_budget(done.lacking)
+            return
+        stream.is_ending |= done.asked
+        for microbatch in self.tally.done(done.slot):
+            self.events.emit(microbatch)
+        notes = {}
+        for one in done.events:
+            job = self.by_number[one.adapter]
+            if isinstance(one, StepDone):
+                job.stepped(one, *self.tally.stepped(job))
+            elif (note := job.confirm(one)) is not None:
+                notes[job.name] = note
+        for one in done.events:
+            job = self.by_number[one.adapter]
+            if isinstance(one, StepDone) and job.status == "running":
+                self.events.emit(event_of(job.name, job.log_history[-1]))
+            if job.status != "running" or self._is_due(job):
+                stream.waiting[job.name] = job
+        for name, note in notes.items():
+            self.events.emit(Note(f"job {name!r}: {note}"))
+        if done.events:
+            self.folder.check()
+
+    def _is_due(self, job: Job) -> bool:
+        """Whether something is to be done for a job before its next global batch."""
+        return (
+            job.step >= job.data.num_steps
+            or is_multiple(job.step, self.run.save_every)
+            or self.evaluator.is_due(job)
+            or job.name in self.stop.jobs
+        )
 
     def _follow_the_last(self) -> None:
         """Let a sweep add jobs where all have ended; of one that failed it knows a round later."""
@@ -185,7 +217,7 @@ class Trainer:
         changed = self.members.change(given, self.jobs, self.budget)
         if not changed and not off(self.jobs, given):
             return
-        self.runner.follow()
+        self._follow()
         for event in changed.told:
             self.events.emit(event)
         for job in (own for own in changed.left if own.status == "running"):
@@ -196,48 +228,26 @@ class Trainer:
         for job in self.members.take_off(self.jobs, given):
             self.left_out[job.name] = self._result_of(job)
             self.tokens_of_gone += job.tokens_seen
-        self.runner.follow()
+        self._follow()
         self.events.emit(SavePointReached())
 
     def _lower_budget(self, tokens: int) -> None:
         """After memory ran out: nothing of the present global batches is kept, and what follows is planned with less."""
         for job in self.jobs:
             job.discard()
-        self.runner.began.clear()
+        self.tally.began.clear()
         before, self.budget.tokens = self.budget.tokens, self.budget.below(tokens)
         free_memory(self.base.device)
         remember_failure(self.run, self.prepared, self.base, tokens)
         self.events.emit(MemoryRanOut(tokens, before, self.budget.tokens))
 
-    def _step(self, complete: Sequence[tuple[Job, int]], following: Wave | None) -> None:
-        """Global batches of jobs are complete: their optimizers step, unless they have done so before. following: what comes
-        next, which is made ready meanwhile.
-        """
-        due = [job for job, batch in complete if job.is_due(batch)]
-        assert all(job.step == batch for job, batch in complete if job.is_due(batch)), "a step was left out"
-        self.team.add_up(due)
-        results = take_steps(due, lambda: self.runner.prepare(following), self.team.group.largest)
-        taken, elapsed = list(zip(due, results, strict=True)), self._elapsed()
-        for done in self.runner.told():
-            self.events.emit(done)
-        seconds = {job.name: elapsed - self.runner.began.pop(job.name) for job in due}
-        for job, result in taken:
-            if result is not None:
-                job.log_history[-1] |= {"seconds": seconds[job.name], "elapsed": elapsed}
-        for job, result in taken:
-            if result is None:
-                self._fail(job)
-                continue
-            self.stepped[job.name] = job
-            self.events.emit(event_of(job.name, job.log_history[-1]))
-            if result.notice is not None:
-                self.events.emit(Note(f"job {job.name!r}: {result.notice}"))
-
-    def _after_steps(self) -> None:
-        """Evaluations and checkpoints of the jobs that have stepped, together where they have done so together. Of the others
-        nothing is due."""
+    def _after_steps(self, stepped: Sequence[Job]) -> None:
+        """Failures, evaluations and checkpoints of the jobs for which something is due, together where they have stepped
+        together."""
         self.folder.check()
-        stepped, self.stepped = list(self.stepped.values()), {}
+        for job in stepped:
+            if job.status == "failed":
+                self._fail(job)
         every = self.run.save_every
         due = {job.name for job in stepped if job.step >= job.data.num_steps or is_multiple(job.step, every)}
         if not self.stop.asked:
@@ -274,11 +284,18 @@ class Trainer:
                 self.events.emit(event_of(job.name, job.log_history[-1] | {"eval_loss": loss}))
                 _judge(job, self.stop)
             if not math.isfinite(loss) and job.step > 0:
-                job.fail(f"held-out loss {loss:g}", revert=True)
+                job.fail(f"held-out loss {loss:g}", job.state.revert())
                 self._fail(job)
         return [self.by_name[name] for name in told]
 
     # --- ends ----------------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """The jobs are others now."""
+        self.by_name.clear()
+        self.by_name.update({job.name: job for job in self.jobs})
+        self.by_number = {job.adapter.number: job for job in self.jobs}
+        self.engine.follow({number: job.state for number, job in self.by_number.items()})
 
     def _is_running(self) -> bool:
         return any(job.status == "running" for job in self.jobs)
@@ -309,7 +326,7 @@ class Trainer:
         tokens = self.tokens_of_gone + sum(job.tokens_seen for job in self.jobs)
         judged = ends if self.members is None else self.members.judged(ends)
         status = "interrupted" if self._is_running() else _status_of(judged)
-        result = _result(self.run, self.folder, ends, status, seconds, self.runner.tokens, self.stop.signal)
+        result = _result(self.run, self.folder, ends, status, seconds, self.tally.tokens, self.stop.signal)
         self.events.emit(RunEnded(result, self.elapsed_before + seconds, tokens, peak_memory(self.base.device)))
         return result
 

@@ -254,8 +254,14 @@ def itself(original: Any) -> Any:
 
 
 def halved(original: Any) -> Any:
-    """The first tensor of the first list that is given, halved."""
-    return lambda self, tensors, *args: original(self, [tensors[0] / 2, *tensors[1:]], *args)
+    """Half of the gradient of hidden states."""
+
+    def sends(self: Any, pending: Any) -> None:
+        if not self.stage.links.is_first:
+            pending.gradient = pending.gradient / 2
+        original(self, pending)
+
+    return sends
 
 
 def by_process(original: Any) -> Any:
@@ -269,7 +275,7 @@ def without_parts(original: Any) -> Any:
 
 
 FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
-    ("pipeline", "packlora.runtime.stage.StageDevice.send_down", halved),
+    ("pipeline", "packlora.engine.stage_passes.StageDevice._send_down", halved),
     ("shared jobs", "packlora.parallel.replicas.Replicas.add", nothing),
     ("tensor", "packlora.parallel.adapter.WholeGradient.norm", without_parts),
     ("exchanged", "packlora.parallel.adapter.SharedGradient._added", nothing),

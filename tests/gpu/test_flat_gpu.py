@@ -18,6 +18,7 @@ from packlora.adapters.spec import resolve
 from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.engine.engine import StepDone
 from packlora.engine.memory import on_their_way
 from packlora.engine.optimizer import FlatAdamW
 from packlora.runtime.job import Job
@@ -85,13 +86,15 @@ def test_a_job_collects_and_begins_its_step_without_waiting_and_waits_once() -> 
                     job.state.collect(loss)
                     job.count(7)
             with no_waiting():
-                numbers = job.optimizer_step()
-            known = numbers.tolist()
+                numbers = job.state.step(1e-3)
+            sums, (_, norm, *_) = job.state.sums, numbers.tolist()
+            assert sums is not None
             with no_waiting():
-                result = job.after_step(known)
-            assert result is not None
-            assert result.loss == 6.0 / job.loss_units(job.step - 1)
-            assert result.grad_norm > 0
+                job.state.accept()
+                job.state.discard()
+                job.stepped(StepDone(job.adapter.number, 6.0, norm, sums), 0.0, 0.0)
+            assert job.log_history[-1]["loss"] == 6.0 / job.loss_units(job.step - 1)
+            assert norm > 0
 
 
 def test_numbers_on_their_way_to_the_host_wait_for_nothing_that_is_launched_later() -> None:

@@ -5,7 +5,6 @@ make gpu
 
 from __future__ import annotations
 
-import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from conftest import FAMILIES, TINY, tiny_model
 from exactness import assert_as_exact
 from group_cases import by_group
+from steps import after_microbatch, terminate
 
 from packlora.ops.attention.attention import packed_attention
 from packlora.ops.dropout.keys import dropped, layer_salt, token_keys
@@ -142,25 +142,13 @@ def test_the_same_run_gives_the_same_bits_also_when_it_is_stopped_and_resumed(
 ) -> None:
     from test_training import config, same_bits, train
 
-    from packlora.runtime import wave
-
     tree = config(tiny_base(), tmp_path / "whole", write_rows, dtype=dtype, device="cuda")
     train(tree)
     train({**tree, "output_dir": str(tmp_path / "again")})
     same_bits(tmp_path / "whole", tmp_path / "again")
-    original, seen = wave.Runner.run, 0
-
-    def broken(self: Any, *args: Any) -> bool:
-        nonlocal seen
-        done = original(self, *args)
-        seen += 1
-        if seen == 8:
-            self.team.stop.ask(signal.SIGTERM)
-        return done
-
-    monkeypatch.setattr(wave.Runner, "run", broken)
-    assert train({**tree, "output_dir": str(tmp_path / "resumed")}).status == "interrupted"
-    monkeypatch.setattr(wave.Runner, "run", original)
+    with monkeypatch.context() as patch:
+        after_microbatch(patch, 8, terminate)
+        assert train({**tree, "output_dir": str(tmp_path / "resumed")}).status == "interrupted"
     train({**tree, "output_dir": str(tmp_path / "resumed")}, resume=True)
     same_bits(tmp_path / "whole", tmp_path / "resumed")
 

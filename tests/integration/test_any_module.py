@@ -21,11 +21,11 @@ from packlora.adapters.routed import CopyWeights
 from packlora.adapters.spec import ModuleSpec, resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
+from packlora.engine.passes import SingleDevice, run_microbatch
 from packlora.ops.cross_entropy import chunked
 from packlora.ops.dropout import dropout
 from packlora.ops.dropout.keys import layer_salt, packed_token_keys
 from packlora.plans.select import PlanChooser
-from packlora.runtime.microbatch import SingleDevice, run_microbatch
 
 LINEAR = ["q_proj", "down_proj"]
 JOBS: dict[str, dict[str, Any]] = {

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from steps import change_steps
 from test_training import config, same_bits, train
 
+from packlora.engine.passes import SingleDevice
 from packlora.runtime.job import Job
-from packlora.runtime.microbatch import SingleDevice
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -35,15 +37,12 @@ PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 """Family, dtype, the adapter that fails and the one beside it."""
 
 
-def failing_at(step: int | None) -> Callable[[Job], Any]:
-    """Job.after_step, which is told a loss that is not finite by job "bad" at that step."""
-    original = Job.after_step
-
-    def stepped(self: Job, numbers: list[float]) -> Any:
-        spoilt = self.name == "bad" and self.step == step
-        return original(self, [math.nan, *numbers[1:]] if spoilt else numbers)
-
-    return stepped
+def failing(job: Job, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A step whose loss is not finite, of job "bad" after its first one."""
+    numbers = step()
+    if job.name == "bad" and job.step == 1:
+        numbers[0] = math.nan
+    return numbers
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -62,10 +61,10 @@ def test_a_job_has_the_same_bits_beside_a_healthy_a_failing_and_a_failed_job(
         job["data"] = {"path": rows, "eval_path": rows}
     tree = config(tiny_base(family), tmp_path / "healthy", write_rows, jobs, dtype=dtype, eval_every=2, save_every=1)
     assert train(tree).exit_code == 0
-    monkeypatch.setattr(Job, "after_step", failing_at(1))
-    failing = {**tree, "output_dir": str(tmp_path / "failing")}
-    assert train(failing, max_steps=3).jobs["bad"].failure
-    assert train(failing, resume=True).jobs["good"].status == "done"
+    change_steps(monkeypatch, failing)
+    broken = {**tree, "output_dir": str(tmp_path / "failing")}
+    assert train(broken, max_steps=3).jobs["bad"].failure
+    assert train(broken, resume=True).jobs["good"].status == "done"
     same_bits(tmp_path / "healthy", tmp_path / "failing", [{"name": "good"}])
     want, found = evaluations(tmp_path / "healthy"), evaluations(tmp_path / "failing")
     assert want == {step: found[step] for step in want}

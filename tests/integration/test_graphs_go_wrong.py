@@ -22,12 +22,13 @@ from triton.runtime.errors import OutOfResources
 
 from packlora.adapters.spec import resolve
 from packlora.data.encode import Sample
+from packlora.engine import passes
 from packlora.engine.parts import Part
+from packlora.engine.passes import MicrobatchResult, SingleDevice, run_microbatch
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.moving import MovingSegments
-from packlora.runtime import graphs, microbatch
+from packlora.runtime import graphs
 from packlora.runtime.graphs import Body, Shape, why_no_graphs
-from packlora.runtime.microbatch import MicrobatchResult, SingleDevice, run_microbatch
 
 WEIGHTS = np.array([0.01, 0.02, 0.03])
 
@@ -105,7 +106,7 @@ def test_nothing_of_an_evaluation_that_failed_is_alive_when_it_is_tried_again(
 ) -> None:
     held: list[Any] = []
     train(run, samples(50))
-    original, alive = microbatch.collate, []
+    original, alive = passes.collate, []
 
     def collated(*args: Any, **kwargs: Any) -> Any:
         if held:
@@ -113,7 +114,7 @@ def test_nothing_of_an_evaluation_that_failed_is_alive_when_it_is_tried_again(
             alive.append(held[0]() is not None)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(microbatch, "collate", collated)
+    monkeypatch.setattr(passes, "collate", collated)
     once(monkeypatch, run.executor.single.base.model.base_model, "forward", torch.OutOfMemoryError, held)
     run.executor.evaluate(samples(50))
     assert alive == [False]
@@ -147,7 +148,7 @@ def test_memory_that_runs_out_in_a_backward_beside_graphs_is_tried_without_them(
 ) -> None:
     train(run, samples(50), samples(50), samples(50))
     assert any(body.recorded for body in run.executor._bodies.values())
-    owner, name = (Body, "_run_backward") if where == "of the layers" else (microbatch.Pending, "backward")
+    owner, name = (Body, "_run_backward") if where == "of the layers" else (passes.Pending, "backward")
     once(monkeypatch, owner, name, torch.OutOfMemoryError)
     got = train(run, samples(900))
     assert not run.executor._bodies and not run.told

@@ -23,9 +23,9 @@ from packlora.adapters.spec import resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
 from packlora.engine.parts import Part
+from packlora.engine.passes import MicrobatchResult, SingleDevice
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans.select import PlanChooser
-from packlora.runtime.microbatch import MicrobatchResult, SingleDevice
 
 JOBS: list[dict[str, Any]] = [
     {"r": 4, "lora_dropout": 0.2},

@@ -15,6 +15,7 @@ import torch
 from conftest import WORDS
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from steps import change_steps
 from test_training import adapter, config, distance, steps, train
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
@@ -354,12 +355,14 @@ def test_a_run_goes_on_after_an_interruption_beside_jobs_with_references_that_ha
         tiny_base("llama"), tmp_path / "healthy", [job for job in jobs if job["name"] in ("sft", "mixed", "kto")]
     )
     train(tree)
-    original = Job.after_step
 
-    def stepped(self: Job, numbers: list[float]) -> Any:
-        return original(self, numbers if self.name == "sft" else [np.nan, *numbers[1:]])
+    def spoilt(job: Job, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        numbers = step()
+        if job.name != "sft":
+            numbers[0] = np.nan
+        return numbers
 
-    monkeypatch.setattr(Job, "after_step", stepped)
+    change_steps(monkeypatch, spoilt)
     parts = tree | {"output_dir": str(tmp_path / "parts")}
     train(parts, max_steps=1)
     resumed = train(parts, resume=True)

@@ -19,6 +19,7 @@ import torch
 from conftest import WORDS, tiny_model
 from ranks import SECONDS, fresh
 from seeds import SEED, SOAK
+from steps import before_steps
 
 import packlora
 from packlora.report.events import Event, Stop
@@ -72,15 +73,12 @@ class Circumstances:
     spoiled: tuple[str, int] | None
 
     def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = Job.optimizer_step
-
-        def stepped(job: Job) -> Any:
+        def spoil(job: Job) -> None:
             if (job.name, job.step) == self.spoiled and job.state.sums is not None:
                 job.state.sums = job.state.sums * torch.nan
-            return original(job)
 
         monkeypatch.setattr("packlora.runtime.windows.Planner", partial(Planner, window_rounds=self.window_rounds))
-        monkeypatch.setattr(Job, "optimizer_step", stepped)
+        before_steps(monkeypatch, spoil)
 
 
 def at_event(number: int, answer: Callable[[], Any]) -> Callable[[Event], Any]:

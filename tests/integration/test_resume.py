@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import WORDS, tiny_model
 from safetensors.torch import load_file
+from steps import before_steps
 from typer.testing import CliRunner
 
 import packlora
@@ -23,6 +24,7 @@ from packlora.config import Run
 from packlora.files import remove_leftovers
 from packlora.report.events import Note
 from packlora.runtime import checkpoint
+from packlora.runtime.job import Job
 from packlora.runtime.resume import check_output
 
 Base = Callable[..., str]
@@ -595,19 +597,17 @@ def test_a_run_of_an_earlier_version_is_refused_with_what_to_do(begun: Copy, tmp
 def test_an_output_folder_that_is_deleted_during_a_run_is_said_and_ends_with_1(
     how: str, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora.runtime.job import Job
 
-    out, original = tmp_path / "out", Job.optimizer_step
+    out = tmp_path / "out"
 
-    def step(self: Job) -> Any:
-        if self.step == 2 and self.name == "a":
+    def deleted(job: Job) -> None:
+        if job.step == 2 and job.name == "a":
             shutil.rmtree(out)
             if how == "replaced":  # another run began there
                 out.mkdir()
                 (out / ".lock").write_text("")
-        return original(self)
 
-    monkeypatch.setattr(Job, "optimizer_step", step)
+    before_steps(monkeypatch, deleted)
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({**whole, "output_dir": str(out)}))
     ran = CliRunner().invoke(app, ["train", str(file)])
@@ -736,17 +736,15 @@ def test_a_job_whose_first_adapter_is_gone_is_left_out_too(whole: dict[str, Any]
 def test_a_job_that_failed_stays_failed_and_can_be_sent_back(
     begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora.runtime.job import Job
 
-    tree, original = begun(tmp_path), Job.optimizer_step
+    tree = begun(tmp_path)
     out = out_of(tree)
 
-    def spoilt(self: Job) -> Any:
-        if self.name == "a" and self.step == 5:
-            next(iter(self.state.gradients.values())).fill_(float("inf"))
-        return original(self)
+    def spoil(job: Job) -> None:
+        if job.name == "a" and job.step == 5:
+            next(iter(job.state.gradients.values())).fill_(float("inf"))
 
-    monkeypatch.setattr(Job, "optimizer_step", spoilt)
+    before_steps(monkeypatch, spoil)
     assert train(tree, resume=True).jobs["a"].status == "failed"
     monkeypatch.undo()
     shutil.rmtree(out / "a" / "checkpoint-4")

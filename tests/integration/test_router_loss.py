@@ -23,7 +23,7 @@ from packlora.base.model import Base
 from packlora.config import Run
 from packlora.data.encode import Sample
 from packlora.engine.objectives import balance
-from packlora.runtime.microbatch import SingleDevice, run_microbatch
+from packlora.engine.passes import SingleDevice, run_microbatch
 from packlora.runtime.prepare import prepare
 
 LENGTHS = ((5, 9), (7, 3))

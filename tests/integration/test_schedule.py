@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from seeds import SOAK
+from steps import after_microbatch, crash, terminate
 from test_training import JOBS, adapter, config, distance, same_bits, steps, train
 
 from packlora.config import Run
+from packlora.engine import passes
 from packlora.parallel.mesh import OneProcess
-from packlora.runtime import microbatch, profiler, wave, windows
+from packlora.runtime import profiler, windows
 from packlora.runtime.profiles import ProfileCache
 from packlora.runtime.session import Session
 
@@ -52,7 +54,7 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]
 
     def install(most: int) -> list[int]:
         tried: list[int] = []
-        original = microbatch.SingleDevice.backward
+        original = passes.SingleDevice.backward
 
         def limited(executor: Any, pending: Any) -> Any:
             tried.append(sum(pending.batch.num_tokens.values()))
@@ -61,7 +63,7 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
             return ran
 
-        monkeypatch.setattr(microbatch.SingleDevice, "backward", limited)
+        monkeypatch.setattr(passes.SingleDevice, "backward", limited)
         return tried
 
     return install
@@ -157,29 +159,18 @@ def test_interrupted_inside_a_window_and_at_its_border_a_run_goes_on_to_the_same
     tree, reference = whole
     ran = lines(reference, "microbatches")
     border = next(number for number, line in enumerate(ran) if line["window"] == 16)
-    original = wave.Runner.run
     draw = random.Random()
     stops = [border, draw.randrange(2, border - 1), border + 1, border - 1, draw.randrange(border + 2, len(ran))]
     for stop_at in stops if SOAK else stops[:2]:
-        out, seen = tmp_path / f"stop-{stop_at}", 0
-
-        def broken(self: Any, *args: Any, stop_at: int = stop_at) -> int:
-            nonlocal seen
-            done: int = original(self, *args)
-            seen += 1
-            if seen == stop_at and stop_at % 2:
-                self.team.stop.ask(signal.SIGTERM)
-            elif seen == stop_at:
-                raise RuntimeError("crash")
-            return done
-
-        monkeypatch.setattr(wave.Runner, "run", broken)
-        if stop_at % 2:
-            assert train({**tree, "output_dir": str(out)}).signal == signal.SIGTERM
-        else:
-            with pytest.raises(RuntimeError, match="crash"):
-                train({**tree, "output_dir": str(out)})
-        monkeypatch.setattr(wave.Runner, "run", original)
+        out = tmp_path / f"stop-{stop_at}"
+        with monkeypatch.context() as patch:
+            if stop_at % 2:
+                after_microbatch(patch, stop_at, terminate)
+                assert train({**tree, "output_dir": str(out)}).signal == signal.SIGTERM
+            else:
+                after_microbatch(patch, stop_at, crash)
+                with pytest.raises(RuntimeError, match="crash"):
+                    train({**tree, "output_dir": str(out)})
         train({**tree, "output_dir": str(out)}, resume=True)
         same_bits(reference, out, LONG)
         assert (out / "evals.jsonl").read_text() == (reference / "evals.jsonl").read_text()
@@ -269,14 +260,14 @@ def test_out_of_memory_in_an_evaluation_evaluates_in_smaller_parts(
     tree = config(tiny_base(), tmp_path / "plenty", write_rows, JOBS[:1], max_tokens_per_microbatch="auto")
     tree["jobs"][0]["data"]["eval_path"] = tree["jobs"][0]["data"]["path"]
     train(tree)
-    original = microbatch.token_losses
+    original = passes.token_losses
 
     def limited(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() and batch.owners.total > 100:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(microbatch, "token_losses", limited)
+    monkeypatch.setattr(passes, "token_losses", limited)
     train({**tree, "output_dir": str(tmp_path / "little")})
     for a, b in zip(lines(tmp_path / "plenty", "evals"), lines(tmp_path / "little", "evals"), strict=True):
         assert a["eval_loss"] == pytest.approx(b["eval_loss"], rel=1e-5)

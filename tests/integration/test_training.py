@@ -20,11 +20,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import SECONDS, fresh
 from safetensors.torch import load_file
 from seeds import some
+from steps import after_microbatch, before_steps, crash, terminate
 from transformers import AutoModelForCausalLM, get_scheduler
 
 import packlora
 from packlora.cli import app
 from packlora.config import Run
+from packlora.runtime.job import Job
 from packlora.runtime.prepare import prepare
 
 Rows = Callable[..., str]
@@ -336,34 +338,19 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
 ) -> None:
     """The loop is broken off after a microbatch, one of ten, every second one under `make soak`, by a signal or by a crash.
     Evaluations too are the same."""
-    from packlora.runtime import wave as module
-
     tree, whole = uninterrupted
     count = len((whole / "microbatches.jsonl").read_text().splitlines())
-    original = module.Runner.run
 
     for stop_at in some(range(1, count, 2), 5):
         out = tmp_path / f"stopped-{stop_at}"
-        seen = 0
-
-        def broken(self: Any, *args: Any, stop_at: int = stop_at) -> int:
-            nonlocal seen
-            done: int = original(self, *args)
-            seen += 1
-            if seen == stop_at:
-                if stop_at % 4 == 1:
-                    self.team.stop.ask(signal.SIGTERM)  # what the handler does
-                else:
-                    raise RuntimeError("crash")
-            return done
-
-        monkeypatch.setattr(module.Runner, "run", broken)
-        if stop_at % 4 == 1:
-            assert train({**tree, "output_dir": str(out)}).exit_code == 128 + signal.SIGTERM
-        else:
-            with pytest.raises(RuntimeError, match="crash"):
-                train({**tree, "output_dir": str(out)})
-        monkeypatch.setattr(module.Runner, "run", original)
+        with monkeypatch.context() as patch:
+            if stop_at % 4 == 1:
+                after_microbatch(patch, stop_at, terminate)
+                assert train({**tree, "output_dir": str(out)}).exit_code == 128 + signal.SIGTERM
+            else:
+                after_microbatch(patch, stop_at, crash)
+                with pytest.raises(RuntimeError, match="crash"):
+                    train({**tree, "output_dir": str(out)})
         result = train({**tree, "output_dir": str(out)}, resume=True)
         assert result.exit_code == 0
         same_bits(whole, out)
@@ -582,10 +569,10 @@ def test_a_job_that_is_interrupted_between_its_ruin_and_its_failure_still_keeps_
 
     original = module.Trainer._after_steps
 
-    def broken(self: Any) -> None:
+    def broken(self: Any, stepped: Any) -> None:
         if how == "signal":
             self.team.stop.ask(signal.SIGTERM)
-        original(self)
+        original(self, stepped)
         if how == "crash":
             raise RuntimeError("crash")
 
@@ -622,20 +609,15 @@ def test_a_job_that_its_very_last_step_ruins_has_failed(
 def test_a_gradient_that_is_not_finite_stops_the_job_and_keeps_the_adapter_whose_loss_was_finite(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora.runtime.job import Job
-
-    original = Job.optimizer_step
-
-    def spoilt(self: Job) -> Any:
-        if self.step == 2:
-            next(iter(self.state.gradients.values())).fill_(float("inf"))
-        return original(self)
+    def spoil(job: Job) -> None:
+        if job.step == 2:
+            next(iter(job.state.gradients.values())).fill_(float("inf"))
 
     job = {"name": "job", "adapter": {"r": 4}, "train": {"global_batch_size": 3}}
-    monkeypatch.setattr(Job, "optimizer_step", spoilt)
-    result = train(config(tiny_base(), tmp_path / "out", write_rows, [job]))
+    with monkeypatch.context() as patch:
+        before_steps(patch, spoil)
+        result = train(config(tiny_base(), tmp_path / "out", write_rows, [job]))
     assert (result.jobs["job"].status, result.jobs["job"].step) == ("failed", 2)
-    monkeypatch.setattr(Job, "optimizer_step", original)
     train(config(tiny_base(), tmp_path / "short", write_rows, [job]), max_steps=2)
     same_bits(tmp_path / "out", tmp_path / "short", [job])
 

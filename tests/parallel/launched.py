@@ -35,16 +35,16 @@ def main() -> None:
 
     kind, rank = sys.argv[1], sys.argv[2]
     if kind != "none" and rank in (os.environ["RANK"], "any"):
-        original, steps = Job.count_step, 0
+        original, steps = Job.stepped, 0
 
-        def count_step(job: Job, *numbers: Any) -> Any:
+        def stepped(job: Job, *numbers: Any) -> Any:
             nonlocal steps
             steps += 1
             if steps == 3:
                 mishap(kind)
             return original(job, *numbers)
 
-        Job.count_step = count_step  # type: ignore[method-assign]
+        Job.stepped = stepped  # type: ignore[method-assign]
     sys.argv[1:] = sys.argv[3:]
     app()
 

@@ -32,12 +32,12 @@ from packlora.base.weight_files import WeightFiles
 from packlora.commands.plan import make_plan
 from packlora.commands.plan_layouts import LayoutFigures, sentences
 from packlora.config import Run
+from packlora.engine.engine import Engine
 from packlora.errors import InputError
 from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.cut import load_cut
 from packlora.parallel.replicas import Alone
 from packlora.runtime.prepare import prepare
-from packlora.runtime.wave import Runner
 
 Groups = Callable[[int], Ranks]
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -265,7 +265,7 @@ def one_owner_for_all() -> Any:
 
 
 def gradients_of_own_jobs_alone() -> Any:
-    return mock.patch.object(Runner, "_collect_for_others")
+    return mock.patch.object(Engine, "_collect_for_others")
 
 
 FAULTS = {

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 from ranks import RankFailed, Ranks
 from seeds import SOAK, some
+from steps import change_steps
 from test_replicas import heard, lines, on_ranks
 from test_tensor_train import alike, five_jobs, same, saved_base
 from test_training import adapter, distance, steps, train
@@ -25,10 +27,12 @@ from test_training import adapter, distance, steps, train
 import packlora
 from packlora.commands.plan import make_plan
 from packlora.config import Run
+from packlora.engine.adapters import AdapterState
+from packlora.engine.stage_passes import StageDevice
 from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
-from packlora.runtime.pipelined import SQUARE, PipelinedTrainer
-from packlora.runtime.stage import StageDevice
+from packlora.runtime.stream import Stream
+from packlora.runtime.trainer import Trainer
 from packlora.schedule.cost import CostModel
 from packlora.schedule.simulate import end_times
 
@@ -170,7 +174,7 @@ def on_stages(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> dict[
     """A run, with what happens on a stage counted: forwards that wait for their backward, by their roots that are alive."""
     waiting: list[weakref.ref[torch.Tensor]] = []
     most, runs, noops = 0, 0, 0
-    forward, enter = StageDevice.forward, PipelinedTrainer._enter
+    forward, following, run_slots = StageDevice.forward, Stream.next, Trainer.run_slots
 
     def counted(self: StageDevice, *args: Any) -> Any:
         nonlocal most
@@ -179,20 +183,20 @@ def on_stages(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> dict[
         most = max(most, sum(one() is not None for one in waiting))
         return pending
 
-    def entered(self: PipelinedTrainer, slot: int) -> Any:
+    def entered(self: Stream) -> Any:
         nonlocal noops
-        found = enter(self, slot)
-        noops += found is not None and not found.runs
+        found = following(self)
+        noops += found is not None and not found.parts
         return found
 
-    def dry(self: PipelinedTrainer) -> None:
+    def dry(self: Trainer, stream: Stream) -> None:
         nonlocal runs
         runs += 1
-        original(self)
+        run_slots(self, stream)
 
-    original = PipelinedTrainer._run_dry
     with (
-        mock.patch.multiple(PipelinedTrainer, _enter=entered, _run_dry=dry),
+        mock.patch.object(Stream, "next", entered),
+        mock.patch.object(Trainer, "run_slots", dry),
         mock.patch.object(StageDevice, "forward", counted),
     ):
         result = packlora.train(tree, **options)
@@ -253,16 +257,16 @@ def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
 
 def asked_on_one(rank: int, tree: dict[str, Any], last: int) -> str:
     """A run that the last process alone is asked to stop, at its second step."""
-    original, count = Job.count_step, 0
+    original, count = Job.stepped, 0
 
-    def count_step(job: Job, *numbers: Any) -> Any:
+    def stepped(job: Job, *numbers: Any) -> Any:
         nonlocal count
         count += 1
         if rank == last and count == 2:
             signal.raise_signal(signal.SIGTERM)
         return original(job, *numbers)
 
-    with mock.patch.object(Job, "count_step", count_step):
+    with mock.patch.object(Job, "stepped", stepped):
         return packlora.train(tree).status
 
 
@@ -286,16 +290,16 @@ def test_all_processes_stop_where_one_of_them_is_asked(
 
 def killed(rank: int, tree: dict[str, Any]) -> str:
     """A run in which the second process dies at its fifth step."""
-    original, count = Job.count_step, 0
+    original, count = Job.stepped, 0
 
-    def count_step(job: Job, *numbers: Any) -> Any:
+    def stepped(job: Job, *numbers: Any) -> Any:
         nonlocal count
         count += 1
         if rank == 1 and count == 5:
             os._exit(9)
         return original(job, *numbers)
 
-    with mock.patch.object(Job, "count_step", count_step):
+    with mock.patch.object(Job, "stepped", stepped):
         return packlora.train(tree).status
 
 
@@ -331,6 +335,8 @@ def killed_in_a_save(rank: int, tree: dict[str, Any], resume: bool) -> str:
         nonlocal count
         count += path.name == checkpoint.OPTIMIZER
         if count == 3:
+            while len(list(Path(tree["output_dir"]).glob("*/checkpoint-*/manifest.json"))) < 2:
+                time.sleep(0.01)  # others are written by threads of their own
             os.kill(os.getpid(), signal.SIGKILL)
         original(path, tensors)
 
@@ -378,15 +384,15 @@ def test_a_job_can_be_ended_from_the_first_process(tree: dict[str, Any], ranks: 
 
 def infinite(rank: int, tree: dict[str, Any], on: int) -> dict[str, str | None]:
     """A run in which a parameter on one stage is not finite after the second step of job "lora"."""
-    original = Job.optimizer_step
 
-    def optimizer_step(job: Job, *args: Any) -> torch.Tensor:
-        numbers = original(job, *args)
+    def spoilt(job: Job, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        numbers = step()
         if rank == on and job.name == "lora" and job.step == 1:
             numbers[2] = math.inf
         return numbers
 
-    with mock.patch.object(Job, "optimizer_step", optimizer_step):
+    with pytest.MonkeyPatch.context() as patch:
+        change_steps(patch, spoilt)
         return {name: job.failure for name, job in packlora.train(tree).jobs.items()}
 
 
@@ -426,36 +432,30 @@ def test_a_job_fails_alike_on_all_stages_and_the_others_go_on(
 def broken(rank: int, tree: dict[str, Any], how: str) -> str:
     """A run in which something is wrong on all stages."""
 
-    def early(self: PipelinedTrainer, slot: int) -> None:
-        """Steps with the gradient of the stage alone."""
-        sums = self._inside[slot].sums
-        own = [float(job.state.square()) for job, _ in self._inside[slot].complete]
-        for row, square in zip(sums[1:], own, strict=True):  # type: ignore[index]
-            row[SQUARE] = square
-        steps_of(self, slot)
+    step = AdapterState.step
 
-    steps_of = PipelinedTrainer._take_steps
-    later = swapped(PipelinedTrainer._send_gradient)
+    def early(self: AdapterState, lr: float, norm: Any) -> Any:
+        """A step with the gradient of the stage alone."""
+        return step(self, lr, self.square().sqrt())
+
     changes = {
-        "clipped by the stage's own norm": mock.patch.object(PipelinedTrainer, "_take_steps", early),
+        "clipped by the stage's own norm": mock.patch.object(AdapterState, "step", early),
         "planned for one stage": mock.patch("packlora.runtime.profiler.planning_cost", return_value=CostModel()),
-        "sums before gradients": mock.patch.object(PipelinedTrainer, "_send_gradient", later),
+        "sums before gradients": mock.patch.object(StageDevice, "_send_down", swapped()),
     }
     with changes[how]:
         return packlora.train(tree).status
 
 
-def swapped(send: Any) -> Any:
-    """Messages of a direction in another order than they are received in."""
+def swapped() -> Any:
+    """A message of sums where the stage below expects a gradient."""
 
-    def later(self: PipelinedTrainer, slot: int) -> None:
-        if self._inside[slot].complete:
-            self._add_sums, before = lambda slot: None, self._add_sums  # type: ignore[method-assign]
-            before(slot)
-            self._send_sums(slot)
-        send(self, slot)
+    def sends(self: StageDevice, pending: Any) -> None:
+        if not self.stage.links.is_first:
+            sums = torch.zeros(2, 5, dtype=torch.float64)
+            self.stage.links.down.send(sums, sums.shape, sums.dtype)
 
-    return later
+    return sends
 
 
 def test_the_comparison_sees_what_is_wrong(tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path) -> None:

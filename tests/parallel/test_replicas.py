@@ -251,21 +251,21 @@ def short_of_memory(rank: int, tree: dict[str, Any], short: int) -> tuple[str, i
     """A run in which one process has no memory for microbatches of more than 120 tokens."""
     import torch
 
+    from packlora.engine import engine
     from packlora.engine.parts import num_tokens
-    from packlora.runtime import wave
 
-    original = wave.run_microbatch
+    original = engine.run_microbatch
 
     def run(executor: Any, parts: Any) -> Any:
         if rank == short and num_tokens(parts) > 120:
             raise torch.OutOfMemoryError("out of memory, for this test")
         return original(executor, parts)
 
-    wave.run_microbatch = run
+    engine.run_microbatch = run
     try:
         result = packlora.train(tree)
     finally:
-        wave.run_microbatch = original
+        engine.run_microbatch = original
     return result.status, json.loads((Path(tree["output_dir"]) / "run.json").read_text())["schedule"]["budget"]
 
 

@@ -28,9 +28,9 @@ from tensor_runs import (
 )  # fmt: skip
 
 from packlora.adapters.sharded import Shard
+from packlora.engine.passes import SingleDevice
 from packlora.parallel import sequence
 from packlora.parallel.collectives import GATHER, SCATTER, all_tokens, copied
-from packlora.runtime.microbatch import SingleDevice
 
 Pool = Callable[[int], Ranks]
 

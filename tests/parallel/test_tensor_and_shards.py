@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 import packlora
 from packlora.base.load import read_model
+from packlora.engine.passes import SingleDevice
 from packlora.parallel import sharded
 from packlora.parallel.sharded import Shards
-from packlora.runtime.microbatch import SingleDevice
 
 Groups = Callable[[int], Ranks]
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from conftest import FAMILIES, rows_into, tiny_model
 from ranks import RankFailed, Ranks
 from safetensors.torch import load_file
+from steps import change_steps
 from tensor_runs import MORE_FAMILIES
 from test_replicas import heard, lines, on_ranks, same_run
 from test_training import JOBS, adapter, config, distance, steps, train
@@ -162,16 +163,16 @@ def test_what_is_saved_is_decided_by_one_process(tree: dict[str, Any], ranks: Gr
 
 def killed(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> Any:
     """A run in which the second process dies at its second step."""
-    original, count = Job.after_step, 0
+    original, count = Job.stepped, 0
 
-    def after_step(job: Job, numbers: Any) -> Any:
+    def stepped(job: Job, *numbers: Any) -> Any:
         nonlocal count
         count += 1
         if rank == 1 and count == 2:
             os._exit(9)
-        return original(job, numbers)
+        return original(job, *numbers)
 
-    with mock.patch.object(Job, "after_step", after_step):
+    with mock.patch.object(Job, "stepped", stepped):
         return packlora.train(tree, **options).status
 
 
@@ -195,15 +196,15 @@ def test_on_the_same_layout_a_run_that_was_killed_has_the_bits_of_one_that_was_n
 
 def odd_on_one(rank: int, tree: dict[str, Any], number: float) -> tuple[str, str | None, int]:
     """A run in which the slice of one process has a parameter that is not finite after its job's second step."""
-    original = Job.optimizer_step
 
-    def optimizer_step(job: Job) -> torch.Tensor:
-        numbers = original(job)
+    def spoilt(job: Job, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        numbers = step()
         if rank == 1 and job.step == 1:
             numbers[2] = number
         return numbers
 
-    with mock.patch.object(Job, "optimizer_step", optimizer_step):
+    with pytest.MonkeyPatch.context() as patch:
+        change_steps(patch, spoilt)
         result = packlora.train(tree).jobs["dora"]
     return result.status, result.failure, result.step
 

@@ -17,12 +17,14 @@ import torch
 from test_progress import began, job, stepped
 
 from packlora.config import Run
+from packlora.engine.engine import Confirmed, Done, Engine, Slot, Step, StepDone
+from packlora.engine.passes import MicrobatchResult
 from packlora.ops.lora_linear import prepared
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
-from packlora.parallel.replicas import Alone
+from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import CheckpointBegins, Evaluated, RunBegan, SavePointReached
 from packlora.report.metrics import METRICS, BestEffort, Logs
 from packlora.report.progress import Progress
@@ -30,13 +32,13 @@ from packlora.report.screen import Screen
 from packlora.report.trackers import Tracker
 from packlora.runtime.evaluate import Evaluator
 from packlora.runtime.events import Emitter, StopRequest
-from packlora.runtime.microbatch import MicrobatchResult
-from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.sampling import Sampler
+from packlora.runtime.stream import Stream
 from packlora.runtime.sweep import Sweep, Trial
+from packlora.runtime.tally import Tally
 from packlora.runtime.team import Team
 from packlora.runtime.trainer import Trainer
-from packlora.runtime.wave import Runner, Wave
+from packlora.runtime.windows import Plan
 from packlora.schedule.types import Microbatch, Placed
 
 FEW, MANY = 5, 30
@@ -70,65 +72,76 @@ def a_job(number: int, step: int = 1) -> Any:
     out.config.train, out.data.num_steps, out.adapter.number = train, 9, number
     out.learning.lacks_estimate.return_value = False
     out.is_due.return_value = True
+    out.next_step.return_value = Step(number, 1.0)
+    out.state.step.return_value = torch.ones(4, dtype=torch.float64)
+    out.state.has_gradient, out.state.adapter.number = True, number
+    out.log_history = [
+        {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 4, "seconds": 1.0, "elapsed": 1.0}
+    ]
+    out.log_history[0]["step"] = step
+    out.confirm.return_value = None
     return out
 
 
-def trainer_of(jobs: list[Any], save_every: int = 1, kind: type[Trainer] = Trainer) -> Any:
+def trainer_of(jobs: list[Any], save_every: int = 1, executor: Any = None, group: Any = ALONE) -> Any:
     """The loop, without a model or files."""
-    trainer: Any = kind.__new__(kind)
-    trainer.jobs, trainer.by_name = jobs, {job.name: job for job in jobs}
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.jobs, trainer.by_name, trainer.by_number = jobs, {}, {}
     trainer.run, trainer.folder = SimpleNamespace(save_every=save_every, eval_every=0), mock.MagicMock()
-    trainer.events, trainer.stop, trainer.stepped = Emitter(), StopRequest(), {}
+    trainer.events, trainer.times, trainer.members = Emitter(), None, None
+    trainer.team = Team(group, trainer.events.stop, jobs)
+    trainer.stop = trainer.team.stop
     trainer.evaluator = Evaluator(SimpleNamespace(over=None), (), 0)  # type: ignore[arg-type]
+    budget = mock.MagicMock(tokens=9, device=torch.device("cpu"))
+    budget.attempt = lambda tokens, compute: compute()
+    trainer.engine = Engine(executor, group, budget)
+    trainer._follow()
+    trainer.tally = Tally(trainer.by_name, budget, mock.MagicMock(), 0, lambda: 0.0)
     return trainer
 
 
-def test_after_a_step_only_the_jobs_that_have_stepped_are_looked_at() -> None:
+def test_a_quiet_moment_looks_at_the_jobs_alone_for_which_something_is_due() -> None:
     costs = []
     for count in (FEW, MANY):
         jobs = [a_job(number) for number in range(count)]
         trainer = trainer_of(jobs)
-
-        def stepped_once(trainer: Any = trainer, jobs: list[Any] = jobs) -> None:
-            trainer.stepped = {jobs[1].name: jobs[1]}
-            trainer._after_steps()
-
-        costs.append(work(stepped_once))
+        costs.append(work(lambda trainer=trainer, jobs=jobs: trainer._after_steps([jobs[1]])))  # type: ignore[misc]
         assert [call.args[0] for call in trainer.folder.save_checkpoint.call_args_list] == [jobs[1]] * 2
     assert costs[0] == costs[1]
 
 
-def test_stages_save_a_job_once_that_has_stepped_several_times() -> None:
+def test_a_job_is_saved_once_that_has_stepped_several_times() -> None:
     job = a_job(0)
-    trainer = trainer_of([job], save_every=4, kind=PipelinedTrainer)
-    trainer.start, trainer.elapsed_before, trainer._unconfirmed, trainer._quiet = 0.0, 0.0, {}, False
-    line = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 4}
+    trainer = trainer_of([job], save_every=4)
+    stream: Any = SimpleNamespace(waiting={}, is_ending=False)
     for job.step in (3, 4):
-        job.log_history, trainer.runner = [{**line, "step": job.step}], SimpleNamespace(began={job.name: 0.0})
-        trainer._count(job, mock.MagicMock(), torch.zeros(2))
-    trainer._after_steps()
+        trainer.tally.began[job.name] = 0.0
+        trainer._take(Done(Slot(), (StepDone(0, 1.0, 1.0, torch.ones(1)),)), stream)
+        trainer._take(Done(Slot(), (Confirmed(0, 1.0, True),)), stream)
+    assert stream.waiting == {job.name: job}
+    trainer._after_steps(list(stream.waiting.values()))
     trainer.folder.save_checkpoint.assert_called_once_with(job)
 
 
-def test_a_microbatch_costs_the_same_beside_many_jobs() -> None:
+def test_a_microbatch_and_its_step_cost_the_same_beside_many_jobs() -> None:
     costs = []
     for count in (FEW, MANY):
-        jobs = [a_job(number) for number in range(count)]
-        executor, budget = mock.MagicMock(), mock.MagicMock(tokens=9, device=torch.device("cpu"))
+        jobs, executor = [a_job(number) for number in range(count)], mock.MagicMock()
         executor.backward.return_value = MicrobatchResult({1: torch.ones(1)}, {1: 4}, {1: 1}, torch.ones(4))
-        budget.attempt = lambda tokens, compute: compute()
-        team = Team(Alone(), StopRequest(), jobs)
-        runner = Runner(executor, jobs, team, budget, mock.MagicMock(), 0, lambda: 0.0)
-        placed = Placed("job-1", 1, 0, 4)
+        trainer = trainer_of(jobs, 0, executor)
+        window: Any = SimpleNamespace(
+            first_round=0, num_rounds=1, microbatches=[Microbatch((Placed("job-1", 1, 0, 4),), (("job-1", 1),))]
+        )
+        parts = (trainer.by_name, trainer.team, 9, trainer.evaluator, trainer.tally, None)
 
-        def run_once(runner: Any = runner, placed: Placed = placed) -> None:
-            window: Any = SimpleNamespace(first_round=0)
-            wave = Wave(window, 0, [Microbatch((placed,), (("job-1", 1),))])
-            assert runner.run(wave) == 0
-            runner.prepare(wave)
-            assert len(runner.told()) == 1
+        def run_once(trainer: Any = trainer, parts: Any = parts, window: Any = window) -> None:
+            stream = Stream(Plan(iter([window]), None), *parts)
+            steps = [done for done in trainer.engine.run(stream) if done.events or trainer._take(done, stream)]
+            assert len(steps) == 1
+            trainer._take(steps[0], stream)
 
         costs.append(work(run_once))
+        jobs[1].stepped.assert_called()
     assert costs[0] == costs[1]
 
 
@@ -148,12 +161,12 @@ def test_processes_agree_on_as_many_numbers_beside_many_jobs() -> None:
         asked, group = StopRequest(), Two()
         team = Team(group, asked, [a_job(number) for number in range(count)])
         for _ in range(3):
-            team.agree(0, [])
+            team.agree()
         told.append(list(group.sizes))
         asked.jobs["job-3"] = "a callback"
-        team.agree(0, [])
+        team.agree()
         assert team.stop.jobs == {"job-3": "a callback"} and asked.jobs == {}
-        team.agree(0, [])
+        team.agree()
         assert group.sizes == [3, 3, 3, 3, count, 3]
     assert told[0] == told[1]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from peft import LoraConfig
+from steps import take_steps
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.flat import FlatLayout, total_norm
@@ -18,7 +19,7 @@ from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.engine.optimizer import FlatAdamW
-from packlora.runtime.job import Job, take_steps
+from packlora.runtime.job import Job
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "q/A": (3, 37), "q/B": (65, 3), "q/magnitude": (65,), "v/A": (1, 1), "v/B": (32, 8), "q/bias": (65,), "v/bias": (33,),
@@ -248,9 +249,9 @@ def test_gradients_of_microbatches_are_summed_and_clipped_as_torch_does() -> Non
         torchs.step()
         for part in parts:
             ran(job, part)
-        (result,) = take_steps([job], lambda: None)
-        assert result is not None
-        assert result.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        (result,) = take_steps([job])
+        assert result.refused is None
+        assert result.norm == pytest.approx(float(norm), rel=1e-6)
         for name, parameter in job.state.parameters.items():
             torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-7)
     assert not job.state.untrained
@@ -261,13 +262,13 @@ def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was() -> None:
     for spoil in ("loss", "gradient", "no gradient"):
         job = made_job()
         ran(job, some_gradients(job, "nothing"))
-        assert take_steps([job], lambda: None)[0] is not None
+        assert take_steps([job])[0].refused is None
         want = job.adapter.flat.clone(), job.state.last_good
         grads = {} if spoil == "no gradient" else some_gradients(job, "nothing")
         if spoil == "gradient":
             next(iter(grads.values())).fill_(float("inf"))
         ran(job, grads, float("nan") if spoil == "loss" else 1.0)
-        assert take_steps([job], lambda: None) == [None]
+        assert take_steps([job])[0].refused == spoil.removeprefix("no ")
         assert (job.status, job.step) == ("failed", 0 if spoil == "loss" else 1)
         assert want[1] is not None
         assert torch.equal(job.adapter.flat, want[1] if spoil == "loss" else want[0]), spoil
@@ -283,7 +284,8 @@ def test_what_was_discarded_is_in_no_step() -> None:
     job.discard()
     for one in (job, again):
         ran(one, grads)
-    assert take_steps([job], lambda: None) == take_steps([again], lambda: None)
+    (one,), (other,) = take_steps([job]), take_steps([again])
+    assert (one.loss, one.norm) == (other.loss, other.norm)
     assert torch.equal(job.adapter.flat, again.adapter.flat)
 
 
@@ -296,8 +298,8 @@ def test_numbers_of_steps_leave_the_device_before_something_else_is_launched_and
         order.append("copied")
         return lambda: order.append("read") or numbers.tolist()  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr("packlora.runtime.job.on_their_way", on_their_way)
+    monkeypatch.setattr("packlora.engine.engine.on_their_way", on_their_way)
     job = made_job()
     ran(job, some_gradients(job, "nothing"))
-    assert take_steps([job], lambda: order.append("launched"))[0] is not None
+    assert take_steps([job], lambda: order.append("launched"))[0].refused is None
     assert order == ["copied", "launched", "read"]

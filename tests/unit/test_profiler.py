@@ -20,8 +20,8 @@ from packlora.base.model import Base
 from packlora.base.packing import prepare_model
 from packlora.config import Run
 from packlora.engine.parts import num_tokens
+from packlora.engine.passes import run_microbatch
 from packlora.runtime import profiler
-from packlora.runtime.microbatch import run_microbatch
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.profiler import CLOSE, ROOM_SHARE, Prediction, Profile, _seconds, choose, fitted
 from packlora.runtime.profiles import Point, ProfileCache

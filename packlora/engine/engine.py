@@ -1,0 +1,428 @@
+"""The engine: runs slots of microbatches and steps adapters, on one device or on one stage of a pipeline.
+
+A slot is a place in the order of microbatches. A pipeline of S stages never flushes between slots (1F1B). At place n stage s
+runs
+
+    backward   of slot n - (S - s). If adapters step after it, each stage adds what a step needs to what the stage above has
+               sent, and sends it on down: squares of the gradient, the loss
+    steps      of slot n - S. The first stage, whose backward is the last one, has all sums; they go up again as totals
+    forward    of slot n, which is asked for now
+
+The totals leave a stage before the hidden states of slot n do. So all stages clip by the same norm, take the same decisions
+from the same bits, and know of the same steps when they ask for a slot. An adapter that steps after slot p has rows of its next
+global batch in slot p + S or later (schedule/verify.py). One device is the case S = 1.
+
+A pipeline steps by what is known before the step: loss and norm. What a step has made of the parameters goes down with the sums
+of the adapter's next step, or is told when the pipeline is dry; both come before the next step.
+
+Replicas of the model run their own microbatches of a slot. They add up gradients before a step. The processes of a stage that
+is cut have the same microbatches and the same sums.
+
+Errors: MemoryError where memory runs out and no smaller budget is left; ProcessError where another process ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import torch
+
+from packlora.engine.adapters import AdapterState
+from packlora.engine.memory import TokenBudget, on_their_way
+from packlora.engine.parts import Parts, num_tokens
+from packlora.engine.passes import Executor, MicrobatchResult, run_microbatch
+from packlora.parallel.replicas import Alone
+
+if TYPE_CHECKING:
+    from packlora.parallel.adapter import SharedGradient
+    from packlora.parallel.pipeline import Links
+
+SQUARE, FOUND, LOSS, LARGEST, CHANGED = 0, 1, 2, -2, -1
+"""Columns of sums and totals, float64 [1 + steps, 4 + (1 + M)], M of the adapter with the most metrics. From LOSS on they are
+AdapterState.sums. LARGEST and CHANGED are the largest of all stages, the others are added up. Row 0 says in column LARGEST
+whether a process was asked for something; the others are of the steps, in the order of the slot. FOUND: parameters with a
+gradient. LARGEST, CHANGED: of the adapter's step before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Optimizer step of an adapter, by its number, at a learning rate."""
+
+    adapter: int
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What runs at one moment on all replicas.
+
+    parts: microbatch of this replica, ordered by adapter; empty where it has none.
+    counted: adapters whose rows count, on whichever replica. Rows of others are computed and dropped.
+    steps: taken after it.
+    tag: comes back untouched.
+    """
+
+    parts: Parts = ()
+    counted: frozenset[int] = frozenset()
+    steps: tuple[Step, ...] = ()
+    tag: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is a place alone."""
+        return not (self.counted or self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step was taken, or refused: then parameters are as before it, moments of the optimizer are not.
+
+    loss: sum of the losses of the global batch. norm: of the gradient before clipping. sums: of losses and metrics [1 + M]
+    float64. refused: what was not finite, or missing. reverted: whether the parameters went back one step more, to the newest
+    values that are known to give a finite loss.
+    """
+
+    adapter: int
+    loss: float
+    norm: float
+    sums: torch.Tensor
+    refused: Literal["loss", "norm", "gradient"] | None = None
+    reverted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """What a step made of the parameters. It comes before the adapter's next step.
+
+    largest: parameter. changed: whether any changed. reverted: whether some became infinite, so that the step was taken back.
+    """
+
+    adapter: int
+    largest: float
+    changed: bool
+    reverted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A slot is done.
+
+    lacking: tokens of a microbatch for which memory ran out; then the accumulators are as before the slot, or partly so where
+    CUDA graphs add to them, and `run` returns. asked: whether a process was asked for something that others do not know.
+    """
+
+    slot: Slot
+    events: tuple[StepDone | Confirmed, ...] = ()
+    lacking: int = 0
+    asked: bool = False
+
+
+class Slots(Protocol):
+    """Source of slots. All processes that train the same adapters answer alike, but for `is_asked`."""
+
+    def next(self) -> Slot | None:
+        """Slot that enters now; None: run dry and return. The results of all slots up to S before it were handed out."""
+
+    def peek(self) -> Parts:
+        """Microbatch of this replica that `next` would most likely give, the same object; empty where that is not known."""
+
+    def is_asked(self) -> bool:
+        """Whether this process was asked for something that the others do not know of."""
+
+
+@dataclass(slots=True)
+class _Inside:
+    """A slot on its way. pending: its forward, on stages of a pipeline. found: by stepping parameter, see _agree."""
+
+    slot: Slot
+    pending: Any = None
+    sums: torch.Tensor | None = None
+    found: Sequence[int] = ()
+    lacking: int = 0
+    asked: bool = False
+
+
+class Engine:
+    """Engine of the processes that train the same adapters.
+
+    Args:
+        executor: runs microbatches.
+        group: the processes.
+        budget: tokens of a microbatch.
+    """
+
+    def __init__(self, executor: Executor, group: Alone, budget: TokenBudget) -> None:
+        self.executor, self.group, self.budget = executor, group, budget
+        self.adapters: Mapping[int, AdapterState] = {}
+        self._unconfirmed: dict[int, torch.Tensor] = {}
+        """Columns LARGEST and CHANGED of this stage by adapter that has stepped."""
+        self._shared: dict[int, SharedGradient] = {}
+        """Shared gradients by adapter, where replicas hold experts together."""
+
+    def follow(self, adapters: Mapping[int, AdapterState]) -> None:
+        """These adapters may own rows and step now. Between two runs."""
+        self.adapters = dict(adapters)
+        self._shared = {adapter: own for adapter, own in self._shared.items() if adapter in self.adapters}
+
+    def run(self, slots: Slots) -> Iterator[Done]:
+        """Run slots until they run dry. Whoever iterates takes all of it: one Done a slot, in their order."""
+        stages, ahead = self.group.stages, self.group.stages - self.group.stage
+        inside: dict[int, _Inside] = {}
+        end: int | None = None
+        for number in itertools.count():
+            if (one := inside.get(number - ahead)) is not None:
+                self._backward(one, slots)
+            if (one := inside.pop(number - stages, None)) is not None:
+                yield self._finish(one, slots)
+                if one.lacking:
+                    return
+            if end is None:
+                if (slot := slots.next()) is not None:
+                    inside[number] = self._forward(slot)
+                else:
+                    end = number
+            if end is not None and number >= end + stages - 1:
+                break
+        if stages > 1:
+            self._links.drain()
+            yield Done(Slot(), tuple(self._confirm_all()))
+
+    @property
+    def _links(self) -> Links:
+        return cast("Links", self.group)
+
+    # --- forward and backward ----------------------------------------------------------------------------------------------
+
+    def _forward(self, slot: Slot) -> _Inside:
+        one = _Inside(slot)
+        if self.group.stages > 1 and slot.parts:
+            forward = partial(self.executor.forward, slot.parts)
+            one.pending = self.budget.attempt(num_tokens(slot.parts), forward)
+        return one
+
+    def _backward(self, one: _Inside, slots: Slots) -> None:
+        slot, result = one.slot, None
+        if slot.parts:
+            result = self._run(one)
+        elif not slot.is_empty:
+            self.executor.idle(backward=True)
+        if slot.is_empty:
+            return
+        if self.group.stages == 1 and self.group.processes > 1:
+            self._agree(one, slots)
+        if one.lacking:
+            self._drop_gradients(slot)
+            return
+        self._collect(slot, result)
+        if slot.steps:
+            states = [self.adapters[step.adapter] for step in slot.steps]
+            if one.found:
+                _join_found(states, one.found)
+            self._sum_up(one, states, slots)
+
+    def _run(self, one: _Inside) -> MicrobatchResult | None:
+        """None where memory ran out."""
+        parts, pending = one.slot.parts, one.pending
+        one.pending = None
+        run = partial(run_microbatch, self.executor, parts)
+        if self.group.stages > 1:
+            run = partial(self.executor.backward, pending)
+        result = self.budget.attempt(tokens := num_tokens(parts), run)
+        one.lacking = tokens if result is None else 0
+        return result
+
+    def _agree(self, one: _Inside, slots: Slots) -> None:
+        """The largest lacking of all processes, whether one was asked for something, and which parameters got gradients."""
+        slot = one.slot
+        found = [
+            int(own)
+            for step in slot.steps
+            for own in self.adapters[step.adapter].found(step.adapter in slot.counted).values()
+        ]
+        one.lacking, asked, *one.found = self.group.most([one.lacking, int(slots.is_asked()), *found])
+        one.asked = bool(asked)
+
+    def _drop_gradients(self, slot: Slot) -> None:
+        own = {part.adapter for part in slot.parts}
+        for adapter in self.adapters if self.group.exchanges else own:
+            self.adapters[adapter].drop_gradients()
+
+    def _collect(self, slot: Slot, result: MicrobatchResult | None) -> None:
+        here = {part.adapter for part in slot.parts}
+        for adapter in here:
+            if adapter in slot.counted:
+                assert result is not None
+                self.adapters[adapter].collect(result.sums[adapter])
+            else:
+                self.adapters[adapter].discard()
+        if self.group.exchanges:
+            self._collect_for_others(slot, here)
+
+    def _collect_for_others(self, slot: Slot, here: set[int]) -> None:
+        """Collect, where experts here have computed tokens of other replicas, gradients of adapters that own none here.
+        Experts compute the operands of all adapters, those without rows in the slot included."""
+        for adapter, state in self.adapters.items():
+            if adapter in here:
+                continue
+            if adapter in slot.counted:
+                state.collect(state.no_sums())
+            state.drop_gradients()
+
+    # --- sums over replicas and stages -------------------------------------------------------------------------------------
+
+    def _sum_up(self, one: _Inside, states: Sequence[AdapterState], slots: Slots) -> None:
+        """Add up what the steps of a slot need: over replicas, then over the stages above and this one."""
+        if self.group.stages == 1:
+            self._add_up(states)
+            return
+        links, shape = self._links, self._shape(one.slot)
+        above = None if links.is_last else links.down.receive(shape, torch.float64)
+        if links.size > 1:
+            _join_found(states, links.found_by_one([int(own) for state in states for own in state.found().values()]))
+            self._add_up(states)
+        sums = self._rows(one.slot, states, slots.is_asked())
+        if above is not None:
+            sums[:, :LARGEST] += above[:, :LARGEST]
+            sums[:, LARGEST:] = torch.maximum(sums[:, LARGEST:], above[:, LARGEST:])
+        one.sums = links.agreed(sums) if links.is_first else sums
+        if not links.is_first:
+            links.down.send(one.sums, shape, torch.float64)
+
+    def _add_up(self, states: Sequence[AdapterState]) -> None:
+        """Gradients and sums of adapters that are about to step, over all replicas."""
+        if self.group.size == 1:
+            return
+        gradients, sums = zip(*(state.partial() for state in states), strict=True)
+        summed = torch.cat(sums)
+        if self.group.exchanges:
+            for state, gradient in zip(states, gradients, strict=True):
+                self._shared_gradient(state).add_up(gradient, self.group.add)
+            self.group.add([summed])
+        else:
+            self.group.add([*gradients, summed])
+        for state, own in zip(states, summed.split([len(own) for own in sums]), strict=True):
+            state.sums = own
+
+    def _shared_gradient(self, state: AdapterState) -> SharedGradient:
+        from packlora.parallel.adapter import SharedGradient
+
+        number = state.adapter.number
+        if number not in self._shared:
+            self._shared[number] = SharedGradient(state.adapter, self.group.alike)
+        return self._shared[number]
+
+    def _shape(self, slot: Slot) -> tuple[int, int]:
+        return 1 + len(slot.steps), 4 + max(self.adapters[step.adapter].num_sums for step in slot.steps)
+
+    def _rows(self, slot: Slot, states: Sequence[AdapterState], asked: bool) -> torch.Tensor:
+        """Sums of this stage."""
+        own = torch.zeros(self._shape(slot), dtype=torch.float64, device=self.budget.device)
+        own[0, LARGEST] = asked
+        for row, state in zip(own[1:], states, strict=True):
+            assert state.sums is not None
+            row[SQUARE], row[FOUND] = state.square(), len(state.parameters) - len(state.without)
+            row[LOSS : LOSS + len(state.sums)] = state.sums
+            if (made := self._unconfirmed.get(state.adapter.number)) is not None:
+                row[LARGEST:] = made
+        return own
+
+    # --- steps -------------------------------------------------------------------------------------------------------------
+
+    def _finish(self, one: _Inside, slots: Slots) -> Done:
+        slot, events = one.slot, list[StepDone | Confirmed]()
+        if self.group.stages > 1:
+            if slot.steps:
+                events = self._step_by_totals(one)
+        elif not one.lacking:
+            events = self.take_steps(slot.steps, lambda: self._prepare(slots.peek()))
+        return Done(slot, tuple(events), one.lacking, one.asked)
+
+    def _prepare(self, parts: Parts) -> None:
+        if parts:
+            self.executor.prepare(parts)
+
+    def take_steps(self, steps: Sequence[Step], meanwhile: Callable[[], None]) -> list[StepDone | Confirmed]:
+        """Optimizer steps on one device. It is waited for once; meanwhile the host may do something, and launch something: what
+        is launched then is not waited for."""
+        numbers = torch.empty(0)
+        if steps:
+            numbers = torch.stack([self.adapters[step.adapter].step(step.lr) for step in steps])
+            numbers = self.group.largest(numbers)
+        read = on_their_way(numbers)
+        meanwhile()
+        out: list[StepDone | Confirmed] = []
+        for step, (loss, norm, largest, changed) in zip(steps, read(), strict=True):
+            out.append(done := self._judge(step, loss, norm))
+            if done.refused is None:
+                out.append(self._confirm(step.adapter, largest, changed))
+        return out
+
+    def _step_by_totals(self, one: _Inside) -> list[StepDone | Confirmed]:
+        """Optimizer steps on a stage, whose device is waited for."""
+        links, slot, totals = self._links, one.slot, one.sums
+        if not links.is_first:
+            totals = links.up.receive(self._shape(slot), torch.float64)
+        assert totals is not None
+        if not links.is_last:
+            links.up.send(totals, self._shape(slot), torch.float64)
+        (*_, asked, _), *rows = totals.tolist()
+        one.asked = asked > 0
+        out: list[StepDone | Confirmed] = []
+        for step, total, row in zip(slot.steps, totals[1:], rows, strict=True):
+            state = self.adapters[step.adapter]
+            if self._unconfirmed.pop(step.adapter, None) is not None:
+                out.append(before := self._confirm(step.adapter, row[LARGEST], row[CHANGED]))
+                if before.reverted:
+                    state.discard()
+                    continue
+            state.sums, state.found_elsewhere = total[LOSS : LOSS + state.num_sums], int(row[FOUND])
+            made = state.step(step.lr, total[SQUARE].sqrt())
+            out.append(done := self._judge(step, row[LOSS], math.sqrt(row[SQUARE])))
+            if done.refused is None:
+                self._unconfirmed[step.adapter] = made[LARGEST:]
+        return out
+
+    def _judge(self, step: Step, loss: float, norm: float) -> StepDone:
+        """Accept a step that was begun, or put it back. Its global batch is over."""
+        state, refused, reverted = self.adapters[step.adapter], None, False
+        sums = state.sums
+        assert sums is not None
+        if not math.isfinite(loss):
+            refused = "loss"
+        elif not math.isfinite(norm):
+            refused = "norm"
+        elif not state.has_gradient:
+            refused = "gradient"
+        if refused is None:
+            state.accept()
+        else:
+            state.put_back()
+            reverted = refused == "loss" and state.revert()
+        state.discard()
+        return StepDone(step.adapter, loss, norm, sums, cast("Any", refused), reverted)
+
+    def _confirm(self, adapter: int, largest: float, changed: float) -> Confirmed:
+        """Take a step back that has made parameters infinite."""
+        reverted = not math.isfinite(largest) and self.adapters[adapter].revert()
+        return Confirmed(adapter, largest, bool(changed), reverted)
+
+    def _confirm_all(self) -> Iterator[Confirmed]:
+        if not self._unconfirmed:
+            return
+        made = torch.stack(list(self._unconfirmed.values())).cpu()
+        most = self._links.largest_of(made).tolist()
+        unconfirmed, self._unconfirmed = list(self._unconfirmed), {}
+        for adapter, (largest, changed) in zip(unconfirmed, most, strict=True):
+            yield self._confirm(adapter, largest, changed)
+
+
+def _join_found(states: Sequence[AdapterState], found: Sequence[int]) -> None:
+    """Let adapters know of parameters that have got a gradient on another replica alone."""
+    most = iter(found)
+    for state in states:
+        state.without = {name for name in state.parameters if not next(most)}
