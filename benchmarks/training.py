@@ -41,9 +41,9 @@ from packlora.data.encode import Encoded, Sample
 from packlora.engine.memory import synchronize
 from packlora.engine.passes import SingleDevice
 from packlora.parallel.replicas import ALONE, Alone
+from packlora.runtime.cuda_graphs import graphed
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
-from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import ModelShape, PreparedJob, products_kept, trainable_parameters

@@ -17,15 +17,16 @@ from packlora.adapters.embeddings import change_embeddings
 from packlora.adapters.spec import resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
+from packlora.engine.graphs import GraphedDevice
 from packlora.engine.objectives.neftune import Neftune, add_noise
 from packlora.engine.parts import Part
 from packlora.engine.passes import SingleDevice, run_microbatch
+from packlora.engine.recorded import Recorder
 from packlora.ops.attention import attention
 from packlora.ops.attention.blocks import SampleBlocks
 from packlora.ops.attention.by_sample import by_sample
 from packlora.ops.lora_linear.prepared import Prepared
 from packlora.plans.select import PlanChooser
-from packlora.runtime.graphs import GraphedDevice, Recorder
 
 JOBS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_dropout": 0.2},

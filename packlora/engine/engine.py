@@ -36,10 +36,10 @@ from packlora.engine.adapters import AdapterState
 from packlora.engine.memory import TokenBudget, on_their_way
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import Executor, MicrobatchResult, run_microbatch
+from packlora.engine.replica_sums import ReplicaSums
 from packlora.parallel.replicas import Alone
 
 if TYPE_CHECKING:
-    from packlora.parallel.adapter import SharedGradient
     from packlora.parallel.pipeline import Links
 
 SQUARE, FOUND, LOSS, LARGEST, CHANGED = 0, 1, 2, -2, -1
@@ -161,13 +161,12 @@ class Engine:
         self.adapters: Mapping[int, AdapterState] = {}
         self._unconfirmed: dict[int, torch.Tensor] = {}
         """Columns LARGEST and CHANGED of this stage by adapter that has stepped."""
-        self._shared: dict[int, SharedGradient] = {}
-        """Shared gradients by adapter, where replicas hold experts together."""
+        self._replicas = ReplicaSums(group)
 
     def follow(self, adapters: Mapping[int, AdapterState]) -> None:
         """These adapters may own rows and step now. Between two runs."""
         self.adapters = dict(adapters)
-        self._shared = {adapter: own for adapter, own in self._shared.items() if adapter in self.adapters}
+        self._replicas.follow(self.adapters)
 
     def run(self, slots: Slots) -> Iterator[Done]:
         """Run slots until they run dry. Whoever iterates takes all of it: one Done a slot, in their order."""
@@ -278,13 +277,13 @@ class Engine:
     def _sum_up(self, one: _Inside, states: Sequence[AdapterState], slots: Slots) -> None:
         """Add up what the steps of a slot need: over replicas, then over the stages above and this one."""
         if self.group.stages == 1:
-            self._add_up(states)
+            self._replicas.add_up(states)
             return
         links, shape = self._links, self._shape(one.slot)
         above = None if links.is_last else links.down.receive(shape, torch.float64)
         if links.size > 1:
             _join_found(states, links.found_by_one([int(own) for state in states for own in state.found().values()]))
-            self._add_up(states)
+            self._replicas.add_up(states)
         sums = self._rows(one.slot, states, slots.is_asked())
         if above is not None:
             sums[:, :LARGEST] += above[:, :LARGEST]
@@ -292,29 +291,6 @@ class Engine:
         one.sums = links.agreed(sums) if links.is_first else sums
         if not links.is_first:
             links.down.send(one.sums, shape, torch.float64)
-
-    def _add_up(self, states: Sequence[AdapterState]) -> None:
-        """Gradients and sums of adapters that are about to step, over all replicas."""
-        if self.group.size == 1:
-            return
-        gradients, sums = zip(*(state.partial() for state in states), strict=True)
-        summed = torch.cat(sums)
-        if self.group.exchanges:
-            for state, gradient in zip(states, gradients, strict=True):
-                self._shared_gradient(state).add_up(gradient, self.group.add)
-            self.group.add([summed])
-        else:
-            self.group.add([*gradients, summed])
-        for state, own in zip(states, summed.split([len(own) for own in sums]), strict=True):
-            state.sums = own
-
-    def _shared_gradient(self, state: AdapterState) -> SharedGradient:
-        from packlora.parallel.adapter import SharedGradient
-
-        number = state.adapter.number
-        if number not in self._shared:
-            self._shared[number] = SharedGradient(state.adapter, self.group.alike)
-        return self._shared[number]
 
     def _shape(self, slot: Slot) -> tuple[int, int]:
         return 1 + len(slot.steps), 4 + max(self.adapters[step.adapter].num_sums for step in slot.steps)

@@ -40,8 +40,8 @@ from packlora.runtime.record import RunRecord, described_job
 from packlora.runtime.starts import float_weights
 
 if TYPE_CHECKING:
+    from packlora.engine.graphs import GraphedDevice
     from packlora.engine.stage_passes import StageDevice
-    from packlora.runtime.graphs import GraphedDevice
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
@@ -141,7 +141,7 @@ class Members:
         if self.run.keep_outputs:
             self.base.kept_outputs = keep_outputs(self.base.model)
         if self._has_graphs and jobs:
-            from packlora.runtime.graphs import buffers_of, columns_of, why_no_graphs
+            from packlora.runtime.cuda_graphs import buffers_of, columns_of, why_no_graphs
 
             dropout = any(job.dropout_key is not None for job in jobs)
             cast("GraphedDevice", self.executor).change(
@@ -167,7 +167,7 @@ class Members:
         )
         items, self.doubts = prepare_more(self.prepared, list(configs), most)
         if self.run.cuda_graphs is True and self._has_graphs:
-            from packlora.runtime.graphs import why_unfit
+            from packlora.runtime.cuda_graphs import why_unfit
 
             for item in items:
                 if found := why_unfit(item.spec, item.router_coefficient):

@@ -232,7 +232,7 @@ class Session:
     def _executor(self, base: Base, jobs: Sequence[Job], budget: int, events: Emitter) -> Executor:
         if self.run.cuda_graphs is not True and base.device.type != "cuda":
             return self.single
-        from packlora.runtime.graphs import graphed
+        from packlora.runtime.cuda_graphs import graphed
 
         return graphed(self.run, base, self.single, jobs, budget, lambda text: events.emit(Note(text)))
 

@@ -187,21 +187,12 @@ class Trainer:
             job = self.by_number[one.adapter]
             if isinstance(one, StepDone) and job.status == "running":
                 self.events.emit(event_of(job.name, job.log_history[-1]))
-            if job.status != "running" or self._is_due(job):
+            if job.status != "running" or _is_due(job, self.run.save_every, self.evaluator, self.stop):
                 stream.waiting[job.name] = job
         for name, note in notes.items():
             self.events.emit(Note(f"job {name!r}: {note}"))
         if done.events:
             self.folder.check()
-
-    def _is_due(self, job: Job) -> bool:
-        """Whether something is to be done for a job before its next global batch."""
-        return (
-            job.step >= job.data.num_steps
-            or is_multiple(job.step, self.run.save_every)
-            or self.evaluator.is_due(job)
-            or job.name in self.stop.jobs
-        )
 
     def _follow_the_last(self) -> None:
         """Let a sweep add jobs where all have ended; of one that failed it knows a round later."""
@@ -247,7 +238,7 @@ class Trainer:
         self.folder.check()
         for job in stepped:
             if job.status == "failed":
-                self._fail(job)
+                _tell_failure(job, self.folder, self.events)
         every = self.run.save_every
         due = {job.name for job in stepped if job.step >= job.data.num_steps or is_multiple(job.step, every)}
         if not self.stop.asked:
@@ -285,7 +276,7 @@ class Trainer:
                 _judge(job, self.stop)
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", job.state.revert())
-                self._fail(job)
+                _tell_failure(job, self.folder, self.events)
         return [self.by_name[name] for name in told]
 
     # --- ends ----------------------------------------------------------------------------------------------------------
@@ -302,11 +293,6 @@ class Trainer:
 
     def _goes_on(self) -> bool:
         return self._is_running() and not self.stop.asked
-
-    def _fail(self, job: Job) -> None:
-        self.folder.finish(job)  # of an earlier step
-        self.events.emit(JobFailed(job.name, job.step, job.failure or ""))
-        self.folder.save_result(job)
 
     def _elapsed(self) -> float:
         """Seconds since the run began, over all sessions."""
@@ -329,6 +315,18 @@ class Trainer:
         result = _result(self.run, self.folder, ends, status, seconds, self.tally.tokens, self.stop.signal)
         self.events.emit(RunEnded(result, self.elapsed_before + seconds, tokens, peak_memory(self.base.device)))
         return result
+
+
+def _is_due(job: Job, save_every: int, evaluator: Evaluator, stop: StopRequest) -> bool:
+    """Whether something is to be done for a job before its next global batch."""
+    is_last = job.step >= job.data.num_steps
+    return is_last or is_multiple(job.step, save_every) or evaluator.is_due(job) or job.name in stop.jobs
+
+
+def _tell_failure(job: Job, folder: OutputFolder, events: Emitter) -> None:
+    folder.finish(job)  # of an earlier step
+    events.emit(JobFailed(job.name, job.step, job.failure or ""))
+    folder.save_result(job)
 
 
 def _status_of(ends: Mapping[str, JobResult]) -> str:

@@ -16,8 +16,9 @@ from graph_runs import Run
 from waits import no_waiting
 
 import packlora
+from packlora.engine.graphs import GraphedDevice
+from packlora.engine.recorded import Recorder
 from packlora.ops import launcher
-from packlora.runtime.graphs import GraphedDevice, Recorder
 from packlora.runtime.run import deterministic
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora.cli import app
+from packlora.engine import recorded
 from packlora.live import layers as peft_live
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, RUNLORA, NamedPlan, Plan, named_plan
 from packlora.plans.cache import PlanCache, Record
-from packlora.runtime import graphs
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -258,7 +258,7 @@ def test_microbatches_of_several_jobs_whose_boundaries_move_train_the_same_witho
     monkeypatch.setattr(graph_runs, "MICROBATCHES", MICROBATCHES[:4])
     want = Run(None, shrink=4).train()
     attention_by_starts(monkeypatch)
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 64)
     run = Run(Pretended, Fixed(replace(ROUTED, keep_s=False)), shrink=4)
     got = run.train()
     assert not run.told and run.executor._recorder.recorded == 2

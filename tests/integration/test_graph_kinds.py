@@ -12,10 +12,10 @@ from graph_runs import Pretended, Run, attention_by_starts
 from seeds import some
 
 from packlora.adapters.kept_outputs import keep_outputs
+from packlora.engine import recorded
 from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans.select import PlanChooser
-from packlora.runtime import graphs
 
 KINDS: dict[str, dict[str, Any]] = {
     "biases": {"r": 4, "bias": "all"},
@@ -49,7 +49,7 @@ class Routed(PlanChooser):
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with biases and microbatches of few tokens."""
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 16)
     monkeypatch.setattr(graph_runs, "MICROBATCHES", SHORT)
     monkeypatch.setattr(graph_runs, "JOBS", graph_runs.JOBS | KINDS)
     changes = {"hidden_size": 32, "intermediate_size": 48}

@@ -15,15 +15,16 @@ from graph_runs import JOBS, MICROBATCHES, Pretended, Run, attention_by_starts
 from packed import PackedSample, parts
 
 from packlora.data.encode import Sample
+from packlora.engine import recorded
 from packlora.engine.collate import collate
+from packlora.engine.graphs import MOST, GraphedDevice
+from packlora.engine.recorded import Body, Shape
 from packlora.ops import launcher
 from packlora.ops.attention.blocks import most_blocks, table_of
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.prepared import Prepared
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.plans.select import PlanChooser
-from packlora.runtime import graphs
-from packlora.runtime.graphs import MOST, Body, GraphedDevice, Shape
 from packlora.runtime.run import deterministic
 
 
@@ -48,7 +49,7 @@ def test_microbatches_of_one_shape_train_as_each_by_itself(monkeypatch: pytest.M
     monkeypatch.setattr(graph_runs, "MICROBATCHES", [*MICROBATCHES[:4], MICROBATCHES[-1]])
     want = Run(None, shrink=4).train()
     attention_by_starts(monkeypatch)
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 64)
     run = Run(Pretended, Fixed(ROUTED), shrink=4)
     got = run.train()
     assert not run.told and isinstance(run.executor, GraphedDevice)
@@ -73,7 +74,7 @@ def test_one_job_owns_the_tokens_of_nobody_and_trains_as_without_them(
     monkeypatch.setitem(JOBS, "dora with dropout", JOBS["dora"] | {"lora_dropout": 0.2})
     want = Run(None, shrink=4, jobs=(job,)).train()
     attention_by_starts(monkeypatch)
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 64)
     run = Run(Pretended, Always(plan), shrink=4, jobs=(job,))
     got = run.train()
     assert not run.told and run.executor._recorder is not None
@@ -88,7 +89,7 @@ def test_a_rehearsal_in_which_no_kernel_writes_anything_leaves_nothing_behind(
     jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention_by_starts(monkeypatch)
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 64)
     monkeypatch.setattr(graph_runs, "MICROBATCHES", MICROBATCHES[: 4 if len(jobs) > 1 else 5])
     with deterministic():  # memory that nobody has written to is full of NaN
         want = Run(Pretended, Always(ROUTED) if len(jobs) == 1 else Fixed(ROUTED), shrink=4, jobs=jobs).train()
@@ -129,7 +130,7 @@ def test_a_rehearsal_that_fails_as_the_microbatch_does_not_leaves_nothing_half_m
     owner: Any, name: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention_by_starts(monkeypatch)
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 64)
     monkeypatch.setattr(graph_runs, "MICROBATCHES", MICROBATCHES[:4])
     jobs, calls, original = ("lora", "some modules"), 0, getattr(owner, name)
 
@@ -188,7 +189,7 @@ def test_what_cannot_be_recorded_is_computed_without_graphs_and_told_once(
     monkeypatch.setattr(graph_runs, "MICROBATCHES", MICROBATCHES[:4])
     want = Run(None, shrink=4).train()
     attention_by_starts(monkeypatch)
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 64)
     run = Run(Pretended, Fixed(ROUTED), shrink=4)
     original, calls = getattr(Body, f"_run_{when}"), 0
 
@@ -210,7 +211,7 @@ def test_what_cannot_be_recorded_is_computed_without_graphs_and_told_once(
 def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_runs, "MICROBATCHES", MICROBATCHES[:3])  # the third is a replay
     attention_by_starts(monkeypatch)
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 64)
     run = Run(Pretended, Fixed(ROUTED), shrink=4)
     run.train()
     generator = np.random.default_rng(5)

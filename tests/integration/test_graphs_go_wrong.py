@@ -22,13 +22,13 @@ from triton.runtime.errors import OutOfResources
 
 from packlora.adapters.spec import resolve
 from packlora.data.encode import Sample
-from packlora.engine import passes
+from packlora.engine import graphs, passes, recorded
 from packlora.engine.parts import Part
 from packlora.engine.passes import MicrobatchResult, SingleDevice, run_microbatch
+from packlora.engine.recorded import Body, Shape
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.moving import MovingSegments
-from packlora.runtime import graphs
-from packlora.runtime.graphs import Body, Shape, why_no_graphs
+from packlora.runtime.cuda_graphs import why_no_graphs
 
 WEIGHTS = np.array([0.01, 0.02, 0.03])
 
@@ -36,7 +36,7 @@ WEIGHTS = np.array([0.01, 0.02, 0.03])
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     own = Run(Pretended)
-    monkeypatch.setattr(graphs, "hidden_states", decoder(own))
+    monkeypatch.setattr(recorded, "hidden_states", decoder(own))
     return own
 
 
@@ -95,7 +95,7 @@ def test_nothing_of_a_forward_that_failed_is_alive_when_it_is_tried_without_a_gr
         alive.append(held[0]() is not None)
         return original(self, *args)
 
-    once(monkeypatch, graphs, "hidden_states", error, held)
+    once(monkeypatch, recorded, "hidden_states", error, held)
     monkeypatch.setattr(SingleDevice, "forward", forward)
     train(run, samples(50))
     assert alive == [False]
@@ -163,7 +163,7 @@ def test_whatever_a_forward_by_graphs_raises_the_run_goes_on_without_them(
     def failing(*_: Any) -> Any:
         raise OutOfResources(300_000, 232_448, "shared memory") if error is OutOfResources else error("no")
 
-    monkeypatch.setattr(graphs, "hidden_states", failing)
+    monkeypatch.setattr(recorded, "hidden_states", failing)
     train(run, samples(50), samples(50))
     (told,) = run.told
     assert error.__name__ in told
@@ -187,9 +187,9 @@ def test_graphs_that_memory_does_not_hold_are_given_up_and_that_is_told(run: Run
 
 def test_more_jobs_than_tokens_of_a_small_microbatch_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nominal segments would be empty."""
-    found = reason("low_rank", monkeypatch, jobs=graphs.LEAST_TOKENS + 1)
+    found = reason("low_rank", monkeypatch, jobs=recorded.LEAST_TOKENS + 1)
     assert found is not None and "257 jobs" in found
-    moving = MovingSegments(Shape.of([20], 0).tokens, range(graphs.LEAST_TOKENS))
+    moving = MovingSegments(Shape.of([20], 0).tokens, range(recorded.LEAST_TOKENS))
     assert all(start < stop for _, start, stop in moving.nominal)
 
 
@@ -258,7 +258,7 @@ def test_what_fails_while_it_is_made_ready_leaves_nothing_that_a_forward_could_t
 ) -> None:
     """Of what was made ready before it either, whose buffers it has written over; and nothing is told or given up."""
     plain, buffers = decoder(run), [buffer for own in run.buffers.values() for _, buffer in own]
-    monkeypatch.setattr(graphs, "hidden_states", lambda model, ids, places, _: plain(model, ids) * places[:, None])
+    monkeypatch.setattr(recorded, "hidden_states", lambda model, ids, places, _: plain(model, ids) * places[:, None])
 
     def trained(packed: list[PackedSample]) -> list[torch.Tensor]:
         torch._foreach_zero_(buffers)

@@ -16,14 +16,16 @@ from safetensors.torch import load_file
 from test_members import at_window, request
 
 import packlora
+from packlora.engine import recorded
 from packlora.engine.adapters import AdapterState
+from packlora.engine.graphs import GraphedDevice
+from packlora.engine.recorded import Recorder
 from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber, WindowPlanned
-from packlora.runtime import graphs
+from packlora.runtime import cuda_graphs
 from packlora.runtime.control import Add, StopJob
-from packlora.runtime.graphs import GraphedDevice, Recorder
 from packlora.schedule.planner import Planner
 
 Tree = dict[str, Any]
@@ -50,10 +52,10 @@ def tree(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Tre
                 "adapter": {"r": 2, "target_modules": ["v_proj"], **adapter},
             }
         )  # fmt: skip
-    monkeypatch.setattr(graphs, "why_no_graphs", lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "why_no_graphs", lambda *_: None)
     monkeypatch.setattr(Recorder, "__init__", lambda self, device: None)
     monkeypatch.setattr(Recorder, "record", lambda self, function: RECORDED.append(function) or replay_of(function))
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 32)
     monkeypatch.setattr(
         PlanChooser, "plan_of", lambda self, x, layers, segments, moving=False: ROUTED if moving else CHAIN
     )

@@ -31,7 +31,7 @@ from packlora.ops.recompute import add_recompute
 from packlora.parallel.layout import Layout
 from packlora.parallel.sharded import Shards, decoder_layers, made_like
 from packlora.runtime.choose import base_bytes, host_bytes
-from packlora.runtime.graphs import why_no_graphs
+from packlora.runtime.cuda_graphs import why_no_graphs
 from packlora.runtime.prepared_job import ModelShape
 
 LAYERS = 3

@@ -25,7 +25,7 @@ MAY_USE: dict[str, set[str]] = {
     "report": {"schedule"},
     "parallel": {"ops", "plans", "adapters", "base", "schedule"},
     "megatron": {"ops", "plans", "adapters"},
-    "engine": {"ops", "adapters", "base", "data"},
+    "engine": {"ops", "adapters", "base", "data", "parallel"},
     "runtime": {"ops", "plans", "adapters", "base", "data", "engine", "schedule", "report", "parallel"},
 }
 MAY_USE["codes"] = {"ops", "base", "live"}

@@ -1,0 +1,267 @@
+"""CUDA graphs of the decoder: the forward and the backward of a microbatch are two replays, which cost the host nothing.
+
+A graph repeats the launches that were recorded, on the addresses that were recorded. What changes from microbatch to microbatch
+lies in buffers that they read: tokens, positions, dropout keys, where samples begin and who owns which tokens. Microbatches of
+one Shape share a graph; the last tokens of a row that is shorter are nobody's. Packed copies of the adapters, and DoRA's norms,
+are brought up to date before a replay, where a job has stepped. The loss, a few launches, runs between the two replays without
+a graph, so the number of labels is no part of a shape.
+
+The first microbatch of a shape runs the same functions on the same buffers without a graph (`Body`), so a run has the same bits
+whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once.
+
+Shapes: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from packlora.adapters.attach import adapted_layers
+from packlora.adapters.linear import AdaptedLinear
+from packlora.base.shape import plain_head
+from packlora.engine.collate import PackedBatch, collate
+from packlora.engine.heads import fused_losses
+from packlora.engine.memory import free_memory
+from packlora.engine.parts import Parts, rows_of
+from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, one_error_for_memory
+from packlora.engine.recorded import Body, Buffers, Gradients, Recorder, Room, Shape
+
+MOST = 32
+"""Shapes whose graphs are kept; the one that was not used for longest goes."""
+TRIES = 3
+"""How often memory may run out before a run goes on without graphs."""
+NO_GRAPHS = "no CUDA graphs, so the host may be what takes the time"
+T = TypeVar("T")
+
+
+class Waiting(NamedTuple):
+    """A forward that waits for its backward. hidden_TD: a leaf, from which the loss was made."""
+
+    pending: Pending
+    hidden_TD: torch.Tensor
+    body: Body
+    parts: Parts
+
+
+class _Ready(NamedTuple):
+    """A microbatch that lies in the buffers of its body. waiting: its forward, where it was launched ahead."""
+
+    parts: Parts
+    body: Body
+    batch: PackedBatch
+    waiting: Waiting | None = None
+
+
+class GraphedDevice:
+    """The Executor of a model on one GPU, by CUDA graphs where they can be.
+
+    Args:
+        single: runs what graphs do not.
+        buffers: of the adapters that may own tokens, see Gradients.
+        dropout: whether one of them has it.
+        budget: most tokens that microbatches are planned with.
+        tell: is told once why there are no graphs.
+        columns: as of Body.
+    """
+
+    def __init__(
+        self, single: SingleDevice, buffers: Buffers, dropout: bool, budget: int,
+        tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
+        columns: Mapping[str, torch.dtype] | None = None,
+    ) -> None:  # fmt: skip
+        self.single, self.tell = single, tell
+        self.why_not: str | None = None
+        self._unfit: str | None = None
+        """Why these adapters cannot have graphs."""
+        self._adapters, self._dropout, self._budget, self._columns = tuple(buffers), dropout, budget, columns
+        self._gradients = Gradients(buffers)
+        self._new_recorder = recorder
+        self._recorder: Any = None
+        self._bodies: dict[Shape, Body] = {}
+        """Bodies by shape, the one used last at the end."""
+        self._checked = 0
+        """Microbatches that have run without a graph; the second shows whether the host waits for the device anywhere."""
+        self._waiting = False
+        self._ready: _Ready | None = None
+        self._out_of_memory = 0
+        self._room = Room()
+        self._is_first = True
+        """The next microbatch is the first one, whose kernels may be yet to compile."""
+
+    def prepare(self, parts: Parts) -> None:
+        """See Executor. What fails does so again in the forward.
+
+        A forward that is recorded is launched at once: so the device has work while the host reads the numbers of the steps
+        that are being taken. Of a job that may not take its step it has the values of that step, which is as well: what the
+        job computes is discarded.
+        """
+        if self.why_not is None and not self._waiting:
+            self._ready = None  # what it has loaded is written over, also where this fails
+            with suppress(Exception):
+                self._ready = self._load(parts)
+                if self._ready.body.recorded:
+                    self._ready = self._ready._replace(waiting=self._launch(self._ready))
+
+    def forward(self, parts: Parts) -> Pending | Waiting:
+        """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory. No job
+        may step before that, whether it has tokens here or not: operands of all are packed together."""
+        if self.why_not is None and not self._waiting:
+            pending = self._attempt(lambda: self._forward(parts))
+            if pending is not None:
+                return pending
+        return self.single.forward(parts)
+
+    def _attempt(self, compute: Callable[[], T]) -> T | None:
+        """Result of `compute`; None where that goes without graphs alone. Nothing refers to the error then, nor to what it
+        held in memory."""
+        try:
+            with one_error_for_memory():
+                return compute()
+        except torch.OutOfMemoryError:
+            self._out_of_memory += 1
+            if self._out_of_memory >= TRIES:
+                self.why_not = "they and microbatches without them do not fit into memory together"
+        except Exception as error:  # of a model, a kernel or a library; without graphs it may be none
+            self.why_not = _first_line(error)
+        self._drop()
+        if self.why_not is not None:
+            self.tell(f"{NO_GRAPHS}: {self.why_not}")
+        return None
+
+    def _forward(self, parts: Parts) -> Waiting:
+        ready, self._ready = self._ready, None
+        if ready is None or ready.parts is not parts:
+            ready = self._load(parts)
+        waiting = ready.waiting or self._launch(ready)
+        self._waiting = True
+        return waiting
+
+    def _launch(self, ready: _Ready) -> Waiting:
+        base, body, batch = self.single.base, ready.body, ready.batch
+        if body.ran and not body.recorded and self._checked > 1:
+            self._recorder = self._recorder or self._new_recorder(base.device)
+            body.record(self._recorder)
+        with _nothing_waits(base.device, self._checked == 1):
+            hidden_TD = body.forward().requires_grad_()
+        head = plain_head(base.model)
+        assert head is not None
+        losses = fused_losses(hidden_TD[batch.rows_L], head, batch, batch.weights_L)
+        return Waiting(Pending(batch, losses), hidden_TD, body, ready.parts)
+
+    def backward(self, pending: Pending | Waiting) -> MicrobatchResult:
+        if isinstance(pending, Pending):
+            return self.single.backward(pending)
+        self._waiting = False
+        result = self._attempt(lambda: self._backward(pending))
+        if result is None:  # nothing was added to a gradient yet
+            pending.body.forget()
+            return self.single.backward(self.single.forward(pending.parts))
+        return result
+
+    def _backward(self, pending: Waiting) -> MicrobatchResult:
+        result = pending.pending.result()  # whatever fails does so before anything is added to a gradient
+        pending.pending.backward()
+        assert pending.hidden_TD.grad is not None
+        with _nothing_waits(self.single.base.device, self._checked == 1):
+            pending.body.backward(pending.hidden_TD.grad, pending.pending.batch.num_tokens)
+        self._checked += not pending.body.recorded
+        return result
+
+    def evaluate(self, parts: Parts) -> MicrobatchResult:
+        try:
+            return self.single.evaluate(parts)
+        except torch.OutOfMemoryError:
+            if not self._bodies:
+                raise
+        self._drop()  # when nothing refers to the error any more, nor to what it held in memory
+        return self.single.evaluate(parts)
+
+    def idle(self, backward: bool) -> None:
+        self.single.idle(backward)
+
+    def plans(self) -> list[dict[str, Any]]:
+        return self.single.plans()
+
+    def _load(self, parts: Parts) -> _Ready:
+        body = self._body(Shape.of([n for row in rows_of(parts) for n in row.sample.part_lengths], self._budget))
+        batch = collate(parts, self.single.base.device, body.shape.tokens)
+        body.load(batch)
+        is_first, self._is_first = self._is_first, False
+        if is_first and self._can_rehearse():
+            try:
+                body.rehearse()
+            except Exception:  # what it has half made is not used, and what fails will fail again
+                self._drop()
+                return self._load(parts)
+        return _Ready(parts, body, batch)
+
+    def _body(self, shape: Shape) -> Body:
+        body = self._bodies.pop(shape, None)
+        if body is None:
+            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients, self._room, self._columns)
+            if len(self._bodies) >= MOST:
+                del self._bodies[next(iter(self._bodies))]
+        self._bodies[shape] = body
+        return body
+
+    def change(
+        self, buffers: Buffers, dropout: bool, why_not: str | None, columns: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """The adapters that may own tokens are others now: what was recorded is recorded anew. Between two microbatches.
+
+        Args:
+            buffers, dropout, columns: as at first.
+            why_not: in words, where these adapters cannot have graphs.
+        """
+        if why_not is not None and why_not != self._unfit:
+            self.tell(f"{NO_GRAPHS}: {why_not}")
+        if self.why_not == self._unfit:
+            self.why_not = why_not
+        self._unfit = why_not
+        self._adapters, self._dropout, self._gradients = tuple(buffers), dropout, Gradients(buffers)
+        self._columns = columns
+        self._drop()
+
+    def _can_rehearse(self) -> bool:
+        """Not with DoRA's scales, which kernels make and which are kept; CPUs compile nothing."""
+        layers = [
+            layer for layer in adapted_layers(self.single.base.model).values() if isinstance(layer, AdaptedLinear)
+        ]
+        dora = any(own.spec.use_dora for layer in layers for own in layer.adapters.values())
+        return self.single.base.device.type == "cuda" and not dora
+
+    def _drop(self) -> None:
+        """Free the memory of all graphs."""
+        self._waiting, self._ready, self._recorder = False, None, None
+        self._bodies.clear()
+        self._room.clear()
+        gc.collect()
+        free_memory(self.single.base.device)
+
+
+def _first_line(error: BaseException) -> str:
+    while error.__context__ is not None:  # what ended a recording; later errors say that there was one
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+@contextmanager
+def _nothing_waits(device: torch.device, checked: bool) -> Iterator[None]:
+    """Raise, where it is checked, a RuntimeError for whatever lets the host wait for the device, which no graph can hold."""
+    if not checked or device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

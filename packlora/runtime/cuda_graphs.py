@@ -1,0 +1,95 @@
+"""CUDA graphs of a run: whether the executor has them, and why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from packlora.adapters.spec import AdapterSpec
+from packlora.base.mixers import mixing_functions
+from packlora.base.model import Base
+from packlora.base.shape import plain_head
+from packlora.config import Run
+from packlora.engine.graphs import NO_GRAPHS, GraphedDevice
+from packlora.engine.passes import Executor, SingleDevice
+from packlora.engine.recorded import LEAST_TOKENS, Buffers
+from packlora.errors import InputError
+from packlora.runtime.job import Job
+
+
+def graphed(
+    run: Run, base: Base, single: Executor, jobs: Sequence[Job], budget: int, tell: Callable[[str], None]
+) -> Executor:
+    """The executor that a run asks for by `cuda_graphs`. budget: most tokens that microbatches are planned with.
+
+    Raises:
+        InputError: it must have graphs, and cannot.
+    """
+    reason = why_no_graphs(run, base, jobs)
+    if run.cuda_graphs is True and reason is not None:
+        raise InputError(f"cuda_graphs: true cannot be met: {reason}")
+    if run.cuda_graphs is False:
+        return single
+    if reason is not None:
+        if base.device.type == "cuda":
+            base.warnings.append(f"{NO_GRAPHS}: {reason}")
+        return single
+    assert isinstance(single, SingleDevice)
+    dropout = any(job.dropout_key is not None for job in jobs)
+    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, columns=columns_of(jobs))
+
+
+def buffers_of(jobs: Sequence[Job]) -> Buffers:
+    """Buffers in which the gradients of jobs are added up, see Gradients."""
+    return {
+        job.adapter.number: [
+            (job.state.parameters[name], buffer) for name, buffer in job.state.gradient_buffers().items()
+        ]
+        for job in jobs
+    }
+
+
+def columns_of(jobs: Sequence[Job]) -> dict[str, torch.dtype]:
+    """Columns of tokens that jobs have, see Body."""
+    terms = [term for job in jobs for term in job.learning.terms]
+    return {name: own.dtype for term in terms for name, own in term.columns.items() if own.of == "token"}
+
+
+def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
+    """Reason against graphs that is known beforehand; None where microbatches are tried."""
+    if base.device.type != "cuda":
+        return f"there are none on {base.device.type}"
+    if base.form is not None:
+        return "the weights of quantised layers are made where they are read, by their libraries"
+    if not base.storage.is_whole:
+        return "the base model is in parts on several processes, which exchange what they compute from the host"
+    if run.dtype not in ("bfloat16", "float16"):
+        return f"attention over samples whose boundaries are on the device is for bfloat16 and float16, not for {run.dtype}"
+    if not base.fused_loss or plain_head(base.model) is None:
+        return "the loss of this model needs more than the hidden states and the output layer"
+    if mixing_functions(base.model):
+        return "linear attention is computed sample by sample, of which each microbatch has others"
+    if base.modality is not None:
+        return "microbatches have images, which the host decodes and of which each has a size of its own"
+    if run.gradient_checkpointing:
+        return "gradient_checkpointing recomputes activations from the host"
+    if len(jobs) > LEAST_TOKENS:
+        return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
+    for job in jobs:
+        if found := why_unfit(job.adapter.spec, job.router_coefficient):
+            return f"job {job.name!r} {found}"
+    for job in jobs if len(jobs) > 1 else ():
+        if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
+            return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
+    return None
+
+
+def why_unfit(spec: AdapterSpec, router_coefficient: float) -> str | None:
+    """Why a job has no graphs, whatever is beside it. router_coefficient: of its load-balancing loss, 0 for none."""
+    if router_coefficient:
+        return "has a load-balancing loss, made of what routers give inside of the decoder"
+    if (path := spec.parameter) is not None:
+        return f"adapts {path}, whose tokens are sorted by expert and job anew for every microbatch"
+    found = next((path for path, own in spec.modules.items() if own.kind != "linear"), None)
+    return None if found is None else f"trains {found} itself, token by token in an order that the host has"
