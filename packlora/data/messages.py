@@ -30,6 +30,8 @@ FLAGS = ("loss", "train", "training", "trainable", "loss_mask", "loss_scale", "l
 _PARTS = "which parts of a turn are learnt cannot be said here; a turn is learnt whole or, with weight: 0, not at all"
 _BLOCKS = "write images as blocks {type: image, path} of the content, or as the row's images"
 _ONLY_IMAGES = "of texts and images alone a model is trained here"
+ELSEWHERE = ("arguments", "parameters", "args", "input", "kwargs", "params")
+"""Keys of a call, or of the mapping around it, under which other tools have its arguments."""
 UNREAD = {
     "train_detail": _PARTS, "training_detail": _PARTS, "mask": "say by weight: 0 that a turn is not learnt",
     "images": _BLOCKS, "image": _BLOCKS, "videos": _ONLY_IMAGES, "video": _ONLY_IMAGES, "audios": _ONLY_IMAGES,
@@ -183,10 +185,14 @@ def _call(call: Any, what: str, bad: Bad) -> dict[str, Any]:
         )
     check_text(function["name"], f"the name of {what}", bad)
     given = function.get("arguments")
+    for key in ELSEWHERE if given is None else ():
+        if any(holds_something(part.get(key)) for part in (call, function)):
+            raise bad(f"{what} has {key!r} and no arguments beside its name; write {{function: {{name, arguments}}}}")
     arguments = {} if given is None or given == "" else given
     if isinstance(arguments, str):
         arguments = parse_json(arguments, lambda text, _: bad(f"the arguments of {what}: {text}"))
     if not isinstance(arguments, dict):
         raise bad(f"the arguments of {what} must be a mapping or the JSON of one, found {quoted(given)}")
+    check_parts(arguments, f"the arguments of {what}", bad)
     function = function | {"arguments": given if isinstance(given, str) and given else arguments}
     return call | {"function": function} if "function" in call else {"type": "function", "function": function}

@@ -188,6 +188,10 @@ def ask(output_dir: Path, request: Add | StopJob | Clone, told: Callable[[str], 
                 looked = time.monotonic()
                 if not is_held(output_dir) and not answered.exists():
                     raise InputError(f"the run in {output_dir} has ended without an answer; nothing was changed")
+                if not posted.exists() and not answered.exists():  # a run writes its answer first
+                    raise InputError(
+                        f"{posted} was removed before the run in {output_dir} answered; see whether it was done"
+                    )
             time.sleep(POLL_S)
         answer = Answer.model_validate(json.loads(answered.read_text(encoding="utf-8")))
     finally:

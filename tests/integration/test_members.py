@@ -460,3 +460,16 @@ def test_a_command_whose_run_is_killed_takes_its_request_back(tmp_path: Path, mo
     calls.join()
     assert "has ended without an answer; nothing was changed" in calls.answers["stop"]
     assert not list((tmp_path / "control").iterdir())
+
+
+def test_a_command_whose_request_was_removed_does_not_wait_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packlora.runtime.control.LOOK_S", 0.05)
+    tmp_path.joinpath("run.json").write_text("{}")
+    calls = InThreads(tmp_path)
+    with lock_folder(tmp_path):
+        calls.call("stop", stop_job, "a")
+        shutil.rmtree(tmp_path / "control")
+        calls.join()
+    assert "was removed before the run" in calls.answers["stop"]
