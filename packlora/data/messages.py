@@ -27,13 +27,17 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 WEIGHT = "weight"
 FLAGS = ("loss", "train", "training", "trainable", "loss_mask", "loss_scale", "loss_weight")
 """Keys by which ms-swift, Axolotl, verl and others say whether a turn is learnt: true and false, or 1 and 0."""
-_PARTS = "which parts of a turn are learnt cannot be said here; a turn is learnt whole or, with weight: 0, not at all"
+PARTS_LEARNT = (
+    "which parts of a turn are learnt cannot be said here; a turn is learnt whole or, with weight: 0, not at all"
+)
 _BLOCKS = "write images as blocks {type: image, path} of the content, or as the row's images"
 _ONLY_IMAGES = "of texts and images alone a model is trained here"
 ELSEWHERE = ("arguments", "parameters", "args", "input", "kwargs", "params")
 """Keys of a call, or of the mapping around it, under which other tools have its arguments."""
 UNREAD = {
-    "train_detail": _PARTS, "training_detail": _PARTS, "mask": "say by weight: 0 that a turn is not learnt",
+    "train_detail": PARTS_LEARNT, "training_detail": PARTS_LEARNT, "mask": "say by weight: 0 that a turn is not learnt",
+    "masked": "say by weight: 0 that a turn is not learnt",
+    "channel": "write thoughts as reasoning_content, and what the assistant says as its content",
     "images": _BLOCKS, "image": _BLOCKS, "videos": _ONLY_IMAGES, "video": _ONLY_IMAGES, "audios": _ONLY_IMAGES,
     "audio": _ONLY_IMAGES, "refusal": "write what the assistant says as its content",
 }  # fmt: skip

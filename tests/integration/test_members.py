@@ -462,6 +462,18 @@ def test_a_command_whose_run_is_killed_takes_its_request_back(tmp_path: Path, mo
     assert not list((tmp_path / "control").iterdir())
 
 
+def test_a_folder_of_requests_that_is_a_link_is_refused_and_not_waited_at(tmp_path: Path) -> None:
+    tmp_path.joinpath("run.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "control").symlink_to(tmp_path / "elsewhere")
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(packlora.InputError, match="control is a link, which a run does not follow"),
+    ):
+        stop_job(tmp_path, "a")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_command_whose_request_was_removed_does_not_wait_for_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,11 @@ def test_a_turn_that_a_flag_says_is_not_learnt_is_read_alone(flag: str, value: A
         ({"train": True, "weight": 0}, "message 2 (assistant) has weight 0 and train True, of which one says that it is"),
         ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, "has 'train_detail', which is not read"),
         ({"mask": True}, "message 2 (assistant) has 'mask', which is not read; say by weight: 0 that a turn is not learnt"),
+        ({"masked": True}, "message 2 (assistant) has 'masked', which is not read; say by weight: 0 that a turn is not learnt"),
+        ({"channel": "analysis"}, "has 'channel', which is not read; write thoughts as reasoning_content"),
+        ({"content": [{"type": "text", "text": "a", "train": False}, {"type": "text", "text": "b"}]},
+         "message 2 has a block with the train False; which parts of a turn are learnt cannot be said here"),
+        ({"content": [{"type": "text", "text": "a", "weight": 0}]}, "message 2 has a block with the weight 0; which parts"),
         ({"refusal": "I cannot"}, "message 2 (assistant) has 'refusal', which is not read; write what the assistant says"),
         ({"audio": {"id": "audio_1"}}, "message 2 (assistant) has 'audio', which is not read"),
         ({"images": ["a.png"]}, "message 2 (assistant) has 'images', which is not read; write images as blocks"),
@@ -110,11 +115,22 @@ def test_a_flag_that_cannot_be_honoured_is_refused_with_its_message(flags: dict[
 
 @pytest.mark.parametrize("nothing", [None, "", [], {}, False])
 def test_keys_that_hold_nothing_are_no_flags(nothing: Any, calls: Any) -> None:
-    keys = ("train_detail", "mask", "refusal", "audio", "images", "tool_calls", "function_call")
+    keys = ("train_detail", "mask", "masked", "refusal", "audio", "images", "tool_calls", "function_call")
     row = {"messages": turns(**dict.fromkeys(keys, nothing))}
     beside = ("videos", "audios", "objects", "kto_tag", "train_on_inputs", "rejected_response", "chat_template_kwargs")
     row |= dict.fromkeys((*beside, "mask_history", "chat_template", "tools", "functions"), nothing or None)
     assert encode(row, calls).ids.tolist() == encode({"messages": TURNS}, calls).ids.tolist()
+
+
+def test_flags_of_blocks_that_change_nothing_are_taken(calls: Any) -> None:
+    blocks = [
+        {
+            **turn,
+            "content": [{"type": "text", "text": turn["content"], "train": turn["role"] == "assistant", "loss": None}],
+        }
+        for turn in TURNS
+    ]
+    assert encode({"messages": blocks}, calls).is_label.tolist() == encode({"messages": TURNS}, calls).is_label.tolist()
 
 
 def test_a_flag_says_of_others_than_the_assistant_only_that_they_are_not_learnt() -> None:
