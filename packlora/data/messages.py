@@ -137,6 +137,30 @@ def _mapping(tool: Any, key: str, bad: Bad) -> Any:
     return unpacked(tool, repr(key), bad) if isinstance(tool, str) and tool.lstrip().startswith("{") else tool
 
 
+def check_nulls(messages: list[dict[str, Any]], tools: list[Any], bad: Bad) -> None:
+    """Raise an error for a null that is no value: tables have the keys of all rows in each, and tools that write them as texts
+    leave null in a row for the properties of other tools."""
+    known = dict[str, dict[str, Any]]()
+    for tool in tools:
+        inner = tool.get("function", tool)
+        schema = inner.get("parameters") if isinstance(inner, dict) else None
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        if not isinstance(schema, dict) or not isinstance(properties, dict) or not isinstance(inner.get("name"), str):
+            continue
+        if (key := next((key for key, own in properties.items() if own is None), None)) is not None:
+            raise bad(f"the tool {quoted(inner['name'])} has null for its property {quoted(key)}; leave that out")
+        if not schema.get("additionalProperties"):
+            known[inner["name"]] = properties
+    for number, message in enumerate(messages, 1):
+        for function in (call["function"] for call in message.get("tool_calls", ())):
+            given, own = unpacked(function["arguments"], "arguments", bad) or {}, known.get(function["name"])
+            if own is not None and (key := next((k for k in given if given[k] is None and k not in own), None)):
+                raise bad(
+                    f"message {number} ({shown(message['role'])}) calls {quoted(function['name'])} with null for "
+                    f"{quoted(key)}, which the tool does not have; leave that out"
+                )
+
+
 def check_single_calls(messages: list[dict[str, Any]], bad: Bad) -> None:
     """Raises an error where a turn has several calls, though the row says parallel_tool_calls: false."""
     for number, message in enumerate(messages, 1):

@@ -304,6 +304,28 @@ def test_a_call_that_is_none_is_refused_with_its_place(message: dict[str, Any], 
     assert said in refusal({"messages": [TURNS[0], {"role": "assistant", "content": "b"} | message]})
 
 
+def schema(*names: str, **more: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {name: {"type": "string"} for name in names}, **more}
+    return {"type": "function", "function": {"name": "dog", "description": "d", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("write", [dict, json.dumps])
+def test_a_null_that_a_table_left_for_a_property_of_another_tool_is_refused(write: Any, calls: Any) -> None:
+    def row(tool: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "dog", "arguments": write(arguments)}}
+        return {"messages": [ASKED[0], ASKED[1] | {"tool_calls": [call]}], "tools": [tool]}
+
+    said = refusal(row(schema("size"), size="3", city=None))
+    assert (
+        "message 2 (assistant) calls 'dog' with null for 'city', which the tool does not have; leave that out" in said
+    )
+    tool = schema("size", "city")
+    tool["function"]["parameters"]["properties"]["city"] = None
+    assert "the tool 'dog' has null for its property 'city'; leave that out" in refusal(row(tool, size="3"))
+    for taken in (schema("size"), schema("city", additionalProperties=True)):
+        assert learnt(encode(row(taken, size=None), calls), calls) == ['<|call|>dog {"size": null}<|im_end|>']
+
+
 def test_a_row_without_parallel_calls_has_one_call_a_turn(calls: Any) -> None:
     row = {"messages": ASKED, "tools": [TOOL], "parallel_tool_calls": False}
     assert learnt(encode(row, calls), calls) == ['<|call|>dog {"size": 3}<|im_end|>']
