@@ -159,15 +159,17 @@ class _Around:
     is_ended: bool
 
     @staticmethod
-    def of(windows: Windows) -> _Around:
+    def of(windows: Windows, eos: str) -> _Around:
         asked, opened = (windows.behind_a_user(generation) or "" for generation in (False, True))
         end, always = windows.behind_an_answer(), ""
-        between = windows.behind_an_answer(A_USER)
-        if asked == opened and asked.strip() and not between.startswith(end.rstrip()):
+        between, before = windows.behind_an_answer(A_USER), windows.before_an_answer()
+        if asked.strip() and not between.startswith(end.rstrip()):
             own = between.removesuffix(common_end(between, windows.before_a_user()))
             always = end.removeprefix(own) if own.strip() and end.startswith(own) else common_end(end, asked)
+            always = always.rpartition(eos)[2] if eos and eos in before else always  # which ends a user's turn, too
+            always = always if asked == opened or always in before else ""
         start = len(common(opened, asked))
-        written = common(windows.before_an_answer(), opened)[start:]
+        written = common(before, opened)[start:]
         return _Around(opened[start:], written, always, bool(end.removesuffix(always).strip()))
 
 
@@ -185,7 +187,7 @@ class _Turns:
         self.groups = [part for group in found.in_order() for part in self._without_results(group)]
         self.owners = [group[0].part.message for group in self.groups]
         self.unended: list[int] = []
-        self.around = _Around.of(self.windows)
+        self.around = _Around.of(self.windows, found.template.tokenizer.eos_token or "")
         self._checks, self._is_local = 0, True
 
     def spans(self) -> Spans:
@@ -291,7 +293,7 @@ class _Turns:
             raise self._lost(owner, "ends")
         ends = ["", common(gap, here or "")]
         if more and header and more.endswith(header):
-            ends.append(common(gap, more[: -len(header)]))
+            ends.append(common(gap, more[: -len(header)].removesuffix(self.around.always)))
         goes_on = following == owner + 1 and self.found.messages[following]["role"] == "assistant"
         if header and goes_on and header in gap:
             ends.append(gap[: gap.rfind(header)])

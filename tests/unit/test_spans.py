@@ -524,6 +524,20 @@ def test_a_header_is_not_learnt_where_the_prompt_opens_a_thought_that_the_text_h
     assert spans(learn(template, [user("a"), says("one"), user("b"), says("two")])) == ["one" + end, "two" + end]
 
 
+@pytest.mark.parametrize("response", ["{% if add_generation_prompt %}<|start_response|>{% endif %}", ""])
+def test_a_header_that_is_written_behind_all_is_not_learnt_and_the_end_before_it_is(make: Any, response: str) -> None:
+    """Command A: any rendering ends with the header of an answer, and one token ends the turns of all roles."""
+    template = make(
+        "<|turn|><|system|>preamble{{ eos_token }}{% for m in messages %}<|turn|><|{{ m.role }}|>"
+        "{% if m.role == 'assistant' %}<|start_response|>{{ m.content }}<|end_response|>{% else %}{{ m.content }}{% endif %}"
+        "{{ eos_token }}{% endfor %}<|turn|><|assistant|>" + response
+    )
+    end = "<|end_response|>" + template.tokenizer.eos_token
+    start = "" if response else "<|start_response|>"
+    found = learn(template, [user("a"), says("one"), user("b"), says("two")])
+    assert spans(found) == [f"{start}one{end}", f"{start}two{end}"] and not found.notes
+
+
 # --- templates that look at words --------------------------------------------------------------------------------------
 
 
