@@ -27,11 +27,17 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 WEIGHT = "weight"
 FLAGS = ("loss", "train", "training", "trainable", "loss_mask", "loss_scale", "loss_weight")
 """Keys by which ms-swift, Axolotl, verl and others say whether a turn is learnt: true and false, or 1 and 0."""
-_PARTS = "which parts of a turn are learnt cannot be said here; a turn is learnt whole or, with weight: 0, not at all"
+PARTS_LEARNT = (
+    "which parts of a turn are learnt cannot be said here; a turn is learnt whole or, with weight: 0, not at all"
+)
 _BLOCKS = "write images as blocks {type: image, path} of the content, or as the row's images"
 _ONLY_IMAGES = "of texts and images alone a model is trained here"
+ELSEWHERE = ("arguments", "parameters", "args", "input", "kwargs", "params")
+"""Keys of a call, or of the mapping around it, under which other tools have its arguments."""
 UNREAD = {
-    "train_detail": _PARTS, "training_detail": _PARTS, "mask": "say by weight: 0 that a turn is not learnt",
+    "train_detail": PARTS_LEARNT, "training_detail": PARTS_LEARNT, "mask": "say by weight: 0 that a turn is not learnt",
+    "masked": "say by weight: 0 that a turn is not learnt",
+    "channel": "write thoughts as reasoning_content, and what the assistant says as its content",
     "images": _BLOCKS, "image": _BLOCKS, "videos": _ONLY_IMAGES, "video": _ONLY_IMAGES, "audios": _ONLY_IMAGES,
     "audio": _ONLY_IMAGES, "refusal": "write what the assistant says as its content",
 }  # fmt: skip
@@ -131,6 +137,30 @@ def _mapping(tool: Any, key: str, bad: Bad) -> Any:
     return unpacked(tool, repr(key), bad) if isinstance(tool, str) and tool.lstrip().startswith("{") else tool
 
 
+def check_nulls(messages: list[dict[str, Any]], tools: list[Any], bad: Bad) -> None:
+    """Raise an error for a null that is no value: tables have the keys of all rows in each, and tools that write them as texts
+    leave null in a row for the properties of other tools."""
+    known = dict[str, dict[str, Any]]()
+    for tool in tools:
+        inner = tool.get("function", tool)
+        schema = inner.get("parameters") if isinstance(inner, dict) else None
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        if not isinstance(schema, dict) or not isinstance(properties, dict) or not isinstance(inner.get("name"), str):
+            continue
+        if (key := next((key for key, own in properties.items() if own is None), None)) is not None:
+            raise bad(f"the tool {quoted(inner['name'])} has null for its property {quoted(key)}; leave that out")
+        if not schema.get("additionalProperties"):
+            known[inner["name"]] = properties
+    for number, message in enumerate(messages, 1):
+        for function in (call["function"] for call in message.get("tool_calls", ())):
+            given, own = unpacked(function["arguments"], "arguments", bad) or {}, known.get(function["name"])
+            if own is not None and (key := next((k for k in given if given[k] is None and k not in own), None)):
+                raise bad(
+                    f"message {number} ({shown(message['role'])}) calls {quoted(function['name'])} with null for "
+                    f"{quoted(key)}, which the tool does not have; leave that out"
+                )
+
+
 def check_single_calls(messages: list[dict[str, Any]], bad: Bad) -> None:
     """Raises an error where a turn has several calls, though the row says parallel_tool_calls: false."""
     for number, message in enumerate(messages, 1):
@@ -183,10 +213,14 @@ def _call(call: Any, what: str, bad: Bad) -> dict[str, Any]:
         )
     check_text(function["name"], f"the name of {what}", bad)
     given = function.get("arguments")
+    for key in ELSEWHERE if given is None else ():
+        if any(holds_something(part.get(key)) for part in (call, function)):
+            raise bad(f"{what} has {key!r} and no arguments beside its name; write {{function: {{name, arguments}}}}")
     arguments = {} if given is None or given == "" else given
     if isinstance(arguments, str):
         arguments = parse_json(arguments, lambda text, _: bad(f"the arguments of {what}: {text}"))
     if not isinstance(arguments, dict):
         raise bad(f"the arguments of {what} must be a mapping or the JSON of one, found {quoted(given)}")
+    check_parts(arguments, f"the arguments of {what}", bad)
     function = function | {"arguments": given if isinstance(given, str) and given else arguments}
     return call | {"function": function} if "function" in call else {"type": "function", "function": function}

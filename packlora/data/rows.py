@@ -22,7 +22,16 @@ from typing import Any
 import numpy as np
 
 from packlora.data import flags
-from packlora.data.messages import FLAGS, ROLES, WEIGHT, check_messages, check_single_calls, check_tools, last_alone
+from packlora.data.messages import (
+    FLAGS,
+    ROLES,
+    WEIGHT,
+    check_messages,
+    check_nulls,
+    check_single_calls,
+    check_tools,
+    last_alone,
+)
 from packlora.data.pairs import halves
 from packlora.data.values import Bad, check_text, holds_something, integers
 from packlora.errors import InputError, quoted, shown
@@ -160,6 +169,7 @@ def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad:
     messages = check_messages(value["messages"], bad)
     if system is not None and messages[0]["role"] == "system" and messages[0]["content"] != system:
         raise bad("the row has a 'system' and a message of the system that says something else; leave one of them")
+    check_nulls(messages, tools or [], bad)
     if value.get(flags.LAST):
         messages = last_alone(messages)
     if value.get(flags.SINGLE) is False:

@@ -26,11 +26,13 @@ from packlora.errors import InputError
 UNIT = re.compile(r"<[^<>\s]{1,40}>|\w+|.", re.DOTALL)
 """Units by which texts are compared: tags, words, letters."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 CHECKS = 4
 """Windows of a conversation that are compared with all that is before, where one does not agree with the text to its end."""
 FORGOTTEN = "have earlier thoughts that the chat template leaves out, so they are not learnt"
 EMPTY = "have empty answers, which are not learnt"
 UNENDED = "have answers that the chat template does not end, so that their end is not learnt"
+UNMASKED = "have parts or ends of answers that the chat template's {% generation %} leaves out, so they are not learnt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ def _learn(found: Placed, turns: set[int]) -> Learnt:
     if _has_mask(found.template.source):
         masked = _masked(found, turns)
         if masked is not None:
-            return Learnt(found.text, masked, notes)
+            left = _left_out(found, turns, masked)
+            return Learnt(found.text, masked, notes | ({} if left is None else {UNMASKED: found.names[left]}))
     own = _Turns(found, turns)
     spans = own.spans()
     if own.unended:
@@ -88,21 +91,35 @@ def _learn(found: Placed, turns: set[int]) -> Learnt:
 
 @lru_cache
 def _has_mask(source: str) -> bool:
-    return GENERATION.search(source) is not None
+    return GENERATION.search(COMMENT.sub("", source)) is not None
 
 
 def _masked(found: Placed, turns: set[int]) -> Spans | None:
-    """Spans that the template marks itself, without the turns that are not learnt; None where it marks text of another role."""
+    """Spans that the template marks itself, without the turns that are not learnt; None where it marks text of another role, or
+    turns that are learnt and turns that are not as one."""
     text, spans = found.template.masked(found.messages)
     groups = [(group[0].start, group[-1].stop, group[0].part.message) for group in found.in_order()]
     out = []
     for start, stop in spans:
         own = {message for first, last, message in groups if first < stop and start < last}
-        if any(found.messages[message]["role"] != "assistant" for message in own):
+        if any(found.messages[message]["role"] != "assistant" for message in own) or (own & turns and own - turns):
             return None
         if not own or own & turns:
             out.append((start, stop))
     return out if text == found.text else None
+
+
+def _left_out(found: Placed, turns: set[int], masked: Spans) -> int | None:
+    """The first turn with a part, or an end behind its last part, that the template does not mark; None: there is none."""
+    places = [place for group in found.in_order() for place in group if place.part.message in turns]
+    last = {place.part.message: place.stop for place in places}
+    is_marked = bytearray(len(found.text) + 1)
+    for start, stop in masked:
+        is_marked[start:stop] = bytes([1]) * (stop - start)
+    for place in places:
+        if not all(is_marked[place.start : place.stop + (last[place.part.message] == place.stop)]):
+            return place.part.message
+    return None
 
 
 def common(a: str, b: str) -> str:
@@ -131,23 +148,29 @@ def common_end(a: str, b: str) -> str:
 class _Around:
     """Text that a template writes around any answer.
 
-    header: text that opens an answer. always: text that the template writes at the end of any rendering, for a next answer that
-    was not requested. is_ended: whether some text ends an answer.
+    header: text that opens an answer. written: what of it stands before an answer that is there, too. always: text that the
+    template writes at the end of any rendering, for a next answer that was not requested. is_ended: whether some text ends an
+    answer.
     """
 
     header: str
+    written: str
     always: str
     is_ended: bool
 
     @staticmethod
-    def of(windows: Windows) -> _Around:
+    def of(windows: Windows, eos: str) -> _Around:
         asked, opened = (windows.behind_a_user(generation) or "" for generation in (False, True))
         end, always = windows.behind_an_answer(), ""
-        between = windows.behind_an_answer(A_USER)
-        if asked == opened and asked.strip() and not between.startswith(end.rstrip()):
+        between, before = windows.behind_an_answer(A_USER), windows.before_an_answer()
+        if asked.strip() and not between.startswith(end.rstrip()):
             own = between.removesuffix(common_end(between, windows.before_a_user()))
             always = end.removeprefix(own) if own.strip() and end.startswith(own) else common_end(end, asked)
-        return _Around(opened[len(common(opened, asked)) :], always, bool(end.removesuffix(always).strip()))
+            always = always.rpartition(eos)[2] if eos and eos in before else always  # which ends a user's turn, too
+            always = always if asked == opened or always in before else ""
+        start = len(common(opened, asked))
+        written = common(before, opened)[start:]
+        return _Around(opened[start:], written, always, bool(end.removesuffix(always).strip()))
 
 
 class _Turns:
@@ -164,7 +187,7 @@ class _Turns:
         self.groups = [part for group in found.in_order() for part in self._without_results(group)]
         self.owners = [group[0].part.message for group in self.groups]
         self.unended: list[int] = []
-        self.around = _Around.of(self.windows)
+        self.around = _Around.of(self.windows, found.template.tokenizer.eos_token or "")
         self._checks, self._is_local = 0, True
 
     def spans(self) -> Spans:
@@ -203,7 +226,8 @@ class _Turns:
         if number and prompt and lead != prompt:
             lead = max(lead, common(gap, self._prompt_in_words(number)), key=len)
         is_strange = prompt is None or bool(prompt and not lead)
-        cut = header if is_strange or (header.strip() and header in gap[len(lead) :]) else ""
+        again = (part for part in (header, self.around.written) if part.strip() and part in gap[len(lead) :])
+        cut = header if is_strange else next(again, "")
         while cut and cut not in gap:  # the model does not write the header, or what its turn shares with it
             cut = cut[: [unit.start() for unit in UNIT.finditer(cut)][-1]]
         if cut:
@@ -269,7 +293,7 @@ class _Turns:
             raise self._lost(owner, "ends")
         ends = ["", common(gap, here or "")]
         if more and header and more.endswith(header):
-            ends.append(common(gap, more[: -len(header)]))
+            ends.append(common(gap, more[: -len(header)].removesuffix(self.around.always)))
         goes_on = following == owner + 1 and self.found.messages[following]["role"] == "assistant"
         if header and goes_on and header in gap:
             ends.append(gap[: gap.rfind(header)])

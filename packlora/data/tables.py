@@ -140,7 +140,10 @@ def _rows(
                 number += 1
                 row = rest | {key: column[at] for key, column in columns.items()}
                 problem = next((value for value in row.values() if isinstance(value, InputError)), None)
-                yield f"{name}, row {number}", problem or without_nulls(row)
+                yield (
+                    f"{name}, row {number}",
+                    problem or {key: value for key, value in row.items() if value is not None},
+                )
 
 
 def _used(schema: Any, fields: bool) -> tuple[list[str], dict[str, Any]]:
@@ -154,8 +157,7 @@ def _is_of_numbers(kind: Any) -> bool:
     """Whether a column holds numbers, or lists of numbers."""
     from pyarrow import types
 
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        kind = kind.value_type
+    kind = kind.value_type if _is_list(kind) else kind
     return any(is_kind(kind) for is_kind in (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal))
 
 
@@ -164,37 +166,57 @@ def _values(key: str, column: Any, where: str, first: int) -> list[Any]:
     import pyarrow
 
     too_odd = (ValueError, ArithmeticError, LookupError, pyarrow.ArrowException, RecursionError)
-    wanted = _in_texts(column.type) if pyarrow.types.is_nested(column.type) else column.type
+    wanted = _in_texts(column.type)
     try:
-        return list((column.cast(wanted) if wanted != column.type else column).to_pylist())
+        found = list((column.cast(wanted) if wanted != column.type else column).to_pylist())
     except too_odd:
-        pass
+        found = list(column)
     out: list[Any] = []
-    for number, value in enumerate(column, first):
+    for number, value in enumerate(found, first):
         try:
-            out.append(value.as_py())
-        except too_odd as error:
+            out.append(_plain(value.as_py() if isinstance(value, pyarrow.Scalar) else value, column.type))
+        except (*too_odd, InputError) as error:
             out.append(InputError(f"{where}{number}: the column {key!r} has a value that cannot be read: {error}"))
     return out
 
 
-def _in_texts(kind: Any) -> Any:
+def _in_texts(kind: Any, is_inside: bool = False) -> Any:
     """A nested type with texts in the place of times: of some Python has no values, and templates write texts."""
     import pyarrow
     from pyarrow import types
 
-    if types.is_temporal(kind) and not types.is_interval(kind):
+    if is_inside and types.is_temporal(kind) and not types.is_interval(kind):
         return pyarrow.string()
     if types.is_struct(kind):
-        return pyarrow.struct([(kind.field(n).name, _in_texts(kind.field(n).type)) for n in range(kind.num_fields)])
-    for is_kind, make in ((types.is_list, pyarrow.list_), (types.is_large_list, pyarrow.large_list)):
-        if is_kind(kind):
-            return make(_in_texts(kind.value_type))
+        return pyarrow.struct([(part.name, _in_texts(part.type, True)) for part in _parts(kind)])
+    if _is_list(kind):
+        inner = _in_texts(kind.value_type, True)
+        return kind if inner == kind.value_type else pyarrow.large_list(inner)
     return kind
 
 
-def without_nulls(value: Any) -> Any:
-    """A row of a table, in which every mapping has the keys of all others, with those gone that its file did not have."""
-    if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    known = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
+    return any(getattr(types, name)(kind) for name in known if hasattr(types, name))
+
+
+def _parts(kind: Any) -> list[Any]:
+    """The fields of a struct."""
+    return [kind.field(number) for number in range(kind.num_fields)]
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Value of a table as a text file would hold it: a column of JSON is decoded, and a mapping, which has the keys of all
+    others, loses those that hold nothing."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return parse_json(value, lambda text, _: InputError(text))
+    if types.is_struct(kind):
+        read = {part.name: _plain(value[part.name], part.type) for part in _parts(kind)}
+        return {key: part for key, part in read.items() if part is not None}
+    return [_plain(part, kind.value_type) for part in value] if _is_list(kind) else value

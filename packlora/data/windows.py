@@ -137,6 +137,10 @@ class Windows:
         """Text behind a user's message that is the only one."""
         return tail(self.rendered([A_USER], generation), (0, 1), 0)
 
+    def before_an_answer(self) -> str:
+        """Text between the user's message and an answer."""
+        return tail(self.rendered([A_USER, AN_ANSWER], False), (0, 1), 0, up_to_next=True) or ""
+
     def behind_an_answer(self, *following: int) -> str:
         """Text behind an answer to the user's message, up to the message that follows, if any."""
         return tail(self.rendered([A_USER, AN_ANSWER, *following], False), (1, 1), 0, up_to_next=True) or ""

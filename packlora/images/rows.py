@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from packlora.data.messages import FLAGS, PARTS_LEARNT, WEIGHT
 from packlora.errors import InputError, quoted
 
 MARK = "<image>"
@@ -93,6 +94,9 @@ def _message(message: Any, number: int, marked: bool, found: list[str | None], b
     before = len(found)
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
+        for key in (WEIGHT, *FLAGS) if kind is not None else ():
+            if block.get(key) not in (None, message.get("role") == "assistant"):
+                raise bad(f"message {number} has a block with the {key} {quoted(block[key])}; {PARTS_LEARNT}")
         if kind == "text" and isinstance(block.get("text"), str):
             for index, text in enumerate(block["text"].split(MARK) if marked else [block["text"]]):
                 if index:

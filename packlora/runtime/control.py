@@ -177,6 +177,8 @@ def ask(output_dir: Path, request: Add | StopJob | Clone, told: Callable[[str], 
     if not is_held(output_dir):
         raise InputError(f"no run trains in {output_dir}; start it with `packlora train RUN.yaml --resume`")
     folder, number = output_dir / FOLDER, secrets.token_hex(8)
+    if folder.is_symlink():
+        raise InputError(f"{folder} is a link, which a run does not follow; remove it")
     make_folder(folder)
     posted, answered = folder / f"request-{number}.json", folder / f"answer-{number}.json"
     write_json(posted, request.model_dump())
@@ -188,6 +190,10 @@ def ask(output_dir: Path, request: Add | StopJob | Clone, told: Callable[[str], 
                 looked = time.monotonic()
                 if not is_held(output_dir) and not answered.exists():
                     raise InputError(f"the run in {output_dir} has ended without an answer; nothing was changed")
+                if not posted.exists() and not answered.exists():  # a run writes its answer first
+                    raise InputError(
+                        f"{posted} was removed before the run in {output_dir} answered; see whether it was done"
+                    )
             time.sleep(POLL_S)
         answer = Answer.model_validate(json.loads(answered.read_text(encoding="utf-8")))
     finally:

@@ -460,3 +460,28 @@ def test_a_command_whose_run_is_killed_takes_its_request_back(tmp_path: Path, mo
     calls.join()
     assert "has ended without an answer; nothing was changed" in calls.answers["stop"]
     assert not list((tmp_path / "control").iterdir())
+
+
+def test_a_folder_of_requests_that_is_a_link_is_refused_and_not_waited_at(tmp_path: Path) -> None:
+    tmp_path.joinpath("run.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "control").symlink_to(tmp_path / "elsewhere")
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(packlora.InputError, match="control is a link, which a run does not follow"),
+    ):
+        stop_job(tmp_path, "a")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_command_whose_request_was_removed_does_not_wait_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packlora.runtime.control.LOOK_S", 0.05)
+    tmp_path.joinpath("run.json").write_text("{}")
+    calls = InThreads(tmp_path)
+    with lock_folder(tmp_path):
+        calls.call("stop", stop_job, "a")
+        shutil.rmtree(tmp_path / "control")
+        calls.join()
+    assert "was removed before the run" in calls.answers["stop"]

@@ -99,6 +99,11 @@ def test_a_turn_that_a_flag_says_is_not_learnt_is_read_alone(flag: str, value: A
         ({"train": True, "weight": 0}, "message 2 (assistant) has weight 0 and train True, of which one says that it is"),
         ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, "has 'train_detail', which is not read"),
         ({"mask": True}, "message 2 (assistant) has 'mask', which is not read; say by weight: 0 that a turn is not learnt"),
+        ({"masked": True}, "message 2 (assistant) has 'masked', which is not read; say by weight: 0 that a turn is not learnt"),
+        ({"channel": "analysis"}, "has 'channel', which is not read; write thoughts as reasoning_content"),
+        ({"content": [{"type": "text", "text": "a", "train": False}, {"type": "text", "text": "b"}]},
+         "message 2 has a block with the train False; which parts of a turn are learnt cannot be said here"),
+        ({"content": [{"type": "text", "text": "a", "weight": 0}]}, "message 2 has a block with the weight 0; which parts"),
         ({"refusal": "I cannot"}, "message 2 (assistant) has 'refusal', which is not read; write what the assistant says"),
         ({"audio": {"id": "audio_1"}}, "message 2 (assistant) has 'audio', which is not read"),
         ({"images": ["a.png"]}, "message 2 (assistant) has 'images', which is not read; write images as blocks"),
@@ -110,11 +115,22 @@ def test_a_flag_that_cannot_be_honoured_is_refused_with_its_message(flags: dict[
 
 @pytest.mark.parametrize("nothing", [None, "", [], {}, False])
 def test_keys_that_hold_nothing_are_no_flags(nothing: Any, calls: Any) -> None:
-    keys = ("train_detail", "mask", "refusal", "audio", "images", "tool_calls", "function_call")
+    keys = ("train_detail", "mask", "masked", "refusal", "audio", "images", "tool_calls", "function_call")
     row = {"messages": turns(**dict.fromkeys(keys, nothing))}
     beside = ("videos", "audios", "objects", "kto_tag", "train_on_inputs", "rejected_response", "chat_template_kwargs")
     row |= dict.fromkeys((*beside, "mask_history", "chat_template", "tools", "functions"), nothing or None)
     assert encode(row, calls).ids.tolist() == encode({"messages": TURNS}, calls).ids.tolist()
+
+
+def test_flags_of_blocks_that_change_nothing_are_taken(calls: Any) -> None:
+    blocks = [
+        {
+            **turn,
+            "content": [{"type": "text", "text": turn["content"], "train": turn["role"] == "assistant", "loss": None}],
+        }
+        for turn in TURNS
+    ]
+    assert encode({"messages": blocks}, calls).is_label.tolist() == encode({"messages": TURNS}, calls).is_label.tolist()
 
 
 def test_a_flag_says_of_others_than_the_assistant_only_that_they_are_not_learnt() -> None:
@@ -269,6 +285,14 @@ def test_the_role_function_is_that_of_tools(calls: Any) -> None:
         ({"tool_calls": [{"function": {"name": "dog", "arguments": "3"}}]},
          "the arguments of call 1 of message 2 (assistant) must be a mapping or the JSON of one, found '3'"),
         ({"tool_calls": [{"function": {"name": "dog", "arguments": '{"a": 1, "a": 2}'}}]}, "the key 'a' stands twice"),
+        ({"tool_calls": [{"function": {"name": "dog", "arguments": '{"a": NaN}'}}]},
+         "the arguments of call 1 of message 2 (assistant) has the number nan, which JSON does not have"),
+        ({"tool_calls": [{"function": {"name": "dog", "arguments": '{"a": [1e400]}'}}]}, "has the number inf"),
+        ({"tool_calls": [{"function": {"name": "dog", "arguments": '{"a": "\\ud800"}'}}]}, "half of a surrogate pair"),
+        ({"tool_calls": [{"name": "dog", "parameters": {"a": 1}}]},
+         "call 1 of message 2 (assistant) has 'parameters' and no arguments beside its name"),
+        ({"tool_calls": [{"name": "dog", "args": {"a": 1}, "id": "1"}]}, "has 'args' and no arguments"),
+        ({"tool_calls": [{"function": {"name": "dog"}, "arguments": {"a": 1}}]}, "has 'arguments' and no arguments beside"),
         ({"tool_calls": "["}, "the text in the tool_calls of message 2 (assistant): not valid JSON"),
         ({"tool_calls": [CALL], "function_call": {"name": "dog"}}, "has function_call, an older form of tool_calls, and"),
         ({"role": "user", "tool_calls": [CALL]}, "message 2 (user) has tool_calls, but only the assistant calls tools"),
@@ -278,6 +302,28 @@ def test_the_role_function_is_that_of_tools(calls: Any) -> None:
 )  # fmt: skip
 def test_a_call_that_is_none_is_refused_with_its_place(message: dict[str, Any], said: str) -> None:
     assert said in refusal({"messages": [TURNS[0], {"role": "assistant", "content": "b"} | message]})
+
+
+def schema(*names: str, **more: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {name: {"type": "string"} for name in names}, **more}
+    return {"type": "function", "function": {"name": "dog", "description": "d", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("write", [dict, json.dumps])
+def test_a_null_that_a_table_left_for_a_property_of_another_tool_is_refused(write: Any, calls: Any) -> None:
+    def row(tool: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "dog", "arguments": write(arguments)}}
+        return {"messages": [ASKED[0], ASKED[1] | {"tool_calls": [call]}], "tools": [tool]}
+
+    said = refusal(row(schema("size"), size="3", city=None))
+    assert (
+        "message 2 (assistant) calls 'dog' with null for 'city', which the tool does not have; leave that out" in said
+    )
+    tool = schema("size", "city")
+    tool["function"]["parameters"]["properties"]["city"] = None
+    assert "the tool 'dog' has null for its property 'city'; leave that out" in refusal(row(tool, size="3"))
+    for taken in (schema("size"), schema("city", additionalProperties=True)):
+        assert learnt(encode(row(taken, size=None), calls), calls) == ['<|call|>dog {"size": null}<|im_end|>']
 
 
 def test_a_row_without_parallel_calls_has_one_call_a_turn(calls: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from packlora.data import windows
 from packlora.data.places import prompt_text
-from packlora.data.spans import EMPTY, FORGOTTEN, UNENDED, Learnt, learn
+from packlora.data.spans import EMPTY, FORGOTTEN, UNENDED, UNMASKED, Learnt, learn
 from packlora.data.template import Template
 from packlora.errors import InputError
 
@@ -475,6 +475,67 @@ def test_images_in_turns_move_nothing(make: Any) -> None:
 def test_a_mask_that_covers_the_words_of_another_role_is_not_taken(make: Any) -> None:
     everything = "{% generation %}" + CHATML + "{% endgeneration %}"
     assert spans(learn(make(everything), [user("a"), says("one")])) == ["one<|im_end|>"]
+
+
+def test_a_mask_that_covers_a_turn_that_is_not_learnt_with_one_that_is_is_not_taken(make: Any) -> None:
+    merged = (
+        "{% set ns = namespace(said='') %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% set ns.said = ns.said ~ m.content %}{% if loop.last or loop.nextitem.role != 'assistant' %}<|assistant|>"
+        "{% generation %}{{ ns.said }}<|im_end|>{% endgeneration %}{% set ns.said = '' %}{% endif %}"
+        "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    unlearnt = says("one ") | {"weight": 0}
+    assert spans(learn(make(merged), [user("a"), unlearnt, says("two")])) == ["two<|im_end|>"]
+    assert spans(learn(make(merged), [user("a"), says("one "), says("two")])) == ["one two<|im_end|>"]
+
+
+@pytest.mark.parametrize(("inside", "outside", "learnt", "noted"), [
+    ("", "<|im_end|>", ["one", "two"], 2), ("<|im_end|>", "", ["one<|im_end|>", "two<|im_end|>"], 4),
+])  # fmt: skip
+def test_an_end_or_a_call_that_a_mask_leaves_out_of_an_answer_is_noted(
+    make: Any, inside: str, outside: str, learnt: list[str], noted: int
+) -> None:
+    template = make(
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}" + inside
+        + "{% endgeneration %}" + outside + "{% for t in m.tool_calls or [] %}[{{ t.function.name }}]{% endfor %}"
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )  # fmt: skip
+    called = says("two") | {"tool_calls": [{"function": {"name": "clock"}}]}
+    found = learn(template, [user("a"), says("one"), user("b"), called])
+    assert spans(found) == learnt
+    assert found.notes == {UNMASKED: f"message {noted} (assistant)"}
+    assert not learn(make(MASKED), [user("a"), says("one")]).notes
+
+
+def test_a_mask_in_a_comment_is_none(make: Any) -> None:
+    assert spans(learn(make("{# {% generation %} #}" + CHATML), [user("a"), says("one")])) == ["one<|im_end|>"]
+
+
+def test_a_header_is_not_learnt_where_the_prompt_opens_a_thought_that_the_text_has_not(make: Any) -> None:
+    opens = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}"
+        "{{ '' if loop.last and m.role == 'assistant' else '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n<think>{% endif %}"
+    )
+    template = make(opens)
+    end = template.tokenizer.eos_token
+    unlearnt = says("one") | {"weight": 0}
+    assert spans(learn(template, [user("a"), unlearnt, says("two")])) == ["two" + end]
+    assert spans(learn(template, [user("a"), says("one"), user("b"), says("two")])) == ["one" + end, "two" + end]
+
+
+@pytest.mark.parametrize("response", ["{% if add_generation_prompt %}<|start_response|>{% endif %}", ""])
+def test_a_header_that_is_written_behind_all_is_not_learnt_and_the_end_before_it_is(make: Any, response: str) -> None:
+    """Command A: any rendering ends with the header of an answer, and one token ends the turns of all roles."""
+    template = make(
+        "<|turn|><|system|>preamble{{ eos_token }}{% for m in messages %}<|turn|><|{{ m.role }}|>"
+        "{% if m.role == 'assistant' %}<|start_response|>{{ m.content }}<|end_response|>{% else %}{{ m.content }}{% endif %}"
+        "{{ eos_token }}{% endfor %}<|turn|><|assistant|>" + response
+    )
+    end = "<|end_response|>" + template.tokenizer.eos_token
+    start = "" if response else "<|start_response|>"
+    found = learn(template, [user("a"), says("one"), user("b"), says("two")])
+    assert spans(found) == [f"{start}one{end}", f"{start}two{end}"] and not found.notes
 
 
 # --- templates that look at words --------------------------------------------------------------------------------------

@@ -99,6 +99,63 @@ def test_a_time_within_a_message_is_a_text(name: str, write: Callable[..., Path]
     ]  # fmt: skip
 
 
+def as_json(values: list[Any]) -> Any:
+    """Column of JSON, as the library datasets stores values of mixed types."""
+    return pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array([json.dumps(value) for value in values]))
+
+
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": None}}}]}
+CONVERSATION = [{"role": "user", "content": 'a "b"'}, CALLED]
+LISTED = pyarrow.ListArray.from_arrays([0, 2], as_json(CONVERSATION))
+IN_PARTS = pyarrow.StructArray.from_arrays(
+    [
+        pyarrow.array(["user", "assistant"]), as_json(['a "b"', ""]),
+        pyarrow.ListArray.from_arrays([0, 0, 1], as_json(CALLED["tool_calls"])),
+    ],
+    ["role", "content", "tool_calls"],
+)  # fmt: skip
+
+
+@FORMS
+@pytest.mark.parametrize(
+    "messages",
+    [as_json([CONVERSATION]), LISTED, pyarrow.ListArray.from_arrays([0, 2], IN_PARTS)],
+    ids=["whole", "each", "parts"],
+)
+def test_a_column_of_json_holds_what_the_json_says(messages: Any, write: Callable[..., Path], tmp_path: Path) -> None:
+    (row,) = read_rows(str(write(tmp_path, pyarrow.table({"messages": messages}))), "first")
+    user, answer = row.messages or ()
+    assert user["content"] == 'a "b"' and answer["content"] == ""
+    assert [one["function"]["arguments"] for one in answer["tool_calls"]] == [{"x": None}]
+
+
+@FORMS
+def test_a_text_of_a_column_of_json_has_no_quotes_and_one_that_is_no_json_is_its_row_s_fault(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    texts = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(['"a\\n\\"b\\""', "{"]))
+    path = write(tmp_path, pyarrow.table({"prompt": ["a", "b"], "completion": texts}))
+    read = read_data(str(path), "first", on_bad_row="skip")
+    assert [row.completion for row in read.rows] == ['a\n"b"']
+    (said,) = read.skipped
+    assert "row 2: the column 'completion' has a value that cannot be read: not valid JSON" in said
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda of: pyarrow.FixedSizeListArray.from_arrays(of, 2),
+        lambda of: pyarrow.ListViewArray.from_arrays([0], [2], of),
+    ],
+)
+def test_a_time_within_a_list_of_any_kind_is_a_text(make: Callable[[Any], Any], tmp_path: Path) -> None:
+    said = pyarrow.StructArray.from_arrays(
+        [pyarrow.array(["user", "assistant"]), pyarrow.array(["a", "b"]), ODD["nanoseconds"]], ["role", "content", "at"]
+    )
+    (row,) = read_rows(str(as_parquet(tmp_path, pyarrow.table({"messages": make(said)}))), "first")
+    assert [type(message["at"]) for message in row.messages or ()] == [str, str]
+
+
 @FORMS
 def test_a_table_without_a_known_column_is_refused_with_the_columns_that_it_has(
     write: Callable[..., Path], tmp_path: Path
