@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -78,3 +80,15 @@ def assert_as_exact(
     for key, b in torchs.items():
         assert b.squares <= SENSIBLE**2 * b.exact_squares, f"{key}: torch's own result is wrong; seed {seed}"
     assert not missed(), f"{'; '.join(missed())} of torch; seed {seed}"
+
+
+def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function that makes buffers, as `torch.empty`, of which the new ones hold NaN: what a kernel does not write shows."""
+
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        buffer = empty(*args, **kwargs)
+        if buffer.is_floating_point():
+            buffer.data.fill_(math.nan)  # counts as no write
+        return buffer
+
+    return filled

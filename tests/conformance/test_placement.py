@@ -1,5 +1,5 @@
 """Every layout with every kind of job: begun there, gone on with on the next layout of the table, ended there, it gives the
-numbers of one device. Each planted fault of a layout is seen by that comparison.
+numbers, the checkpoints and the answers of one device. Each planted fault of a layout is seen by that comparison.
 
 A new layout is a row of LAYOUTS, a new kind of job an entry of `text_jobs` or `expert_jobs`.
 """
@@ -15,12 +15,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import rows_into, tiny_model
-from expert_models import tiny_experts
+from expert_models import in_float64, tiny_experts
 from golden import job, pairs
 from ranks import Ranks
-from test_expert_parallel_train import in_float64
+from safetensors.torch import load_file
 from test_training import adapter, distance
 
 import packlora
@@ -33,7 +34,9 @@ NEVER_ZERO = ("loss", "grad_norm", "lr", "eval_loss")
 METRICS = (*NEVER_ZERO[:3], "aux_loss", "rewards/margins", "logps/chosen", "kl")
 """Numbers of steps that are compared, where a job has them. Those that may be 0 are compared to 1e-12, too."""
 
-REFUSED = {"pipeline": {"fact"}, "tensor": {"fact", "head", "saved"}, "shard_base": {"head", "saved"}}
+REFUSED = {
+    "pipeline": {"fact"}, "tensor": {"fact", "head", "saved", "ends"}, "shard_base": {"head", "saved", "ends"},
+}  # fmt: skip
 """Jobs that a key of `parallel` does not take, see docs/several-gpus.md: an optimizer that is not elementwise where a job's
 parameters lie in parts, and what is trained of the embedding or the output layer where these are cut."""
 LAYOUTS: dict[str, tuple[int, Tree]] = {
@@ -46,13 +49,21 @@ LAYOUTS: dict[str, tuple[int, Tree]] = {
 }
 LARGER: dict[str, tuple[int, Tree]] = {
     "own jobs": (2, {"devices_per_job": 1}),
+    "four own jobs": (4, {"devices_per_job": 1}),
+    "four shared jobs": (4, {"devices_per_job": 4}),
     "offloaded": (2, {"shard_base": True, "offload_base": True}),
     "tensor without sequence": (2, {"tensor": 2}),
+    "a key-value head on two": (4, {"tensor": 4, "sequence_parallel": True}),
     "two pipelines": (4, {"pipeline": 2, "devices_per_job": 4}),
+    "pipelines of own jobs": (4, {"pipeline": 2, "devices_per_job": 2}),
     "cut stages": (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}),
+    "cut stages without sequence": (4, {"pipeline": 2, "tensor": 2}),
     "cut rows": (4, {"tensor": 2, "shard_base": 2}),
+    "cut rows with sequence": (4, {"tensor": 2, "shard_base": True, "sequence_parallel": True}),
     "two sharded": (4, {"shard_base": 2, "devices_per_job": 4}),
+    "sharded with own jobs": (4, {"shard_base": 2, "devices_per_job": 2}),
     "cut replicas": (4, {"tensor": 2, "devices_per_job": 4}),
+    "cut with own jobs": (4, {"tensor": 2, "devices_per_job": 2}),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, Tree]] = {
     "experts": (2, {"expert": 2}),
@@ -61,9 +72,27 @@ EXPERT_LAYOUTS: dict[str, tuple[int, Tree]] = {
     "cut": (2, {"tensor": 2}),
     "rows": (2, {"shard_base": True}),
 }
+EXCHANGE = {"ep_implementation": "all_to_all"}
 LARGER_EXPERTS: dict[str, tuple[int, Tree]] = {
     "staged experts": (4, {"pipeline": 2, "expert": 2}),
-    "sharded experts": (4, {"shard_base": 2, "expert": 2, "ep_implementation": "all_to_all"}),
+    "sharded experts": (4, {"shard_base": 2, "expert": 2, **EXCHANGE}),
+    "three of experts": (3, {"expert": 3}),
+    "experts of shared jobs": (4, {"expert": 2, "devices_per_job": 4}),
+    "experts of own jobs": (4, {"expert": 2, "devices_per_job": 2}),
+    "exchanged, shared jobs": (4, {"expert": 2, "devices_per_job": 4, **EXCHANGE}),
+    "exchanged, own jobs": (4, {"expert": 2, "devices_per_job": 2, **EXCHANGE}),
+    "three stages": (3, {"pipeline": 3}),
+    "two pipelines": (4, {"pipeline": 2, "devices_per_job": 4}),
+    "offloaded rows": (2, {"shard_base": True, "offload_base": True}),
+    "rows of own jobs": (4, {"shard_base": 2, "devices_per_job": 2}),
+    "rows and experts": (4, {"shard_base": True, "expert": 2}),
+    "cut replicas": (4, {"tensor": 2, "devices_per_job": 4}),
+    "cut rows": (4, {"tensor": 2, "shard_base": 2}),
+    "cut stages": (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),
+    "cut stages of experts": (8, {"tensor": 2, "pipeline": 2, "expert": 2}),
+    "cut and exchanged": (4, {"tensor": 2, "expert": 2, **EXCHANGE}),
+    "cut and exchanged, shared jobs": (8, {"tensor": 2, "expert": 2, "devices_per_job": 8, **EXCHANGE}),
+    "cut rows and experts": (8, {"tensor": 2, "expert": 2, "shard_base": 2}),
 }
 
 
@@ -106,17 +135,20 @@ def expert_jobs(folder: Path) -> list[Tree]:
     texts, more = rows("texts", 12, 3), rows("more", 9, 5)
     ours = pairs(folder / "pairs.jsonl", 8, 1)
     inside = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    ends = {"target_modules": ["embed_tokens", "o_proj"], "modules_to_save": ["norm"], "use_rslora": True}
     return [
         job("routed", texts, {"target_modules": "all-linear", "lora_dropout": 0.1}, router_aux_loss_coef=0.5),
         job("inside", more, {"target_modules": ["q_proj"], "target_parameters": inside}, router_aux_loss_coef=2.0),
         job("dora", texts, {"target_modules": ["o_proj"], "target_parameters": inside[:1], "use_dora": True}),
         job("router", more, {"target_modules": ["k_proj"], "target_parameters": [*inside, "gate.weight"]}),
         job("dpo", ours, {"target_modules": ["v_proj"], "target_parameters": inside[1:]}, trainer="dpo"),
+        job("ends", more, ends | {"target_parameters": [inside[1], "gate.weight"]}, global_batch_size=2),
     ]
 
 
 def tree_of(base: str, folder: Path, jobs: list[Tree]) -> Tree:
     """Run file of these jobs. Adam's epsilon is large: with 1e-8 it magnifies the rounding of a gradient that is nearly 0."""
+    jobs[0]["sample_prompts"] = ["why?", "ab"]
     for at, one in enumerate(jobs):
         if "optim" not in one["train"]:
             one["train"]["adam_epsilon"] = 1e-5
@@ -124,7 +156,7 @@ def tree_of(base: str, folder: Path, jobs: list[Tree]) -> Tree:
             one["data"].pop("eval_path", None)
     return {
         "base_model": base, "output_dir": str(folder / "whole"), "jobs": jobs, "device": "cpu", "dtype": "float64",
-        "max_tokens_per_microbatch": 120, "save_every": 1, "eval_every": 2,
+        "max_tokens_per_microbatch": 120, "save_every": 1, "eval_every": 2, "sample_max_new_tokens": 3,
     }  # fmt: skip
 
 
@@ -147,7 +179,7 @@ def dense(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
 def routed(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
     """The same of a model with experts."""
     folder = tmp_path_factory.mktemp("routed")
-    tiny_experts("qwen3_moe", num_experts=4, num_hidden_layers=2).save_pretrained(folder / "base")
+    tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0]).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     tree = tree_of(str(folder / "base"), folder, expert_jobs(folder))
     assert part_of(0, tree, {}) == "done"
@@ -203,13 +235,36 @@ def taken(tree: Tree, *layouts: tuple[int, Tree]) -> list[Tree]:
     return [own for own in tree["jobs"] if own["name"] not in refused]
 
 
+def same_files(out: Path, whole: Path, names: list[str]) -> None:
+    """The answers, the description of jobs and model, and the tensors of checkpoints are those of one device."""
+    answers, wanted = (
+        {(line["job"], line["step"]): line["samples"] for line in lines(one, "samples")} for one in (out, whole)
+    )
+    assert wanted.keys() and all(answers[place] == said for place, said in wanted.items())
+    record, single = (json.loads((one / "run.json").read_text()) for one in (out, whole))
+    assert record["jobs"] == {name: own for name, own in single["jobs"].items() if name in names}
+    assert record["model"]["fingerprint"] == single["model"]["fingerprint"]
+    for name in names:
+        there = [sorted(file.relative_to(one) for file in (one / name).glob("checkpoint-*/*")) for one in (out, whole)]
+        assert there[0] == there[1] and len({file.parent for file in there[0]}) == 2, "the last two are kept"
+        for file in (file for file in there[0] if file.suffix == ".safetensors"):
+            ours, theirs = load_file(out / file), load_file(whole / file)
+            assert {key: (t.dtype, t.shape) for key, t in ours.items()} == {
+                key: (t.dtype, t.shape) for key, t in theirs.items()
+            }
+            for key, tensor in theirs.items():
+                assert torch.allclose(ours[key], tensor, rtol=1e-7, atol=1e-10), (file, key)
+
+
 def check(layout: tuple[int, Tree], after: tuple[int, Tree], tree: Tree, ranks: Groups, out: Path) -> dict[str, float]:
-    """Errors of a run that begins on one layout, goes on on another and ends on the first."""
+    """Errors of a run that begins on one layout, goes on on another, with recomputed layers, and ends on the first."""
     own = tree | {"output_dir": str(out), "jobs": taken(tree, layout, after)}
     part(layout, own, ranks, max_steps=1)
-    part(after, own, ranks, max_steps=2, resume=True)
+    part(after, own | {"gradient_checkpointing": True}, ranks, max_steps=2, resume=True)
     part(layout, own, ranks, resume=True)
-    return errors(out, Path(tree["output_dir"]), [one["name"] for one in own["jobs"]])
+    names = [one["name"] for one in own["jobs"]]
+    same_files(out, Path(tree["output_dir"]), names)
+    return errors(out, Path(tree["output_dir"]), names)
 
 
 def pairs_of(layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:

@@ -6,12 +6,11 @@ make gpu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from exactness import assert_as_exact
+from exactness import assert_as_exact, poisoned
 from waits import no_waiting
 
 from packlora.ops.rms_norm import reference
@@ -25,16 +24,6 @@ pytestmark = [
 
 EPS = 1e-6
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        buffer = empty(*args, **kwargs)
-        if buffer.is_floating_point():
-            buffer.data.fill_(math.nan)  # counts as no write
-        return buffer
-
-    return filled
 
 
 @pytest.fixture(autouse=True)

@@ -129,6 +129,7 @@ def test_short_jobs_need_fewer_microbatches_than_they_have_steps(
     assert len(ran) == lines(tmp_path / "out", "windows")[0]["bound"]
 
 
+@pytest.mark.usefixtures("planning_process")
 def test_a_planning_process_that_fails_is_reported_and_changes_no_bit(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +22,7 @@ from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from seeds import SOAK
 from test_preference import pairs
-from test_replicas import heard, lines, on_ranks
-from test_sample_prompts import texts
-from test_tensor_train import alike
+from test_replicas import lines, on_ranks
 from test_training import adapter, config, distance
 
 import packlora
@@ -37,6 +36,7 @@ from packlora.errors import InputError
 from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.cut import load_cut
 from packlora.parallel.replicas import Alone
+from packlora.runtime import profiler
 from packlora.runtime.prepare import prepare
 
 Groups = Callable[[int], Ranks]
@@ -107,81 +107,6 @@ def asked(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "adapter": {"r": 2, "lora_dropout": 0.1, "target_parameters": BOTH, "target_modules": []},
     }  # fmt: skip
     return tree(saved(folder / "base", tokenizer), folder / "whole", rows_into(folder), [*JOBS, preferred])
-
-
-@pytest.fixture(scope="module")
-def whole(asked: dict[str, Any]) -> Path:
-    """The run on one device."""
-    with in_float64():
-        packlora.train(asked)
-    return Path(asked["output_dir"])
-
-
-def same_numbers(out: Path, whole: Path, jobs: list[str]) -> None:
-    """Two runs' steps, held-out losses and adapters."""
-    for kind in ("metrics", "evals"):
-        found, wanted = ({(line["job"], line["step"]): line for line in lines(one, kind)} for one in (out, whole))
-        assert found.keys() == wanted.keys()
-        for key, line in wanted.items():
-            for name in ("loss", "eval_loss", "grad_norm", "aux_loss"):
-                if name in line:
-                    assert abs(found[key][name] - line[name]) <= 1e-10 * max(1, abs(line[name])), (key, name)
-    for name in jobs:
-        assert distance(adapter(out, name), adapter(whole, name)) <= 1e-10
-
-
-def same(out: Path, whole: Path) -> None:
-    same_numbers(out, whole, NAMES)
-    assert all(("aux_loss" in line) == (line["job"] != "others") for line in lines(out, "metrics"))
-    assert not any("aux_loss" in line for line in lines(out, "evals"))
-    assert texts(out) == texts(whole) and {step for _, step in texts(out)} == {0, 2, 3}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("processes", "parallel"),
-    [(2, {"expert": 2}), (3, {"expert": 3}), (4, {"expert": 2, "devices_per_job": 4}),
-     (4, {"expert": 2, "devices_per_job": 2}), (2, {"expert": 2, "ep_implementation": "all_to_all"}),
-     (4, {"expert": 2, "ep_implementation": "all_to_all", "devices_per_job": 4}),
-     (4, {"expert": 2, "ep_implementation": "all_to_all", "devices_per_job": 2})],
-)  # fmt: skip
-def test_a_run_gives_what_one_device_gives(
-    processes: int, parallel: dict[str, Any], asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    """Processes that hold the experts together, alone, as groups with jobs of their own, and as replicas that share jobs."""
-    out = tmp_path / "out"
-    told = ranks(processes).run(in_wide, on_ranks, {**asked, "output_dir": str(out), "parallel": parallel}, {})
-    assert [status for status, *_ in told] == ["done"] * processes, told
-    same(out, whole)
-    record = json.loads((out / "run.json").read_text())
-    assert record["schedule"]["layout"]["expert"] == parallel["expert"]
-
-
-@pytest.mark.soak
-def test_a_run_that_is_stopped_goes_on_on_one_device_and_back(
-    asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    """Stopped on two processes with the same microbatches, on one device, and ended on two with microbatches of their own. Its
-    checkpoints are those of one device."""
-    out = tmp_path / "out"
-    alone = {**asked, "output_dir": str(out)}
-    shared = {**alone, "parallel": {"expert": 2}}
-    assert ranks(2).run(in_wide, heard, shared, "", 2, {})[0][0] == "interrupted"
-    assert in_wide(0, heard, alone, "", 3, {"resume": True})[0] == "interrupted"
-    exchanged = {**alone, "parallel": {"expert": 2, "ep_implementation": "all_to_all"}}
-    assert ranks(2).run(in_wide, heard, exchanged, None, 0, {"resume": True})[0][0] == "done"
-    assert {line["rank"] for line in lines(out, "microbatches")} == {0, 1}
-    same(out, whole)
-    compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
-    assert {path.parent.name for path in compared} == NAMES
-    for path in compared:
-        alike(out / path.relative_to(whole), path)
-    record, single = (json.loads((one / "run.json").read_text()) for one in (out, whole))
-    assert (record["jobs"], record["model"]["fingerprint"]) == (single["jobs"], single["model"]["fingerprint"])
-    assert (
-        "expert parallelism over 2 processes: each has 3 of the experts of 2 layers, and all else whole"
-        in record["warnings"]
-    )
 
 
 # --- tokens that go to the experts and back ------------------------------------------------------------------------------
@@ -293,6 +218,9 @@ def test_tokens_that_go_to_experts_and_back_learn_what_they_learn_on_one_device(
         assert [status for status, *_ in told] == ["done"] * 2, told
         for job in ("one", "two"):
             assert distance(adapter(tmp_path / name, job), adapter(tmp_path / f"{name} whole", job)) <= 1e-10
+        assert {line["rank"] for line in lines(tmp_path / name, "microbatches")} == {0, 1}
+        said = "expert parallelism over 2 processes: each has 3 of the experts of 2 layers, and all else whole"
+        assert said in json.loads((tmp_path / name / "run.json").read_text())["warnings"]
     if SOAK:
         ranks(2).run(in_wide, with_faults, asked, tmp_path)
     for name in FAULTS if SOAK else ():
@@ -348,7 +276,7 @@ def test_a_process_reads_its_own_experts_alone(
 # --- what is predicted -------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str, Any], whole: Path) -> None:
+def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str, Any]) -> None:
     """On one device, and on two that hold the experts together: half of the experts and of what is trained on them."""
 
     def rows(gpus: int, **parallel: Any) -> tuple[list[LayoutFigures], list[str]]:
@@ -363,7 +291,9 @@ def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str
     (shared,), said = rows(2, expert=2)
     model = tiny_experts("qwen3_moe")
     of_experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
-    trained = [adapter(whole, name) for name in NAMES]
+    with in_float64():
+        packlora.train(asked, max_steps=1)
+    trained = [adapter(Path(asked["output_dir"]), f"{name}/checkpoint-1") for name in NAMES]
     on_experts = sum(tensor.numel() for own in trained for name, tensor in own.items() if ".experts." in name)
     inside = 2 * 2 * (64 + 64 + 32 + 64)  # layers, experts a token, what goes into and comes out of both weights
     tokens = 90
@@ -378,6 +308,53 @@ def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str
     assert exchanged.taken and exchanged.status == "taken, experts on 2, all_to_all"
     assert exchanged.waves < shared.waves and exchanged.bytes > shared.bytes
     assert not any(row.taken for row in more if row.expert > 1)
+
+
+def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
+    """All that training may choose or be asked for; what sharing rows of the experts that a device has saves; layers that cost
+    unlike much."""
+    shape = {"num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts": 8}
+    plain = {"name": "dense", "data": asked["jobs"][0]["data"], "train": {"global_batch_size": 2}}
+    plain["adapter"] = {"r": 2, "use_rslora": True, "target_modules": ["o_proj"]}
+    asked = asked | {"base_model": saved(tmp_path, tokenizer, **shape), "jobs": [*asked["jobs"][:2], plain]}
+
+    def rows(**parallel: Any) -> list[LayoutFigures]:
+        found = make_plan(Run.model_validate({**asked, "parallel": parallel}), gpus=4).layouts
+        assert found is not None
+        return found.rows
+
+    found = {(row.shard, row.pipeline, row.expert) for row in rows()}
+    assert found >= {(1, 1, 1), (4, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    (piped,), (staged, _) = rows(expert=2, pipeline=2), rows(pipeline=2)
+    assert (piped.status, piped.devices_per_job) == ("taken, pipeline of 2, experts on 2", 4)
+    assert piped.bytes < staged.bytes and piped.seconds < 2 * staged.seconds
+    (both,), (_, replicas) = rows(expert=2, shard_base=True), rows(expert=2)
+    assert (both.status, both.taken, both.devices_per_job) == ("taken, shard 2, experts on 2", True, 4)
+    (cut,) = rows(tensor=2, expert=2)
+    assert (cut.status, cut.devices_per_job) == ("taken, tensor 2, experts on 2", 4) and cut.bytes < replicas.bytes
+    model = tiny_experts("qwen3_moe", **shape)
+    in_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.ndim > 1)
+    held = 8 * (in_layers - sum(p.numel() for p in model.parameters() if p.ndim == 3) / 2)
+    others = 8 * sum(p.numel() for p in model.parameters()) - 8 * in_layers
+    spared = (held + others) / 2 - 2 * held / 3 - others
+    assert replicas.bytes - both.bytes == pytest.approx(spared, abs=0.01 * both.bytes)
+    prepared = prepare(Run.model_validate(asked))
+    few_numbers = replace(
+        prepared.shape, layers=4, vocabulary=1, layer_numbers=((100, 90), (100, 10), (100, 10), (100, 10))
+    )
+    unlike = replace(prepared, shape=few_numbers)
+    assert profiler.stage_layers(prepared.run, unlike, 2) == (1, 3)
+    assert profiler.planning_cost(prepared.run, unlike, 2).stage_shares == (0.75, 0.25)
+    assert profiler.largest_stage(prepared.run, unlike, 2) == 0.75
+    few = tiny_experts("qwen3_moe", **shape).model.layers
+    numbers = [(sum(p.numel() for p in layer.parameters()), linear_of(layer)) for layer in few]
+    assert prepared.shape.layer_numbers == tuple(numbers)
+
+
+def linear_of(layer: torch.nn.Module) -> int:
+    """Numbers of the weights of two or more dimensions that one token meets, without the router's: of experts two in eight."""
+    own = {name: p for name, p in layer.named_parameters() if p.ndim > 1 and ".gate.weight" not in name}
+    return sum(p.numel() * (2 if p.ndim == 3 else 8) // 8 for p in own.values())
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------

@@ -52,14 +52,7 @@ def stopped_at_a_text(rank: int, tree: dict[str, Any], options: dict[str, Any]) 
     [
         (2, {"pipeline": 2}),
         soak(2, {"tensor": 2, "sequence_parallel": True}),
-        soak(4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}),
-        soak(4, {"pipeline": 2, "devices_per_job": 4}),
         soak(2, {"shard_base": True}),
-        soak(2, {"tensor": 2}),
-        soak(4, {"tensor": 2, "shard_base": True}),
-        soak(4, {"shard_base": 2, "devices_per_job": 2}),
-        soak(4, {"shard_base": 2, "devices_per_job": 4}),
-        soak(4, {"tensor": 2, "devices_per_job": 4}),
     ],
     ids=str,
 )

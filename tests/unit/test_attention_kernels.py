@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from exactness import assert_as_exact
+from exactness import assert_as_exact, poisoned
 from seeds import SEED
 
 from packlora.ops.attention import attention
@@ -29,16 +28,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "uses_kernels", lambda q, v: True)
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-
-
-def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        buffer = empty(*args, **kwargs)
-        if buffer.is_floating_point():
-            buffer.data.fill_(math.nan)
-        return buffer
-
-    return filled
 
 
 def operands(H: int, h: int, D: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
@@ -91,7 +80,7 @@ def test_attention_and_its_gradients_are_as_exact_as_torch(
 
 
 def test_operands_that_lie_otherwise_give_the_same_bits() -> None:
-    drawn = operands(4, 2, 16, torch.float32)
+    drawn = operands(2, 1, 16, torch.float32)
     want = outcome(packed_attention, *drawn, LENGTHS, 0.25)
     dense = [tensor.contiguous() for tensor in drawn[:3]]
     strewn = [tensor.repeat_interleave(2, -1)[..., ::2] for tensor in drawn[:3]]

@@ -26,9 +26,12 @@ RARE = {"fingerprint_kernel", "finish_kernel", "experts_blocks_kernel"}
 
 
 def compiled(capability: int, cache: Path, *kinds: str) -> list[dict[str, Any]]:
+    """What became of the kernels. What Triton has compiled before of the same sources is not compiled again, save in a soak."""
     script, root = Path(__file__).parent.parent / "compiled_kernels.py", Path(__file__).parent.parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(root), str(script.parent)])}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), str(script.parent)])
+    if SOAK:
+        environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
         [sys.executable, script, str(capability), *kinds], capture_output=True, text=True, env=environment, check=False
     )

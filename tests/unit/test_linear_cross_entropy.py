@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +11,7 @@ import torch
 from exactness import assert_as_exact
 from seeds import SEED
 
-from packlora.ops.cross_entropy import rows
+from packlora.ops.cross_entropy import rows, torch_path
 from packlora.ops.cross_entropy.linear_cross_entropy import ROWS_WITH_EQUAL_BITS, chunk_rows, linear_cross_entropy
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.cross_entropy.reference import cross_entropy as plain
@@ -236,21 +232,24 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         linear_cross_entropy(hidden, weight.requires_grad_(), bias, labels, weights)
 
 
-KERNEL = """
-import math, torch
-from packlora.ops.cross_entropy.triton_path import softmax_gradient as kernel
-from packlora.ops.cross_entropy.reference import IGNORE
-from packlora.ops.cross_entropy import torch_path, triton_path
-from packlora.ops.cross_entropy.torch_path import softmax_gradient
-from packlora.ops.cross_entropy.rows import aligned
-def laid(logits, width):  # in rows of so many columns
+def laid(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """In rows of so many columns, of which those behind the logits are NaN."""
     rows = torch.full((len(logits), width), math.nan, dtype=logits.dtype)[:, : logits.shape[1]]
     return rows.copy_(logits)
-for C, V, dtype, width in (
-    (3, 1, torch.float32, 1), (6, 4096, torch.float32, 4096), (6, 9001, torch.float32, 9008), (7, 131, torch.float16, 131),
-    (7, 131, torch.float16, 144), (7, 4097, torch.bfloat16, 4112), (3, 1, torch.float32, 16),
-):
-    assert width in (V, aligned(V))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs triton's interpreter")
+@pytest.mark.parametrize(
+    ("C", "V", "dtype", "width"),
+    [
+        (3, 1, torch.float32, 1), (6, 4096, torch.float32, 4096), (6, 9001, torch.float32, 9008), (7, 131, torch.float16, 131),
+        (7, 131, torch.float16, 144), (7, 4097, torch.bfloat16, 4112), (3, 1, torch.float32, 16),
+    ],
+)  # fmt: skip
+def test_the_kernel_does_what_the_torch_path_does(C: int, V: int, dtype: torch.dtype, width: int) -> None:
+    triton_path = pytest.importorskip("packlora.ops.cross_entropy.triton_path")
+    assert width in (V, rows.aligned(V))
+    torch.manual_seed(SEED)
     logits = (3 * torch.randn(C, V)).to(dtype)
     labels, weights = torch.randint(V, (C,)), torch.rand(C)
     labels[1] = IGNORE
@@ -263,16 +262,20 @@ for C, V, dtype, width in (
         logits[2, 5] = math.nan
     for gradient in (False, True):
         ours, theirs = laid(logits, width), logits.clone()
-        losses, want = kernel(ours, labels, weights, gradient), softmax_gradient(theirs, labels, weights, gradient)
+        losses = triton_path.softmax_gradient(ours, labels, weights, gradient)
+        want = torch_path.softmax_gradient(theirs, labels, weights, gradient)
         torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-5, equal_nan=True)
         if gradient:
             tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-            assert not ours._base[:, V:].any()
+            assert not ours._base[:, V:].any()  # type: ignore[index]
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
         else:
             assert torch.equal(ours.nan_to_num(), logits.nan_to_num())
-    ours, theirs, ignored, start = laid(logits, width), logits.clone(), labels == IGNORE, V // 3  # as a part from here on
-    found, wide = triton_path.part_sums(ours, labels - start), torch_path.part_sums(theirs, labels - start, torch.float32)
+    ours, theirs, ignored, start = laid(logits, width), logits.clone(), labels == IGNORE, V // 3  # a part from here on
+    found, wide = (
+        triton_path.part_sums(ours, labels - start),
+        torch_path.part_sums(theirs, labels - start, torch.float32),
+    )
     torch.testing.assert_close(found, wide, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert torch.equal(ours.nan_to_num(), logits.nan_to_num())
     sums = wide[0].nan_to_num(1.0) + torch.rand(C)
@@ -280,15 +283,4 @@ for C, V, dtype, width in (
         path.part_gradient(out, labels - start, weights, sums, ignored)
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-5, equal_nan=True)
-    assert not ours[1].any() and not ours._base[:, V:].any()
-print("equal")
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_kernel_does_what_the_torch_path_does() -> None:
-    """In Triton's interpreter, in a process of its own: it is switched on before triton is imported."""
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, cwd=root)
-    assert done.stdout == "equal\n", done.stderr
+    assert not ours[1].any() and not ours._base[:, V:].any()  # type: ignore[index]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import assert_as_exact
+from exactness import assert_as_exact, poisoned
 from seeds import SEED
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -26,16 +26,6 @@ EPS = 1e-6
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 PATHS = ["torch", pytest.param("kernels", marks=NEEDS_TRITON)]
 Norm = Callable[..., torch.Tensor]
-
-
-def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        buffer = empty(*args, **kwargs)
-        if buffer.is_floating_point():
-            buffer.data.fill_(math.nan)  # counts as no write
-        return buffer
-
-    return filled
 
 
 @pytest.fixture(params=PATHS)

@@ -18,6 +18,8 @@ from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.planner import Planner
 from packlora.schedule.process import COMMAND, PlanningError, PlanningProcess
 
+pytestmark = pytest.mark.usefixtures("planning_process")
+
 HANGS = [sys.executable, "-c", "import time; time.sleep(100)"]
 
 

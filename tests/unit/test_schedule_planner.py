@@ -20,6 +20,8 @@ from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import makespan, simulate
 from packlora.schedule.types import ScheduleError, Window
 
+pytestmark = pytest.mark.usefixtures("planning_process")
+
 
 def random_jobs(seed: int, capacity: int, jobs: int = 4, batches: int = 12, size: int = 8) -> list[Lengths]:
     draw = random.Random(seed)
