@@ -36,17 +36,12 @@ from packlora.engine.adapters import AdapterState
 from packlora.engine.memory import TokenBudget, on_their_way
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import Executor, MicrobatchResult, run_microbatch
-from packlora.engine.replica_sums import ReplicaSums
+from packlora.engine.replica_sums import ReplicaSums, join_found
 from packlora.parallel.replicas import Alone
 
 if TYPE_CHECKING:
+    from packlora.engine.stage_sums import StageSums
     from packlora.parallel.pipeline import Links
-
-SQUARE, FOUND, LOSS, LARGEST, CHANGED = 0, 1, 2, -2, -1
-"""Columns of sums and totals, float64 [1 + steps, 4 + (1 + M)], M of the adapter with the most metrics. From LOSS on they are
-AdapterState.sums. LARGEST and CHANGED are the largest of all stages, the others are added up. Row 0 says in column LARGEST
-whether a process was asked for something; the others are of the steps, in the order of the slot. FOUND: parameters with a
-gradient. LARGEST, CHANGED: of the adapter's step before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +154,13 @@ class Engine:
     def __init__(self, executor: Executor, group: Alone, budget: TokenBudget) -> None:
         self.executor, self.group, self.budget = executor, group, budget
         self.adapters: Mapping[int, AdapterState] = {}
-        self._unconfirmed: dict[int, torch.Tensor] = {}
-        """Columns LARGEST and CHANGED of this stage by adapter that has stepped."""
         self._replicas = ReplicaSums(group)
+        self._stages = self._stage_sums() if group.stages > 1 else None
+
+    def _stage_sums(self) -> StageSums:
+        from packlora.engine.stage_sums import StageSums
+
+        return StageSums(cast("Links", self.group), self._replicas, self.budget.device)
 
     def follow(self, adapters: Mapping[int, AdapterState]) -> None:
         """These adapters may own rows and step now. Between two runs."""
@@ -187,13 +186,8 @@ class Engine:
                     end = number
             if end is not None and number >= end + stages - 1:
                 break
-        if stages > 1:
-            self._links.drain()
-            yield Done(Slot(), tuple(self._confirm_all()))
-
-    @property
-    def _links(self) -> Links:
-        return cast("Links", self.group)
+        if self._stages is not None:
+            yield Done(Slot(), tuple(self._confirm(*one) for one in self._stages.dry()))
 
     # --- forward and backward ----------------------------------------------------------------------------------------------
 
@@ -221,8 +215,11 @@ class Engine:
         if slot.steps:
             states = [self.adapters[step.adapter] for step in slot.steps]
             if one.found:
-                _join_found(states, one.found)
-            self._sum_up(one, states, slots)
+                join_found(states, one.found)
+            if self._stages is None:
+                self._replicas.add_up(states)
+            else:
+                one.sums = self._stages.sums(states, slots.is_asked())
 
     def _run(self, one: _Inside) -> MicrobatchResult | None:
         """None where memory ran out."""
@@ -272,48 +269,13 @@ class Engine:
                 state.collect(state.no_sums())
             state.drop_gradients()
 
-    # --- sums over replicas and stages -------------------------------------------------------------------------------------
-
-    def _sum_up(self, one: _Inside, states: Sequence[AdapterState], slots: Slots) -> None:
-        """Add up what the steps of a slot need: over replicas, then over the stages above and this one."""
-        if self.group.stages == 1:
-            self._replicas.add_up(states)
-            return
-        links, shape = self._links, self._shape(one.slot)
-        above = None if links.is_last else links.down.receive(shape, torch.float64)
-        if links.size > 1:
-            _join_found(states, links.found_by_one([int(own) for state in states for own in state.found().values()]))
-            self._replicas.add_up(states)
-        sums = self._rows(one.slot, states, slots.is_asked())
-        if above is not None:
-            sums[:, :LARGEST] += above[:, :LARGEST]
-            sums[:, LARGEST:] = torch.maximum(sums[:, LARGEST:], above[:, LARGEST:])
-        one.sums = links.agreed(sums) if links.is_first else sums
-        if not links.is_first:
-            links.down.send(one.sums, shape, torch.float64)
-
-    def _shape(self, slot: Slot) -> tuple[int, int]:
-        return 1 + len(slot.steps), 4 + max(self.adapters[step.adapter].num_sums for step in slot.steps)
-
-    def _rows(self, slot: Slot, states: Sequence[AdapterState], asked: bool) -> torch.Tensor:
-        """Sums of this stage."""
-        own = torch.zeros(self._shape(slot), dtype=torch.float64, device=self.budget.device)
-        own[0, LARGEST] = asked
-        for row, state in zip(own[1:], states, strict=True):
-            assert state.sums is not None
-            row[SQUARE], row[FOUND] = state.square(), len(state.parameters) - len(state.without)
-            row[LOSS : LOSS + len(state.sums)] = state.sums
-            if (made := self._unconfirmed.get(state.adapter.number)) is not None:
-                row[LARGEST:] = made
-        return own
-
     # --- steps -------------------------------------------------------------------------------------------------------------
 
     def _finish(self, one: _Inside, slots: Slots) -> Done:
         slot, events = one.slot, list[StepDone | Confirmed]()
-        if self.group.stages > 1:
+        if self._stages is not None:
             if slot.steps:
-                events = self._step_by_totals(one)
+                events = self._step_by_totals(one, self._stages)
         elif not one.lacking:
             events = self.take_steps(slot.steps, lambda: self._prepare(slots.peek()))
         return Done(slot, tuple(events), one.lacking, one.asked)
@@ -338,29 +300,22 @@ class Engine:
                 out.append(self._confirm(step.adapter, largest, changed))
         return out
 
-    def _step_by_totals(self, one: _Inside) -> list[StepDone | Confirmed]:
+    def _step_by_totals(self, one: _Inside, stages: StageSums) -> list[StepDone | Confirmed]:
         """Optimizer steps on a stage, whose device is waited for."""
-        links, slot, totals = self._links, one.slot, one.sums
-        if not links.is_first:
-            totals = links.up.receive(self._shape(slot), torch.float64)
-        assert totals is not None
-        if not links.is_last:
-            links.up.send(totals, self._shape(slot), torch.float64)
-        (*_, asked, _), *rows = totals.tolist()
-        one.asked = asked > 0
+        states = [self.adapters[step.adapter] for step in one.slot.steps]
+        one.asked, totals = stages.totals(states, one.sums)
         out: list[StepDone | Confirmed] = []
-        for step, total, row in zip(slot.steps, totals[1:], rows, strict=True):
-            state = self.adapters[step.adapter]
-            if self._unconfirmed.pop(step.adapter, None) is not None:
-                out.append(before := self._confirm(step.adapter, row[LARGEST], row[CHANGED]))
+        for step, state, total in zip(one.slot.steps, states, totals, strict=True):
+            if total.before is not None:
+                out.append(before := self._confirm(step.adapter, *total.before))
                 if before.reverted:
                     state.discard()
                     continue
-            state.sums, state.found_elsewhere = total[LOSS : LOSS + state.num_sums], int(row[FOUND])
-            made = state.step(step.lr, total[SQUARE].sqrt())
-            out.append(done := self._judge(step, row[LOSS], math.sqrt(row[SQUARE])))
+            state.sums, state.found_elsewhere = total.sums, total.found
+            made = state.step(step.lr, total.norm)
+            out.append(done := self._judge(step, total.loss, total.norm_value))
             if done.refused is None:
-                self._unconfirmed[step.adapter] = made[LARGEST:]
+                stages.unconfirmed[step.adapter] = made[2:]
         return out
 
     def _judge(self, step: Step, loss: float, norm: float) -> StepDone:
@@ -386,19 +341,3 @@ class Engine:
         """Take a step back that has made parameters infinite."""
         reverted = not math.isfinite(largest) and self.adapters[adapter].revert()
         return Confirmed(adapter, largest, bool(changed), reverted)
-
-    def _confirm_all(self) -> Iterator[Confirmed]:
-        if not self._unconfirmed:
-            return
-        made = torch.stack(list(self._unconfirmed.values())).cpu()
-        most = self._links.largest_of(made).tolist()
-        unconfirmed, self._unconfirmed = list(self._unconfirmed), {}
-        for adapter, (largest, changed) in zip(unconfirmed, most, strict=True):
-            yield self._confirm(adapter, largest, changed)
-
-
-def _join_found(states: Sequence[AdapterState], found: Sequence[int]) -> None:
-    """Let adapters know of parameters that have got a gradient on another replica alone."""
-    most = iter(found)
-    for state in states:
-        state.without = {name for name in state.parameters if not next(most)}

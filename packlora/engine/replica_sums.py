@@ -48,3 +48,10 @@ class ReplicaSums:
         if number not in self._shared:
             self._shared[number] = SharedGradient(state.adapter, self.group.alike)
         return self._shared[number]
+
+
+def join_found(states: Sequence[AdapterState], found: Sequence[int]) -> None:
+    """Let adapters know of parameters that have got a gradient on another replica alone. found: by parameter of each."""
+    most = iter(found)
+    for state in states:
+        state.without = {name for name in state.parameters if not next(most)}
