@@ -1,29 +1,44 @@
-"""Cache of a layer, from call to call, for the groups of siblings that are computed by one call of the operator.
+"""One call of the operator for layers that read the same tokens, and what a layer keeps from call to call.
 
-Jobs' layers and PEFT's own keep it alike. What is made of the operands is the operator's business
-(ops/lora_linear/prepared.py); here is kept for which layers it was made.
+Jobs' layers, PEFT's own and Megatron-Core's are computed here. What is made of the operands is the operator's business
+(ops/lora_linear/prepared.py); kept here is for which layers it was made, and by what segments and plan they were computed last.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
+import torch
+
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, Segment
+from packlora.ops.recompute import Recompute
+
+Choose = Callable[[tuple[Layer, ...]], tuple[tuple[Segment, ...], Plan]]
+"""Gives the segments of a call of these layers, and its plan."""
 
 
 class Group(NamedTuple):
-    """Layers as the operator takes them, and what it keeps for them. tokens: by what segments and plan were chosen last; None
-    where they are chosen at every call."""
+    """Layers as the operator takes them, and what it keeps for them. tokens: for which segments and plan were chosen last; None
+    before the first call."""
 
     layers: tuple[Layer, ...]
     state: GroupState
     tokens: Hashable = None
     segments: tuple[Segment, ...] = ()
     plan: Plan = CHAIN
+
+    def compute(
+        self, x: torch.Tensor, keys_T2: torch.Tensor | None, salt: int = 0, recompute: Recompute | None = None,
+        moving: MovingSegments | None = None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Outputs of the layers for x [..., K]; arguments are those of lora_group."""
+        return lora_group(x, self.layers, self.segments, keys_T2, salt, self.plan, self.state, recompute, moving)
 
 
 class GroupCache:
@@ -36,13 +51,17 @@ class GroupCache:
         self.version_counted = version_counted
         self._groups: dict[int, Group] = {}
 
-    def of(self, layers: tuple[Layer, ...]) -> Group:
-        """The group of these layers: the known one as long as they are the very same objects."""
+    def of(self, layers: tuple[Layer, ...], tokens: Hashable, choose: Choose) -> Group:
+        """The group of these layers: the known one as long as they are the very same objects.
+
+        Args:
+            tokens: what the segments and the plan depend on beside the layers.
+            choose: asked where these are other tokens than the last ones.
+        """
         found = self._groups.get(len(layers))
         if found is None or not all(map(operator.is_, layers, found.layers)):
-            found = self._groups[len(layers)] = Group(layers, GroupState(self.version_counted))
+            found = Group(layers, GroupState(self.version_counted))
+        if found.tokens != tokens:
+            segments, plan = choose(layers)
+            found = self._groups[len(layers)] = Group(layers, found.state, tokens, segments, plan)
         return found
-
-    def put(self, group: Group) -> None:
-        """Keep what was chosen for a group."""
-        self._groups[len(group.layers)] = group

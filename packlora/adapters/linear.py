@@ -22,8 +22,8 @@ from packlora.adapters.sharded import AddBiases, shard_of
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
-from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory, Storage
+from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
@@ -287,17 +287,24 @@ class AdaptedLinear(torch.nn.Module):
 def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor, ...]:
     """Outputs of siblings for x [..., K], by one call of the operator."""
     first, owners = calls[0].member, calls[0].owners
-    members = [call.member for call in calls]
-    segments = []
-    computed = [member.computed() for member in members]
+    members, keys_T2 = [call.member for call in calls], owners.keys_T2
+    moves = owners.moving is not None and owners.moving.moves
+
+    def choose(layers: tuple[Layer, ...]) -> tuple[tuple[Segment, ...], Plan]:
+        segments = tuple(_segments(owners, [member.computed() for member in members]))
+        return segments, first.chooser.plan_of(x, layers, segments, moves)
+
+    tokens = owners.total, owners.segments, keys_T2 is None, x.requires_grad, moves
+    group = first.groups.of(tuple([member.layer() for member in members]), tokens, choose)
+    if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in group.segments):
+        keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
+    return group.compute(x, keys_T2, first.salt, recompute_of(x), owners.moving)
+
+
+def _segments(owners: TokenOwners, computed: Sequence[Mapping[int, AdapterWeights]]) -> Iterator[Segment]:
+    """The tokens of adapters that siblings have. computed: the adapters of each."""
     for number, start, stop in owners.segments:
         specs = [adapters[number].spec for adapters in computed if number in adapters]
         if specs:
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
-            segments.append(Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
-    layers, state, *_ = first.groups.of(tuple([member.layer() for member in members]))
-    keys_T2 = owners.keys_T2
-    if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in segments):
-        keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
-    plan = first.chooser.plan_of(x, layers, segments, owners.moving is not None and owners.moving.moves)
-    return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.moving)
+            yield Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs))

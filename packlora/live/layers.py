@@ -35,7 +35,6 @@ from packlora.live.adapter import (
 from packlora.live.foreign import StoredWeight, weight_reader
 from packlora.live.forward import OwnForward
 from packlora.live.wrapped import is_frozen, kind_of, weight_of
-from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
@@ -271,47 +270,38 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
         ValueError: x does not fit a layer; the message names the layer and what it takes.
     """
     dtype, products, autocast = calls[0].dtypes(x)
-    operator: Callable[..., Sequence[torch.Tensor]]
-    arguments: tuple[Any, ...]
-    if torch.compiler.is_compiling():
-        for call in calls:
-            _check(x, call, dtype, autocast)
-        operator, arguments = _by_tracing, (x, calls, dtype)
-    else:
-        operator, arguments = lora_group, _arguments(x, calls, dtype, products, autocast)
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
-            outputs = list(operator(*arguments))
+            outputs = _outputs(x, calls, (dtype, products, x.device), autocast)
     else:
-        outputs = list(operator(*arguments))
+        outputs = _outputs(x, calls, (dtype, products, x.device), autocast)
     for index, call in enumerate(calls):
         if call.outer_bias is not None:
             outputs[index] = outputs[index] + call.outer_bias.to(dtype)
     return outputs if calls[0].stored is None else [_to(y, x.dtype) for y in outputs]
 
 
-def _arguments(
-    x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype, products: torch.dtype, autocast: bool
-) -> tuple[Any, ...]:
-    """The arguments of lora_group."""
-    first, of = calls[0], (dtype, products, x.device)
-    layers, groups = [], first.owner.groups
+def _outputs(x: torch.Tensor, calls: Sequence[LayerCall], of: Products, autocast: bool) -> list[torch.Tensor]:
+    """Outputs in the dtype of the products, without biases that are trained. autocast: whether it was on."""
+    first, dtype = calls[0], of[0]
+    if torch.compiler.is_compiling():
+        return _by_tracing(x, calls, dtype, autocast)
+    layers, cache = [], first.owner.groups
     for call in calls:
         kept = call.owner.kept
         if kept is None or not kept.serves(x, call, of):
             kept = _kept(x, call, of, autocast)
-            groups = groups if kept.lasts else GroupCache()
+            cache = cache if kept.lasts else GroupCache()
         layers.append(kept.layer)
-    group = groups.of(tuple(layers))
     recompute = recompute_of(x) if x.dtype == dtype else None
-    x = x if x.dtype == dtype else x.to(dtype)
+    x = _to(x, dtype)
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
     keys_T2 = _dropout_keys(T, x.device) if first.p else None
-    if group.tokens != (T, first.p):
-        plan, _ = _chosen(calls, x.device, dtype, T)
-        group = group._replace(tokens=(T, first.p), segments=(Segment(0, 0, T, first.p),), plan=plan)
-        groups.put(group)
-    return x, group.layers, group.segments, keys_T2, 0, group.plan, group.state, recompute
+
+    def choose(layers: tuple[Layer, ...]) -> tuple[tuple[Segment, ...], Plan]:
+        return (Segment(0, 0, T, first.p),), _chosen(calls, x.device, dtype, T)[0]
+
+    return list(cache.of(tuple(layers), (T, first.p), choose).compute(x, keys_T2, recompute=recompute))
 
 
 def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> KeptLayer:
@@ -341,10 +331,11 @@ def _traced(owner: LayerForward, x: torch.Tensor, args: tuple[Any, ...], kwargs:
     return compute(x, (call,))[0] if group is None else group.serve_traced(owner.index, x, call)
 
 
-def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype, autocast: bool) -> list[torch.Tensor]:
     """The outputs in plain operations, for torch.compile."""
     layers = []
     for call in calls:
+        _check(x, call, dtype, autocast)
         norm_N = None
         if call.magnitude is not None:
             norm_N = traced_row_norm(call.weight, call.A, call.B, call.scaling)

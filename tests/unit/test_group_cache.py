@@ -4,30 +4,64 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import packlora
+from packlora.adapters.attach import attach
 from packlora.adapters.cache import GroupCache
 from packlora.adapters.owners import TokenOwners
+from packlora.adapters.spec import resolve
 from packlora.ops.lora_linear.frozen import Dense
-from packlora.ops.lora_linear.types import Layer
+from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.types import Layer, Segment
 
 
 def layer() -> Layer:
     return Layer(Dense(torch.zeros(3, 4)), None, {})
 
 
-def test_a_group_is_known_while_its_layers_are_the_same_objects() -> None:
+def test_a_group_is_known_while_its_layers_are_the_same_objects_and_asks_once_for_the_same_tokens() -> None:
     cache, first, second = GroupCache(True), layer(), layer()
-    pair = cache.of((first, second))
-    alone = cache.of((first,))
+    asked: list[tuple[Layer, ...]] = []
+
+    def choose(layers: tuple[Layer, ...]) -> tuple[tuple[Segment, ...], Plan]:
+        asked.append(layers)
+        return (Segment(0, 0, len(asked)),), CHAIN
+
+    pair = cache.of((first, second), 7, choose)
+    alone = cache.of((first,), 7, choose)
     assert pair.state.version_counted and pair.state is not alone.state
-    cache.put(pair._replace(tokens=7))
-    assert cache.of((first, second)).tokens == 7 and cache.of((first,)) is alone
-    other = cache.of((first, layer()))
-    assert other.state is not pair.state and other.tokens is None
-    assert cache.of((first, second)).state is not pair.state
+    assert cache.of((first, second), 7, choose) is pair and cache.of((first,), 7, choose) is alone
+    assert asked == [(first, second), (first,)]
+    longer = cache.of((first, second), 8, choose)
+    assert longer.state is pair.state and longer.segments == (Segment(0, 0, 3),)
+    other = cache.of((first, layer()), 8, choose)
+    assert other.state is not pair.state
+    assert cache.of((first, second), 7, choose).state is not pair.state and len(asked) == 5
+
+
+def test_a_layer_of_jobs_chooses_anew_where_boundaries_dropout_or_gradients_differ() -> None:
+    model, config = tiny_model("llama"), LoraConfig(r=2, target_modules=["up_proj"], lora_dropout=0.5)
+    attached, _ = attach(model, {name: resolve(config, model, name) for name in "ab"}, 0)
+    own = model.model.layers[0].mlp.up_proj
+    x, keys = torch.randn(48, own.base.in_features), torch.ones(48, 2, dtype=torch.int32)
+
+    def segments(owners: TokenOwners, needs: bool = False) -> tuple[Segment, ...]:
+        with attached.active(owners):
+            own(x.detach().requires_grad_(needs))
+        (group,) = own.groups._groups.values()
+        return group.segments
+
+    halves = ((0, 0, 24), (1, 24, 48))
+    first = segments(TokenOwners(48, halves))
+    assert first == (Segment(0, 0, 24), Segment(1, 24, 48))
+    assert segments(TokenOwners(48, (*halves,))) is first  # of another microbatch that is cut alike
+    assert segments(TokenOwners(48, halves, keys)) == (Segment(0, 0, 24, 0.5), Segment(1, 24, 48, 0.5))
+    assert segments(TokenOwners(48, halves)) == first
+    assert segments(TokenOwners(48, halves), needs=True) is not first
+    assert segments(TokenOwners(48, ((1, 0, 48),))) == (Segment(1, 0, 48),)
 
 
 def test_layers_that_are_cast_for_one_call_are_not_kept() -> None:
@@ -42,7 +76,7 @@ def test_layers_that_are_cast_for_one_call_are_not_kept() -> None:
     assert own.kept is kept
     with torch.autocast("cpu", torch.bfloat16):
         model(x)
-    assert own.kept is kept and own.groups.of((kept.layer,)).tokens == (5, 0.0)
+    assert own.kept is kept and own.groups._groups[1].tokens == (5, 0.0)
 
 
 @pytest.mark.parametrize(
