@@ -18,8 +18,7 @@ from conftest import FAMILIES, TINY, tiny_model
 from packed import PackedSample, parts
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.kept_outputs import keep_outputs
-from packlora.adapters.linear import AdaptedLinear, Attached
+from packlora.adapters.linear import AdaptedLinear, Attached, keep_outputs
 from packlora.adapters.spec import peft_config, resolve
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model

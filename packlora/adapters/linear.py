@@ -16,6 +16,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from packlora.adapters.cache import GroupCache
+from packlora.adapters.expert_layout import router_path
+from packlora.adapters.kept_outputs import described, is_overwritten, why_product
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.sharded import AddBiases, shard_of
@@ -308,3 +310,34 @@ def _segments(owners: TokenOwners, computed: Sequence[Mapping[int, AdapterWeight
         if specs:
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
             yield Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs))
+
+
+def keep_outputs(model: torch.nn.Module) -> str | None:
+    """Let the adapted layers of a model keep their outputs where that is right.
+
+    Args:
+        model: after attach, its adapters with their first values.
+
+    Returns:
+        In words how many do and why others do not; None where no layer has DoRA.
+    """
+    reasons: list[str | None] = []
+    for path, layer in model.named_modules():
+        if not isinstance(layer, AdaptedLinear) or router_path(path) != path:
+            continue
+        dora = [own for own in layer.adapters.values() if own.magnitude is not None]
+        if not dora:
+            continue
+        reason = why_product(
+            bias=layer.bias is not None or any(own.bias is not None for own in layer.adapters.values()),
+            base_dropped=any(own.spec.dropout > 0 and own.spec.base_dropped for own in dora),
+            magnitudes=[own.magnitude for own in dora if own.magnitude is not None],
+            overwritten=is_overwritten(model, path),
+        )
+        if layer.row_parallel:
+            reason = "an output that is added up over processes"
+        if layer.of_rows:
+            reason = "an output that the loss writes over"
+        layer.keep_output = reason is None
+        reasons.append(reason)
+    return described(reasons) if reasons else None
