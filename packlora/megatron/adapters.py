@@ -14,12 +14,14 @@ import torch.distributed as dist
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
-from packlora.adapters.files import CONFIG, WEIGHTS, config_dict, read_config, stored_tensors
+from packlora.adapters.files import CONFIG, WEIGHTS, config_dict, stored_tensors
 from packlora.adapters.kinds import PREFIX
 from packlora.adapters.owners import TokenOwners
-from packlora.adapters.spec import AdapterSpec, ModuleSpec, whole_number
+from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights
 from packlora.config import AdapterConfig
+from packlora.config.adapter_file import read_config
+from packlora.config.peft import whole_number
 from packlora.errors import InputError
 from packlora.files import write_json, write_tensors
 from packlora.megatron.attach import Placed, check_model, cut_of, unwrapped

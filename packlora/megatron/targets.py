@@ -14,10 +14,11 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from packlora.adapters.files import UNSUPPORTED
-from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config
+from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.targets import check_layer_numbers
 from packlora.config import AdapterConfig
+from packlora.config.adapter_file import UNSUPPORTED
+from packlora.config.peft import peft_config
 from packlora.errors import InputError, quoted
 from packlora.megatron.layers import Found, check, config_in
 
