@@ -5,18 +5,16 @@ Matching of names and patterns is PEFT's own (targets.py), so that a run file me
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 
 from packlora.adapters import convolution
-from packlora.adapters.expert_targets import as_peft_takes_it, parameter_targets
+from packlora.adapters.expert_targets import as_peft_takes_it, parameter_targets, rank_and_alpha, scaling_of
 from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, kind_of, why_no_rows
 from packlora.adapters.targets import (
     bare_layers,
@@ -167,12 +165,10 @@ def resolve(
 
 def _low_rank(peft: LoraConfig, name: str, kind: Kind, base_dropped: bool, job: str) -> ModuleSpec:
     """name: that patterns of ranks and alphas are held against."""
-    rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
-    alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), name), peft.lora_alpha)
-    scaling = alpha / (math.sqrt(rank) if peft.use_rslora else rank)
+    rank, alpha = rank_and_alpha(peft, name)
     dropout = 0.0 if kind == "embedding" else peft.lora_dropout
     start = _start(peft, rank, name, kind, job)
-    return ModuleSpec(rank, scaling, dropout, peft.use_dora, False, base_dropped, kind, start)
+    return ModuleSpec(rank, scaling_of(peft, rank, alpha), dropout, peft.use_dora, False, base_dropped, kind, start)
 
 
 def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool | str:

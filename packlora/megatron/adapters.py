@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 
 from packlora.adapters.files import CONFIG, WEIGHTS, config_dict, stored_tensors
 from packlora.adapters.kinds import PREFIX
@@ -39,7 +38,7 @@ from packlora.megatron.stacked import (
     stacked,
     stacked_shapes,
 )
-from packlora.megatron.targets import check_layers, check_ranks, config_of, resolve
+from packlora.megatron.targets import check_layers, check_ranks, config_of, module_spec, resolve
 
 Given: TypeAlias = LoraConfig | AdapterConfig | str | Path
 """A configuration, or a folder with an adapter."""
@@ -385,27 +384,16 @@ def _expert_of(
 ) -> tuple[ModuleSpec, Tensors]:
     """An expert's adapter out of the tensors of all experts of its layer."""
     model: Any = layer.module.config
-    place, spec, experts = place_of(layer.name, model), _module_spec(config, parameter), int(model.num_moe_experts)
+    place, experts = place_of(layer.name, model), int(model.num_moe_experts)
+    spec = module_spec(config, parameter, f"{parameter}.weight")
     assert place is not None
     wanted = stacked_shapes(_shapes(layer, Part(layer.name), spec.rank, config.use_dora), experts)
     _check_tensors(tensors, {key: [shape] for key, shape in wanted.items()}, layer, parameter, spec.rank, name)
     return spec, own_of(tensors, experts, place[2], spec.rank)
 
 
-def _module_spec(config: LoraConfig, at: str) -> ModuleSpec:
-    """Specification by a configuration of a module or parameter of transformers' model, or of a module's weight."""
-
-    def own(patterns: Mapping[str, Any], usual: Any) -> Any:
-        keys = [get_pattern_key(patterns.keys(), name) for name in (at, f"{at}.weight")]
-        return next((patterns[key] for key in keys if key in patterns), usual)
-
-    rank, alpha = own(config.rank_pattern, config.r), own(config.alpha_pattern, config.lora_alpha)
-    scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-    return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
-
-
 def _spec_of(config: LoraConfig, layer: Found, part: Part, tensors: Tensors, name: str) -> ModuleSpec:
-    spec = _module_spec(config, part.name)
+    spec = module_spec(config, part.name, f"{part.name}.weight")
     words: int | None = None
     if layer.name in OTHERS and tensors.keys() >= {"A", "B"}:
         words = tensors["A"].shape[-1] if layer.kind == "embedding" else tensors["B"].shape[0]

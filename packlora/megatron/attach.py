@@ -68,7 +68,6 @@ class Placed:
         shapes = parameter_shapes(module, linear.base)
         room = {key: torch.zeros(shape, dtype=wide, device=layer.tensor().device) for key, shape in shapes.items()}
         own = AdapterWeights(module, linear.base, stable_hash("start", seed, path), room)
-        _start(own, layer, self.specs[name].peft.init_lora_weights, stable_hash("start", seed, path))
         linear.adapters[number] = self.weights[name][path] = own
         for key, parameter in own.named_parameters().items():
             layer.module.register_parameter(parameter_name(layer, name, key), parameter)
@@ -176,19 +175,6 @@ def cut_of(layer: Found) -> Shard | None:
     if layer.kind != "embedding":
         return layer.shard
     return None if layer.degree == 1 else Shard(1, layer.rank, layer.degree, 1, None, None, lambda tensor: None)
-
-
-def _start(own: AdapterWeights, layer: Found, how: Any, seed: int) -> None:
-    """First values other than PEFT's of linear layers, drawn whole and cut: of an embedding, or from a normal distribution."""
-    assert own.A is not None and own.B is not None
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        if layer.kind == "embedding":
-            own.A.zero_()
-            own.B.copy_(own.own("B", torch.empty(own.whole_shape("B", own.B.shape)).normal_(generator=generator)))
-        elif how == "gaussian":
-            whole = torch.empty(own.whole_shape("A", own.A.shape))
-            own.A.copy_(own.own("A", whole.normal_(std=1 / own.spec.rank, generator=generator)))
 
 
 def _mark(parameter: torch.nn.Parameter, key: str, layer: Found) -> None:
