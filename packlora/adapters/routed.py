@@ -264,14 +264,10 @@ class Routed(torch.nn.Module):
                 y = self.inner(x.movedim(0, dim)).movedim(dim, 0)
             return y[start:stop]
 
-        parts = []
-        for number, start, stop in owners.runs(self.adapters):
-            if number is None:
-                parts.append(base(start, stop))
-                continue
-            own = self.adapters[number]
-            parts.append(self._part(own, x[start:stop], base(start, stop) if own.keeps_base else None))
-        return torch.cat(parts).movedim(0, dim)
+        def part(own: RoutedWeights, start: int, stop: int) -> torch.Tensor:
+            return self._part(own, x[start:stop], base(start, stop) if own.keeps_base else None)
+
+        return owners.by_owner(self.adapters, base, part).movedim(0, dim)
 
     def _token_dim(self, x: torch.Tensor, total: int) -> int:
         """Dimension of x that the tokens are: norms of heads are given [1, T, H, D]."""
@@ -304,11 +300,10 @@ class RoutedRows(Routed):
         y: torch.Tensor = self.inner(x, *args, **kwargs)
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return y
-        parts = []
-        for number, start, stop in owners.runs(self.adapters):
-            part = y[start:stop]
-            if number is not None:
-                keys = None if owners.keys_T2 is None else owners.keys_T2[start:stop]
-                part = self.adapters[number].rows(self.base, x[start:stop], part, keys, self.salt)
-            parts.append(part)
-        return torch.cat(parts)
+        keys_T2 = owners.keys_T2
+
+        def part(own: ConvolutionWeights, start: int, stop: int) -> torch.Tensor:
+            keys = None if keys_T2 is None else keys_T2[start:stop]
+            return own.rows(self.base, x[start:stop], y[start:stop], keys, self.salt)
+
+        return owners.by_owner(self.adapters, lambda start, stop: y[start:stop], part)

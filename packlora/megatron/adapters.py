@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 
-from packlora.adapters.files import CONFIG, WEIGHTS, config_dict, stored_tensors
-from packlora.adapters.kinds import PREFIX
+from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, stored_tensors
+from packlora.adapters.kinds import PREFIX, SUFFIXES
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights
@@ -42,9 +42,8 @@ from packlora.megatron.targets import check_layers, check_ranks, config_of, modu
 
 Given: TypeAlias = LoraConfig | AdapterConfig | str | Path
 """A configuration, or a folder with an adapter."""
-KEYS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude",
-        "lora_magnitude_vector.weight": "magnitude", "lora_embedding_A": "A", "lora_embedding_B": "B"}  # fmt: skip
-"""Ends of keys in an adapter's file."""
+ENDS = {end: own for kind in (SUFFIXES["embedding"], SUFFIXES["linear"]) for own, end in kind.items() if own != "bias"}
+"""Tensors of an adapter by the ends of their keys in its file; that of a magnitude may have .weight after it."""
 
 
 def apply_lora(
@@ -266,12 +265,11 @@ def _parts(layer: Found) -> list[Part]:
 def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
     """Tensors by PEFT's keys, cut to the vocabulary of the model of transformers."""
     at = f"{PREFIX}{part}"
+    keys = SUFFIXES["linear"] | {"magnitude": f"{SUFFIXES['linear']['magnitude']}.weight"}
     if part == "model.embed_tokens":
-        A, B = tensors["A"][:, :vocab_size], tensors["B"]
-        return {f"{at}.lora_embedding_A": A.contiguous(), f"{at}.lora_embedding_B": B.contiguous()}
+        keys, tensors = SUFFIXES["embedding"], tensors | {"A": tensors["A"][:, :vocab_size]}
     if part == "lm_head":
         tensors = {key: value if key == "A" else value[:vocab_size] for key, value in tensors.items()}
-    keys = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector.weight"}
     return {f"{at}.{keys[key]}": value.contiguous() for key, value in tensors.items()}
 
 
@@ -373,9 +371,10 @@ def _read(
 
 
 def _split_key(key: str, name: str, folder: str | Path) -> tuple[str, str]:
-    for end, own in KEYS.items():
-        if key.startswith(PREFIX) and key.endswith(f".{end}"):
-            return key.removeprefix(PREFIX).removesuffix(f".{end}"), own
+    there = key.removesuffix(".weight") if key.endswith(f"{MAGNITUDE}.weight") else key
+    for end, own in ENDS.items():
+        if there.startswith(PREFIX) and there.endswith(f".{end}"):
+            return there.removeprefix(PREFIX).removesuffix(f".{end}"), own
     raise InputError(f"adapter {name!r}: {folder} has {key!r}, which adapters on Megatron-Core models do not have")
 
 
@@ -413,9 +412,7 @@ def _check_tensors(
         found = {key: list(value.shape) for key, value in tensors.items()}
         raise InputError(f"adapter {name!r}: {at} has {found}; its configuration says rank {rank} and {sorted(wanted)}")
     for key, tensor in tensors.items():
-        end = next(
-            end for end, own in KEYS.items() if own == key and ("embedding" in end) == (layer.kind == "embedding")
-        )
+        end = SUFFIXES["embedding" if layer.kind == "embedding" else "linear"][key]
         if tuple(tensor.shape) not in wanted[key]:
             raise InputError(
                 f"adapter {name!r}: {at}.{end} is {tuple(tensor.shape)}, the model and rank {rank} need {wanted[key][0]}"
