@@ -23,7 +23,7 @@ from packlora.config.adapter_file import read_config
 from packlora.config.peft import whole_number
 from packlora.errors import InputError
 from packlora.files import write_json, write_tensors
-from packlora.megatron.attach import Placed, check_model, cut_of, unwrapped
+from packlora.megatron.attach import Placed, check_model, unwrapped
 from packlora.megatron.checkpoint import adapter_state, load_state, put
 from packlora.megatron.gather import Tensors, everywhere, whole_tensors
 from packlora.megatron.layers import Found, config_in
@@ -446,9 +446,8 @@ def _copy(placed: Placed, name: str, values: Mapping[str, Tensors]) -> None:
         for path, tensors in values.items():
             own, layer = placed.weights[name][path], placed.layers[path]
             for key, parameter in own.named_parameters().items():
-                shard, whole = cut_of(layer), tensors[key]
-                whole = _padded(whole, layer, key, parameter)
-                part = (whole if shard is None else shard.own(key, whole)).to(parameter)
+                whole = _padded(tensors[key], layer, key, parameter)
+                part = own.own(key, whole).to(parameter)
                 if part.shape != parameter.shape:
                     raise InputError(
                         f"adapter {name!r}: {key} of {path} is {list(whole.shape)}, the model needs {list(parameter.shape)}"
