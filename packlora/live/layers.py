@@ -47,6 +47,7 @@ from packlora.plans.select import PlanChooser
 
 REPORTED_TOKENS = 4096
 """For which the report names the plan."""
+COMPILED = "quantised layers are not computed here in compiled graphs"
 
 
 # --- which plan --------------------------------------------------------------------------------------------------------
@@ -189,6 +190,8 @@ def look(owner: LayerForward) -> LayerCall | str:
             if isinstance(found, str):
                 return found
             stored = found
+            if stored is not None and torch.compiler.is_compiling():
+                return COMPILED
             if unread := _why_not_read(layer, (base, A, B, drop), stored):
                 return unread
             weight, of_A, of_B = weight_of(base) if stored is None else stored.weight, weight_of(A), weight_of(B)
@@ -320,17 +323,6 @@ def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> Kep
     return made
 
 
-def _traced(owner: LayerForward, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The owner's layer for torch.compile to trace."""
-    if not owner.on or owner.why_peft(x, args, kwargs):
-        return owner.peft(x, *args, **kwargs)
-    call = look(owner)
-    if isinstance(call, str) or call.stored is not None:
-        return owner.peft(x)
-    group = owner.group
-    return compute(x, (call,))[0] if group is None else group.serve_traced(owner.index, x, call)
-
-
 def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype, autocast: bool) -> list[torch.Tensor]:
     """The outputs in plain operations, for torch.compile."""
     layers = []
@@ -429,17 +421,11 @@ class LayerForward(OwnForward):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "groups": GroupCache(), "kept": None, "_norms": {}, "_stored": None, "_turned": None}
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return _traced(self, x, args, kwargs)
-        if not self.on:
-            return self.peft(x, *args, **kwargs)
-        call: LayerCall | str = self.why_peft(x, args, kwargs) or look(self)
-        if isinstance(call, str):
-            self.calls.leave(call)
-            return self.peft(x, *args, **kwargs)
-        self.calls.served += 1
-        return compute(x, (call,))[0] if self.group is None else self.group.serve(self.index, x, call)
+    def compute(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        group = self.group
+        if group is None:
+            return compute(x, (call,))[0]
+        return (group.serve_traced if torch.compiler.is_compiling() else group.serve)(self.index, x, call)
 
     def stored(self, base: nn.Module) -> StoredWeight | str | None:
         """The weight of a quantised base layer, or why it cannot be read; None of another layer."""
