@@ -7,7 +7,7 @@ Jobs' layers, PEFT's own and Megatron-Core's are computed here. What is made of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -18,9 +18,6 @@ from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import Recompute
-
-Choose = Callable[[tuple[Layer, ...]], tuple[tuple[Segment, ...], Plan]]
-"""Gives the segments of a call of these layers, and its plan."""
 
 
 class Group(NamedTuple):
@@ -51,17 +48,18 @@ class GroupCache:
         self.version_counted = version_counted
         self._groups: dict[int, Group] = {}
 
-    def of(self, layers: tuple[Layer, ...], tokens: Hashable, choose: Choose) -> Group:
-        """The group of these layers: the known one as long as they are the very same objects.
+    def of(self, layers: tuple[Layer, ...]) -> Group:
+        """The group of these layers: the known one as long as they are the very same objects."""
+        found = self._groups.get(len(layers))
+        if found is None or not all(map(operator.is_, layers, found.layers)):
+            found = self._groups[len(layers)] = Group(layers, GroupState(self.version_counted))
+        return found
+
+    def put(self, group: Group, tokens: Hashable, segments: tuple[Segment, ...], plan: Plan) -> Group:
+        """The group with what was chosen for other tokens, which is kept.
 
         Args:
             tokens: what the segments and the plan depend on beside the layers.
-            choose: asked where these are other tokens than the last ones.
         """
-        found = self._groups.get(len(layers))
-        if found is None or not all(map(operator.is_, layers, found.layers)):
-            found = Group(layers, GroupState(self.version_counted))
-        if found.tokens != tokens:
-            segments, plan = choose(layers)
-            found = self._groups[len(layers)] = Group(layers, found.state, tokens, segments, plan)
-        return found
+        group = self._groups[len(group.layers)] = Group(group.layers, group.state, tokens, segments, plan)
+        return group

@@ -25,7 +25,6 @@ from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
 from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory, Storage
-from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
@@ -291,13 +290,12 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
     first, owners = calls[0].member, calls[0].owners
     members, keys_T2 = [call.member for call in calls], owners.keys_T2
     moves = owners.moving is not None and owners.moving.moves
-
-    def choose(layers: tuple[Layer, ...]) -> tuple[tuple[Segment, ...], Plan]:
-        segments = tuple(_segments(owners, [member.computed() for member in members]))
-        return segments, first.chooser.plan_of(x, layers, segments, moves)
-
+    group = first.groups.of(tuple([member.layer() for member in members]))
     tokens = owners.total, owners.segments, keys_T2 is None, x.requires_grad, moves
-    group = first.groups.of(tuple([member.layer() for member in members]), tokens, choose)
+    if group.tokens != tokens:
+        segments = tuple(_segments(owners, [member.computed() for member in members]))
+        plan = first.chooser.plan_of(x, group.layers, segments, moves)
+        group = first.groups.put(group, tokens, segments, plan)
     if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in group.segments):
         keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
     return group.compute(x, keys_T2, first.salt, recompute_of(x), owners.moving)

@@ -300,11 +300,11 @@ def _outputs(x: torch.Tensor, calls: Sequence[LayerCall], of: Products, autocast
     x = _to(x, dtype)
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
     keys_T2 = _dropout_keys(T, x.device) if first.p else None
-
-    def choose(layers: tuple[Layer, ...]) -> tuple[tuple[Segment, ...], Plan]:
-        return (Segment(0, 0, T, first.p),), _chosen(calls, x.device, dtype, T)[0]
-
-    return list(cache.of(tuple(layers), (T, first.p), choose).compute(x, keys_T2, recompute=recompute))
+    group = cache.of(tuple(layers))
+    if group.tokens != (T, first.p):
+        plan, _ = _chosen(calls, x.device, dtype, T)
+        group = cache.put(group, (T, first.p), (Segment(0, 0, T, first.p),), plan)
+    return list(group.compute(x, keys_T2, recompute=recompute))
 
 
 def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> KeptLayer:

@@ -14,7 +14,7 @@ from packlora.adapters.cache import GroupCache
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.ops.lora_linear.frozen import Dense
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.plan import CHAIN
 from packlora.ops.lora_linear.types import Layer, Segment
 
 
@@ -22,24 +22,16 @@ def layer() -> Layer:
     return Layer(Dense(torch.zeros(3, 4)), None, {})
 
 
-def test_a_group_is_known_while_its_layers_are_the_same_objects_and_asks_once_for_the_same_tokens() -> None:
+def test_a_group_is_known_while_its_layers_are_the_same_objects() -> None:
     cache, first, second = GroupCache(True), layer(), layer()
-    asked: list[tuple[Layer, ...]] = []
-
-    def choose(layers: tuple[Layer, ...]) -> tuple[tuple[Segment, ...], Plan]:
-        asked.append(layers)
-        return (Segment(0, 0, len(asked)),), CHAIN
-
-    pair = cache.of((first, second), 7, choose)
-    alone = cache.of((first,), 7, choose)
+    pair = cache.of((first, second))
+    alone = cache.of((first,))
     assert pair.state.version_counted and pair.state is not alone.state
-    assert cache.of((first, second), 7, choose) is pair and cache.of((first,), 7, choose) is alone
-    assert asked == [(first, second), (first,)]
-    longer = cache.of((first, second), 8, choose)
-    assert longer.state is pair.state and longer.segments == (Segment(0, 0, 3),)
-    other = cache.of((first, layer()), 8, choose)
-    assert other.state is not pair.state
-    assert cache.of((first, second), 7, choose).state is not pair.state and len(asked) == 5
+    chosen = cache.put(pair, 7, (Segment(0, 0, 3),), CHAIN)
+    assert cache.of((first, second)) is chosen and chosen.tokens == 7 and cache.of((first,)) is alone
+    other = cache.of((first, layer()))
+    assert other.state is not pair.state and other.tokens is None
+    assert cache.of((first, second)).state is not pair.state
 
 
 def test_a_layer_of_jobs_chooses_anew_where_boundaries_dropout_or_gradients_differ() -> None:
