@@ -425,7 +425,9 @@ class LayerForward(OwnForward):
         group = self.group
         if group is None:
             return compute(x, (call,))[0]
-        return (group.serve_traced if torch.compiler.is_compiling() else group.serve)(self.index, x, call)
+        if torch.compiler.is_compiling():
+            return group.serve_traced(self.index, x, call)
+        return group.serve(self.index, x, call)
 
     def stored(self, base: nn.Module) -> StoredWeight | str | None:
         """The weight of a quantised base layer, or why it cannot be read; None of another layer."""
@@ -458,8 +460,7 @@ class LayerForward(OwnForward):
             turned = self._turned = key, own.detach().T
         return turned[1]
 
-    def ready(self) -> LayerCall | str:
-        return look(self)
+    ready = look
 
     def siblings(self) -> tuple[str, ...]:
         return () if self.group is None else tuple(member.path for member in self._members())
