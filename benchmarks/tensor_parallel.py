@@ -24,10 +24,11 @@ from benchmarks.training import ShortJob, lora, samples_of
 from packlora.adapters.attach import attach
 from packlora.adapters.linear import Attached
 from packlora.adapters.sharded import ShardedLinear
-from packlora.adapters.spec import peft_config, resolve
+from packlora.adapters.spec import resolve
 from packlora.base.liger import use_liger
 from packlora.base.packing import prepare_model
 from packlora.config import JobConfig
+from packlora.config.peft import peft_config
 from packlora.data.dataset import JobData
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.parts import Part

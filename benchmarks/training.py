@@ -29,13 +29,14 @@ from benchmarks.peers.sources import SOURCES, fetched
 from benchmarks.planning import LENGTHS, SETS, are_estimates, draw_lengths
 from benchmarks.shapes import TARGETS, build, config_of, shared_copy, use_liger
 from packlora.adapters.attach import attach
-from packlora.adapters.spec import peft_config, resolve
+from packlora.adapters.spec import resolve
 from packlora.base import liger
 from packlora.base.demo_model import demo_model_folder
 from packlora.base.model import Base, load_base
 from packlora.base.packing import prepare_model
 from packlora.base.shape import plain_head
 from packlora.config import Run
+from packlora.config.peft import peft_config
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
 from packlora.engine.memory import synchronize

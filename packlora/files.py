@@ -284,3 +284,9 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def from_everywhere(base_model: str) -> str:
+    """The name of a base model as any program finds it, whatever folder it is started in: of a folder that is here its absolute
+    path."""
+    return os.path.abspath(base_model) if os.path.isdir(base_model) else base_model

@@ -19,12 +19,12 @@ from packed import PackedSample, parts
 from steps import take_steps
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.kept_outputs import keep_outputs
-from packlora.adapters.linear import AdaptedLinear, Attached
-from packlora.adapters.spec import peft_config, resolve
+from packlora.adapters.linear import AdaptedLinear, Attached, keep_outputs
+from packlora.adapters.spec import resolve
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
 from packlora.config import AdapterConfig, JobConfig
+from packlora.config.peft import peft_config
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.engine.parts import Part

@@ -1,7 +1,7 @@
-"""Cache of a layer, from call to call, for the groups of siblings that are computed by one call of the operator.
+"""One call of the operator for layers that read the same tokens, and what a layer keeps from call to call.
 
-Jobs' layers and PEFT's own keep it alike. What is made of the operands is the operator's business
-(ops/lora_linear/prepared.py); here is kept for which layers it was made.
+Jobs' layers, PEFT's own and Megatron-Core's are computed here. What is made of the operands is the operator's business
+(ops/lora_linear/prepared.py); kept here is for which layers it was made, and by what segments and plan they were computed last.
 """
 
 from __future__ import annotations
@@ -10,20 +10,32 @@ import operator
 from collections.abc import Hashable
 from typing import NamedTuple
 
+import torch
+
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, Segment
+from packlora.ops.recompute import Recompute
 
 
 class Group(NamedTuple):
-    """Layers as the operator takes them, and what it keeps for them. tokens: by what segments and plan were chosen last; None
-    where they are chosen at every call."""
+    """Layers as the operator takes them, and what it keeps for them. tokens: for which segments and plan were chosen last; None
+    before the first call."""
 
     layers: tuple[Layer, ...]
     state: GroupState
     tokens: Hashable = None
     segments: tuple[Segment, ...] = ()
     plan: Plan = CHAIN
+
+    def compute(
+        self, x: torch.Tensor, keys_T2: torch.Tensor | None, salt: int = 0, recompute: Recompute | None = None,
+        moving: MovingSegments | None = None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Outputs of the layers for x [..., K]; arguments are those of lora_group."""
+        return lora_group(x, self.layers, self.segments, keys_T2, salt, self.plan, self.state, recompute, moving)
 
 
 class GroupCache:
@@ -43,6 +55,11 @@ class GroupCache:
             found = self._groups[len(layers)] = Group(layers, GroupState(self.version_counted))
         return found
 
-    def put(self, group: Group) -> None:
-        """Keep what was chosen for a group."""
-        self._groups[len(group.layers)] = group
+    def put(self, group: Group, tokens: Hashable, segments: tuple[Segment, ...], plan: Plan) -> Group:
+        """The group with what was chosen for other tokens, which is kept.
+
+        Args:
+            tokens: what the segments and the plan depend on beside the layers.
+        """
+        group = self._groups[len(group.layers)] = Group(group.layers, group.state, tokens, segments, plan)
+        return group

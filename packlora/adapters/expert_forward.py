@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from packlora.adapters.expert_layout import is_scaled, weight_names
-from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertWeight
-from packlora.ops.lora_experts.weighted import weighted_sums
 
 
 def frozen_at(experts: Any, name: str) -> ExpertWeight:
@@ -44,21 +42,6 @@ def sorted_outputs(
     y_SD = product(inner, last, False)
     # not in every transformers that is supported
     return experts.post_expert_norm(y_SD) if getattr(experts, "has_post_expert_norm", False) else y_SD
-
-
-def outputs(
-    experts: Any, hidden_states: torch.Tensor, top_k_weights: torch.Tensor, routing: Routing,
-    product: Callable[[torch.Tensor, str, bool], torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
-    """The forward of a module of experts, [T, D].
-
-    Args:
-        hidden_states: [T, D].
-        top_k_weights: of the chosen experts, [T, k].
-        product: see sorted_outputs.
-    """
-    y_SD = sorted_outputs(experts, hidden_states, product)
-    return weighted_sums(y_SD, top_k_weights, routing, hidden_states.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,6 +250,20 @@ def _shown(targets: Any) -> str:
     return targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
 
 
+def rank_and_alpha(peft: LoraConfig, *names: str) -> tuple[int, float]:
+    """Rank and alpha of a module or parameter by the patterns of a configuration, which may mean it by any of these names."""
+
+    def own(patterns: Mapping[str, Any], usual: Any) -> Any:
+        keys = [get_pattern_key(patterns.keys(), name) for name in names]
+        return next((patterns[key] for key in keys if key in patterns), usual)
+
+    return own(peft.rank_pattern, peft.r), own(peft.alpha_pattern, peft.lora_alpha)
+
+
+def scaling_of(peft: LoraConfig, rank: int, alpha: float) -> float:
+    return alpha / (math.sqrt(rank) if peft.use_rslora else rank)
+
+
 def divided_ranks(peft: LoraConfig, model: PreTrainedModel, job: str) -> LoraConfig:
     """The configuration with the rank of experts divided by the number of experts that a token goes to, so that a token meets
     as many ranks as it would in a dense layer. Scalings stay as they are: rank_pattern and alpha_pattern say both.
@@ -267,8 +281,7 @@ def divided_ranks(peft: LoraConfig, model: PreTrainedModel, job: str) -> LoraCon
         )
     own: dict[str, tuple[int, float]] = {}
     for path in paths:
-        rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), path), peft.r)
-        alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), path), peft.lora_alpha)
+        rank, alpha = rank_and_alpha(peft, path)
         if rank % top_k:
             raise InputError(
                 f"job {job!r}: adapter.expert_rank is r // top_k, but the rank {rank} of {path} is no multiple of the {top_k} "

@@ -56,10 +56,9 @@ class ExpertWeights(TrainedWeights):
         self, spec: ModuleSpec, frozen: Callable[[], ExpertWeight], seed: int, room: Mapping[str, torch.Tensor],
         shard: ExpertPart | None = None, lies_turned: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(spec, room, shard)
+        super().__init__(spec, room, seed, shard)
         self.frozen, self.lies_turned = frozen, lies_turned
         self.A, self.B, self.magnitude = self.parameters["A"], self.parameters["B"], self.parameters.get("magnitude")
-        self.draw(room, seed, self.whole_shape("A", self.A.shape)[0] // spec.rank)
         self._norm: tuple[tuple[int, int], torch.Tensor] | None = None
         self._squared: torch.Tensor | None = None
 

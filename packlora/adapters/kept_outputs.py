@@ -18,9 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from packlora.adapters.expert_layout import router_path
-from packlora.adapters.linear import AdaptedLinear
-
 LIGER = ("liger_kernel", "packlora.base.liger")
 """Modules that define the forwards and functions that call liger's kernels."""
 ROTARY = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "apply_rotary_pos_emb_vision", "apply_rotary_emb")
@@ -69,37 +66,6 @@ def is_on_liger(module: nn.Module) -> bool:
         return True
     names = getattr(sys.modules.get(home), "__dict__", {})
     return any((getattr(names.get(name), "__module__", None) or "").startswith(LIGER) for name in ROTARY)
-
-
-def keep_outputs(model: nn.Module) -> str | None:
-    """Let the adapted layers of a model keep their outputs where that is right.
-
-    Args:
-        model: after attach, its adapters with their first values.
-
-    Returns:
-        In words how many do and why others do not; None where no layer has DoRA.
-    """
-    reasons: list[str | None] = []
-    for path, layer in model.named_modules():
-        if not isinstance(layer, AdaptedLinear) or router_path(path) != path:
-            continue
-        dora = [own for own in layer.adapters.values() if own.magnitude is not None]
-        if not dora:
-            continue
-        reason = why_product(
-            bias=layer.bias is not None or any(own.bias is not None for own in layer.adapters.values()),
-            base_dropped=any(own.spec.dropout > 0 and own.spec.base_dropped for own in dora),
-            magnitudes=[own.magnitude for own in dora if own.magnitude is not None],
-            overwritten=is_overwritten(model, path),
-        )
-        if layer.row_parallel:
-            reason = "an output that is added up over processes"
-        if layer.of_rows:
-            reason = "an output that the loss writes over"
-        layer.keep_output = reason is None
-        reasons.append(reason)
-    return described(reasons) if reasons else None
 
 
 def described(reasons: Iterable[str | None]) -> str:

@@ -16,13 +16,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from packlora.adapters.cache import GroupCache
+from packlora.adapters.expert_layout import router_path
+from packlora.adapters.kept_outputs import described, is_overwritten, why_product
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.sharded import AddBiases, shard_of
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
-from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory, Storage
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
@@ -287,17 +288,54 @@ class AdaptedLinear(torch.nn.Module):
 def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor, ...]:
     """Outputs of siblings for x [..., K], by one call of the operator."""
     first, owners = calls[0].member, calls[0].owners
-    members = [call.member for call in calls]
-    segments = []
-    computed = [member.computed() for member in members]
+    members, keys_T2 = [call.member for call in calls], owners.keys_T2
+    moves = owners.moving is not None and owners.moving.moves
+    group = first.groups.of(tuple([member.layer() for member in members]))
+    tokens = owners.total, owners.segments, keys_T2 is None, x.requires_grad, moves
+    if group.tokens != tokens:
+        segments = tuple(_segments(owners, [member.computed() for member in members]))
+        plan = first.chooser.plan_of(x, group.layers, segments, moves)
+        group = first.groups.put(group, tokens, segments, plan)
+    if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in group.segments):
+        keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
+    return group.compute(x, keys_T2, first.salt, recompute_of(x), owners.moving)
+
+
+def _segments(owners: TokenOwners, computed: Sequence[Mapping[int, AdapterWeights]]) -> Iterator[Segment]:
+    """The tokens of adapters that siblings have. computed: the adapters of each."""
     for number, start, stop in owners.segments:
         specs = [adapters[number].spec for adapters in computed if number in adapters]
         if specs:
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
-            segments.append(Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
-    layers, state, *_ = first.groups.of(tuple([member.layer() for member in members]))
-    keys_T2 = owners.keys_T2
-    if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in segments):
-        keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
-    plan = first.chooser.plan_of(x, layers, segments, owners.moving is not None and owners.moving.moves)
-    return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.moving)
+            yield Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs))
+
+
+def keep_outputs(model: torch.nn.Module) -> str | None:
+    """Let the adapted layers of a model keep their outputs where that is right.
+
+    Args:
+        model: after attach, its adapters with their first values.
+
+    Returns:
+        In words how many do and why others do not; None where no layer has DoRA.
+    """
+    reasons: list[str | None] = []
+    for path, layer in model.named_modules():
+        if not isinstance(layer, AdaptedLinear) or router_path(path) != path:
+            continue
+        dora = [own for own in layer.adapters.values() if own.magnitude is not None]
+        if not dora:
+            continue
+        reason = why_product(
+            bias=layer.bias is not None or any(own.bias is not None for own in layer.adapters.values()),
+            base_dropped=any(own.spec.dropout > 0 and own.spec.base_dropped for own in dora),
+            magnitudes=[own.magnitude for own in dora if own.magnitude is not None],
+            overwritten=is_overwritten(model, path),
+        )
+        if layer.row_parallel:
+            reason = "an output that is added up over processes"
+        if layer.of_rows:
+            reason = "an output that the loss writes over"
+        layer.keep_output = reason is None
+        reasons.append(reason)
+    return described(reasons) if reasons else None

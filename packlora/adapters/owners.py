@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from packlora.ops.lora_linear.moving import MovingSegments
 
+W = TypeVar("W")
 MIN_ROWS = 16
 """Fewest rows of a matrix product whose rows have the same bits whatever other rows there are. Products of a handful of rows
 take other routines with other rounding (MKL on the CPU: fewer than 12 rows)."""
@@ -69,6 +70,20 @@ class TokenOwners:
                 found += [(None, at, start), (number, start, stop)] if at < start else [(number, start, stop)]
                 at = stop
         return [*found, (None, at, self.total)] if at < self.total else found
+
+    def by_owner(
+        self, adapters: Mapping[int, W], base: Callable[[int, int], torch.Tensor],
+        own: Callable[[W, int, int], torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        """Rows of all tokens [T, ...] in order.
+
+        Args:
+            adapters: by number, what some owners have.
+            base: gives the rows of the tokens [start, stop) of all others.
+            own: gives the rows of the tokens [start, stop) of one owner.
+        """
+        runs = self.runs(adapters)
+        return torch.cat([base(a, b) if number is None else own(adapters[number], a, b) for number, a, b in runs])
 
     def part(self, start: int, stop: int) -> TokenOwners:
         """Owners of consecutive ones of these tokens."""

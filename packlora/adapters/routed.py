@@ -29,7 +29,7 @@ from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.token_rows import TokenRows
-from packlora.adapters.weights import TrainedWeights, first_factors
+from packlora.adapters.weights import TrainedWeights
 from packlora.ops.dropout import dropout
 
 First = list[tuple[torch.nn.Parameter, torch.Tensor]]
@@ -43,7 +43,7 @@ class RoutedWeights(TrainedWeights):
     """`forward` is given what the base gives."""
 
     def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(spec, room)
+        super().__init__(spec, room, seed)
 
     def first_values(self, base: Any, norms: RowNorms) -> First:
         """First values that are made of the frozen module, for the caller to write."""
@@ -60,11 +60,6 @@ class EmbeddingWeights(RoutedWeights):
     def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
         super().__init__(spec, base, seed, room)
         self.A, self.B, self.magnitude = (self.parameters.get(name) for name in ("A", "B", "magnitude"))
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(room["B"].shape, generator=generator)
-        if spec.start is False:
-            room["A"].copy_(torch.randn(room["A"].shape, generator=generator))
-        room["B"].copy_(drawn)
 
     def first_values(self, base: Any, norms: RowNorms) -> First:
         if self.magnitude is None:
@@ -141,10 +136,6 @@ class ConvolutionWeights(RoutedWeights):
         super().__init__(spec, base, seed, room)
         self.A, self.B = self.parameters["A"], self.parameters["B"]
         self.magnitude, self.bias = self.parameters.get("filter_magnitude"), self.parameters.get("bias")
-        A_rK, B_Nr = first_factors(spec.start, spec.rank, self.A[0].numel(), base.out_channels, seed)
-        room["A"].copy_(A_rK.view(room["A"].shape))
-        if B_Nr is not None:  # a row of B has but the ranks of its group
-            room["B"].copy_(B_Nr[:, : room["B"].shape[1]].reshape(room["B"].shape) * base.groups**0.5)
 
     def first_values(self, base: Any, norms: RowNorms) -> First:
         made: First = []
@@ -273,14 +264,10 @@ class Routed(torch.nn.Module):
                 y = self.inner(x.movedim(0, dim)).movedim(dim, 0)
             return y[start:stop]
 
-        parts = []
-        for number, start, stop in owners.runs(self.adapters):
-            if number is None:
-                parts.append(base(start, stop))
-                continue
-            own = self.adapters[number]
-            parts.append(self._part(own, x[start:stop], base(start, stop) if own.keeps_base else None))
-        return torch.cat(parts).movedim(0, dim)
+        def part(own: RoutedWeights, start: int, stop: int) -> torch.Tensor:
+            return self._part(own, x[start:stop], base(start, stop) if own.keeps_base else None)
+
+        return owners.by_owner(self.adapters, base, part).movedim(0, dim)
 
     def _token_dim(self, x: torch.Tensor, total: int) -> int:
         """Dimension of x that the tokens are: norms of heads are given [1, T, H, D]."""
@@ -313,11 +300,10 @@ class RoutedRows(Routed):
         y: torch.Tensor = self.inner(x, *args, **kwargs)
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return y
-        parts = []
-        for number, start, stop in owners.runs(self.adapters):
-            part = y[start:stop]
-            if number is not None:
-                keys = None if owners.keys_T2 is None else owners.keys_T2[start:stop]
-                part = self.adapters[number].rows(self.base, x[start:stop], part, keys, self.salt)
-            parts.append(part)
-        return torch.cat(parts)
+        keys_T2 = owners.keys_T2
+
+        def part(own: ConvolutionWeights, start: int, stop: int) -> torch.Tensor:
+            keys = None if keys_T2 is None else keys_T2[start:stop]
+            return own.rows(self.base, x[start:stop], y[start:stop], keys, self.salt)
+
+        return owners.by_owner(self.adapters, lambda start, stop: y[start:stop], part)

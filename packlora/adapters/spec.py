@@ -5,20 +5,16 @@ Matching of names and patterns is PEFT's own (targets.py), so that a run file me
 
 from __future__ import annotations
 
-import math
-import os
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 
 from packlora.adapters import convolution
-from packlora.adapters.expert_targets import as_peft_takes_it, parameter_targets
+from packlora.adapters.expert_targets import as_peft_takes_it, parameter_targets, rank_and_alpha, scaling_of
 from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, kind_of, why_no_rows
 from packlora.adapters.targets import (
     bare_layers,
@@ -32,12 +28,8 @@ from packlora.adapters.targets import (
     with_names,
     without_idle,
 )
-from packlora.config import AdapterConfig
-from packlora.config.adapter import DOUBLED
 from packlora.errors import InputError, quoted
-
-OF_WEIGHTS = re.compile("pissa.*|olora|loftq")
-"""Values of init_lora_weights for which starts.py has the first values."""
+from packlora.starts import is_doubled
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,68 +87,6 @@ class AdapterSpec:
     def parameter(self) -> str | None:
         """The first of its targets that is no module, but weights of experts or of a router."""
         return next((path for path, module in self.modules.items() if module.kind in PARAMETERS), None)
-
-
-def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:
-    """The LoraConfig that PEFT users would write for the adapter; of twice the rank and the same scaling where starts.py needs
-    it."""
-    ranks, alphas = _factors(adapter.is_doubled, adapter.use_rslora)
-    alpha = {key: whole_number(value * alphas) for key, value in adapter.alpha_pattern.items()}
-    config = LoraConfig(
-        r=adapter.r * ranks,
-        lora_alpha=whole_number(adapter.lora_alpha * alphas),
-        lora_dropout=adapter.lora_dropout,
-        target_modules=adapter.target_modules,
-        target_parameters=adapter.target_parameters,
-        use_rslora=adapter.use_rslora,
-        use_dora=adapter.use_dora,
-        bias=adapter.bias,
-        rank_pattern={key: rank * ranks for key, rank in adapter.rank_pattern.items()},
-        alpha_pattern=alpha,
-        exclude_modules=adapter.exclude_modules,
-        layers_to_transform=adapter.layers_to_transform,
-        layers_pattern=adapter.layers_pattern,
-        modules_to_save=adapter.modules_to_save,
-        trainable_token_indices=adapter.trainable_token_indices,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=from_everywhere(base_model),
-        revision=revision,
-    )
-    config.init_lora_weights = adapter.init_lora_weights  # of loftq PEFT wants settings
-    return config
-
-
-def from_everywhere(base_model: str) -> str:
-    """The name of a base model as any program finds it, whatever folder it is started in: of a folder that is here its absolute
-    path."""
-    return os.path.abspath(base_model) if os.path.isdir(base_model) else base_model
-
-
-def as_asked(config: LoraConfig, key: str) -> Any:
-    """Value in a run file under a key of an adapter of twice the rank."""
-    value, (ranks, alphas) = getattr(config, key), _factors(True, config.use_rslora)
-    factor = {"r": ranks, "rank_pattern": ranks, "lora_alpha": alphas, "alpha_pattern": alphas}.get(key)
-    if factor is None:
-        return value
-    halves = {
-        name: whole_number(one / factor) for name, one in (value if isinstance(value, dict) else {key: value}).items()
-    }
-    return halves if isinstance(value, dict) else halves[key]
-
-
-def _factors(doubled: bool, use_rslora: bool) -> tuple[int, float]:
-    """Factors of the ranks and of the alphas, by which an adapter of twice the rank has the same scaling."""
-    return (2, math.sqrt(2) if use_rslora else 2) if doubled else (1, 1)
-
-
-def is_doubled(start: bool | str) -> bool:
-    """Whether an adapter that begins so has twice the rank, of which the first half is trained, see starts.py."""
-    return re.fullmatch(DOUBLED, str(start)) is not None
-
-
-def whole_number(number: float) -> Any:
-    """PEFT writes whole alphas without a point."""
-    return int(number) if float(number).is_integer() else number
 
 
 def resolve(
@@ -235,12 +165,10 @@ def resolve(
 
 def _low_rank(peft: LoraConfig, name: str, kind: Kind, base_dropped: bool, job: str) -> ModuleSpec:
     """name: that patterns of ranks and alphas are held against."""
-    rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
-    alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), name), peft.lora_alpha)
-    scaling = alpha / (math.sqrt(rank) if peft.use_rslora else rank)
+    rank, alpha = rank_and_alpha(peft, name)
     dropout = 0.0 if kind == "embedding" else peft.lora_dropout
     start = _start(peft, rank, name, kind, job)
-    return ModuleSpec(rank, scaling, dropout, peft.use_dora, False, base_dropped, kind, start)
+    return ModuleSpec(rank, scaling_of(peft, rank, alpha), dropout, peft.use_dora, False, base_dropped, kind, start)
 
 
 def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool | str:

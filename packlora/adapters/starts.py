@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.attach import Adapter, adapted_layers
 from packlora.adapters.linear import AdaptedLinear
-from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec
+from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights
 from packlora.errors import InputError
 from packlora.seeding import stable_hash
+from packlora.starts import OF_WEIGHTS
 
 
 def of_weights(spec: AdapterSpec) -> list[str]:

@@ -41,49 +41,55 @@ def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
 
 
 def first_factors(
-    start: bool | str, r: int, K: int, N: int, seed: int, experts: int = 1
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A [r, K] and B [N, r] as PEFT's init_lora_weights draws them; B is None for zeros.
+    spec: ModuleSpec, A: tuple[int, ...], B: tuple[int, ...], seed: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """First values of A and B of these shapes, as PEFT's init_lora_weights draws them; None for zeros.
 
-    True and False draw A from kaiming_uniform_ with a = sqrt(5), False B as well; gaussian A with the deviation 1 / r;
-    orthogonal both from the odd and the even rows of an orthogonal matrix [r, r], for even r. experts: that r is the ranks of.
+    True and False draw A from kaiming_uniform_ with a = sqrt(5), False B as well; gaussian A with the deviation 1 / rank;
+    orthogonal both from the odd and the even rows of an orthogonal matrix [r, r], for even r. Of an embedding B is drawn from
+    normal numbers, and A under False alone. starts.py writes those of other starts.
     """
     generator = torch.Generator().manual_seed(seed)
+    start, r, K, N = spec.start, A[0], math.prod(A[1:]), B[0]
 
     def uniform(rows: int, columns: int) -> torch.Tensor:
         bound = 1.0 / math.sqrt(columns)
         return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
 
+    if spec.kind == "embedding":
+        drawn = torch.randn(B, generator=generator)
+        return torch.randn(A, generator=generator) if start is False else None, drawn
     if start == "gaussian":
-        return torch.randn(r, K, generator=generator) / (r // experts), None
+        return torch.randn(r, K, generator=generator) / spec.rank, None
     if start == "orthogonal":
         Q_rr, _ = torch.linalg.qr(torch.randn(r, r, generator=generator))
         A_Kr = torch.randn(K, r // 2, generator=generator) @ Q_rr[0::2] / 10
         return A_Kr.T, torch.randn(r // 2, N, generator=generator).T @ Q_rr[1::2] / 10
-    return uniform(r, K), uniform(N, r) if start is False else None  # starts.py writes those of other starts
+    A_rK = uniform(r, K)
+    # a row of B has but the ranks of its group, where a convolution has groups
+    return A_rK, uniform(N, r)[:, : B[1]] * (r // B[1]) ** 0.5 if start is False else None
 
 
 class TrainedWeights:
     """Trainable parameters of one adapter on one module, by name.
 
     Args:
-        room: where they lie, by name: zeros of parameter_shapes, on the module's device.
+        room: where they lie, by name: zeros of parameter_shapes, on the module's device. A and B get their first values, drawn
+            whole: the same in any number of slices.
+        seed: of the first values.
         shard: which slices of them are here; None: they are whole.
     """
 
     def __init__(
-        self, spec: ModuleSpec, room: Mapping[str, torch.Tensor], shard: Shard | ExpertPart | None = None
+        self, spec: ModuleSpec, room: Mapping[str, torch.Tensor], seed: int = 0, shard: Shard | ExpertPart | None = None
     ) -> None:
         self.spec, self.shard = spec, shard
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in room.items()}
-
-    def draw(self, room: Mapping[str, torch.Tensor], seed: int, experts: int = 1) -> None:
-        """Give A and B their first values, drawn whole: the same in any number of slices."""
-        (r, K), N = self.whole_shape("A", room["A"].shape), self.whole_shape("B", room["B"].shape)[0]
-        A_rK, B_Nr = first_factors(self.spec.start, r, K, N, seed, experts)
-        room["A"].copy_(self.own("A", A_rK))
-        if B_Nr is not None:
-            room["B"].copy_(self.own("B", B_Nr))
+        if "A" in room:
+            A, B = (self.whole_shape(name, room[name].shape) for name in "AB")
+            for name, whole in zip("AB", first_factors(spec, A, B, seed), strict=True):
+                if whole is not None:
+                    room[name].copy_(self.own(name, whole).reshape(room[name].shape))
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.parameters)
@@ -102,16 +108,14 @@ class AdapterWeights(TrainedWeights):
 
     A [r, K], B [N, r], magnitude [N], bias [N]; those that the spec does not have are None.
 
-    A and B have their first values, magnitude and bias get theirs from `first_values`.
+    Magnitude and bias get their first values from `first_values`.
     """
 
     shard: Shard | None
 
     def __init__(self, spec: ModuleSpec, base: torch.nn.Linear, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(spec, room, shard_of(base))
+        super().__init__(spec, room, seed, shard_of(base))
         self.A, self.B, self.magnitude, self.bias = map(self.parameters.get, ("A", "B", "magnitude", "bias"))
-        if spec.rank:
-            self.draw(room, seed)
 
     def first_values(
         self, frozen: Callable[[], FrozenWeight], bias_N: torch.Tensor | None, norms: RowNorms

@@ -20,8 +20,6 @@ from packlora.adapters.files import (
     CONFIG,
     base_note,
     model_type,
-    named_adapters,
-    read_config,
     read_tensors,
     stored_keys,
     tensor_shapes,
@@ -31,6 +29,7 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.base.demo_model import base_path
 from packlora.base.load import own_skeleton
 from packlora.config import JobConfig, Run
+from packlora.config.adapter_file import named_adapters, read_config
 from packlora.errors import InputError
 from packlora.ops.twin import twin_of
 from packlora.report import sweep

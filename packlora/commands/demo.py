@@ -15,7 +15,7 @@ import torch
 from rich.text import Text
 
 from packlora.adapters.attach import attach
-from packlora.adapters.files import load_adapter, resolve_folder
+from packlora.adapters.files import load_adapter
 from packlora.base.load import load_tokenizer
 from packlora.base.model import load_base
 from packlora.config import Run
@@ -26,6 +26,7 @@ from packlora.report.screen import Screen
 from packlora.report.summary import print_summary
 from packlora.result import Result
 from packlora.run_file import load_run
+from packlora.runtime.continued import resolve_folder
 from packlora.runtime.run import train
 
 EXAMPLE = Path("examples", "demo.yaml")

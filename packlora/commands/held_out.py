@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from packlora.adapters.attach import attach
-from packlora.adapters.continued import start_note
 from packlora.adapters.files import load_adapter
 from packlora.base.model import load_base
 from packlora.commands.adapter_folder import same_base, trained_by
@@ -21,6 +20,7 @@ from packlora.errors import InputError
 from packlora.parallel.replicas import ALONE
 from packlora.plans.select import PlanChooser
 from packlora.run_file import parse_run
+from packlora.runtime.continued import start_note
 from packlora.runtime.evaluate import Evaluator
 from packlora.runtime.events import StopRequest
 from packlora.runtime.forwards import Forwards

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from packlora.config.shared import LEAST_ALPHA, MOST_ALPHA, MOST_PATTERNS, MOST_RANK, PathText, Strict, check_regex
 from packlora.errors import quoted
+from packlora.starts import STARTS, is_doubled
 
 _OF_DATA = "which takes a pass over the data before training, and changes the base weights"
 OTHER_STARTS = {
@@ -18,9 +18,6 @@ OTHER_STARTS = {
     "initialize_lora_eva_weights and save_pretrained can be continued: init_from)",
 }
 """Values of PEFT's init_lora_weights that are not taken, and why."""
-STARTS = r"gaussian|orthogonal|pissa(_niter_[1-9]\d?)?|olora|loftq"
-DOUBLED = r"pissa.*|olora"
-"""Values of init_lora_weights under which a saved adapter has twice the rank, see adapters/starts.py."""
 
 
 class AdapterConfig(Strict):
@@ -106,7 +103,7 @@ class AdapterConfig(Strict):
     @field_validator("init_lora_weights", mode="before")
     @classmethod
     def _plain_start(cls, value: Any) -> Any:
-        if isinstance(value, str) and re.fullmatch(STARTS, value) is None:
+        if isinstance(value, str) and STARTS.fullmatch(value) is None:
             why = next((reason for start, reason in OTHER_STARTS.items() if value.startswith(start)), None)
             raise ValueError(
                 f"is {quoted(value)}{'' if why is None else ', ' + why}; give true, false, gaussian, orthogonal, pissa, "
@@ -117,7 +114,7 @@ class AdapterConfig(Strict):
     @property
     def is_doubled(self) -> bool:
         """Whether its adapter has twice the rank; the second half is never trained."""
-        return re.fullmatch(DOUBLED, str(self.init_lora_weights)) is not None
+        return is_doubled(self.init_lora_weights)
 
     @model_validator(mode="after")
     def _start_is_not_dropped(self) -> AdapterConfig:

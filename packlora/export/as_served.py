@@ -22,7 +22,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packlora.adapters.attach import attach
-from packlora.adapters.files import load_adapter, resolve_folder
+from packlora.adapters.files import load_adapter
 from packlora.base.classes import ClassOf, auto_class, own_class, served_class
 from packlora.base.load import read_model
 from packlora.base.shape import vocabulary
@@ -30,6 +30,7 @@ from packlora.commands.adapter_folder import AdapterFolder
 from packlora.engine.memory import memory_room
 from packlora.errors import InputError, foreign
 from packlora.ops.twin import twin_of
+from packlora.runtime.continued import resolve_folder
 
 Check = Literal["auto", "always", "never"]
 CHECKS: tuple[Check, ...] = ("auto", "always", "never")

@@ -39,10 +39,10 @@ from packlora.adapters.files import (
 )
 from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.older_names import module_of
-from packlora.adapters.spec import whole_number
 from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
+from packlora.config.peft import whole_number
 from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
 from packlora.export.as_served import (
     as_trained,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.files import load_adapter, read_trained_on, resolve_folder
+from packlora.adapters.files import load_adapter, read_trained_on
 from packlora.adapters.linear import Attached
 from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
@@ -31,6 +31,7 @@ from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template
 from packlora.errors import InputError, quoted
 from packlora.images.asked import AskedImages
+from packlora.runtime.continued import resolve_folder
 from packlora.terminal import obeys, on, say, show, standard_output
 
 BASE = "base"

@@ -17,7 +17,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from packlora.adapters.expert_forward import ScaledRows, frozen_at, outputs, sorted_outputs
+from packlora.adapters.expert_forward import ScaledRows, frozen_at, sorted_outputs
 from packlora.adapters.expert_layout import by_registry, is_experts, is_scaled, weight_names
 from packlora.adapters.norms import RowNorms
 from packlora.live.adapter import DTYPES, observed, parameter_adapter
@@ -27,6 +27,7 @@ from packlora.live.wrapped import NotWhole, why_called, why_not_whole
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight, turned
+from packlora.ops.lora_experts.weighted import weighted_sums
 
 PLAN = "grouped"
 """How the report names what this file does."""
@@ -152,10 +153,10 @@ class ExpertsForward(OwnForward):
                     y_SN = y_SN + bias.to(dtype)[routing.expert_of_row()]
             return y_SN
 
-        if chosen is not None:
-            y_SD = sorted_outputs(experts, chosen.x, product)
-            return chosen.back(routing.of_places(y_SD), x, experts.num_experts).to(x.dtype)
-        return outputs(experts, x, args[1], routing, product)
+        y_SD = sorted_outputs(experts, x if chosen is None else chosen.x, product)
+        if chosen is None:
+            return weighted_sums(y_SD, args[1], routing, x.dtype)
+        return chosen.back(routing.of_places(y_SD), x, experts.num_experts).to(x.dtype)
 
 
 def _why_not_experts(experts: Any, leaf: str) -> str | None:

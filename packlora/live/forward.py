@@ -40,11 +40,6 @@ class Calls:
     served: int = 0
     left: dict[str, int] = field(default_factory=dict)
 
-    def serve(self) -> None:
-        """Count a call that is computed here."""
-        if not torch.compiler.is_compiling():
-            self.served += 1
-
     def leave(self, reason: str) -> None:
         """Count a call that PEFT computes."""
         if torch.compiler.is_compiling():
@@ -79,7 +74,8 @@ class OwnForward:
         if isinstance(call, str):
             self.calls.leave(call)
             return self.peft(x, *args, **kwargs)
-        self.calls.serve()
+        if not torch.compiler.is_compiling():
+            self.calls.served += 1
         return self.compute(x, call)
 
     def install(self) -> None:

@@ -35,7 +35,6 @@ from packlora.live.adapter import (
 from packlora.live.foreign import StoredWeight, weight_reader
 from packlora.live.forward import OwnForward
 from packlora.live.wrapped import is_frozen, kind_of, weight_of
-from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
@@ -48,6 +47,7 @@ from packlora.plans.select import PlanChooser
 
 REPORTED_TOKENS = 4096
 """For which the report names the plan."""
+COMPILED = "quantised layers are not computed here in compiled graphs"
 
 
 # --- which plan --------------------------------------------------------------------------------------------------------
@@ -190,6 +190,8 @@ def look(owner: LayerForward) -> LayerCall | str:
             if isinstance(found, str):
                 return found
             stored = found
+            if stored is not None and torch.compiler.is_compiling():
+                return COMPILED
             if unread := _why_not_read(layer, (base, A, B, drop), stored):
                 return unread
             weight, of_A, of_B = weight_of(base) if stored is None else stored.weight, weight_of(A), weight_of(B)
@@ -271,47 +273,38 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
         ValueError: x does not fit a layer; the message names the layer and what it takes.
     """
     dtype, products, autocast = calls[0].dtypes(x)
-    operator: Callable[..., Sequence[torch.Tensor]]
-    arguments: tuple[Any, ...]
-    if torch.compiler.is_compiling():
-        for call in calls:
-            _check(x, call, dtype, autocast)
-        operator, arguments = _by_tracing, (x, calls, dtype)
-    else:
-        operator, arguments = lora_group, _arguments(x, calls, dtype, products, autocast)
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
-            outputs = list(operator(*arguments))
+            outputs = _outputs(x, calls, (dtype, products, x.device), autocast)
     else:
-        outputs = list(operator(*arguments))
+        outputs = _outputs(x, calls, (dtype, products, x.device), autocast)
     for index, call in enumerate(calls):
         if call.outer_bias is not None:
             outputs[index] = outputs[index] + call.outer_bias.to(dtype)
     return outputs if calls[0].stored is None else [_to(y, x.dtype) for y in outputs]
 
 
-def _arguments(
-    x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype, products: torch.dtype, autocast: bool
-) -> tuple[Any, ...]:
-    """The arguments of lora_group."""
-    first, of = calls[0], (dtype, products, x.device)
-    layers, groups = [], first.owner.groups
+def _outputs(x: torch.Tensor, calls: Sequence[LayerCall], of: Products, autocast: bool) -> list[torch.Tensor]:
+    """Outputs in the dtype of the products, without biases that are trained. autocast: whether it was on."""
+    first, dtype = calls[0], of[0]
+    if torch.compiler.is_compiling():
+        return _by_tracing(x, calls, dtype, autocast)
+    layers, cache = [], first.owner.groups
     for call in calls:
         kept = call.owner.kept
         if kept is None or not kept.serves(x, call, of):
             kept = _kept(x, call, of, autocast)
-            groups = groups if kept.lasts else GroupCache()
+            cache = cache if kept.lasts else GroupCache()
         layers.append(kept.layer)
-    group = groups.of(tuple(layers))
     recompute = recompute_of(x) if x.dtype == dtype else None
-    x = x if x.dtype == dtype else x.to(dtype)
+    x = _to(x, dtype)
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
     keys_T2 = _dropout_keys(T, x.device) if first.p else None
+    group = cache.of(tuple(layers))
     if group.tokens != (T, first.p):
         plan, _ = _chosen(calls, x.device, dtype, T)
-        group = group._replace(tokens=(T, first.p), segments=(Segment(0, 0, T, first.p),), plan=plan)
-        groups.put(group)
-    return x, group.layers, group.segments, keys_T2, 0, group.plan, group.state, recompute
+        group = cache.put(group, (T, first.p), (Segment(0, 0, T, first.p),), plan)
+    return list(group.compute(x, keys_T2, recompute=recompute))
 
 
 def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> KeptLayer:
@@ -330,21 +323,11 @@ def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> Kep
     return made
 
 
-def _traced(owner: LayerForward, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The owner's layer for torch.compile to trace."""
-    if not owner.on or owner.why_peft(x, args, kwargs):
-        return owner.peft(x, *args, **kwargs)
-    call = look(owner)
-    if isinstance(call, str) or call.stored is not None:
-        return owner.peft(x)
-    group = owner.group
-    return compute(x, (call,))[0] if group is None else group.serve_traced(owner.index, x, call)
-
-
-def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype, autocast: bool) -> list[torch.Tensor]:
     """The outputs in plain operations, for torch.compile."""
     layers = []
     for call in calls:
+        _check(x, call, dtype, autocast)
         norm_N = None
         if call.magnitude is not None:
             norm_N = traced_row_norm(call.weight, call.A, call.B, call.scaling)
@@ -438,17 +421,13 @@ class LayerForward(OwnForward):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "groups": GroupCache(), "kept": None, "_norms": {}, "_stored": None, "_turned": None}
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        group = self.group
+        if group is None:
+            return compute(x, (call,))[0]
         if torch.compiler.is_compiling():
-            return _traced(self, x, args, kwargs)
-        if not self.on:
-            return self.peft(x, *args, **kwargs)
-        call: LayerCall | str = self.why_peft(x, args, kwargs) or look(self)
-        if isinstance(call, str):
-            self.calls.leave(call)
-            return self.peft(x, *args, **kwargs)
-        self.calls.served += 1
-        return compute(x, (call,))[0] if self.group is None else self.group.serve(self.index, x, call)
+            return group.serve_traced(self.index, x, call)
+        return group.serve(self.index, x, call)
 
     def stored(self, base: nn.Module) -> StoredWeight | str | None:
         """The weight of a quantised base layer, or why it cannot be read; None of another layer."""
@@ -481,8 +460,7 @@ class LayerForward(OwnForward):
             turned = self._turned = key, own.detach().T
         return turned[1]
 
-    def ready(self) -> LayerCall | str:
-        return look(self)
+    ready = look
 
     def siblings(self) -> tuple[str, ...]:
         return () if self.group is None else tuple(member.path for member in self._members())

@@ -28,8 +28,6 @@ class RouterForward(LayerForward):
 
     has_siblings = False
 
-    __call__ = OwnForward.__call__
-
     def why_peft(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         return COMPILED if torch.compiler.is_compiling() else super().why_peft(x, args, kwargs)
 

@@ -12,17 +12,18 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 
-from packlora.adapters.files import CONFIG, WEIGHTS, config_dict, read_config, stored_tensors
-from packlora.adapters.kinds import PREFIX
+from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, stored_tensors
+from packlora.adapters.kinds import PREFIX, SUFFIXES
 from packlora.adapters.owners import TokenOwners
-from packlora.adapters.spec import AdapterSpec, ModuleSpec, whole_number
+from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights
 from packlora.config import AdapterConfig
+from packlora.config.adapter_file import read_config
+from packlora.config.peft import whole_number
 from packlora.errors import InputError
 from packlora.files import write_json, write_tensors
-from packlora.megatron.attach import Placed, check_model, cut_of, unwrapped
+from packlora.megatron.attach import Placed, check_model, unwrapped
 from packlora.megatron.checkpoint import adapter_state, load_state, put
 from packlora.megatron.gather import Tensors, everywhere, whole_tensors
 from packlora.megatron.layers import Found, config_in
@@ -37,13 +38,12 @@ from packlora.megatron.stacked import (
     stacked,
     stacked_shapes,
 )
-from packlora.megatron.targets import check_layers, check_ranks, config_of, resolve
+from packlora.megatron.targets import check_layers, check_ranks, config_of, module_spec, resolve
 
 Given: TypeAlias = LoraConfig | AdapterConfig | str | Path
 """A configuration, or a folder with an adapter."""
-KEYS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude",
-        "lora_magnitude_vector.weight": "magnitude", "lora_embedding_A": "A", "lora_embedding_B": "B"}  # fmt: skip
-"""Ends of keys in an adapter's file."""
+ENDS = {end: own for kind in (SUFFIXES["embedding"], SUFFIXES["linear"]) for own, end in kind.items() if own != "bias"}
+"""Tensors of an adapter by the ends of their keys in its file; that of a magnitude may have .weight after it."""
 
 
 def apply_lora(
@@ -265,12 +265,11 @@ def _parts(layer: Found) -> list[Part]:
 def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
     """Tensors by PEFT's keys, cut to the vocabulary of the model of transformers."""
     at = f"{PREFIX}{part}"
+    keys = SUFFIXES["linear"] | {"magnitude": f"{SUFFIXES['linear']['magnitude']}.weight"}
     if part == "model.embed_tokens":
-        A, B = tensors["A"][:, :vocab_size], tensors["B"]
-        return {f"{at}.lora_embedding_A": A.contiguous(), f"{at}.lora_embedding_B": B.contiguous()}
+        keys, tensors = SUFFIXES["embedding"], tensors | {"A": tensors["A"][:, :vocab_size]}
     if part == "lm_head":
         tensors = {key: value if key == "A" else value[:vocab_size] for key, value in tensors.items()}
-    keys = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector.weight"}
     return {f"{at}.{keys[key]}": value.contiguous() for key, value in tensors.items()}
 
 
@@ -372,9 +371,10 @@ def _read(
 
 
 def _split_key(key: str, name: str, folder: str | Path) -> tuple[str, str]:
-    for end, own in KEYS.items():
-        if key.startswith(PREFIX) and key.endswith(f".{end}"):
-            return key.removeprefix(PREFIX).removesuffix(f".{end}"), own
+    there = key.removesuffix(".weight") if key.endswith(f"{MAGNITUDE}.weight") else key
+    for end, own in ENDS.items():
+        if there.startswith(PREFIX) and there.endswith(f".{end}"):
+            return there.removeprefix(PREFIX).removesuffix(f".{end}"), own
     raise InputError(f"adapter {name!r}: {folder} has {key!r}, which adapters on Megatron-Core models do not have")
 
 
@@ -383,27 +383,16 @@ def _expert_of(
 ) -> tuple[ModuleSpec, Tensors]:
     """An expert's adapter out of the tensors of all experts of its layer."""
     model: Any = layer.module.config
-    place, spec, experts = place_of(layer.name, model), _module_spec(config, parameter), int(model.num_moe_experts)
+    place, experts = place_of(layer.name, model), int(model.num_moe_experts)
+    spec = module_spec(config, parameter, f"{parameter}.weight")
     assert place is not None
     wanted = stacked_shapes(_shapes(layer, Part(layer.name), spec.rank, config.use_dora), experts)
     _check_tensors(tensors, {key: [shape] for key, shape in wanted.items()}, layer, parameter, spec.rank, name)
     return spec, own_of(tensors, experts, place[2], spec.rank)
 
 
-def _module_spec(config: LoraConfig, at: str) -> ModuleSpec:
-    """Specification by a configuration of a module or parameter of transformers' model, or of a module's weight."""
-
-    def own(patterns: Mapping[str, Any], usual: Any) -> Any:
-        keys = [get_pattern_key(patterns.keys(), name) for name in (at, f"{at}.weight")]
-        return next((patterns[key] for key in keys if key in patterns), usual)
-
-    rank, alpha = own(config.rank_pattern, config.r), own(config.alpha_pattern, config.lora_alpha)
-    scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-    return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
-
-
 def _spec_of(config: LoraConfig, layer: Found, part: Part, tensors: Tensors, name: str) -> ModuleSpec:
-    spec = _module_spec(config, part.name)
+    spec = module_spec(config, part.name, f"{part.name}.weight")
     words: int | None = None
     if layer.name in OTHERS and tensors.keys() >= {"A", "B"}:
         words = tensors["A"].shape[-1] if layer.kind == "embedding" else tensors["B"].shape[0]
@@ -423,9 +412,7 @@ def _check_tensors(
         found = {key: list(value.shape) for key, value in tensors.items()}
         raise InputError(f"adapter {name!r}: {at} has {found}; its configuration says rank {rank} and {sorted(wanted)}")
     for key, tensor in tensors.items():
-        end = next(
-            end for end, own in KEYS.items() if own == key and ("embedding" in end) == (layer.kind == "embedding")
-        )
+        end = SUFFIXES["embedding" if layer.kind == "embedding" else "linear"][key]
         if tuple(tensor.shape) not in wanted[key]:
             raise InputError(
                 f"adapter {name!r}: {at}.{end} is {tuple(tensor.shape)}, the model and rank {rank} need {wanted[key][0]}"
@@ -459,9 +446,8 @@ def _copy(placed: Placed, name: str, values: Mapping[str, Tensors]) -> None:
         for path, tensors in values.items():
             own, layer = placed.weights[name][path], placed.layers[path]
             for key, parameter in own.named_parameters().items():
-                shard, whole = cut_of(layer), tensors[key]
-                whole = _padded(whole, layer, key, parameter)
-                part = (whole if shard is None else shard.own(key, whole)).to(parameter)
+                whole = _padded(tensors[key], layer, key, parameter)
+                part = own.own(key, whole).to(parameter)
                 if part.shape != parameter.shape:
                     raise InputError(
                         f"adapter {name!r}: {key} of {path} is {list(whole.shape)}, the model needs {list(parameter.shape)}"

@@ -68,11 +68,10 @@ class Placed:
         shapes = parameter_shapes(module, linear.base)
         room = {key: torch.zeros(shape, dtype=wide, device=layer.tensor().device) for key, shape in shapes.items()}
         own = AdapterWeights(module, linear.base, stable_hash("start", seed, path), room)
-        _start(own, layer, self.specs[name].peft.init_lora_weights, stable_hash("start", seed, path))
         linear.adapters[number] = self.weights[name][path] = own
         for key, parameter in own.named_parameters().items():
             layer.module.register_parameter(parameter_name(layer, name, key), parameter)
-            _mark(parameter, key, layer)
+            _mark(parameter, key, layer, own.shard)
 
     def _write_magnitudes(self) -> None:
         made = [
@@ -178,26 +177,12 @@ def cut_of(layer: Found) -> Shard | None:
     return None if layer.degree == 1 else Shard(1, layer.rank, layer.degree, 1, None, None, lambda tensor: None)
 
 
-def _start(own: AdapterWeights, layer: Found, how: Any, seed: int) -> None:
-    """First values other than PEFT's of linear layers, drawn whole and cut: of an embedding, or from a normal distribution."""
-    assert own.A is not None and own.B is not None
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        if layer.kind == "embedding":
-            own.A.zero_()
-            own.B.copy_(own.own("B", torch.empty(own.whole_shape("B", own.B.shape)).normal_(generator=generator)))
-        elif how == "gaussian":
-            whole = torch.empty(own.whole_shape("A", own.A.shape))
-            own.A.copy_(own.own("A", whole.normal_(std=1 / own.spec.rank, generator=generator)))
-
-
-def _mark(parameter: torch.nn.Parameter, key: str, layer: Found) -> None:
+def _mark(parameter: torch.nn.Parameter, key: str, layer: Found, shard: Shard | None) -> None:
     from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
     config: Any = getattr(layer.module, "config", None)
     experts = layer.expert is not None and getattr(config, "expert_model_parallel_size", 1) > 1
     parameter.allreduce = not experts  # type: ignore[attr-defined]
-    shard = cut_of(layer)
     if shard is not None and shard.is_slice(key):
         set_tensor_model_parallel_attributes(parameter, True, shard._dim(key), 1)
         return

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
+from packlora.adapters.sharded import SLICED
 from packlora.errors import InputError
 from packlora.megatron.attach import Placed, parameter_name
 from packlora.megatron.layers import Found, rank_of, size_of
@@ -92,7 +93,7 @@ def cut_dimension(layer: Found, key: str) -> int | None:
     if layer.dim is None:
         return None
     cut = 1 if layer.kind == "embedding" else layer.dim
-    return {0: {"B": 0, "magnitude": 0}, 1: {"A": 1}}[cut].get(key)
+    return SLICED[cut].get(key)
 
 
 def adapter_state(placed: Placed, adapters: Iterable[str]) -> dict[str, Any]:

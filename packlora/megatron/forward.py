@@ -169,15 +169,14 @@ class EmbeddingForward:
         words = ids.t().reshape(-1)
         here = (words >= start) & (words < module.vocab_end_index)
         words = torch.where(here, words - start, 0)
-        y = torch.nn.functional.embedding(words, module.weight)
-        parts = []
-        for number, begin, stop in owners.runs(self.weights):
-            part = y[begin:stop]
-            if number is not None:
-                own = self.weights[number]
-                part = part + LowRankVectors.apply(words[begin:stop], own.A, own.B, own.spec.scaling, y.dtype)
-            parts.append(part)
-        y = (torch.cat(parts) * here[:, None]).view(*reversed(ids.shape), -1)
+        y_TD = torch.nn.functional.embedding(words, module.weight)
+
+        def part(own: Any, begin: int, stop: int) -> torch.Tensor:
+            low = LowRankVectors.apply(words[begin:stop], own.A, own.B, own.spec.scaling, y_TD.dtype)
+            return y_TD[begin:stop] + low  # type: ignore[no-any-return]
+
+        y = owners.by_owner(self.weights, lambda begin, stop: y_TD[begin:stop], part)
+        y = (y * here[:, None]).view(*reversed(ids.shape), -1)
         if module.reduce_scatter_embeddings:
             return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.layer.group)  # type: ignore[no-any-return]
         y = mappings.reduce_from_tensor_model_parallel_region(y, group=self.layer.group)

@@ -7,17 +7,19 @@ names of the whole model, so that all processes take the same and refuse the sam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from packlora.adapters.files import UNSUPPORTED
-from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config
+from packlora.adapters.expert_targets import rank_and_alpha, scaling_of
+from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.targets import check_layer_numbers
 from packlora.config import AdapterConfig
+from packlora.config.adapter_file import UNSUPPORTED
+from packlora.config.peft import peft_config
 from packlora.errors import InputError, quoted
 from packlora.megatron.layers import Found, check, config_in
 
@@ -89,16 +91,24 @@ def resolve(
     if divided and not any(map(is_expert, chosen)):
         raise InputError(f"adapter {name!r}: expert_rank is r // top_k, but the adapter takes no experts; leave it out")
     for layer in chosen:
-        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), layer), config.r)
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), layer), config.lora_alpha)
-        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        rank = _divided(rank, layers, layer, name) if divided and is_expert(layer) else rank
-        ranks[layer] = rank
-        specs[layer] = ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
+        spec = module_spec(config, layer)
+        if divided and is_expert(layer):
+            spec = replace(spec, rank=_divided(spec.rank, layers, layer, name))
+        ranks[layer] = spec.rank
+        specs[layer] = replace(spec, kind="embedding") if kinds[layer] == "embedding" else spec
     check_ranks(ranks, name)
-    spec = AdapterSpec(config, {path: specs[path] for path in layers if path in specs})
-    check_layers(spec, layers, name)
-    return spec
+    found = AdapterSpec(config, {path: specs[path] for path in layers if path in specs})
+    check_layers(found, layers, name)
+    return found
+
+
+def module_spec(config: LoraConfig, *names: str) -> ModuleSpec:
+    """Specification by a configuration of a layer, or of a part of it in transformers' model, which patterns may mean by any of
+    these names."""
+    rank, alpha = rank_and_alpha(config, *names)
+    start = config.init_lora_weights
+    assert start is True or start == "gaussian"  # see config_of
+    return ModuleSpec(rank, scaling_of(config, rank, alpha), config.lora_dropout, config.use_dora, False, start=start)
 
 
 def is_expert(path: str) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from packlora.adapters.attach import Adapter, attach_one, detach_one
 from packlora.adapters.files import load_adapter
-from packlora.adapters.kept_outputs import keep_outputs
+from packlora.adapters.linear import keep_outputs
 from packlora.adapters.starts import begin, of_weights
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run

@@ -11,11 +11,10 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from packlora.adapters.continued import check_reference, check_start, continued_config, start_note
 from packlora.adapters.expert_targets import divided_ranks
 from packlora.adapters.files import base_note, stored_keys
 from packlora.adapters.names import resolve
-from packlora.adapters.spec import AdapterSpec, peft_config
+from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.targets import try_patterns
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
@@ -23,6 +22,7 @@ from packlora.base.held import check_held
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.config import JobConfig, Run
+from packlora.config.peft import peft_config
 from packlora.data.prompts import listed, taught_end
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock
@@ -33,6 +33,7 @@ from packlora.modality import Modality, plugin
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
+from packlora.runtime.continued import check_reference, check_start, continued_config, start_note
 from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.head_cost import known_head
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from packlora.adapters.attach import attach
 from packlora.adapters.embeddings import change_embeddings
-from packlora.adapters.kept_outputs import keep_outputs
+from packlora.adapters.linear import keep_outputs
 from packlora.base.device import usual_dtype
 from packlora.base.model import Base, load_base
 from packlora.config import Run

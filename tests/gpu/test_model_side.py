@@ -249,7 +249,7 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
     from peft import LoraConfig
 
     from packlora.adapters.attach import attach
-    from packlora.adapters.kept_outputs import keep_outputs
+    from packlora.adapters.linear import keep_outputs
     from packlora.adapters.spec import resolve
     from packlora.base.liger import use_liger
     from packlora.base.packing import prepare_model

@@ -27,10 +27,11 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora.adapters.attach import attach
-from packlora.adapters.files import base_note, read_config, save_adapter
+from packlora.adapters.files import base_note, save_adapter
 from packlora.adapters.spec import resolve
 from packlora.cli import app
 from packlora.config import Run
+from packlora.config.adapter_file import read_config
 from packlora.errors import InputError
 from packlora.export.export import export_adapter
 from packlora.export.merge import merge_adapter

@@ -30,9 +30,10 @@ from transformers.pytorch_utils import Conv1D
 
 import packlora
 from packlora.adapters.attach import attach
-from packlora.adapters.files import config_notes, load_adapter, read_config, save_adapter
+from packlora.adapters.files import load_adapter, save_adapter
 from packlora.adapters.spec import resolve
 from packlora.config import Run
+from packlora.config.adapter_file import config_notes, read_config
 from packlora.export.merge import merge_adapter
 from packlora.live.dora import PLAN
 from packlora.ops.row_norm import torch_path

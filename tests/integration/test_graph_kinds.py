@@ -11,7 +11,7 @@ from conftest import tiny_model
 from graph_runs import Pretended, Run, attention_by_starts
 from seeds import some
 
-from packlora.adapters.kept_outputs import keep_outputs
+from packlora.adapters.linear import keep_outputs
 from packlora.engine import recorded
 from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import packlora
 import packlora.runtime.run as train_module
-from packlora.adapters.files import config_notes
 from packlora.cli import app
+from packlora.config.adapter_file import config_notes
 from packlora.runtime import checkpoint
 
 Base = Callable[..., str]

@@ -27,8 +27,7 @@ from transformers.models.llama import modeling_llama
 
 import packlora
 from packlora.adapters.attach import attach
-from packlora.adapters.kept_outputs import keep_outputs
-from packlora.adapters.linear import AdaptedLinear
+from packlora.adapters.linear import AdaptedLinear, keep_outputs
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.base import liger

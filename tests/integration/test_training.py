@@ -244,8 +244,9 @@ def test_peft_loads_what_packlora_writes_and_gives_the_same_logits(
     family: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
     from packlora.adapters.attach import attach
-    from packlora.adapters.files import load_adapter, read_config
+    from packlora.adapters.files import load_adapter
     from packlora.adapters.spec import resolve
+    from packlora.config.adapter_file import read_config
 
     base, jobs = tiny_base(family), [*JOBS[:1], *JOBS[2:]]
     if family == "qwen2":

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import packlora
+from packlora.adapters.attach import attach
 from packlora.adapters.cache import GroupCache
 from packlora.adapters.owners import TokenOwners
+from packlora.adapters.spec import resolve
 from packlora.ops.lora_linear.frozen import Dense
-from packlora.ops.lora_linear.types import Layer
+from packlora.ops.lora_linear.plan import CHAIN
+from packlora.ops.lora_linear.types import Layer, Segment
 
 
 def layer() -> Layer:
@@ -23,11 +27,33 @@ def test_a_group_is_known_while_its_layers_are_the_same_objects() -> None:
     pair = cache.of((first, second))
     alone = cache.of((first,))
     assert pair.state.version_counted and pair.state is not alone.state
-    cache.put(pair._replace(tokens=7))
-    assert cache.of((first, second)).tokens == 7 and cache.of((first,)) is alone
+    chosen = cache.put(pair, 7, (Segment(0, 0, 3),), CHAIN)
+    assert cache.of((first, second)) is chosen and chosen.tokens == 7 and cache.of((first,)) is alone
     other = cache.of((first, layer()))
     assert other.state is not pair.state and other.tokens is None
     assert cache.of((first, second)).state is not pair.state
+
+
+def test_a_layer_of_jobs_chooses_anew_where_boundaries_dropout_or_gradients_differ() -> None:
+    model, config = tiny_model("llama"), LoraConfig(r=2, target_modules=["up_proj"], lora_dropout=0.5)
+    attached, _ = attach(model, {name: resolve(config, model, name) for name in "ab"}, 0)
+    own = model.model.layers[0].mlp.up_proj
+    x, keys = torch.randn(48, own.base.in_features), torch.ones(48, 2, dtype=torch.int32)
+
+    def segments(owners: TokenOwners, needs: bool = False) -> tuple[Segment, ...]:
+        with attached.active(owners):
+            own(x.detach().requires_grad_(needs))
+        (group,) = own.groups._groups.values()
+        return group.segments
+
+    halves = ((0, 0, 24), (1, 24, 48))
+    first = segments(TokenOwners(48, halves))
+    assert first == (Segment(0, 0, 24), Segment(1, 24, 48))
+    assert segments(TokenOwners(48, (*halves,))) is first  # of another microbatch that is cut alike
+    assert segments(TokenOwners(48, halves, keys)) == (Segment(0, 0, 24, 0.5), Segment(1, 24, 48, 0.5))
+    assert segments(TokenOwners(48, halves)) == first
+    assert segments(TokenOwners(48, halves), needs=True) is not first
+    assert segments(TokenOwners(48, ((1, 0, 48),))) == (Segment(1, 0, 48),)
 
 
 def test_layers_that_are_cast_for_one_call_are_not_kept() -> None:
@@ -42,7 +68,7 @@ def test_layers_that_are_cast_for_one_call_are_not_kept() -> None:
     assert own.kept is kept
     with torch.autocast("cpu", torch.bfloat16):
         model(x)
-    assert own.kept is kept and own.groups.of((kept.layer,)).tokens == (5, 0.0)
+    assert own.kept is kept and own.groups._groups[1].tokens == (5, 0.0)
 
 
 @pytest.mark.parametrize(

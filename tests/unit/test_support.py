@@ -14,8 +14,8 @@ from expert_models import tiny_experts
 from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
 
 import packlora
-from packlora.adapters.files import read_config
 from packlora.adapters.spec import resolve
+from packlora.config.adapter_file import read_config
 from packlora.errors import InputError
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"

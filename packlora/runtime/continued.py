@@ -4,16 +4,20 @@ against the run file and the model."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from packlora.adapters.files import OURS_ALONE, read_config, read_start, read_tensors, resolve_folder, tensor_shapes
+from packlora.adapters.files import read_start, read_tensors, stored_keys, tensor_shapes
 from packlora.adapters.names import NAMED, resolve
-from packlora.adapters.spec import AdapterSpec, as_asked, from_everywhere, peft_config
+from packlora.adapters.spec import AdapterSpec
 from packlora.config import AdapterConfig
+from packlora.config.adapter_file import OURS_ALONE, read_config
+from packlora.config.peft import as_asked, peft_config
 from packlora.errors import InputError
+from packlora.files import from_everywhere
 
 
 def continued_config(adapter: AdapterConfig, base_model: str, revision: str | None, job: str) -> LoraConfig:
@@ -113,6 +117,11 @@ def check_reference(folder: str, spec: AdapterSpec, model: PreTrainedModel, job:
             "job's modules, ranks and alphas, or base"
         )
     read_tensors(folder, tensor_shapes(spec, model), job, spec.read_as)
+
+
+def resolve_folder(folder: str | Path, model: PreTrainedModel, job: str) -> AdapterSpec:
+    """Resolve an adapter folder on a model, see names.resolve. Raises InputError also where it is no adapter folder."""
+    return resolve(read_config(str(folder), job), model, job, keys=stored_keys(folder))
 
 
 def continued_start(adapter: AdapterConfig) -> str | None:
