@@ -32,8 +32,8 @@ from packlora.config import JobConfig, Run
 from packlora.config.adapter_file import named_adapters, read_config
 from packlora.errors import InputError
 from packlora.ops.twin import twin_of
-from packlora.report import sweep
 from packlora.report.journal import read_record
+from packlora.report.metrics import SWEEP
 from packlora.runtime.checkpoint import NAME
 from packlora.runtime.resume import moment_of
 from packlora.runtime.sweep import BEST
@@ -130,7 +130,7 @@ def trained_by(path: Path) -> Trained | None:
         moment = moment_of(None if clock is None else datetime.fromisoformat(clock), record["created"])
         name = job.name
         if name == BEST and run.sweep is not None:
-            name = json.loads((job.parent / sweep.FILE).read_text(encoding="utf-8"))["best"]
+            name = json.loads((job.parent / SWEEP).read_text(encoding="utf-8"))["best"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return next((Trained(run, one, moment) for one in [*run.jobs, *joined] if one.name == name), None)

@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
-from packlora.report import charts, sweep, timeline
+from packlora.report import charts
 from packlora.report.follow import Line
+from packlora.report.metrics import PIPELINE, SWEEP
 from packlora.report.run_files import JobFiles, RunFiles
 
 SHOWN_MICROBATCHES = 40
@@ -91,16 +92,32 @@ def parts(run: RunFiles) -> dict[str, str]:
         "header": _header(run),
         "tiles": _tiles(run),
         "warnings": _warnings(run),
-        "sweep": sweep.section(run.folder),
+        "sweep": _sweep(run),
         "legend": _legend(run),
         "nothing": "" if run.has_steps else f'<p class="empty">{nothing}</p>',
         "jobs": _job_table(run),
         "microbatches": _microbatches(run),
         "schedule": _schedule(run),
-        "pipeline": timeline.section(run.folder, {job.name: job.style for job in run.jobs}),
+        "pipeline": _pipeline(run),
         "lengths": _lengths(run),
         "reproducibility": _reproducibility(run),
     }
+
+
+def _sweep(run: RunFiles) -> str:
+    if not (run.folder / SWEEP).exists():
+        return ""
+    from packlora.report import sweep
+
+    return sweep.section(run.folder)
+
+
+def _pipeline(run: RunFiles) -> str:
+    if not (run.folder / PIPELINE).exists():
+        return ""
+    from packlora.report import timeline
+
+    return timeline.section(run.folder, {job.name: job.style for job in run.jobs})
 
 
 def title(run: RunFiles) -> str:

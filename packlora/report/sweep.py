@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.report import charts
+from packlora.report.metrics import SWEEP
 
 Line = dict[str, Any]
-FILE = "sweep.json"
 BEST_HUE, WORST_HUE = 215.0, 25.0
 SHOWN = 200
 """Candidates in a picture, the best ones; and in the table on the terminal a tenth of them."""
@@ -26,7 +26,7 @@ SHOWN = 200
 def read_sweep(folder: Path) -> Line | None:
     """Content of sweep.json; None where the file is missing or unusable."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        found = json.loads((folder / SWEEP).read_text(encoding="utf-8"))
         lines = [line for line in found["candidates"] if isinstance(line["parameters"], dict) and line["name"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -122,9 +122,9 @@ class OpenMembers(Members):
                 self.sweep.see(job)
             sweep = self.sweep
             if self.group.leads:
-                from packlora.report.sweep import FILE
+                from packlora.report.metrics import SWEEP
 
-                files.write(FILE, lambda: sweep.write(self.output_dir))
+                files.write(SWEEP, lambda: sweep.write(self.output_dir))
         if self.group.leads:
             self.control.refuse_all("the run has ended")
 

@@ -33,7 +33,6 @@ from packlora.modality import Modality, plugin
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
-from packlora.runtime.continued import check_reference, check_start, continued_config, start_note
 from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.head_cost import known_head
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
@@ -254,7 +253,11 @@ def _doubts_of_starts(run: Run, jobs: list[JobConfig]) -> list[str]:
     for job in jobs:
         folders = dict.fromkeys([job.adapter.init_from, job.reference_adapter])
         notes = [base_note(folder, base_path(run.base_model)) for folder in folders if folder is not None]
-        out += [f"job {job.name!r}: {note}" for note in (*notes, start_note(job.adapter)) if note]
+        if job.adapter.init_from is not None:
+            from packlora.runtime.continued import start_note
+
+            notes.append(start_note(job.adapter))
+        out += [f"job {job.name!r}: {note}" for note in notes if note]
     return out
 
 
@@ -277,6 +280,8 @@ def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
     """Adapter of a job in PEFT's terms: as the run file says, or the folder that it begins with."""
     path = base_path(run.base_model)
     if job.adapter.init_from is not None:
+        from packlora.runtime.continued import continued_config
+
         return continued_config(job.adapter, path, run.revision, job.name)
     return peft_config(job.adapter, path, run.revision)
 
@@ -301,7 +306,11 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
                 "this version; leave it out of modules_to_save and target_modules, or name whole paths in the language model"
             )
     if job.adapter.init_from is not None:
+        from packlora.runtime.continued import check_start
+
         check_start(job.adapter, spec, skeleton, job.name)
     if job.reference_adapter not in (None, job.adapter.init_from):
+        from packlora.runtime.continued import check_reference
+
         check_reference(job.reference_adapter, spec, skeleton, job.name)
     return spec

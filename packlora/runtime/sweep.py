@@ -24,7 +24,8 @@ from packlora.adapters.files import CONFIG, WEIGHTS
 from packlora.config import JobConfig, RangeConfig, Run
 from packlora.errors import InputError, quoted
 from packlora.files import write_folder, write_json
-from packlora.report.sweep import FILE, name_of
+from packlora.report.metrics import SWEEP
+from packlora.report.sweep import name_of
 from packlora.run_file import with_values
 from packlora.runtime import checkpoint
 from packlora.runtime.changes import Change, leaves, with_jobs
@@ -340,7 +341,7 @@ class Sweep:
         ]  # fmt: skip
         about = {"job": self.config.job, "metric": self.config.metric, "method": self.config.method}
         state = {"status": "done" if ended else "running", "best": best.name if best is not None else None}
-        write_json(output_dir / FILE, about | state | {"candidates": lines})
+        write_json(output_dir / SWEEP, about | state | {"candidates": lines})
 
     def _told(self, cost: float) -> float | None:
         """Value that is compared, for JSON: null where it is not finite."""
