@@ -71,7 +71,7 @@ class Placed:
         linear.adapters[number] = self.weights[name][path] = own
         for key, parameter in own.named_parameters().items():
             layer.module.register_parameter(parameter_name(layer, name, key), parameter)
-            _mark(parameter, key, layer, own.shard)
+            _mark(parameter, key, layer)
 
     def _write_magnitudes(self) -> None:
         made = [
@@ -177,12 +177,13 @@ def cut_of(layer: Found) -> Shard | None:
     return None if layer.degree == 1 else Shard(1, layer.rank, layer.degree, 1, None, None, lambda tensor: None)
 
 
-def _mark(parameter: torch.nn.Parameter, key: str, layer: Found, shard: Shard | None) -> None:
+def _mark(parameter: torch.nn.Parameter, key: str, layer: Found) -> None:
     from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
     config: Any = getattr(layer.module, "config", None)
     experts = layer.expert is not None and getattr(config, "expert_model_parallel_size", 1) > 1
     parameter.allreduce = not experts  # type: ignore[attr-defined]
+    shard = cut_of(layer)
     if shard is not None and shard.is_slice(key):
         set_tensor_model_parallel_attributes(parameter, True, shard._dim(key), 1)
         return
