@@ -1,8 +1,8 @@
 """Forward and backward of one microbatch: what training repeats, the profiler measures and benchmarks time.
 
 An Executor runs them, as two calls: a pipeline runs other microbatches between the two, and steps of jobs that have no tokens
-in this one. Gradients are left in the parameters of the jobs, losses are handed back by job. What a job does with them is
-job.py's.
+in this one. Gradients are left in the parameters of the jobs, losses are handed back by job. What is done with them is
+engine.py's.
 """
 
 from __future__ import annotations

@@ -361,6 +361,7 @@ def test_whatever_ends_a_run_its_jobs_are_saved_as_they_are(
 
     def at_once() -> None:
         monkeypatch.setattr(open_members.OpenMembers, "change", broken)
+        monkeypatch.setattr(open_members.OpenMembers, "is_asked", lambda self: True)
 
     with pytest.raises(type(error)) as caught:
         packlora.train(tree, subscribers=[at_window(2, at_once)])
