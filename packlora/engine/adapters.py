@@ -62,11 +62,17 @@ class AdapterState:
         parameters, all call it."""
         self._before: torch.Tensor | None = None
         """adapter.flat before the step that was begun."""
+        self._is_counted = True
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step has been begun that is neither accepted nor put back."""
-        return self._before is not None
+        """Whether a step has been begun that is neither accepted nor put back, or whoever counts steps has yet to hear of one
+        that was accepted or taken back."""
+        return self._before is not None or not self._is_counted
+
+    def count(self) -> None:
+        """Whoever counts steps has heard of the last one."""
+        self._is_counted = True
 
     @property
     def has_gradient(self) -> bool:
@@ -182,6 +188,7 @@ class AdapterState:
     def accept(self) -> None:
         """Keep the step that was begun; its global batch is over."""
         assert self._before is not None
+        self._is_counted = False
         self.untrained &= self.without
         self.last_good, self._before = self._before, None
 
@@ -189,5 +196,6 @@ class AdapterState:
         """Go back to `last_good`. False where there is none."""
         if self.last_good is None:
             return False
+        self._is_counted = False
         self.adapter.flat.copy_(self.last_good)
         return True

@@ -249,6 +249,7 @@ class Job:
                 "tokens": tokens, **metrics, "seconds": seconds, "elapsed": elapsed,
             }
         )  # fmt: skip
+        self.state.count()
 
     def confirm(self, made: Confirmed) -> str | None:
         """What the last step has made of the parameters, before the next one. Fails where they were infinite. Returns a note
@@ -281,6 +282,7 @@ class Job:
             self.step -= 1
             self.tokens_seen -= sum(line.get("tokens", 0) for line in self.log_history if line["step"] > self.step)
             self.log_history = [line for line in self.log_history if line["step"] <= self.step]
+        self.state.count()
         self.failure += f"; the adapter of step {self.step} is kept"
 
 

@@ -555,6 +555,27 @@ def test_max_steps_stops_early_on_the_same_learning_rates_and_resuming_goes_on_w
     same_bits(whole, out)
 
 
+def test_a_defect_between_a_step_and_its_count_saves_nothing_of_the_step(
+    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter has stepped, the job does not know it: no checkpoint says that the one is of the other's step."""
+    tree, whole = uninterrupted
+    original = Job.stepped
+
+    def broken(self: Job, *args: Any) -> None:
+        if self.step == 1:
+            crash()
+        original(self, *args)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "stepped", broken)
+        with pytest.raises(RuntimeError, match="crash"):
+            train({**tree, "output_dir": str(out), "save_every": 0})
+    assert train({**tree, "output_dir": str(out), "save_every": 0}, resume=True).exit_code == 0
+    same_bits(whole, out)
+
+
 @pytest.mark.parametrize("how", ["crash", "signal"])
 def test_a_job_that_is_interrupted_between_its_ruin_and_its_failure_still_keeps_the_adapter_from_before(
     how: str, tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
