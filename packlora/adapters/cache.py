@@ -1,6 +1,6 @@
-"""One call of the operator for layers that read the same tokens, and what a layer keeps from call to call.
+"""Layers that read the same tokens, as one call of the operator takes them, and what a layer keeps from call to call.
 
-Jobs' layers, PEFT's own and Megatron-Core's are computed here. What is made of the operands is the operator's business
+Jobs' layers, PEFT's own and Megatron-Core's are kept here. What is made of the operands is the operator's business
 (ops/lora_linear/prepared.py); kept here is for which layers it was made, and by what segments and plan they were computed last.
 """
 
@@ -10,14 +10,9 @@ import operator
 from collections.abc import Hashable
 from typing import NamedTuple
 
-import torch
-
-from packlora.ops.lora_linear.autograd import lora_group
-from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, Segment
-from packlora.ops.recompute import Recompute
 
 
 class Group(NamedTuple):
@@ -29,13 +24,6 @@ class Group(NamedTuple):
     tokens: Hashable = None
     segments: tuple[Segment, ...] = ()
     plan: Plan = CHAIN
-
-    def compute(
-        self, x: torch.Tensor, keys_T2: torch.Tensor | None, salt: int = 0, recompute: Recompute | None = None,
-        moving: MovingSegments | None = None,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Outputs of the layers for x [..., K]; arguments are those of lora_group."""
-        return lora_group(x, self.layers, self.segments, keys_T2, salt, self.plan, self.state, recompute, moving)
 
 
 class GroupCache:

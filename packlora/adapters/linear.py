@@ -24,6 +24,7 @@ from packlora.adapters.sharded import AddBiases, shard_of
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
+from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory, Storage
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
@@ -298,7 +299,8 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
         group = first.groups.put(group, tokens, segments, plan)
     if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in group.segments):
         keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
-    return group.compute(x, keys_T2, first.salt, recompute_of(x), owners.moving)
+    layers, segments, plan, state = group.layers, group.segments, group.plan, group.state
+    return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.moving)
 
 
 def _segments(owners: TokenOwners, computed: Sequence[Mapping[int, AdapterWeights]]) -> Iterator[Segment]:

@@ -35,6 +35,7 @@ from packlora.live.adapter import (
 from packlora.live.foreign import StoredWeight, weight_reader
 from packlora.live.forward import OwnForward
 from packlora.live.wrapped import is_frozen, kind_of, weight_of
+from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
@@ -273,22 +274,26 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
         ValueError: x does not fit a layer; the message names the layer and what it takes.
     """
     dtype, products, autocast = calls[0].dtypes(x)
+    operator: Callable[..., Sequence[torch.Tensor]]
+    arguments: tuple[Any, ...]
+    if torch.compiler.is_compiling():
+        operator, arguments = _by_tracing, (x, calls, dtype, autocast)
+    else:
+        operator, arguments = lora_group, _arguments(x, calls, (dtype, products, x.device), autocast)
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
-            outputs = _outputs(x, calls, (dtype, products, x.device), autocast)
+            outputs = list(operator(*arguments))
     else:
-        outputs = _outputs(x, calls, (dtype, products, x.device), autocast)
+        outputs = list(operator(*arguments))
     for index, call in enumerate(calls):
         if call.outer_bias is not None:
             outputs[index] = outputs[index] + call.outer_bias.to(dtype)
     return outputs if calls[0].stored is None else [_to(y, x.dtype) for y in outputs]
 
 
-def _outputs(x: torch.Tensor, calls: Sequence[LayerCall], of: Products, autocast: bool) -> list[torch.Tensor]:
-    """Outputs in the dtype of the products, without biases that are trained. autocast: whether it was on."""
+def _arguments(x: torch.Tensor, calls: Sequence[LayerCall], of: Products, autocast: bool) -> tuple[Any, ...]:
+    """The arguments of lora_group. autocast: whether it was on."""
     first, dtype = calls[0], of[0]
-    if torch.compiler.is_compiling():
-        return _by_tracing(x, calls, dtype, autocast)
     layers, cache = [], first.owner.groups
     for call in calls:
         kept = call.owner.kept
@@ -304,7 +309,7 @@ def _outputs(x: torch.Tensor, calls: Sequence[LayerCall], of: Products, autocast
     if group.tokens != (T, first.p):
         plan, _ = _chosen(calls, x.device, dtype, T)
         group = cache.put(group, (T, first.p), (Segment(0, 0, T, first.p),), plan)
-    return list(group.compute(x, keys_T2, recompute=recompute))
+    return x, group.layers, group.segments, keys_T2, 0, group.plan, group.state, recompute
 
 
 def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> KeptLayer:
@@ -420,6 +425,17 @@ class LayerForward(OwnForward):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "groups": GroupCache(), "kept": None, "_norms": {}, "_stored": None, "_turned": None}
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As other layers, by fewer calls."""
+        if not self.on or torch.compiler.is_compiling():
+            return OwnForward.__call__(self, x, *args, **kwargs)
+        call: Any = self.why_peft(x, args, kwargs) or self.ready()
+        if isinstance(call, str):
+            self.calls.leave(call)
+            return self.peft(x, *args, **kwargs)
+        self.calls.served += 1
+        return compute(x, (call,))[0] if self.group is None else self.group.serve(self.index, x, call)
 
     def compute(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         group = self.group

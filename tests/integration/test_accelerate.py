@@ -28,7 +28,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import packlora
-from packlora.adapters import cache
+from packlora.live import layers as peft_live
 from packlora.live.report import ModuleReport, Report
 from packlora.ops.lora_linear.plan import Plan
 
@@ -78,13 +78,13 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tol
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call of the operator was for."""
     calls: list[int] = []
-    original = cache.lora_group
+    original = peft_live.lora_group
 
     def counted(x: Any, layers: Any, *rest: Any) -> Any:
         calls.append(len(layers))
         return original(x, layers, *rest)
 
-    monkeypatch.setattr(cache, "lora_group", counted)
+    monkeypatch.setattr(peft_live, "lora_group", counted)
     return calls
 
 
@@ -999,13 +999,13 @@ def test_the_report_names_every_module_once_with_its_plan_or_a_reason() -> None:
 
 def test_a_plan_may_be_given_and_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Plan] = []
-    original = cache.lora_group
+    original = peft_live.lora_group
 
     def seen(*args: Any) -> Any:
         plans.append(args[5])
         return original(*args)
 
-    monkeypatch.setattr(cache, "lora_group", seen)
+    monkeypatch.setattr(peft_live, "lora_group", seen)
     model, plan = lora(), Plan(up="before", dx="before")
     want = outcome(model)
     assert plan.name in str(packlora.accelerate(model, plan=plan))

@@ -19,7 +19,6 @@ from test_training import adapter, config, distance, steps, train
 from typer.testing import CliRunner
 
 import packlora
-from packlora.adapters import cache
 from packlora.cli import app
 from packlora.engine import recorded
 from packlora.live import layers as peft_live
@@ -37,13 +36,13 @@ SIBLINGS = ["q_proj", "k_proj", "v_proj"]
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Plan]]:
     """Of each call of the operator under accelerate, how many layers it was for and its plan."""
     calls: list[tuple[int, Plan]] = []
-    original = cache.lora_group
+    original = peft_live.lora_group
 
     def watched(*args: Any) -> Any:
         calls.append((len(args[1]), args[5]))
         return original(*args)
 
-    monkeypatch.setattr(cache, "lora_group", watched)
+    monkeypatch.setattr(peft_live, "lora_group", watched)
     return calls
 
 

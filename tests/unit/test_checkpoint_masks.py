@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import packlora
-from packlora.adapters import cache
+from packlora.live import layers as peft_live
 
 Wrap = Callable[..., Any]
 
@@ -198,9 +198,9 @@ def test_around_the_whole_parent_siblings_stay_together_and_gradients_are_those_
     model = stack(all_three)
     want = slopes(copy.deepcopy(model))
     calls: list[int] = []
-    original = cache.lora_group
+    original = peft_live.lora_group
     monkeypatch.setattr(
-        cache, "lora_group", lambda x, layers, *rest: calls.append(len(layers)) or original(x, layers, *rest)
+        peft_live, "lora_group", lambda x, layers, *rest: calls.append(len(layers)) or original(x, layers, *rest)
     )
     got = slopes(wrapped(model, **wraps))
     assert calls == [3, 1] * 4
