@@ -435,7 +435,7 @@ class LayerForward(OwnForward):
             self.calls.leave(call)
             return self.peft(x, *args, **kwargs)
         self.calls.served += 1
-        return compute(x, (call,))[0] if self.group is None else self.group.serve(self.index, x, call)
+        return self.compute(x, call) if self.group is None else self.group.serve(self.index, x, call)
 
     def compute(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         group = self.group
