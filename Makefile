@@ -3,7 +3,7 @@
 # processes run tests.
 #
 #   make quick   lint and a tenth of the tests: under 90 seconds on two cores
-#   make test    what CI runs: about twenty minutes on two cores
+#   make test    what CI runs: about fifteen minutes on two cores
 #   make soak    every case with fresh random seeds, and all injected faults: for a night
 
 PYTHON ?= python3
