@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from packlora.parallel.pipeline import Links
 
 
+Refusal = Literal["loss", "norm", "gradient"]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Optimizer step of an adapter, by its number, at a learning rate."""
@@ -54,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What runs at one moment on all replicas.
+    """Work of one moment on all replicas.
 
     parts: microbatch of this replica, ordered by adapter; empty where it has none.
     counted: adapters whose rows count, on whichever replica. Rows of others are computed and dropped.
@@ -86,13 +89,13 @@ class StepDone:
     loss: float
     norm: float
     sums: torch.Tensor
-    refused: Literal["loss", "norm", "gradient"] | None = None
+    refused: Refusal | None = None
     reverted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """What a step made of the parameters. It comes before the adapter's next step.
+    """The parameters after a step. It comes before the adapter's next step.
 
     largest: parameter. changed: whether any changed. reverted: whether some became infinite, so that the step was taken back.
     """
@@ -320,8 +323,9 @@ class Engine:
 
     def _judge(self, step: Step, loss: float, norm: float) -> StepDone:
         """Accept a step that was begun, or put it back. Its global batch is over."""
-        state, refused, reverted = self.adapters[step.adapter], None, False
-        sums = state.sums
+        state, sums = self.adapters[step.adapter], self.adapters[step.adapter].sums
+        refused: Refusal | None = None
+        reverted = False
         assert sums is not None
         if not math.isfinite(loss):
             refused = "loss"
@@ -335,7 +339,7 @@ class Engine:
             state.put_back()
             reverted = refused == "loss" and state.revert()
         state.discard()
-        return StepDone(step.adapter, loss, norm, sums, cast("Any", refused), reverted)
+        return StepDone(step.adapter, loss, norm, sums, refused, reverted)
 
     def _confirm(self, adapter: int, largest: float, changed: float) -> Confirmed:
         """Take a step back that has made parameters infinite."""

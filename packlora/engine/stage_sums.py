@@ -23,7 +23,7 @@ SQUARE, FOUND, LOSS, LARGEST, CHANGED = 0, 1, 2, -2, -1
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What all stages have found for a step of an adapter.
+    """Numbers of all stages for a step of an adapter.
 
     sums: of losses and metrics [1 + M] float64; loss: the first of them. norm: of the gradient [] float64, and norm_value.
     found: parameters with a gradient. before: the largest parameter after the adapter's step before, and 1 where that changed

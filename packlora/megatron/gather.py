@@ -1,19 +1,19 @@
-"""Tensors of one adapter from all processes of a model."""
+"""Tensors of one adapter from all processes of a model, which send one another files in the form of safetensors and JSON."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import json
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors.torch import load, save
 
 from packlora.adapters.weights import AdapterWeights
 from packlora.megatron.attach import Placed
 from packlora.megatron.layers import Found, size_of
 
 Tensors = dict[str, torch.Tensor]
-T = TypeVar("T")
 
 
 def whole_tensors(placed: Placed, adapter: str) -> dict[str, Tensors]:
@@ -27,8 +27,8 @@ def whole_tensors(placed: Placed, adapter: str) -> dict[str, Tensors]:
         for key, whole in _joined(placed.layers[path], weights).items():
             own[f"{path}/{key}"] = whole
     for group in _others():
-        for other in _gathered(own, group):
-            own |= other
+        for other in _gathered(save(own), group):
+            own |= load(other)
     found: dict[str, Tensors] = {}
     for name, tensor in own.items():
         path, _, key = name.rpartition("/")
@@ -58,20 +58,26 @@ def _joined(layer: Found, weights: AdapterWeights) -> Tensors:
             parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(layer.degree)]
             dist.all_gather(parts, own.contiguous(), group=layer.group)
             own = shard.joined(key, parts)
-        out[key] = own.to("cpu", copy=True)  # of a view of a buffer, all of the buffer would be sent
+        out[key] = own.cpu().contiguous()
     return out
 
 
-def _gathered(own: T, group: dist.ProcessGroup) -> list[T]:
-    """What each process of a group has, in the order of ranks."""
-    found: list[Any] = [None] * size_of(group)
-    dist.all_gather_object(found, own, group)
-    return found
+def _gathered(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Gather the bytes of each process of a group, in the order of ranks; torch's own way for objects takes pickles."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size_of(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
+    padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8, device=device)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 def everywhere(words: set[str]) -> set[str]:
     """Union of the sets of all processes of the expert and pipeline parallel groups."""
     found = set(words)
     for group in _others():
-        found = found.union(*_gathered(found, group))
+        found = found.union(*map(json.loads, _gathered(json.dumps(sorted(found)).encode(), group)))
     return found

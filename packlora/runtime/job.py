@@ -252,8 +252,8 @@ class Job:
         self.state.count()
 
     def confirm(self, made: Confirmed) -> str | None:
-        """What the last step has made of the parameters, before the next one. Fails where they were infinite. Returns a note
-        for a person."""
+        """Take note of the parameters after the last step, before the next one. The job fails where they were infinite.
+        Returns a note for a person."""
         result, self._told = self._told, None
         assert result is not None
         if made.reverted:

@@ -69,7 +69,7 @@ class PipelineTimes:
         )  # fmt: skip
 
     def _spans(self) -> list[Span]:
-        """What the clock has taken, with slots as numbers."""
+        """Spans of the clock, with slots as numbers."""
         slots = [number for number, (_, own) in enumerate(self._slots) if own is not None]
         return [(kind, slots[number], start, end) for kind, number, start, end in self.clock.taken()]
 

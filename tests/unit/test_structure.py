@@ -140,6 +140,19 @@ def test_classes_and_functions_can_be_read_on_one_screen() -> None:
     assert not long, "\n".join(long)
 
 
+def test_nothing_reads_or_sends_pickles() -> None:
+    """Neither modules that do, nor the collectives of torch that take objects."""
+    modules_of_pickles, found = {"pickle", "cPickle", "dill", "cloudpickle", "shelve"}, []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            names = named(node) if isinstance(node, ast.stmt) else []
+            if modules_of_pickles & {name.partition(".")[0] for name in names}:
+                found.append(f"{module} imports {names}")
+            if isinstance(node, ast.Attribute) and node.attr.endswith(("_object", "_object_list")):
+                found.append(f"{module}:{node.lineno} {node.attr}")
+    assert not found
+
+
 def _lines_of_docstring(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     first = node.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
