@@ -17,7 +17,7 @@ from packlora.parallel.replicas import ALONE, Alone
 from packlora.result import Result
 from packlora.runtime.events import Emitter
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 
 if TYPE_CHECKING:
     from packlora.engine.stage_passes import StageDevice

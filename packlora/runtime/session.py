@@ -47,7 +47,7 @@ from packlora.runtime.parts import parts_of
 from packlora.runtime.placement import Placement
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 from packlora.runtime.record import (
     RunRecord,
     earlier_warnings,

@@ -25,14 +25,14 @@ from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.parallel.stages import Stage, load_stage
 from packlora.result import Result
-from packlora.runtime import profiler
+from packlora.runtime import estimate, profiler
 from packlora.runtime.choose import choose
 from packlora.runtime.events import Emitter
 from packlora.runtime.parts import holders
 from packlora.runtime.pipeline_times import PipelineTimes
 from packlora.runtime.placement import Listen, Placement
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.trainer import Trainer
@@ -81,7 +81,7 @@ class OverProcesses(Placement):
         run, prepared, group = self.run, self.prepared, self.group
         given = (run, prepared.tokenizer, prepared.longest_run)
         if isinstance(group, Links):
-            return load_stage(*given, self.mesh, group, profiler.stage_layers(run, prepared, group.stages))
+            return load_stage(*given, self.mesh, group, estimate.stage_layers(run, prepared, group.stages))
         if group.model is not None:
             return load_cut(*given, group)
         if group.shards is not None:
@@ -100,14 +100,14 @@ class OverProcesses(Placement):
         """See Placement."""
         if self.layout.pipeline == 1:
             return known
-        known = profiler.sharing_experts(known, self.run, self.prepared, self.layout.expert)
-        return profiler.staged(known, self.run, self.prepared, self.layout.pipeline)
+        known = estimate.sharing_experts(known, self.run, self.prepared, self.layout.expert)
+        return estimate.staged(known, self.run, self.prepared, self.layout.pipeline)
 
     def pipeline(self, own: PreparedRun, known: Profile, passes: SingleDevice | StageDevice) -> dict[str, Any]:
         """See Placement."""
         if not isinstance(passes, StageDevice):
             return {}
-        cost = profiler.planning_cost(self.run, self.prepared, self.group.stages)
+        cost = estimate.planning_cost(self.run, self.prepared, self.group.stages)
         return {"cost": cost, "times": PipelineTimes(self.run, own.shape, passes.stage.links, passes.clock, known.cost)}
 
     def train(self, trainer: Trainer | None, logged: int, listen: Listen, sample: Callable[[Trainer], None]) -> Result:
