@@ -15,38 +15,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 
-from packlora.adapters.attach import attach
-from packlora.adapters.embeddings import change_embeddings
-from packlora.adapters.linear import keep_outputs
 from packlora.base.device import usual_dtype
 from packlora.base.model import Base, load_base
+from packlora.changes import NoChanges, job_set, plugin
 from packlora.config import Run
-from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh, OneProcess
-from packlora.parallel.replicas import ALONE, Alone
-from packlora.plans.cache import PlanCache
-from packlora.plans.select import PlanChooser
+from packlora.parallel.replicas import ALONE
 from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
 from packlora.result import Result
 from packlora.runtime import profiler
-from packlora.runtime.changes import Change, leaves, whole_run
-from packlora.runtime.control import Refusal
+from packlora.runtime.attach import attach_jobs
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
-from packlora.runtime.members import make_job, place
-from packlora.runtime.open_members import OpenMembers
-from packlora.runtime.parts import holders, parts_of
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
@@ -63,7 +53,6 @@ from packlora.runtime.resume import (
     began,
     check_output,
     check_sent_back,
-    gone_jobs,
     left_out_steps,
     put_aside,
     restore_jobs,
@@ -72,18 +61,13 @@ from packlora.runtime.resume import (
     starting_steps,
 )
 from packlora.runtime.trainer import Trainer
-from packlora.runtime.windows import last_round, slowest, window_of
+from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, silent
 
 if TYPE_CHECKING:
+    from packlora.changes import Changes
     from packlora.engine.stage_passes import StageDevice
     from packlora.parallel.pipeline import Links
-    from packlora.parallel.stages import Stage
-
-CLOSED = (
-    "output_dir {}: jobs have joined this run or left it while it trained, or are to do so now, which one process can do, or "
-    "pipelines that share all jobs (parallel.pipeline); this run goes on there"
-)
 
 
 @dataclass(slots=True)
@@ -159,15 +143,8 @@ class Session:
         # 1. Check everything that can be wrong, and agree on who trains what.
         self.run = run = _of_one_dtype(self.run, mesh)
         self.saved = together(mesh, self._saved)
-        self.run, self.new = whole_run(run, self.saved) if self.saved is not None else (run, [])
-        self.changes = self.saved.changes if self.saved is not None else []
-        if self.saved is None:
-            self.run, self.changes = together(mesh, lambda: _with_candidates(run))
-        elif self.new and run.sweep is not None:
-            from packlora.runtime.sweep import Sweep
-
-            Sweep(run).refuse_names(self.new)
-        run = self.run
+        self.job_set = together(mesh, lambda: job_set(run, self.saved))
+        self.run = run = self.job_set.run
         self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
         self.starts, prepared = together(mesh, self._prepare)
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
@@ -191,17 +168,13 @@ class Session:
         # 5. The loop, and who writes files of what it tells.
         folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, self.group)
         writer = RunRecord(self.output_dir, record, executor.plans, folder.files)
-        members = None
-        if self._is_open:
-            parts = (run, prepared, base, self.single, executor, writer, self.changes, self.output_dir)
-            members = OpenMembers(*parts, self.group, mesh)
-        self.writers, failed = self._writers(folder, writer, members is None) if mesh.is_first else ([], [])
+        self.writers, failed = self._writers(folder, writer) if mesh.is_first else ([], [])
         notes += failed
         left_out, tokens = left_out_results(run, prepared.left_out if mesh.is_first else {}, record)
         if not jobs:
             return None
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
-        more: dict[str, Any] = {"members": members, "tokens_of_gone": tokens}
+        more: dict[str, Any] = {"changes": self._changes(prepared, base, executor, writer), "tokens_of_gone": tokens}
         if isinstance(self.single, SingleDevice):
             return Trainer(*loop, **more)
         from packlora.runtime.pipeline_times import PipelineTimes
@@ -218,14 +191,9 @@ class Session:
             from packlora.runtime.several import choose_layout, group_of
 
             self.layout = choose_layout(run, mesh, prepared)
-            if run.sweep is not None and not self._is_open:
-                raise InputError(
-                    "sweep: candidates join and leave pipelines that share all jobs, but parallel.devices_per_job is "
-                    f"{self.layout.devices_per_job}; set it to {mesh.size}"
-                )
+            if not self._is_open:
+                self.job_set.check_layout(self.layout, mesh.size)
             self.group = group_of(run, mesh, self.layout)
-        if self.saved is not None and not self._is_open and (self.changes or self.new):
-            raise InputError(CLOSED.format(self.output_dir))
         names = self.layout.groups[self.layout.group_of(mesh.rank)]
         return replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
 
@@ -236,11 +204,19 @@ class Session:
 
         return graphed(self.run, base, self.single, jobs, budget, lambda text: events.emit(Note(text)))
 
-    def _writers(self, folder: OutputFolder, writer: RunRecord, closed: bool) -> tuple[list[Subscriber], list[str]]:
-        """Who hears of the run on its first process, and what to tell of those that cannot. closed: no job may join."""
+    def _changes(self, prepared: PreparedRun, base: Base, executor: Executor, record: RunRecord) -> Changes:
+        """Who joins and leaves while the run trains."""
+        if not self._is_open:
+            return NoChanges()
+        parts: dict[str, Any] = {"run": self.run, "prepared": prepared, "base": base, "single": self.single}
+        parts |= {"executor": executor, "record": record, "mesh": self.mesh}
+        return self.job_set.open(self.output_dir, self.group, **parts)
+
+    def _writers(self, folder: OutputFolder, writer: RunRecord) -> tuple[list[Subscriber], list[str]]:
+        """Who hears of the run on its first process, and what to tell of those that cannot."""
         out: list[Subscriber] = [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
-        if closed:
-            out.append(Refusal(self.output_dir, self.mesh.size))
+        if not self._is_open:
+            out.append(plugin().refusal(self.output_dir, self.mesh.size))
         if not self.run.trackers:
             return out, []
         from packlora.report.trackers import trackers
@@ -264,9 +240,8 @@ class Session:
         return Activity() if self.mesh.is_first else contextlib.nullcontext(silent)
 
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
-        starts = starting_steps(self.run, self.resume_from, leaves(self.changes))
-        gone = gone_jobs(self.run, self.saved, starts) if self.saved is not None else {}
-        budgets = {change.join.name: change.budget for change in self.changes if change.join and change.budget}
+        starts = starting_steps(self.run, self.resume_from, self.job_set.left)
+        gone, budgets = self.job_set.gone(starts), self.job_set.budgets
         with self._told() as told:
             prepared = prepare(self.run, self.max_steps, self.saved is not None, told, gone, budgets, self.moment)
         check_sent_back(starts, prepared.left_out)
@@ -296,19 +271,7 @@ class Session:
         self.fingerprint = base.fingerprint
         if self.saved is not None:
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
-        return base, *_attach(own, base, self.group)
-
-    def _let_new_jobs_join(self, prepared: PreparedRun, jobs: list[Job], record: dict[str, Any]) -> None:
-        """Jobs that a run file has in addition begin in the window that the others go on with."""
-        known = [job for job in jobs if job.name not in self.new]
-        running = [job for job in known if job.status == "running"]
-        round_ = window_of(self.run, slowest(running)).start if running else window_of(self.run, last_round(known)).stop
-        most = prepared.budget if self.run.max_tokens_per_microbatch == "auto" else 0
-        for job in jobs:
-            if job.name in self.new:
-                job.joined = round_
-                self.changes = [*self.changes, Change(round=round_, by="run file", join=job.config, budget=most)]
-        record["changes"] = [change.record() for change in self.changes]
+        return base, *attach_jobs(own, base, self.group)
 
     def _choose_budget(
         self, prepared: PreparedRun, own: PreparedRun, base: Base, executor: Executor, jobs: list[Job]
@@ -336,8 +299,8 @@ class Session:
         own_notes = together(
             mesh, lambda: restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
         )
-        place(jobs, self.changes)
-        self._let_new_jobs_join(prepared, jobs, record)
+        most = prepared.budget if self.run.max_tokens_per_microbatch == "auto" else 0
+        record["changes"] = self.job_set.place(jobs, most)
         going = [job for job in jobs if job.step < job.data.num_steps]  # others have nothing to be planned for
         begins = window_of(self.run, slowest(going)).start
         standing = [asdict(Standing.of(job)) for job in jobs]
@@ -364,35 +327,6 @@ class Session:
         return notes
 
 
-def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDevice | StageDevice, list[Job]]:
-    """Put an adapter of each job onto the model. replica: the processes that hold it."""
-    cache = PlanCache(base.device)
-    choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
-    attached, adapters = attach(
-        base.model,
-        {job.config.name: job.spec for job in prepared.jobs},
-        {job.config.name: job.data.seed for job in prepared.jobs},
-        {path: choosers[ask] for path, ask in prepared.asks.items()},
-        base.storage,
-        None if base.modality is None else base.modality.example,
-    )
-    if replica.is_first:
-        change_embeddings(base.model, attached, CHANGES_OF_EMBEDDINGS)
-    jobs, whole, group = [], parts_of(adapters, replica), holders(replica)
-    for item, adapter in zip(prepared.jobs, adapters, strict=True):
-        job = make_job(prepared.run, item, adapter, base)
-        whole(job)
-        jobs.append(job)
-    if prepared.run.keep_outputs:
-        base.kept_outputs = keep_outputs(base.model)
-    multiple = dist.get_world_size(group) if group is not None and prepared.run.parallel.sequence_parallel else 1
-    if base.storage.is_stage:
-        from packlora.engine.stage_passes import StageDevice
-
-        return StageDevice(base, attached, cast("Stage", base.storage), multiple), jobs
-    return SingleDevice(base, attached, multiple), jobs
-
-
 def choose_budget(
     run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], saved: SavedRun | None
 ) -> Profile:
@@ -414,12 +348,3 @@ def choose_budget(
 def _of_one_dtype(run: Run, mesh: OneProcess) -> Run:
     """A copy with what its dtype stands for, by the first process: others may not see the output folder yet."""
     return run.model_copy(update={"dtype": mesh.gather(together(mesh, lambda: usual_dtype(run)))[0]})
-
-
-def _with_candidates(run: Run) -> tuple[Run, list[Change]]:
-    """A run with the first candidates of its sweep, and the changes that they are."""
-    if run.sweep is None:
-        return run, []
-    from packlora.runtime.sweep import begun
-
-    return begun(run)
