@@ -12,18 +12,18 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-PLUGIN = "packlora.sweep.plugin"
+PLUGIN = "packlora.sweep"
 FOLDER, REQUEST = "control", "request-"
 """Folder of an output folder to which requests are written, and how the names of their files begin."""
 SHOWN = "sweep.json"
 """File of an output folder of which the plug-in makes a section of the page and a table."""
 
 
-def plugin() -> Any:
-    """The plug-in, sweep/plugin.py, imported now."""
-    return importlib.import_module(PLUGIN)
+def plugin(module: str) -> Any:
+    """A module of the plug-in, imported now."""
+    return importlib.import_module(f"{PLUGIN}.{module}")
 
 
 def is_asked(output_dir: Path) -> bool:
@@ -36,7 +36,7 @@ def is_asked(output_dir: Path) -> bool:
 
 def shown_of(output_dir: Path) -> Any:
     """Sections that the plug-in makes of an output folder (sweep/page.py); None where it has nothing to show."""
-    return plugin().page() if (output_dir / SHOWN).exists() else None
+    return plugin("page") if (output_dir / SHOWN).exists() else None
 
 
 # --- before a session, and as it begins ------------------------------------------------------------------------------------
@@ -46,14 +46,14 @@ def check(run: Any, processes: int, max_steps: int | None) -> None:
     """Raises InputError where jobs that are compared cannot join and leave: on so many processes, or with at most so many
     steps."""
     if run.compares:
-        plugin().check(run, processes, max_steps)
+        plugin("checks").check(run, processes, max_steps)
 
 
 def check_prepared(prepared: Any, resumed: bool) -> None:
     """Raises InputError where jobs cannot be compared or, of a run that begins, later ones cannot all be trained. prepared: the
     run, which gets notes."""
     if prepared.run.compares:
-        plugin().check_prepared(prepared, resumed)
+        plugin("checks").check_prepared(prepared, resumed)
 
 
 class JobSet:
@@ -87,22 +87,21 @@ class JobSet:
 
     def open(self, output_dir: Path, group: Any, **parts: Any) -> Changes:
         """Changes of a run whose jobs may change. parts: of the run, more arguments of sweep/open_members.py, OpenMembers."""
-        return UntilAsked(
-            lambda: plugin().open_members([], output_dir=output_dir, group=group, **parts), output_dir, group
-        )
+        parts |= {"output_dir": output_dir, "group": group}
+        return UntilAsked(lambda: plugin("open_members").OpenMembers([], **parts), output_dir, group)
 
 
 def job_set(run: Any, saved: Any) -> JobSet:
     """Jobs of a run, by its file and by what run.json says of a run that is continued, or None. Raises InputError."""
     if not run.compares and (saved is None or _is_as_begun(run, saved)):
         return JobSet(run)
-    found: JobSet = plugin().job_set(run, saved)
+    found: JobSet = plugin("job_set").ChangedJobSet(run, saved)
     return found
 
 
 def whole_run(run: Any, saved: Any) -> Any:
     """A run file that continues a run, with the jobs that have joined since it began."""
-    return run if _is_as_begun(run, saved) else plugin().whole_run(run, saved)
+    return run if _is_as_begun(run, saved) else plugin("changes").whole_run(run, saved)
 
 
 def new_jobs(run: Any, saved: Any) -> list[str]:
@@ -126,14 +125,17 @@ class Changed:
     told: list[Any] = field(default_factory=list)
 
 
-class Changes(Protocol):
-    """Changes of jobs (runtime/job.py) in the training loop. All processes that train the jobs ask the same."""
+class Changes:
+    """Changes of jobs (runtime/job.py) in the training loop: here of a run that keeps its jobs. All processes that train the
+    jobs ask the same."""
 
     def first(self, jobs: Sequence[Any]) -> int | None:
         """The round of which an interrupted run has yet to decide who joins and leaves before it; None where there is none."""
+        return None
 
     def pending(self, round_: int, jobs: Sequence[Any]) -> bool:
         """Whether jobs may have to join or leave before a round."""
+        return False
 
     def change(self, round_: int, jobs: list[Any], budget: Any) -> Changed | None:
         """Let jobs join and leave before a round.
@@ -150,40 +152,21 @@ class Changes(Protocol):
                 is refused, and costs the run nothing.
             MemoryError: there is no room for a sweep's next candidate.
         """
+        return None
 
     def take_off(self, jobs: list[Any], round_: int) -> list[Any]:
         """Take jobs that have ended and left off the model, and out of `jobs`. Returns them."""
+        return []
 
     def judged(self, ends: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the results by which a run is done or has failed."""
+        return ends
 
     def end(self, jobs: Sequence[Any], files: Any) -> None:
         """The session ends, with these jobs on the model. files: of the run, report/metrics.py, BestEffort."""
 
 
-class NoChanges:
-    """Changes of a run that keeps its jobs."""
-
-    def first(self, jobs: Sequence[Any]) -> int | None:
-        return None
-
-    def pending(self, round_: int, jobs: Sequence[Any]) -> bool:
-        return False
-
-    def change(self, round_: int, jobs: list[Any], budget: Any) -> Changed | None:
-        return None
-
-    def take_off(self, jobs: list[Any], round_: int) -> list[Any]:
-        return []
-
-    def judged(self, ends: Mapping[str, Any]) -> Mapping[str, Any]:
-        return ends
-
-    def end(self, jobs: Sequence[Any], files: Any) -> None:
-        pass
-
-
-class UntilAsked:
+class UntilAsked(Changes):
     """Changes of a run that keeps its jobs until somebody asks for a change; from then on those of the plug-in.
 
     Args:
@@ -193,28 +176,24 @@ class UntilAsked:
 
     def __init__(self, make: Callable[[], Changes], output_dir: Path, group: Any) -> None:
         self._make, self._output_dir, self._group = make, output_dir, group
-        self._now: Changes = NoChanges()
-        self._is_made = False
+        self._now, self._is_made = Changes(), False
 
-    def _look(self, is_asked_here: bool) -> Changes:
-        if is_asked_here:
+    def _finds(self) -> bool:
+        return bool(self._group.leads and is_asked(self._output_dir))
+
+    def _after(self, asked: bool) -> Changes:
+        if asked:
             self._now, self._is_made = self._make(), True
         return self._now
 
-    def _look_together(self) -> Changes:
-        return self._look(not self._is_made and self._group.told(self._is_asked()))
-
-    def _is_asked(self) -> bool:
-        return bool(self._group.leads and is_asked(self._output_dir))
-
-    def first(self, jobs: Sequence[Any]) -> int | None:
-        return self._now.first(jobs)
+    def _after_look(self) -> Changes:
+        return self._after(not self._is_made and self._group.told(self._finds()))
 
     def pending(self, round_: int, jobs: Sequence[Any]) -> bool:
-        return self._look_together().pending(round_, jobs)
+        return self._after_look().pending(round_, jobs)
 
     def change(self, round_: int, jobs: list[Any], budget: Any) -> Changed | None:
-        return self._look_together().change(round_, jobs, budget)
+        return self._after_look().change(round_, jobs, budget)
 
     def take_off(self, jobs: list[Any], round_: int) -> list[Any]:
         return self._now.take_off(jobs, round_)
@@ -224,4 +203,4 @@ class UntilAsked:
 
     def end(self, jobs: Sequence[Any], files: Any) -> None:
         # what is asked is refused; no message to the others, as an error may have ended this process alone
-        self._look(not self._is_made and self._is_asked()).end(jobs, files)
+        self._after(not self._is_made and self._finds()).end(jobs, files)

@@ -88,4 +88,4 @@ _OF_PLUGINS = ("RESERVED_BY_SWEEPS", "RangeConfig", "StoppingConfig", "SweepConf
 def __getattr__(name: str) -> Any:
     if name not in _OF_PLUGINS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(plugin().config(), name)
+    return getattr(plugin("config"), name)

@@ -148,7 +148,7 @@ def _read_saved(file: Path) -> SavedRun:
         saved = SavedRun.model_validate_json(text)
         if lines := lines_since(file.parent, saved.edition):
             saved = SavedRun.model_validate_json(_with(text, lines))
-        return plugin().saved_run(saved, file.parent) if saved.changes else saved
+        return plugin("changes").with_changes(saved, file.parent) if saved.changes else saved
     except DamagedLine as error:
         raise InputError(
             f"output_dir {file.parent}: {JOURNAL}, {error}: it tells of jobs that joined and of checkpoints since run.json was "

@@ -18,7 +18,7 @@ import torch
 
 from packlora.base.device import usual_dtype
 from packlora.base.model import Base, load_base
-from packlora.changes import NoChanges, job_set, plugin
+from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError
@@ -65,7 +65,6 @@ from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, silent
 
 if TYPE_CHECKING:
-    from packlora.changes import Changes
     from packlora.engine.stage_passes import StageDevice
     from packlora.parallel.pipeline import Links
 
@@ -207,7 +206,7 @@ class Session:
     def _changes(self, prepared: PreparedRun, base: Base, executor: Executor, record: RunRecord) -> Changes:
         """Who joins and leaves while the run trains."""
         if not self._is_open:
-            return NoChanges()
+            return Changes()
         parts: dict[str, Any] = {"run": self.run, "prepared": prepared, "base": base, "single": self.single}
         parts |= {"executor": executor, "record": record, "mesh": self.mesh}
         return self.job_set.open(self.output_dir, self.group, **parts)
@@ -216,7 +215,7 @@ class Session:
         """Who hears of the run on its first process, and what to tell of those that cannot."""
         out: list[Subscriber] = [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
         if not self._is_open:
-            out.append(plugin().refusal(self.output_dir, self.mesh.size))
+            out.append(plugin("control").Refusal(self.output_dir, self.mesh.size))
         if not self.run.trackers:
             return out, []
         from packlora.report.trackers import trackers

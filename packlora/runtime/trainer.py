@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from packlora.base.model import Base
-from packlora.changes import Changes, NoChanges
+from packlora.changes import Changes
 from packlora.config import Run
 from packlora.engine.engine import Done, Engine, StepDone
 from packlora.engine.memory import TokenBudget, free_memory, peak_memory
@@ -93,7 +93,7 @@ class Trainer:
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
         self.left_out = dict(left_out or {})
-        self.changes = changes or NoChanges()
+        self.changes = changes or Changes()
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         # where others have parts of the model, nobody can go on alone

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from packlora.changes import Changes, NoChanges
+from packlora.changes import Changes
 from packlora.config import Run
 from packlora.parallel.replicas import Alone
 from packlora.report.events import Note, WindowPlanned
@@ -37,7 +37,7 @@ class Plan:
     windows: Iterator[Window]
     planner: Planner | None
     jobs: Sequence[Job] = ()
-    changes: Changes = field(default_factory=NoChanges)
+    changes: Changes = field(default_factory=Changes)
     border: int | None = None
     has_ended: bool = False
     _present: Window | None = None

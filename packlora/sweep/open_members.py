@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from packlora.adapters.files import save_adapter
-from packlora.changes import SHOWN, Changed
+from packlora.changes import SHOWN, Changed, Changes
 from packlora.config import BASE, JobConfig
 from packlora.engine.memory import TokenBudget, free_memory, synchronize
 from packlora.errors import InputError, WriteError, quoted, refusing
@@ -27,7 +27,7 @@ from packlora.sweep.control import Add, Asked, Clone, Control, StopJob, asked_fr
 from packlora.sweep.members import Members, named
 
 
-class OpenMembers(Members):
+class OpenMembers(Members, Changes):
     """Members that change as is asked for (packlora/changes.py, Changes). Arguments as of Members."""
 
     def __init__(self, changes: Sequence[Change], **parts: Any) -> None:
