@@ -44,7 +44,7 @@ class ChangedJobSet(JobSet):
             if self.new and run.sweep is not None:
                 Sweep(run).refuse_names(self.new)
         super().__init__(run)
-        self.left = leaves(self.changes)
+        self.left: Mapping[str, Change] = leaves(self.changes)
         self.budgets = {change.join.name: change.budget for change in self.changes if change.join and change.budget}
 
     def check_layout(self, layout: Layout, processes: int) -> None:
@@ -69,8 +69,8 @@ class ChangedJobSet(JobSet):
                 first = min(first, joined.get(job.name, 0) + starts.get(job.name, step))
             elif job.name in self.left:
                 ended.append(job.name)
-        begins, left = window_of(self.run, first).start, leaves(self.changes)
-        gone = {name: left[name].reason for name in ended if left[name].round <= begins}
+        begins = window_of(self.run, first).start
+        gone = {name: self.left[name].reason for name in ended if self.left[name].round <= begins}
         if len(gone) == len(self.run.trained):  # one has to be there
             gone.popitem()
         return gone

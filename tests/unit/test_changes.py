@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,9 +11,10 @@ from unittest import mock
 import pytest
 
 from packlora.base.fingerprint import Fingerprint
-from packlora.changes import FOLDER, REQUEST, Changed, JobSet, UntilAsked, job_set
+from packlora.changes import FOLDER, REQUEST, Changed, JobSet, UntilAsked, check, job_set
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.parallel.layout import Layout
 from packlora.runtime.resume import check_output
 
 
@@ -93,6 +95,12 @@ def test_what_is_asked_as_the_run_ends_is_heard_without_a_word_to_other_processe
 # --- run files and run.json ----------------------------------------------------------------------------------------------
 
 
+SWEPT = {
+    "base_model": "-", "output_dir": "-", "jobs": [{"name": "a", "data": {"path": "x", "eval_path": "y"}}],
+    "sweep": {"job": "a", "parameters": {"seed": [1, 2]}},
+}  # fmt: skip
+
+
 def run_of(folder: Path, *names: str) -> Run:
     jobs = [{"name": name, "data": {"path": "x"}} for name in names or ["a"]]
     return Run.model_validate({"base_model": "-", "output_dir": str(folder), "jobs": jobs})
@@ -138,12 +146,29 @@ def test_a_run_file_without_new_jobs_goes_on_without_the_plug_in_and_one_with_ne
     assert type(found) is not JobSet and [job.name for job in found.run.jobs] == ["a", "new"]
 
 
+def test_jobs_that_would_join_or_leave_on_processes_that_do_not_share_all_jobs_are_refused(tmp_path: Path) -> None:
+    layout = Layout.of_one_device(["a"])
+    before = check_output(run_of(saved(tmp_path, [])), resume=True)
+    job_set(run_of(tmp_path), before).check_layout(layout, 2)
+    with pytest.raises(InputError, match="jobs have joined this run or left it while it trained, or are to do so now"):
+        job_set(run_of(tmp_path, "a", "new"), before).check_layout(layout, 2)
+    left = check_output(run_of(saved(tmp_path, [{"round": 2, "by": "request", "leave": "a", "step": 2}])), resume=True)
+    with pytest.raises(InputError, match=re.escape(f"output_dir {tmp_path}: jobs have joined this run or left it")):
+        job_set(run_of(tmp_path), left).check_layout(layout, 2)
+    swept = Run.model_validate({**SWEPT, "output_dir": str(tmp_path)})
+    with pytest.raises(InputError, match=r"but parallel\.devices_per_job is 1; set it to 2"):
+        job_set(swept, None).check_layout(layout, 2)
+    with pytest.raises(InputError, match=r"but 2 were started; start one, or set parallel\.pipeline"):
+        check(swept, 2, None)
+    check(Run.model_validate({**SWEPT, "parallel": {"pipeline": 2}}), 2, None)
+    check(run_of(tmp_path), 2, 3)
+
+
 def test_models_of_a_sweep_are_imported_from_the_configuration_as_ever() -> None:
     from packlora.config import RESERVED_BY_SWEEPS, RangeConfig, StoppingConfig, SweepConfig
 
     assert {"best", "sweep.json"} == RESERVED_BY_SWEEPS and RangeConfig(min=1, max=2).max == 2
     sweep = SweepConfig(job="a", parameters={"seed": [1, 2]}, stopping=StoppingConfig())
-    tree = {"base_model": "-", "output_dir": "-", "jobs": [{"name": "a", "data": {"path": "x", "eval_path": "y"}}]}
-    assert Run.model_validate({**tree, "sweep": sweep}).sweep is sweep
+    assert Run.model_validate({**SWEPT, "sweep": sweep}).sweep is sweep
     with pytest.raises(ImportError, match="NoSuchConfig"):
         from packlora.config import NoSuchConfig  # noqa: F401
