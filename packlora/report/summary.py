@@ -53,8 +53,8 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
     """
     output = standard_output()
     console = Screen(file=output, width=None if output.isatty() else UNBROKEN)
-    shown_first = shown_of(result.output_dir)
-    table, told, best = (None, (), []) if shown_first is None else shown_first.summary(result.output_dir)
+    more = shown_of(result.output_dir)
+    table, told, best = (None, (), []) if more is None else more.summary(result.output_dir)
     console.print()
     if table is not None:
         console.print(table)

@@ -123,7 +123,7 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
         )
     saved = _read_saved(folder / "run.json")
     run, new = whole_run(run, saved), new_jobs(run, saved)
-    trained = [job.name for job in run.trained]
+    trained = {job.name for job in run.trained}
     changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"), len(new), trained)
     if run.compares and run.eval_every != saved.config.eval_every:
         changed.append("eval_every (candidates of the sweep are compared by it)")
@@ -132,7 +132,7 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
         raise InputError(
             f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
         )
-    if missing := sorted(set(trained) - saved.jobs.keys() - set(new)):
+    if missing := sorted(trained - saved.jobs.keys() - set(new)):
         raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
     for name in trained:
         put_back(folder / name)  # before anybody asks what checkpoints there are

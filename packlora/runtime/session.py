@@ -207,9 +207,10 @@ class Session:
         """Who joins and leaves while the run trains."""
         if not self._is_open:
             return Changes()
-        parts: dict[str, Any] = {"run": self.run, "prepared": prepared, "base": base, "single": self.single}
-        parts |= {"executor": executor, "record": record, "mesh": self.mesh}
-        return self.job_set.open(self.output_dir, self.group, **parts)
+        own = {"run": self.run, "single": self.single, "mesh": self.mesh}
+        return self.job_set.open(
+            self.output_dir, self.group, prepared=prepared, base=base, executor=executor, record=record, **own
+        )
 
     def _writers(self, folder: OutputFolder, writer: RunRecord) -> tuple[list[Subscriber], list[str]]:
         """Who hears of the run on its first process, and what to tell of those that cannot."""
