@@ -174,9 +174,9 @@ def run_window(trainer: Trainer, window: Window) -> None:
         MemoryError: out of memory.
     """
     capacity = trainer.budget.tokens
-    parts = (trainer.by_name, trainer.team, capacity, trainer.evaluator, trainer.tally, None)
+    parts = (trainer.by_name, trainer.team, capacity, trainer.evaluator, trainer.tally)
     stream = Stream(Plan(iter([window]), None), *parts)
-    while not stream.has_ended:
+    while not stream.plan.has_ended:
         trainer.run_slots(stream)
         if trainer.budget.tokens < capacity:
             raise MemoryError("out of memory")

@@ -95,7 +95,7 @@ def rooms() -> str:
     placed = (  # x, floor, width, floors high, name, words
         (16, 0, 165, 1, "cli", "arguments"),
         (193, 0, 166, 1, "commands", "one file a command"),
-        (371, 0, 165, 1, "plug-ins", "codes, images, export, ..."),
+        (371, 0, 165, 1, "plug-ins", "codes, images, sweep, ..."),
         (16, 1, 520, 1, "runtime", "the loop, executor, jobs, checkpoints"),
         (16, 2, 96, 1, "live", "PEFT models"),
         (124, 2, 96, 1, "megatron", "Megatron-Core's"),

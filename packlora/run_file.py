@@ -30,13 +30,11 @@ from packlora.config import (
     ParallelConfig,
     PlansConfig,
     QuantizationConfig,
-    RangeConfig,
     Run,
     ScheduleConfig,
-    StoppingConfig,
-    SweepConfig,
     TrainConfig,
 )
+from packlora.config.section import Section
 from packlora.errors import InputError, quoted, shown
 
 OF_DATA = (".jsonl", ".csv", ".parquet")
@@ -369,13 +367,15 @@ def _kind(value: Any) -> str:
 
 def _explain(error: Any, tree: Any) -> str:
     """Format a pydantic error as a sentence: where (job by name), what was found, what is accepted."""
-    loc = [part for index, part in enumerate(error["loc"]) if not _is_tag(error["loc"], index)]
+    mappings = _mappings(tree)
+    unions = _unions(mappings)
+    loc = [part for index, part in enumerate(error["loc"]) if not _is_tag(error["loc"], index, unions)]
     where = _where(loc, tree)
     kind, found = error["type"], error["input"]
     if kind == "extra_forbidden":
         if instead := OTHER_TOOLS.get(str(loc[-1])) or _elsewhere(str(loc[-1])):
             return f"{where}: unknown key; {instead}"
-        known = _known_keys(loc[:-1])
+        known = _known_keys(loc[:-1], mappings)
         near = difflib.get_close_matches(str(loc[-1])[:100], known, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
         if loc[:-1] == ["plans"] and not near:
@@ -388,10 +388,7 @@ def _explain(error: Any, tree: Any) -> str:
         return f"{where}: {message}" if where else message
     message = error["msg"][0].lower() + error["msg"][1:]
     if kind in {"model_type", "dict_type"}:
-        swept = len(loc) > 1 and loc[-2] == "parameters"
-        message = (
-            "input should be a list of values, or a range {min, max, log}" if swept else "input should be a mapping"
-        )
+        message = "input should be a mapping"
     if kind == "bool_type":
         message = "input should be true or false"
     what = _kind(found) if isinstance(found, (dict, list)) else quoted(found)
@@ -410,23 +407,34 @@ def _elsewhere(key: str) -> str | None:
 MAPPINGS: dict[str, type[BaseModel]] = {
     "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig, "path": DataSource,
     "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig, "quantization": QuantizationConfig,
-    "sweep": SweepConfig, "stopping": StoppingConfig, "parameters": RangeConfig,
 }  # fmt: skip
 """Model of the mapping under each key, or of each item of the list under it."""
-UNIONS = {
-    name
-    for fields in (Run.model_fields, *(section.model_fields for section in MAPPINGS.values()))
-    for name, key in fields.items()
-    if get_origin(key.annotation) in (Union, UnionType) and len(set(get_args(key.annotation)) - {NoneType}) > 1
-}
-"""Keys whose values may be of several types."""
+SECTIONS_OF_PLUGINS = [kind for key in Run.model_fields.values() for kind in key.metadata if isinstance(kind, Section)]
 
 
-def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
+def _mappings(tree: Any) -> dict[str, type[BaseModel]]:
+    """MAPPINGS, with those of the plug-ins of which a run file has a section."""
+    found = dict(MAPPINGS)
+    for section in SECTIONS_OF_PLUGINS:
+        if isinstance(tree, dict) and tree.get(section.key) is not None:
+            found |= section.models()
+    return found
+
+
+def _unions(mappings: Mapping[str, type[BaseModel]]) -> set[str]:
+    """Keys whose values may be of several types."""
+    return {
+        name
+        for fields in (Run.model_fields, *(section.model_fields for section in mappings.values()))
+        for name, key in fields.items()
+        if get_origin(key.annotation) in (Union, UnionType) and len(set(get_args(key.annotation)) - {NoneType}) > 1
+    }
+
+
+def _is_tag(loc: tuple[Any, ...], index: int, unions: set[str]) -> bool:
     """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
-    after_union = index > 0 and loc[index - 1] in UNIONS
-    swept = index > 1 and loc[index - 2] == "parameters"
-    return loc[index] == "[key]" or ((after_union or swept) and isinstance(loc[index], str))
+    after_union = index > 0 and loc[index - 1] in unions
+    return loc[index] == "[key]" or (after_union and isinstance(loc[index], str))
 
 
 def _is_meant(loc: tuple[Any, ...], tree: Any) -> bool:
@@ -457,11 +465,12 @@ def _where(loc: list[Any], tree: Any) -> str:
     return text.removesuffix(": ")
 
 
-def _known_keys(loc: list[Any]) -> list[str]:
-    names = [part for part in loc if isinstance(part, str)]
-    if names[-2:-1] == ["parameters"]:
-        names = names[:-1]
-    return list((MAPPINGS[names[-1]] if names else Run).model_fields)
+def _known_keys(loc: list[Any], mappings: Mapping[str, type[BaseModel]]) -> list[str]:
+    model: type[BaseModel] = Run
+    for part in loc:
+        if part in mappings and part in model.model_fields:
+            model = mappings[part]
+    return list(model.model_fields)
 
 
 # --- jobs by themselves --------------------------------------------------------------------------------------------------
@@ -486,20 +495,6 @@ def load_jobs(path: str | Path, overrides: list[str] | None = None) -> list[JobC
     for job in jobs:
         _find_files(path, job, absolute=True)
     return jobs
-
-
-def with_values(tree: dict[str, Any], values: Mapping[str, Any], source: str) -> JobConfig:
-    """A job with other values by dotted key. Raises InputError."""
-    own = copy.deepcopy(tree)
-    for key, value in values.items():
-        node: Any = own
-        *path, last = key.split(".")
-        for part in path:
-            node = node.setdefault(part, {}) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or not last:
-            raise InputError(f"{source}: a job has no key {quoted(key)}")
-        node[last] = value
-    return parse_jobs([own], source)[0]
 
 
 def changed_job(tree: dict[str, Any], overrides: list[str]) -> JobConfig:

@@ -33,10 +33,9 @@ from packlora.config.adapter_file import named_adapters, read_config
 from packlora.errors import InputError
 from packlora.ops.twin import twin_of
 from packlora.report.journal import read_record
-from packlora.report.metrics import SWEEP
 from packlora.runtime.checkpoint import NAME
 from packlora.runtime.resume import moment_of
-from packlora.runtime.sweep import BEST
+from packlora.sweep.page import copied_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,7 @@ def trained_by(path: Path) -> Trained | None:
         joined = [JobConfig.model_validate_json(json.dumps(join)) for join in joins]
         clock = record.get("clock")
         moment = moment_of(None if clock is None else datetime.fromisoformat(clock), record["created"])
-        name = job.name
-        if name == BEST and run.sweep is not None:
-            name = json.loads((job.parent / SWEEP).read_text(encoding="utf-8"))["best"]
+        name = copied_from(job)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return next((Trained(run, one, moment) for one in [*run.jobs, *joined] if one.name == name), None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from packlora.errors import InputError
 from packlora.run_file import load_jobs
-from packlora.runtime.control import Add, Clone, StopJob, ask
+from packlora.sweep.control import Add, Clone, StopJob, ask
 from packlora.terminal import say
 
 

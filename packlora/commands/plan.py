@@ -33,11 +33,11 @@ from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Prediction
 from packlora.runtime.profiles import Profile
-from packlora.runtime.sweep import begun
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import simulate
 from packlora.schedule.types import Microbatch
+from packlora.sweep.candidates import begun
 from packlora.terminal import Activity, Told, silent
 
 SAMPLES_SHOWN = 200_000

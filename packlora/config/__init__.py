@@ -6,6 +6,9 @@ messages. Checks that need the model, the tokenizer or the data are left to the 
 
 from __future__ import annotations
 
+from typing import Any
+
+from packlora.changes import plugin
 from packlora.config.adapter import OTHER_STARTS, AdapterConfig
 from packlora.config.computing import PlansConfig, QuantizationConfig, ScheduleConfig
 from packlora.config.data import DataConfig, DataSource
@@ -23,12 +26,10 @@ from packlora.config.shared import (
     MOST_RANK,
     MOST_STEPS,
     MOST_TOKENS,
-    RESERVED_BY_SWEEPS,
     RESERVED_NAMES,
     PathText,
     Prompt,
 )
-from packlora.config.sweep import RangeConfig, StoppingConfig, SweepConfig, Values
 from packlora.config.train import (
     BASE,
     CUT_OPTIMS,
@@ -60,7 +61,6 @@ __all__ = [
     "MOST_TOKENS",
     "OF_A_BATCH",
     "OTHER_STARTS",
-    "RESERVED_BY_SWEEPS",
     "RESERVED_NAMES",
     "SCHEDULE_KEYS",
     "TRAINER_KEYS",
@@ -74,13 +74,18 @@ __all__ = [
     "PlansConfig",
     "Prompt",
     "QuantizationConfig",
-    "RangeConfig",
     "Run",
     "ScheduleConfig",
     "Scheduler",
-    "StoppingConfig",
-    "SweepConfig",
     "TrainConfig",
     "Trainer",
-    "Values",
 ]
+
+_OF_PLUGINS = ("RESERVED_BY_SWEEPS", "RangeConfig", "StoppingConfig", "SweepConfig", "Values")
+"""Names that stand in the plug-in of their section, which is imported where one is used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_PLUGINS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(plugin("config"), name)

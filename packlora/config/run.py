@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from packlora.changes import plugin
 from packlora.config.computing import PlansConfig, QuantizationConfig, ScheduleConfig
 from packlora.config.job import JobConfig
 from packlora.config.parallel import ParallelConfig
-from packlora.config.shared import MOST_PROMPTS, MOST_TOKENS, RESERVED_BY_SWEEPS, PathText, Prompt, Strict
-from packlora.config.sweep import SweepConfig
-from packlora.config.train import CUT_OPTIMS, TrainConfig
-from packlora.errors import quoted
+from packlora.config.section import Section
+from packlora.config.shared import MOST_PROMPTS, MOST_TOKENS, PathText, Prompt, Strict
+from packlora.config.train import CUT_OPTIMS
 
 
 class Run(Strict):
@@ -73,10 +73,20 @@ class Run(Strict):
     trackers: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
     """Experiment trackers that steps and held-out losses are logged to; on this machine, unless their own settings say
     otherwise."""
-    sweep: SweepConfig | None = None
+    sweep: Annotated[Any, Section("sweep", lambda: plugin("config").MAPPINGS)] = None
     """Search for the best values of a job's keys."""
     jobs: list[JobConfig] = Field(min_length=1)
     """The adapters to train, at least one, all at the same time."""
+
+    @property
+    def trained(self) -> list[JobConfig]:
+        """The jobs that are trained: not the one that a sweep's candidates are made from."""
+        return self.jobs if self.sweep is None else [job for job in self.jobs if job.name != self.sweep.job]
+
+    @property
+    def compares(self) -> bool:
+        """Whether jobs are compared with one another, by their evaluations up to the end of a window."""
+        return self.sweep is not None
 
     def prompts_of(self, job: JobConfig) -> list[str]:
         """Prompts that a job's adapter completes at every evaluation: its own or the run's."""
@@ -158,38 +168,7 @@ class Run(Strict):
         return self
 
     @model_validator(mode="after")
-    def _sweep_has_what_it_needs(self) -> Run:
-        if self.sweep is None:
-            return self
-        for job in self.jobs:
-            if job.name.lower() in RESERVED_BY_SWEEPS:
-                raise ValueError(
-                    f"jobs: a sweep itself uses {job.name!r} in output_dir; choose another name for the job"
-                )
-        template = next((job for job in self.jobs if job.name == self.sweep.job), None)
-        if template is None:
-            names = ", ".join(job.name for job in self.jobs)
-            raise ValueError(f"sweep.job: there is no job {quoted(self.sweep.job)}; there are {names}")
-        if template.data.eval_path is None:
-            raise ValueError(f"sweep: job {template.name!r} has no data.eval_path, by which candidates are compared")
-        if self.sweep.stopping.method != "none" and not self.eval_every:
-            raise ValueError("sweep.stopping: evaluations decide, and eval_every is 0; set how often they are made")
-        self._check_compared(self.sweep, template.name, template.train)
+    def _has_what_its_sweep_needs(self) -> Run:
+        if self.sweep is not None:
+            self.sweep.check(self)
         return self
-
-    def _check_compared(self, sweep: SweepConfig, name: str, train: TrainConfig) -> None:
-        """Whether candidates of the job are evaluated where its stopping rule compares them, as far as no value is swept."""
-        own, every, method = train.eval_steps, self.eval_every, sweep.stopping.method
-        if method == "none" or "train.eval_steps" in sweep.parameters:
-            return
-        if own is not None and (own == 0 or (every % own and own % every)):
-            raise ValueError(
-                f"sweep.stopping: candidates are compared at multiples of eval_every, {every}, where train.eval_steps {own} "
-                f"of job {name!r} makes few evaluations or none; leave it out"
-            )
-        first, steps = max(every, own or 0), train.max_steps
-        if method != "target" and 0 < steps <= first and "train.max_steps" not in sweep.parameters:
-            raise ValueError(
-                f"sweep.stopping: candidates are compared every {first} optimizer steps and take {steps}, so none would be "
-                "stopped; set eval_every lower"
-            )

@@ -17,7 +17,6 @@ RESERVED_NAMES = {
     "pipeline.jsonl", "journal.jsonl", "report.html", "control", "trackers",
 }  # fmt: skip
 """Names that no job may have, because a job's folder stands beside these files of the run."""
-RESERVED_BY_SWEEPS = {"best", "sweep.json"}
 MOST_TOKENS = 2**31 - 1
 MOST_STEPS = 10**9
 MOST_RANK = 2**16

@@ -31,8 +31,8 @@ from packlora.report.events import (
 )
 
 METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
-PIPELINE, SAMPLES, SWEEP = "pipeline.jsonl", "samples.jsonl", "sweep.json"
-"""The first is there where a pipeline trains, the last after a sweep."""
+PIPELINE, SAMPLES = "pipeline.jsonl", "samples.jsonl"
+"""The first is there where a pipeline trains."""
 LINES = {
     Stepped: METRICS,
     Evaluated: EVALS,

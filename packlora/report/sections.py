@@ -16,9 +16,10 @@ from typing import Any
 
 import yaml
 
+from packlora.changes import shown_of
 from packlora.report import charts
 from packlora.report.follow import Line
-from packlora.report.metrics import PIPELINE, SWEEP
+from packlora.report.metrics import PIPELINE
 from packlora.report.run_files import JobFiles, RunFiles
 
 SHOWN_MICROBATCHES = 40
@@ -92,7 +93,7 @@ def parts(run: RunFiles) -> dict[str, str]:
         "header": _header(run),
         "tiles": _tiles(run),
         "warnings": _warnings(run),
-        "sweep": _sweep(run),
+        "sweep": "" if (shown := shown_of(run.folder)) is None else shown.section(run.folder),
         "legend": _legend(run),
         "nothing": "" if run.has_steps else f'<p class="empty">{nothing}</p>',
         "jobs": _job_table(run),
@@ -102,14 +103,6 @@ def parts(run: RunFiles) -> dict[str, str]:
         "lengths": _lengths(run),
         "reproducibility": _reproducibility(run),
     }
-
-
-def _sweep(run: RunFiles) -> str:
-    if not (run.folder / SWEEP).exists():
-        return ""
-    from packlora.report import sweep
-
-    return sweep.section(run.folder)
 
 
 def _pipeline(run: RunFiles) -> str:

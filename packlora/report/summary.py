@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from rich.table import Table
 from rich.text import Text
 
+from packlora.changes import shown_of
 from packlora.report.progress import duration
 from packlora.report.screen import Screen
-from packlora.report.sweep import names_of_candidates, ranked_table
 from packlora.result import JobResult, Result
 from packlora.terminal import standard_output
 
@@ -53,13 +53,13 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
     """
     output = standard_output()
     console = Screen(file=output, width=None if output.isatty() else UNBROKEN)
-    ranked = ranked_table(result.output_dir)
+    more = shown_of(result.output_dir)
+    table, told, best = (None, (), []) if more is None else more.summary(result.output_dir)
     console.print()
-    if ranked is not None:
-        console.print(ranked)
+    if table is not None:
+        console.print(table)
         console.print()
-    candidates = names_of_candidates(result.output_dir)
-    others = {name: job for name, job in result.jobs.items() if name not in candidates}
+    others = {name: job for name, job in result.jobs.items() if name not in told}
     if others:
         console.print(_table(others))
         console.print()
@@ -68,8 +68,7 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
         which = ", of the jobs that have ended" if any(going) else ""
         console.print(Text(f"adapters: {result.output_dir}/<job>{which}"), soft_wrap=True)
     done = [name for name, job in result.jobs.items() if job.status == "done"]
-    if ranked is not None:
-        done = ["best"] * (result.output_dir / "best").is_dir() + [name for name in done if name in others]
+    done = [*best, *(name for name in done if name in others)]
     if done:
         some = " ".join(shlex.quote(f"{result.output_dir}/{name}") for name in done[:SPEAKERS])
         console.print(Text(f"ask {'it' if len(done) == 1 else 'them'}: packlora chat {some}"), soft_wrap=True)

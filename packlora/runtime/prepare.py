@@ -21,6 +21,7 @@ from packlora.base.device import choose_device, settle_dtype
 from packlora.base.held import check_held
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
+from packlora.changes import check_prepared
 from packlora.config import JobConfig, Run
 from packlora.config.peft import peft_config
 from packlora.data.prompts import listed, taught_end
@@ -32,7 +33,6 @@ from packlora.form import WeightForm, check_asked, prepared_form, read_as_floats
 from packlora.modality import Modality, plugin
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
-from packlora.runtime.changes import trained
 from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.head_cost import known_head
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
@@ -62,7 +62,7 @@ def prepare(
     device = _check_device(run)
     gone, budgets = gone or {}, budgets or {}
     left_out = _jobs_without_data(run, gone) if resumed else {}
-    run_jobs = [job for job in trained(run) if job.name not in left_out and job.name not in gone]
+    run_jobs = [job for job in run.trained if job.name not in left_out and job.name not in gone]
     configs = {job.name: adapter_config(job, run) for job in run_jobs}
     for job in run_jobs:
         check_optim(job, device, run.dtype)
@@ -76,7 +76,7 @@ def prepare(
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for job in run_jobs:
         _check_spec(run, job, specs[job.name], skeleton)
-    asks = _asks(run, skeleton, specs, bool(left_out or gone or run.sweep))
+    asks = _asks(run, skeleton, specs, len(run_jobs) < len(run.jobs))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
         + [*_doubts_of_starts(run, run_jobs), *_made_floats(run, skeleton)]
@@ -112,8 +112,7 @@ def prepare(
         check_parallel(prepared, skeleton)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
-    if run.sweep is not None:
-        _check_sweep(prepared, resumed)
+    check_prepared(prepared, resumed)
     return prepared
 
 
@@ -158,17 +157,6 @@ def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTraine
             "version; leave that out, or name linear layers alone in target_modules"
         )
     check_start_of_weights(run, job, spec, skeleton)
-
-
-def _check_sweep(prepared: PreparedRun, resumed: bool) -> None:
-    """Raises InputError where candidates cannot be compared or, of a run that begins, cannot all be trained."""
-    from packlora.runtime.sweep import Sweep, check_compared, doubts
-
-    check_compared(prepared.run, prepared.jobs)
-    if not resumed:
-        sweep = Sweep(prepared.run)
-        later, _ = prepare_more(prepared, sweep.unlike(), prepared.budget)
-        prepared.warnings += doubts(sweep, later)
 
 
 def modality_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Modality | None:
@@ -266,7 +254,7 @@ def _jobs_without_data(run: Run, gone: Collection[str]) -> dict[str, str]:
 
     What never was a file here, a data set of the hub, is not looked for.
     """
-    lost, jobs = {}, [job for job in trained(run) if job.name not in gone]
+    lost, jobs = {}, [job for job in run.trained if job.name not in gone]
     for job in jobs:
         paths = [*(path for path, _ in job.data.sources), *job.data.eval_paths]
         folders = [path for path in (job.adapter.init_from, job.reference_adapter) if path is not None]

@@ -19,7 +19,7 @@ import torch
 
 import packlora
 from packlora.base.model import Base
-from packlora.config import JobConfig, Run
+from packlora.config import Run
 from packlora.data.template import clock_of
 from packlora.files import write_json
 from packlora.parallel.layout import Layout
@@ -37,7 +37,6 @@ from packlora.report.journal import EDITION, JOURNAL, RECORD, Journal, copied, f
 from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
 from packlora.runtime import checkpoint
-from packlora.runtime.changes import Change, trained
 from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -100,7 +99,7 @@ def run_record(
         if saved is not None and name in saved.jobs:
             own["start_hash"] = saved.jobs[name].start_hash or own["start_hash"]
             own["reference_hash"] = saved.jobs[name].reference_hash or own["reference_hash"]
-    warnings, names = prepared.warnings + base.warnings, [job.name for job in trained(prepared.run)]
+    warnings, names = prepared.warnings + base.warnings, [job.name for job in prepared.run.trained]
     if saved is not None:
         described |= {name: saved.jobs[name].model_dump() for name in prepared.left_out}
         warnings += [
@@ -129,7 +128,7 @@ def run_record(
         },
         "jobs": {name: described[name] for name in names},
         "saved": {name: saved.saved.get(name, 0) if saved else 0 for name in names},
-        "changes": [change.record() for change in saved.changes] if saved else [],
+        "changes": [],
         "schedule": {
             "budget": prepared.budget,
             "head_in_layers": prepared.head_in_layers,
@@ -196,20 +195,9 @@ class RunRecord:
     def _write(self) -> None:
         self._files.write(RECORD, lambda: self._put({}))
 
-    def amend(self, changes: Sequence[Change], described: Mapping[str, Any], joined: Sequence[JobConfig]) -> None:
-        """Record changes before they are made. Raises OSError or ValueError where they cannot be written; nothing is changed.
-
-        Args:
-            changes: new ones.
-            described: what is said of jobs that join, by name.
-            joined: these jobs.
-        """
-        news = {
-            "changes": [change.record() for change in changes],
-            "joined": [job.model_dump(mode="json") for job in joined],
-            "jobs": dict(described),
-            "saved": dict.fromkeys(described, 0),
-        }
+    def amend(self, news: Mapping[str, Any]) -> None:
+        """Record what is about to happen, before it does (report/journal.py). Raises OSError or ValueError where it cannot be
+        written; nothing is changed then."""
         self._put(news)
         fold(self.record, news)
 

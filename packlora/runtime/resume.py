@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from packlora.adapters.files import WEIGHTS
 from packlora.base.fingerprint import Fingerprint
+from packlora.changes import new_jobs, plugin, whole_run
 from packlora.config import Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
@@ -22,9 +23,7 @@ from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
 from packlora.report.follow import Line
 from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
 from packlora.runtime import checkpoint, history
-from packlora.runtime.changes import START, Change, joined_rounds, leaves, trained, whole_run
 from packlora.runtime.job import Job
-from packlora.runtime.windows import window_of
 
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
@@ -57,7 +56,7 @@ class _SavedModel(BaseModel):
 
 class SavedRun(BaseModel):
     """Content that a run.json must have for its run to be continued. clock: see moment_of. saved: of each job its newest step.
-    edition: see report/journal.py."""
+    edition: see report/journal.py. changes: sweep/changes.py, Change."""
 
     model_config = ConfigDict(strict=True)
 
@@ -72,7 +71,7 @@ class SavedRun(BaseModel):
     schedule: _SavedSchedule
     model: _SavedModel
     saved: dict[str, int]
-    changes: list[Change] = Field(default_factory=list)
+    changes: list[Any] = Field(default_factory=list)
 
     @property
     def began(self) -> datetime:
@@ -123,19 +122,20 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
             f"output_dir {folder} already holds a run; continue it with --resume, or choose another folder"
         )
     saved = _read_saved(folder / "run.json")
-    run, new = whole_run(run, saved)
-    changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"), len(new))
-    if run.sweep is not None and run.eval_every != saved.config.eval_every:
+    run, new = whole_run(run, saved), new_jobs(run, saved)
+    trained = {job.name for job in run.trained}
+    changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"), len(new), trained)
+    if run.compares and run.eval_every != saved.config.eval_every:
         changed.append("eval_every (candidates of the sweep are compared by it)")
     changed += [] if "seed" in changed else _other_seeds(saved, run)
     if changed:
         raise InputError(
             f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
         )
-    if missing := sorted({job.name for job in trained(run)} - saved.jobs.keys() - set(new)):
+    if missing := sorted(trained - saved.jobs.keys() - set(new)):
         raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
-    for job in trained(run):
-        put_back(folder / job.name)  # before anybody asks what checkpoints there are
+    for name in trained:
+        put_back(folder / name)  # before anybody asks what checkpoints there are
     return saved
 
 
@@ -148,7 +148,7 @@ def _read_saved(file: Path) -> SavedRun:
         saved = SavedRun.model_validate_json(text)
         if lines := lines_since(file.parent, saved.edition):
             saved = SavedRun.model_validate_json(_with(text, lines))
-        return _at_home(saved, file.parent)
+        return plugin("changes").with_changes(saved, file.parent) if saved.changes else saved
     except DamagedLine as error:
         raise InputError(
             f"output_dir {file.parent}: {JOURNAL}, {error}: it tells of jobs that joined and of checkpoints since run.json was "
@@ -177,35 +177,16 @@ def _with(text: bytes, lines: list[Line]) -> str:
     return json.dumps(record)
 
 
-def _at_home(saved: SavedRun, folder: Path) -> SavedRun:
-    """The run with the adapters that clones began with in its folder, which may have been moved since."""
-    joined = [change.join for change in saved.changes if change.join is not None and change.request is not None]
-    clones = {job.name for job in joined}
-
-    for job in [*joined, *(job for job in saved.config.jobs if job.name in clones)]:
-        start, reference = (
-            None if path is None else Path(path) for path in (job.adapter.init_from, job.train.reference)
-        )
-        if start is None or start.parts[-2:] != (job.name, START):
-            continue
-        job.adapter.init_from = str((folder / job.name / START).absolute())
-        if reference is not None and reference.name == START and reference.parent.parent == start.parent.parent:
-            job.train.reference = str((folder / reference.parent.name / START).absolute())
-    return saved
-
-
 def _other_seeds(saved: SavedRun, run: Run) -> list[str]:
     """Jobs whose seed, their own or the run's, is not the one that was recorded."""
-    seeds = {name: job.seed for name, job in saved.jobs.items()}
-    if run.sweep is not None:  # the job that candidates are made from is not trained itself
-        seeds |= {job.name: saved.config.seed_of(job) for job in saved.config.jobs if job.name == run.sweep.job}
+    seeds = {job.name: saved.config.seed_of(job) for job in saved.config.jobs}  # also of one that is not trained itself
+    seeds |= {name: job.seed for name, job in saved.jobs.items()}
     return [f"job {job.name!r} seed" for job in run.jobs if seeds.get(job.name, run.seed_of(job)) != run.seed_of(job)]
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any], new: int) -> list[str]:
+def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Collection[str]) -> list[str]:
     """Names of the settings that a run may not change when it is resumed, and has. new: jobs at the end of the list that the
-    run has not had until now."""
-    swept = now["sweep"]["job"] if now["sweep"] is not None else None
+    run has not had until now. trained: jobs that are trained themselves."""
     changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before[key] != now[key]]
     if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"][: len(now["jobs"]) - new]]:
         return [*changed, "jobs (names or order)"]
@@ -217,7 +198,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int) -> list[str]
                 free = set()  # the learning rate of every step depends on the number of steps
             if not _is_judged(own["train"]):
                 free |= {"eval_steps"}
-            if own["name"] == swept:
+            if own["name"] not in trained:
                 free = set()  # candidates that are yet to come are compared with those that have been
             free |= {"eval_on_start"}
             changed += [
@@ -247,7 +228,7 @@ def starting_steps(run: Run, words: list[str], left: Collection[str] = ()) -> di
     Raises:
         InputError: a word is neither, or there is no such checkpoint.
     """
-    have = {job.name: checkpoint.steps(Path(run.output_dir) / job.name) for job in trained(run) if job.name not in left}
+    have = {job.name: checkpoint.steps(Path(run.output_dir) / job.name) for job in run.trained if job.name not in left}
     starts: dict[str, int] = {}
     for word in sorted(words, key=lambda word: "=" not in word):  # jobs that are named come first
         name, _, number = word.rpartition("=")
@@ -278,7 +259,7 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
     for job in jobs:
         folder, reached = output_dir / job.name, saved.saved.get(job.name, 0)
         try:
-            is_judged = job.config.train.needs_evaluations or saved.config.sweep is not None
+            is_judged = job.config.train.needs_evaluations or saved.config.compares
             note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
             notes += [note] if note else []
             problems += _other_files(job, saved.jobs.get(job.name))
@@ -360,29 +341,6 @@ def left_out_steps(run: Run, name: str, saved: SavedRun, max_steps: int | None) 
     (job,) = (job for job in run.jobs if job.name == name)
     wanted = configured_steps(job.train, saved.jobs[name].samples)
     return min(wanted, max_steps or wanted)
-
-
-def gone_jobs(run: Run, saved: SavedRun, starts: dict[str, int]) -> dict[str, str]:
-    """Jobs that have left before the window with which a run goes on, and why: they have ended, and nothing is left to be done
-    for them.
-
-    Args:
-        starts: steps that jobs are sent back to.
-    """
-    left, joined, ended, slowest = leaves(saved.changes), joined_rounds(saved.changes), [], 2**40
-    for job in trained(run):
-        known = saved.jobs.get(job.name)
-        steps = configured_steps(job.train, known.samples) if known is not None else 1
-        status, step, _ = checkpoint.standing(Path(run.output_dir) / job.name, job.name, saved.id, steps)
-        if job.name in starts or status == "stopped":
-            slowest = min(slowest, joined.get(job.name, 0) + starts.get(job.name, step))
-        elif job.name in left:
-            ended.append(job.name)
-    first = window_of(run, slowest).start
-    gone = {name: left[name].reason for name in ended if left[name].round <= first}
-    if len(gone) == len(trained(run)):  # one has to be there
-        gone.popitem()
-    return gone
 
 
 # --- what must be as it was -----------------------------------------------------------------------------------------------

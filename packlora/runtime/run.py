@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from packlora.changes import check
 from packlora.config import Run
 from packlora.errors import InputError, quoted
 from packlora.files import lock_folder
@@ -71,12 +72,8 @@ def train(
     subscribers = _callable(subscribers)
     read = _run_or_why(run, overrides)
     with started(joining=None if isinstance(read, InputError) else read.parallel.timeout_s) as mesh:
-        asked = together(mesh, lambda: _checked(read, mesh))
+        asked = together(mesh, lambda: _checked(read, mesh, max_steps))
         mesh.timeout = asked.parallel.timeout_s
-        if asked.sweep is not None and max_steps is not None:
-            raise InputError(
-                "--max-steps would end candidates of a sweep for good; set train.max_steps of its job instead"
-            )
         session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [])
         same(mesh, session.must_be_the_same())
         with contextlib.ExitStack() as held:
@@ -96,7 +93,7 @@ def _output_folder(path: Path) -> Iterator[None]:
             yield
 
 
-def _checked(run: Run | InputError, mesh: OneProcess) -> Run:
+def _checked(run: Run | InputError, mesh: OneProcess, max_steps: int | None) -> Run:
     if isinstance(run, InputError):
         raise run
     run.parallel.check(mesh.size)
@@ -104,11 +101,7 @@ def _checked(run: Run | InputError, mesh: OneProcess) -> Run:
         from packlora.report.trackers import check_trackers
 
         check_trackers(run.trackers)
-    if run.sweep is not None and mesh.size > 1 and run.parallel.stages == 1:
-        raise InputError(
-            f"sweep: candidates join and leave on one process, or on the stages of pipelines that share all jobs, but "
-            f"{mesh.size} were started; start one, or set parallel.pipeline"
-        )
+    check(run, mesh.size, max_steps)
     if mesh.size > 1 and run.device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device: {run.device!r} is one device, but {mesh.size} processes were started; use auto")
     if mesh.no_gpu and run.device != "cpu":

@@ -16,34 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packlora.adapters.attach import attach
-from packlora.adapters.embeddings import change_embeddings
-from packlora.adapters.linear import keep_outputs
 from packlora.base.device import usual_dtype
 from packlora.base.model import Base
+from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
-from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import Mesh, OneProcess
-from packlora.plans.cache import PlanCache
-from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
 from packlora.result import Result
 from packlora.runtime import profiler
-from packlora.runtime.changes import Change, leaves, whole_run
-from packlora.runtime.control import Refusal
+from packlora.runtime.attach import attach_jobs
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
-from packlora.runtime.members import make_job, place
-from packlora.runtime.open_members import OpenMembers
-from packlora.runtime.parts import parts_of
 from packlora.runtime.placement import Placement
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
@@ -61,7 +52,6 @@ from packlora.runtime.resume import (
     began,
     check_output,
     check_sent_back,
-    gone_jobs,
     left_out_steps,
     put_aside,
     restore_jobs,
@@ -70,16 +60,11 @@ from packlora.runtime.resume import (
     starting_steps,
 )
 from packlora.runtime.trainer import Trainer
-from packlora.runtime.windows import last_round, slowest, window_of
+from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, silent
 
 if TYPE_CHECKING:
     from packlora.engine.stage_passes import StageDevice
-
-CLOSED = (
-    "output_dir {}: jobs have joined this run or left it while it trained, or are to do so now, which one process can do, or "
-    "pipelines that share all jobs (parallel.pipeline); this run goes on there"
-)
 
 
 @dataclass(slots=True)
@@ -149,15 +134,8 @@ class Session:
         # 1. Check everything that can be wrong, and agree on who trains what.
         self.run = run = _of_one_dtype(self.run, mesh)
         self.saved = together(mesh, self._saved)
-        self.run, self.new = whole_run(run, self.saved) if self.saved is not None else (run, [])
-        self.changes = self.saved.changes if self.saved is not None else []
-        if self.saved is None:
-            self.run, self.changes = together(mesh, lambda: _with_candidates(run))
-        elif self.new and run.sweep is not None:
-            from packlora.runtime.sweep import Sweep
-
-            Sweep(run).refuse_names(self.new)
-        run = self.run
+        self.job_set = together(mesh, lambda: job_set(run, self.saved))
+        self.run = run = self.job_set.run
         self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
         self.starts, prepared = together(mesh, self._prepare)
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
@@ -181,30 +159,22 @@ class Session:
         # 5. The loop, and who writes files of what it tells.
         folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, group)
         writer = RunRecord(self.output_dir, record, executor.plans, folder.files)
-        members = None
-        if self.placement.is_open:
-            parts = (run, prepared, base, self.single, executor, writer, self.changes, self.output_dir)
-            members = OpenMembers(*parts, group, mesh)
-        self.writers, failed = self._writers(folder, writer, members is None) if mesh.is_first else ([], [])
+        self.writers, failed = self._writers(folder, writer) if mesh.is_first else ([], [])
         notes += failed
         left_out, tokens = left_out_results(run, prepared.left_out if mesh.is_first else {}, record)
         if not jobs:
             return None
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, group, self.logged)
+        changes = self._changes(prepared, base, executor, writer)
         more = self.placement.pipeline(own, known, self.single)
-        return Trainer(*loop, members=members, tokens_of_gone=tokens, **more)
+        return Trainer(*loop, changes=changes, tokens_of_gone=tokens, **more)
 
     def _share_out(self, prepared: PreparedRun) -> PreparedRun:
         """Choose which process trains which jobs. Returns what this one trains."""
-        self.placement = placement = _placement(self.run, self.mesh, prepared)
-        if not placement.is_open and self.run.sweep is not None:
-            raise InputError(
-                "sweep: candidates join and leave pipelines that share all jobs, but parallel.devices_per_job is "
-                f"{placement.layout.devices_per_job}; set it to {self.mesh.size}"
-            )
-        if not placement.is_open and self.saved is not None and (self.changes or self.new):
-            raise InputError(CLOSED.format(self.output_dir))
-        return placement.own()
+        self.placement = _placement(self.run, self.mesh, prepared)
+        if not self.placement.is_open:
+            self.job_set.check_layout(self.placement.layout, self.mesh.size)
+        return self.placement.own()
 
     def _executor(self, base: Base, jobs: Sequence[Job], budget: int, events: Emitter) -> Executor:
         if self.run.cuda_graphs is not True and base.device.type != "cuda":
@@ -213,11 +183,20 @@ class Session:
 
         return graphed(self.run, base, self.single, jobs, budget, lambda text: events.emit(Note(text)))
 
-    def _writers(self, folder: OutputFolder, writer: RunRecord, closed: bool) -> tuple[list[Subscriber], list[str]]:
-        """Who hears of the run on its first process, and what to tell of those that cannot. closed: no job may join."""
+    def _changes(self, prepared: PreparedRun, base: Base, executor: Executor, record: RunRecord) -> Changes:
+        """Who joins and leaves while the run trains."""
+        if not self.placement.is_open:
+            return Changes()
+        own = {"run": self.run, "single": self.single, "mesh": self.mesh}
+        return self.job_set.open(
+            self.output_dir, self.placement.group, prepared=prepared, base=base, executor=executor, record=record, **own
+        )
+
+    def _writers(self, folder: OutputFolder, writer: RunRecord) -> tuple[list[Subscriber], list[str]]:
+        """Who hears of the run on its first process, and what to tell of those that cannot."""
         out: list[Subscriber] = [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
-        if closed:
-            out.append(Refusal(self.output_dir, self.mesh.size))
+        if not self.placement.is_open:
+            out.append(plugin("control").Refusal(self.output_dir, self.mesh.size))
         if not self.run.trackers:
             return out, []
         from packlora.report.trackers import trackers
@@ -236,9 +215,8 @@ class Session:
         return Activity() if self.mesh.is_first else contextlib.nullcontext(silent)
 
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
-        starts = starting_steps(self.run, self.resume_from, leaves(self.changes))
-        gone = gone_jobs(self.run, self.saved, starts) if self.saved is not None else {}
-        budgets = {change.join.name: change.budget for change in self.changes if change.join and change.budget}
+        starts = starting_steps(self.run, self.resume_from, self.job_set.left)
+        gone, budgets = self.job_set.gone(starts), self.job_set.budgets
         with self._told() as told:
             prepared = prepare(self.run, self.max_steps, self.saved is not None, told, gone, budgets, self.moment)
         check_sent_back(starts, prepared.left_out)
@@ -262,19 +240,7 @@ class Session:
         self.fingerprint = base.fingerprint
         if self.saved is not None:
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
-        return base, *_attach(own, base, self.placement)
-
-    def _let_new_jobs_join(self, prepared: PreparedRun, jobs: list[Job], record: dict[str, Any]) -> None:
-        """Jobs that a run file has in addition begin in the window that the others go on with."""
-        known = [job for job in jobs if job.name not in self.new]
-        running = [job for job in known if job.status == "running"]
-        round_ = window_of(self.run, slowest(running)).start if running else window_of(self.run, last_round(known)).stop
-        most = prepared.budget if self.run.max_tokens_per_microbatch == "auto" else 0
-        for job in jobs:
-            if job.name in self.new:
-                job.joined = round_
-                self.changes = [*self.changes, Change(round=round_, by="run file", join=job.config, budget=most)]
-        record["changes"] = [change.record() for change in self.changes]
+        return base, *attach_jobs(own, base, self.placement)
 
     def _choose_budget(
         self, prepared: PreparedRun, own: PreparedRun, base: Base, executor: Executor, jobs: list[Job]
@@ -300,8 +266,8 @@ class Session:
         own_notes = together(
             mesh, lambda: restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
         )
-        place(jobs, self.changes)
-        self._let_new_jobs_join(prepared, jobs, record)
+        most = prepared.budget if self.run.max_tokens_per_microbatch == "auto" else 0
+        record["changes"] = self.job_set.place(jobs, most)
         going = [job for job in jobs if job.step < job.data.num_steps]  # others have nothing to be planned for
         begins = window_of(self.run, slowest(going)).start
         standing = [asdict(Standing.of(job)) for job in jobs]
@@ -337,30 +303,6 @@ def _placement(run: Run, mesh: OneProcess, prepared: PreparedRun) -> Placement:
     return OverProcesses(run, mesh, prepared)
 
 
-def _attach(prepared: PreparedRun, base: Base, placement: Placement) -> tuple[SingleDevice | StageDevice, list[Job]]:
-    """Put an adapter of each job onto the model."""
-    cache = PlanCache(base.device)
-    choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
-    attached, adapters = attach(
-        base.model,
-        {job.config.name: job.spec for job in prepared.jobs},
-        {job.config.name: job.data.seed for job in prepared.jobs},
-        {path: choosers[ask] for path, ask in prepared.asks.items()},
-        base.storage,
-        None if base.modality is None else base.modality.example,
-    )
-    if placement.group.is_first:
-        change_embeddings(base.model, attached, CHANGES_OF_EMBEDDINGS)
-    jobs, whole = [], parts_of(adapters, placement.group)
-    for item, adapter in zip(prepared.jobs, adapters, strict=True):
-        job = make_job(prepared.run, item, adapter, base)
-        whole(job)
-        jobs.append(job)
-    if prepared.run.keep_outputs:
-        base.kept_outputs = keep_outputs(base.model)
-    return placement.passes(base, attached), jobs
-
-
 def choose_budget(
     run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], saved: SavedRun | None
 ) -> Profile:
@@ -382,12 +324,3 @@ def choose_budget(
 def _of_one_dtype(run: Run, mesh: OneProcess) -> Run:
     """A copy with what its dtype stands for, by the first process: others may not see the output folder yet."""
     return run.model_copy(update={"dtype": mesh.gather(together(mesh, lambda: usual_dtype(run)))[0]})
-
-
-def _with_candidates(run: Run) -> tuple[Run, list[Change]]:
-    """A run with the first candidates of its sweep, and the changes that they are."""
-    if run.sweep is None:
-        return run, []
-    from packlora.runtime.sweep import begun
-
-    return begun(run)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from packlora.engine.engine import Slot
 from packlora.engine.parts import Part, Parts
@@ -15,14 +14,10 @@ from packlora.engine.rows import Row
 from packlora.parallel.layout import waves
 from packlora.runtime.evaluate import Evaluator
 from packlora.runtime.job import Job
-from packlora.runtime.members import off
 from packlora.runtime.tally import Tally
 from packlora.runtime.team import Team
 from packlora.runtime.windows import Plan
 from packlora.schedule.types import Microbatch, Window
-
-if TYPE_CHECKING:
-    from packlora.runtime.open_members import OpenMembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +58,17 @@ class Stream:
     Args:
         jobs: by name; those that join and leave come and go.
         capacity: most tokens of a replica's microbatch.
-        members: lets jobs join and leave between windows; None where they cannot.
     """
 
     def __init__(
-        self, plan: Plan, jobs: Mapping[str, Job], team: Team, capacity: int, evaluator: Evaluator, tally: Tally,
-        members: OpenMembers | None,
-    ) -> None:  # fmt: skip
+        self, plan: Plan, jobs: Mapping[str, Job], team: Team, capacity: int, evaluator: Evaluator, tally: Tally
+    ) -> None:
         self.plan, self.jobs, self.team, self.capacity = plan, jobs, team, capacity
-        self.evaluator, self.tally, self.members = evaluator, tally, members
+        self.evaluator, self.tally = evaluator, tally
         self.waiting: dict[str, Job] = {}
         """Jobs for which something is due before their next global batch: an evaluation, a checkpoint, an end."""
         self.is_ending = False
         """Whether somebody waits for a quiet moment."""
-        self.border: int | None = None
-        """The round before which members change, at the next quiet moment."""
-        self.has_ended = False
-        """There are no more windows."""
-        self._window: Window | None = None
-        """The present one."""
         self._waves: list[Wave] = []
         """Those of the present window that are left."""
         self._packed: tuple[Microbatch, Parts] | None = None
@@ -135,18 +122,11 @@ class Stream:
         return job.name in self.team.stop.jobs and job.step > 0 and job.name not in self.tally.began
 
     def _begin_window(self) -> bool:
-        """False where the members are to change before the next window, and where there is none."""
-        if self._window is not None:
-            round_, self._window = self._window.first_round + self._window.num_rounds, None
-            if self.members is not None and (self.members.is_asked() or off(list(self.jobs.values()), round_)):
-                self.border = round_
-        if self.border is not None:
+        """False where none is handed out now."""
+        if (window := self.plan.following()) is None:
             return False
-        self._window = next(self.plan.windows, None)
-        self.has_ended = self._window is None
-        if self._window is not None:
-            self._waves = waves_of(self._window, self.team.group.size, self.capacity)
-        return not self.has_ended
+        self._waves = waves_of(window, self.team.group.size, self.capacity)
+        return True
 
     def _slot(self, wave: Wave, due: Sequence[tuple[Job, int]]) -> Slot:
         own = self._own(wave)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from packlora.base.model import Base
+from packlora.changes import Changes
 from packlora.config import Run
 from packlora.engine.engine import Done, Engine, StepDone
 from packlora.engine.memory import TokenBudget, free_memory, peak_memory
@@ -52,8 +53,6 @@ from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job, keep_if_best, take_best
-from packlora.runtime.members import off
-from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import remember_failure
 from packlora.runtime.profiles import Profile
@@ -62,7 +61,7 @@ from packlora.runtime.signals import stop_signals
 from packlora.runtime.stream import Stream
 from packlora.runtime.tally import Tally
 from packlora.runtime.team import Team
-from packlora.runtime.windows import Plan, last_round, planned_windows, undecided, window_of
+from packlora.runtime.windows import Plan, last_round, planned_windows, window_of
 from packlora.schedule.cost import CostModel
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class Trainer:
     def __init__(
         self, run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], profile: Profile,
         folder: OutputFolder, events: Emitter, notes: Sequence[str] = (), left_out: Mapping[str, JobResult] | None = None,
-        group: Alone = ALONE, logged: int = 0, members: OpenMembers | None = None, tokens_of_gone: int = 0,
+        group: Alone = ALONE, logged: int = 0, changes: Changes | None = None, tokens_of_gone: int = 0,
         cost: CostModel | None = None, times: PipelineTimes | None = None,
     ) -> None:  # fmt: skip
         """
@@ -87,7 +86,7 @@ class Trainer:
             left_out: how the jobs of the run stand that are not trained.
             group: the processes that train these jobs.
             logged: microbatches that earlier sessions have logged.
-            members: lets jobs join and leave; None where they cannot.
+            changes: who joins and leaves; None where nobody does.
             tokens_of_gone: that jobs were trained on which are off the model.
             cost: of a microbatch on each stage of a pipeline, for the planner; the same on every process and in every session.
             times: of a pipeline.
@@ -95,7 +94,7 @@ class Trainer:
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
         self.left_out = dict(left_out or {})
-        self.members = members
+        self.changes = changes or Changes()
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         # where others have parts of the model, nobody can go on alone
@@ -138,7 +137,7 @@ class Trainer:
         self._settle(self.jobs)
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan(compiles=self.base.device.type == "cuda" and self._is_running()))
-        self._change(undecided(self.run, self.jobs))
+        self._change(self.changes.first(self.jobs))
         self._follow_the_last()
         while self._goes_on():
             self._train_windows()
@@ -148,11 +147,11 @@ class Trainer:
     def _train_windows(self) -> None:
         """Train on the windows that are left, or until they must be planned again because microbatches are too large."""
         group, budget, capacity = self.team.group, self.budget, self.budget.tokens
-        parts = (self.run, self.jobs, planned(capacity, group.size), self.profile, self.events, group, self.cost)
-        with planned_windows(*parts) as plan:
-            stream = Stream(plan, self.by_name, self.team, capacity, self.evaluator, self.tally, self.members)
+        parts = (self.run, self.jobs, planned(capacity, group.size), self.profile, self.events, group)
+        with planned_windows(*parts, self.changes, self.cost) as plan:
+            stream = Stream(plan, self.by_name, self.team, capacity, self.evaluator, self.tally)
             while self._goes_on() and budget.tokens == capacity:
-                assert not stream.has_ended, "the plan has ended, but a job has not"
+                assert not plan.has_ended, "the plan has ended, but a job has not"
                 self.run_slots(stream)
 
     def run_slots(self, stream: Stream) -> None:
@@ -165,8 +164,8 @@ class Trainer:
             self.events.emit(told)
         self.team.agree()
         self._after_steps(stream.take_waiting())
-        if (border := stream.border) is not None:
-            stream.border = None
+        if (border := stream.plan.border) is not None:
+            stream.plan.border = None
             self._change(border, stream.plan)
 
     def _take(self, done: Done, stream: Stream) -> None:
@@ -196,18 +195,17 @@ class Trainer:
             self.folder.check()
 
     def _follow_the_last(self) -> None:
-        """Let a sweep add jobs where all have ended; of one that failed it knows a round later."""
+        """Let jobs join where all have ended; that one has failed is known a round later."""
         for later in (0, 2):
-            if self.members is not None and not self._is_running():
+            if not self._is_running():
                 self._change(window_of(self.run, last_round(self.jobs) + later).stop)
 
     def _change(self, given: int | None, plan: Plan | None = None) -> None:
         """Let jobs join and leave between two windows. given: the round that is next; None where there is nothing to do."""
         if given is None or self.stop.asked:
             return
-        assert self.members is not None
-        changed = self.members.change(given, self.jobs, self.budget)
-        if not changed and not off(self.jobs, given):
+        changed = self.changes.change(given, self.jobs, self.budget)
+        if changed is None:
             return
         self._follow()
         for event in changed.told:
@@ -216,8 +214,8 @@ class Trainer:
             self.folder.save_checkpoint(job)
         self._settle(self.jobs)
         if plan is not None:
-            plan.follow(self.jobs)
-        for job in self.members.take_off(self.jobs, given):
+            plan.follow()
+        for job in self.changes.take_off(self.jobs, given):
             self.left_out[job.name] = self._result_of(job)
             self.tokens_of_gone += job.tokens_seen
         self._follow()
@@ -306,13 +304,11 @@ class Trainer:
         self.folder.check()
         for name in sorted(self.stop.jobs.keys() - self.by_name.keys()):
             self.events.emit(Note(f"no job {name!r} could end, as asked by {self.stop.jobs[name]}: there is none"))
-        if self.members is not None:
-            self.members.end(self.jobs, self.folder.files)
+        self.changes.end(self.jobs, self.folder.files)
         seconds = time.perf_counter() - self.start
         ends = self.left_out | {job.name: self._result_of(job) for job in self.jobs}
         tokens = self.tokens_of_gone + sum(job.tokens_seen for job in self.jobs)
-        judged = ends if self.members is None else self.members.judged(ends)
-        status = "interrupted" if self._is_running() else _status_of(judged)
+        status = "interrupted" if self._is_running() else _status_of(self.changes.judged(ends))
         result = _result(self.run, self.folder, ends, status, seconds, self.tally.tokens, self.stop.signal)
         self.events.emit(RunEnded(result, self.elapsed_before + seconds, tokens, peak_memory(self.base.device)))
         return result

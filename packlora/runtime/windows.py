@@ -1,6 +1,6 @@
 """The windows that a run trains on: planned in a process beside it (schedule/), and told to subscribers.
 
-A job takes part from the round in which it joins to the one in which it leaves, both at borders of windows (members.py).
+A job takes part from the round in which it joins to the one in which it leaves, both at borders of windows (changes.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from packlora.changes import Changes
 from packlora.config import Run
 from packlora.parallel.replicas import Alone
 from packlora.report.events import Note, WindowPlanned
@@ -27,18 +28,39 @@ from packlora.schedule.wire import WINDOW
 
 @dataclass(slots=True)
 class Plan:
-    """Windows, each told when it is handed out, and who takes part in them. planner: None where another process plans."""
+    """Windows, each told when it is handed out, and who takes part in them.
+
+    planner: None where another process plans. changes: of `jobs`, the present ones. border: the round before which some of them
+    join or leave, at the next quiet moment; no window is handed out meanwhile. has_ended: there are no more windows.
+    """
 
     windows: Iterator[Window]
     planner: Planner | None
+    jobs: Sequence[Job] = ()
+    changes: Changes = field(default_factory=Changes)
+    border: int | None = None
+    has_ended: bool = False
+    _present: Window | None = None
     _known: set[str] = field(default_factory=set)
     _gone: set[str] = field(default_factory=set)
 
-    def follow(self, jobs: Sequence[Job]) -> None:
+    def following(self) -> Window | None:
+        """The next window; None where jobs are to join or leave before it, and where there is none."""
+        if self._present is not None:
+            round_, self._present = self._present.first_round + self._present.num_rounds, None
+            if self.changes.pending(round_, self.jobs):
+                self.border = round_
+        if self.border is not None:
+            return None
+        self._present = next(self.windows, None)
+        self.has_ended = self._present is None
+        return self._present
+
+    def follow(self) -> None:
         """Windows that are yet to be handed out hold the jobs that have joined, and not those that have left."""
         if self.planner is None:
             return
-        for job in jobs:
+        for job in self.jobs:
             if job.name not in self._known:
                 self.planner.add(job.data.planned, job.joined)
                 self._known.add(job.name)
@@ -49,23 +71,25 @@ class Plan:
 
 @contextmanager
 def planned_windows(
-    run: Run, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone,
+    run: Run, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone, changes: Changes,
     cost: CostModel | None = None,
 ) -> Iterator[Plan]:  # fmt: skip
     """Windows from the slowest job's on.
 
     Args:
+        jobs: that are on the model, also those that join.
         budget: tokens of a microbatch.
         profile: predicts the time of microbatches.
         group: of processes that train the same windows; its first one plans them.
+        changes: of the jobs.
         cost: of a microbatch on each stage of a pipeline.
     """
     if not group.leads:
-        yield Plan(_received(group), None)
+        yield Plan(_received(group), None, jobs, changes)
         return
     planner = _planner(run, budget, cost)
-    plan = Plan(iter(()), planner)
-    plan.follow(jobs)
+    plan = Plan(iter(()), planner, jobs, changes)
+    plan.follow()
     with BackgroundPlanner(planner) as background:
         plan.windows = _told(background.windows(slowest(jobs)), budget, profile, events, group)
         yield plan
@@ -81,7 +105,7 @@ def window_of(run: Run, round_: int) -> range:
 
 def _planner(run: Run, budget: int, cost: CostModel | None = None) -> Planner:
     more: dict[str, Any] = {}
-    if run.sweep is not None and run.eval_every:  # candidates are compared between windows
+    if run.compares and run.eval_every:
         more["window_rounds"] = min(run.eval_every, WINDOW_ROUNDS)
     stages, schedule = 1 if cost is None else cost.stages, run.schedule
     return Planner(
@@ -97,16 +121,6 @@ def last_round(jobs: Sequence[Job]) -> int:
 def slowest(jobs: Sequence[Job]) -> int:
     """Round that the slowest job is in."""
     return min((job.joined + job.step for job in jobs if job.status == "running"), default=2**31)
-
-
-def undecided(run: Run, jobs: Sequence[Job]) -> int | None:
-    """The round that a sweep which was broken off has yet to decide for: where it ended between the last step of a window and
-    what is decided after it."""
-    going = {job.joined + job.step for job in jobs if job.status == "running"}
-    if run.sweep is None or len(going) != 1:
-        return None
-    (round_,) = going
-    return round_ if 0 < round_ == window_of(run, round_).start else None
 
 
 def _received(group: Alone) -> Iterator[Window]:

@@ -25,8 +25,8 @@ from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber, WindowPlanned
 from packlora.runtime import cuda_graphs
-from packlora.runtime.control import Add, StopJob
 from packlora.schedule.planner import Planner
+from packlora.sweep.control import Add, StopJob
 
 Tree = dict[str, Any]
 RECORDED: list[Callable[[], None]] = []

@@ -15,8 +15,8 @@ from test_members import adapter, at_window, base, distance, job, losses, reques
 import packlora
 from packlora import files
 from packlora.adapters.files import CONFIG, WEIGHTS
-from packlora.runtime import members, open_members
-from packlora.runtime.changes import START
+from packlora.sweep import members, open_members
+from packlora.sweep.changes import START
 
 __all__ = ["base", "short_windows"]
 
@@ -263,7 +263,7 @@ def test_an_answer_that_cannot_be_written_costs_the_answer_alone(
         raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
 
     def ask() -> None:
-        monkeypatch.setattr("packlora.runtime.control.write_json", broken)
+        monkeypatch.setattr("packlora.sweep.control.write_json", broken)
         request(tmp_path / "out", {"kind": "stop", "job": "z"})
 
     assert packlora.train(tree_of(base, tmp_path, "a"), subscribers=[at_window(0, ask)]).status == "done"
@@ -361,7 +361,7 @@ def test_whatever_ends_a_run_its_jobs_are_saved_as_they_are(
 
     def at_once() -> None:
         monkeypatch.setattr(open_members.OpenMembers, "change", broken)
-        monkeypatch.setattr(open_members.OpenMembers, "is_asked", lambda self: True)
+        request(out, {"kind": "stop", "job": "z"})
 
     with pytest.raises(type(error)) as caught:
         packlora.train(tree, subscribers=[at_window(2, at_once)])

@@ -29,8 +29,8 @@ from packlora.cli import app
 from packlora.commands.control import add_jobs, clone_job, stop_job
 from packlora.files import lock_folder
 from packlora.report.events import Event, JobJoined, MicrobatchDone, Stepped, Stop, WindowPlanned
-from packlora.runtime.control import Add, Control, Refusal, StopJob
 from packlora.schedule.planner import Planner
+from packlora.sweep.control import Add, Control, Refusal, StopJob
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "a": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
@@ -432,7 +432,7 @@ def test_where_the_next_candidate_finds_no_memory_the_others_are_saved_and_the_s
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
     with monkeypatch.context() as own:
-        own.setattr("packlora.runtime.members.attach_one", full)
+        own.setattr("packlora.sweep.members.attach_one", full)
         with pytest.raises(MemoryError, match=r"as job 'a-002' joined; .* Kept: .*d: step ([1-9]\d*) of \1.*--resume"):
             packlora.train(tree)
     assert json.loads((out / "run.json").read_text())["result"]["status"] == "interrupted"
@@ -452,7 +452,7 @@ def test_a_run_on_several_processes_refuses_what_is_asked(tmp_path: Path) -> Non
 
 
 def test_a_command_whose_run_is_killed_takes_its_request_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packlora.runtime.control.LOOK_S", 0.05)
+    monkeypatch.setattr("packlora.sweep.control.LOOK_S", 0.05)
     tmp_path.joinpath("run.json").write_text("{}")
     calls = InThreads(tmp_path)
     with lock_folder(tmp_path):
@@ -477,7 +477,7 @@ def test_a_folder_of_requests_that_is_a_link_is_refused_and_not_waited_at(tmp_pa
 def test_a_command_whose_request_was_removed_does_not_wait_for_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packlora.runtime.control.LOOK_S", 0.05)
+    monkeypatch.setattr("packlora.sweep.control.LOOK_S", 0.05)
     tmp_path.joinpath("run.json").write_text("{}")
     calls = InThreads(tmp_path)
     with lock_folder(tmp_path):

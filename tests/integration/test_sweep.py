@@ -24,10 +24,10 @@ from packlora.commands.adapter_folder import trained_by
 from packlora.commands.control import clone_job
 from packlora.config import Run
 from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone, Note, Stepped, Stop
-from packlora.report.sweep import ranked_table
-from packlora.runtime.changes import Change
 from packlora.runtime.prepare import prepare
-from packlora.runtime.sweep import Sweep, begun
+from packlora.sweep.candidates import Sweep, begun
+from packlora.sweep.changes import Change
+from packlora.sweep.page import ranked_table
 
 assert callable(base)  # a fixture
 Tree = Callable[..., dict[str, Any]]

@@ -14,7 +14,7 @@ from test_members import at_window, base, job, request, short_windows, tree_of
 
 import packlora
 from packlora.report.events import Event, Note, RunBegan
-from packlora.runtime.control import Add
+from packlora.sweep.control import Add
 
 assert callable(base) and callable(short_windows)  # fixtures
 

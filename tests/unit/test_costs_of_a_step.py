@@ -34,12 +34,12 @@ from packlora.runtime.evaluate import Evaluator
 from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.sampling import Sampler
 from packlora.runtime.stream import Stream
-from packlora.runtime.sweep import Sweep, Trial
 from packlora.runtime.tally import Tally
 from packlora.runtime.team import Team
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import Plan
 from packlora.schedule.types import Microbatch, Placed
+from packlora.sweep.candidates import Sweep, Trial
 
 FEW, MANY = 5, 30
 
@@ -132,7 +132,7 @@ def test_a_microbatch_and_its_step_cost_the_same_beside_many_jobs() -> None:
         window: Any = SimpleNamespace(
             first_round=0, num_rounds=1, microbatches=[Microbatch((Placed("job-1", 1, 0, 4),), (("job-1", 1),))]
         )
-        parts = (trainer.by_name, trainer.team, 9, trainer.evaluator, trainer.tally, None)
+        parts = (trainer.by_name, trainer.team, 9, trainer.evaluator, trainer.tally)
 
         def run_once(trainer: Any = trainer, parts: Any = parts, window: Any = window) -> None:
             stream = Stream(Plan(iter([window]), None), *parts)

@@ -25,7 +25,7 @@ from packlora.files import (
     write_json,
 )
 from packlora.report import follow
-from packlora.runtime import control
+from packlora.sweep import control
 
 
 def private(file: Path) -> None:

@@ -16,8 +16,8 @@ from packlora.report.journal import EDITION, JOURNAL, RECORD, DamagedLine, Journ
 from packlora.report.metrics import BestEffort
 from packlora.report.run_files import FollowedRun
 from packlora.runtime import record
-from packlora.runtime.changes import Change
 from packlora.runtime.record import PAID, RunRecord, write_record
+from packlora.sweep.changes import Change
 
 
 def about(jobs: int) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def test_what_the_journal_says_is_known_to_who_resumes_and_to_the_page(long: Wri
     page.look()
     long.keeper(Note("second"))
     long.save(1, 7)
-    config: Any = type("Config", (), {"model_dump": lambda self, mode: {"name": "late"}})()
-    long.keeper.amend([Change(round=3, by="request", leave="job-1", step=7)], {"late": {"steps": 1}}, [config])
+    late = {"joined": [{"name": "late"}], "jobs": {"late": {"steps": 1}}, "saved": {"late": 0}}
+    long.keeper.amend({"changes": [Change(round=3, by="request", leave="job-1", step=7).record()], **late})
     long.keeper(Note("third"))
     long.keeper(SavePointReached())
     assert page.look() and not page.look()
@@ -130,7 +130,7 @@ def test_a_line_that_cannot_be_written_is_no_change_and_is_written_with_the_next
 
     monkeypatch.setattr(os, name, full)
     with pytest.raises(OSError, match="No space left"):
-        long.keeper.amend([Change(round=3, by="request", leave="job-1", step=7)], {}, [])
+        long.keeper.amend({"changes": [Change(round=3, by="request", leave="job-1", step=7).record()]})
     monkeypatch.setattr(os, name, original)
     assert read_record(long.folder) == before and long.keeper.record["changes"] == []
     monkeypatch.setattr(os, name, full)

@@ -6,13 +6,18 @@ jobs from its first round to its last. A resumed run makes the windows of an uni
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from packlora.changes import new_jobs
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
+from packlora.runtime.job import Job
+from packlora.runtime.resume import SavedRun
 
 START = "start"
 """Folder in that of a job which holds the adapter that it was begun with, where packlora clone was to keep the weights."""
@@ -51,28 +56,40 @@ class Change(BaseModel):
         return {key: value for key, value in found.items() if key == "round" or value not in (None, "", 0, {})}
 
 
-class _Saved(Protocol):
-    @property
-    def config(self) -> Run: ...
+class _Changes(BaseModel):
+    """The changes of a run.json."""
 
-    @property
-    def changes(self) -> Sequence[Change]: ...
+    changes: list[Change]
 
 
-def whole_run(run: Run, saved: _Saved) -> tuple[Run, list[str]]:
-    """A run file that continues a run, with the jobs that have joined since it began.
+def with_changes(saved: SavedRun, folder: Path) -> SavedRun:
+    """The run of a run.json with its changes read, and with the adapters that clones began with in its folder, which may have
+    been moved since. Raises pydantic.ValidationError."""
+    saved.changes = _Changes.model_validate_json(json.dumps({"changes": saved.changes})).changes
+    joined = [change.join for change in saved.changes if change.join is not None and change.request is not None]
+    clones = {job.name for job in joined}
 
-    Returns:
-        It, its jobs in the order of the run; and the names of jobs that are new in the file.
-    """
+    for job in [*joined, *(job for job in saved.config.jobs if job.name in clones)]:
+        start, reference = (
+            None if path is None else Path(path) for path in (job.adapter.init_from, job.train.reference)
+        )
+        if start is None or start.parts[-2:] != (job.name, START):
+            continue
+        job.adapter.init_from = str((folder / job.name / START).absolute())
+        if reference is not None and reference.name == START and reference.parent.parent == start.parent.parent:
+            job.train.reference = str((folder / reference.parent.name / START).absolute())
+    return saved
+
+
+def whole_run(run: Run, saved: SavedRun) -> Run:
+    """A run file that continues a run, with the jobs that have joined since it began, in the order of the run."""
     given = {job.name: job for job in run.jobs}
     joined = {change.join.name: change.join for change in saved.changes if change.join is not None}
     known = [job.name for job in saved.config.jobs]
     if [name for name in given if name in known] != [name for name in known if name in given]:
-        return run, []  # in another order, which is refused by whoever compares the two
-    new = [name for name in given if name not in known]
+        return run  # in another order, which is refused by whoever compares the two
     found = {**joined, **given}
-    return with_jobs(run, [found[name] for name in [*known, *new] if name in found]), new
+    return with_jobs(run, [found[name] for name in [*known, *new_jobs(run, saved)] if name in found])
 
 
 def with_jobs(run: Run, jobs: Sequence[JobConfig]) -> Run:
@@ -99,6 +116,18 @@ def leaves(changes: Sequence[Change]) -> Mapping[str, Change]:
     return {change.leave: change for change in changes if change.leave is not None}
 
 
-def trained(run: Run) -> list[JobConfig]:
-    """The jobs of a run that are trained: not the one that a sweep's candidates are made from."""
-    return [job for job in run.jobs if run.sweep is None or job.name != run.sweep.job]
+def place(jobs: Sequence[Job], changes: Sequence[Change]) -> None:
+    """Let restored jobs stand in their rounds. One that was asked to leave ends at the step at which it was asked."""
+    rounds, left = joined_rounds(changes), leaves(changes)
+    for job in jobs:
+        job.joined = rounds.get(job.name, 0)
+        if job.name in left:
+            change = left[job.name]
+            job.left = change.round
+            if change.reason and job.status == "running" and job.stopped is None:
+                job.stop(change.reason, change.step)
+
+
+def off(jobs: Sequence[Job], given: int) -> list[Job]:
+    """Jobs that have ended and left before round `given`."""
+    return [job for job in jobs if job.left is not None and job.left <= given and job.status != "running"]

@@ -5,68 +5,55 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packlora.adapters.files import save_adapter
-from packlora.base.model import Base
-from packlora.config import BASE, JobConfig, Run
+from packlora.changes import SHOWN, Changed, Changes
+from packlora.config import BASE, JobConfig
 from packlora.engine.memory import TokenBudget, free_memory, synchronize
-from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError, WriteError, quoted, refusing
 from packlora.files import make_folders, write_folder
 from packlora.parallel.agreement import together
-from packlora.parallel.mesh import OneProcess
-from packlora.parallel.replicas import Alone
-from packlora.report.events import Event, Note
+from packlora.report.events import Note
 from packlora.report.metrics import BestEffort
 from packlora.result import JobResult
 from packlora.run_file import changed_job, parse_jobs
-from packlora.runtime.changes import START, Change
-from packlora.runtime.control import Add, Asked, Clone, Control, StopJob, asked_from
 from packlora.runtime.job import Job
-from packlora.runtime.members import Members, named
 from packlora.runtime.prepared_job import PreparedJob
-from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.record import RunRecord
-
-if TYPE_CHECKING:
-    from packlora.engine.stage_passes import StageDevice
-    from packlora.runtime.sweep import Sweep
-
-
-@dataclass(slots=True)
-class Changed:
-    """Changes that were made between two windows."""
-
-    left: list[Job] = field(default_factory=list)
-    told: list[Event] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.left or self.told)
+from packlora.runtime.windows import window_of
+from packlora.sweep.candidates import Sweep
+from packlora.sweep.changes import START, Change, off
+from packlora.sweep.control import Add, Asked, Clone, Control, StopJob, asked_from
+from packlora.sweep.members import Members, named
 
 
-class OpenMembers(Members):
-    """Members that change as is asked for. Arguments as of Members."""
+class OpenMembers(Members, Changes):
+    """Members that change as is asked for (packlora/changes.py, Changes). Arguments as of Members."""
 
-    def __init__(
-        self, run: Run, prepared: PreparedRun, base: Base, single: SingleDevice | StageDevice, executor: Executor,
-        record: RunRecord, changes: Sequence[Change], output_dir: Path, group: Alone, mesh: OneProcess,
-    ) -> None:  # fmt: skip
-        super().__init__(run, prepared, base, single, executor, record, changes, output_dir, group, mesh)
-        self.control = Control(output_dir)
+    def __init__(self, changes: Sequence[Change], **parts: Any) -> None:
+        super().__init__(changes, **parts)
+        self.control = Control(self.output_dir)
         self.sweep: Sweep | None = None
-        if run.sweep is not None:
-            from packlora.runtime.sweep import Sweep
-
-            self.sweep = Sweep(run)
+        if self.run.sweep is not None:
+            self.sweep = Sweep(self.run)
             self.sweep.follow(changes)
-            self.sweep.read(output_dir, list(prepared.left_out))
+            self.sweep.read(self.output_dir, list(self.prepared.left_out))
 
-    def is_asked(self) -> bool:
-        """Whether something is asked for, as the first process finds it, or a sweep has to decide."""
-        return self.sweep is not None or bool(self.group.told(self.group.leads and bool(self.control.asked())))
+    def first(self, jobs: Sequence[Job]) -> int | None:
+        """The round that a sweep has yet to decide for: where it was broken off between the last step of a window and what is
+        decided after it."""
+        going = {job.joined + job.step for job in jobs if job.status == "running"}
+        if self.sweep is None or len(going) != 1:
+            return None
+        (round_,) = going
+        return round_ if 0 < round_ == window_of(self.run, round_).start else None
+
+    def pending(self, round_: int, jobs: Sequence[Job]) -> bool:
+        """Whether something is asked for, as the first process finds it, a sweep has to decide, or jobs are to be taken off."""
+        return self.sweep is not None or self._is_asked() or bool(off(jobs, round_))
+
+    def _is_asked(self) -> bool:
+        return bool(self.group.told(self.group.leads and bool(self.control.asked())))
 
     def _asked(self) -> list[Asked]:
         """Requests to the first process, as all processes hear of them."""
@@ -77,18 +64,8 @@ class OpenMembers(Members):
         if self.group.leads:
             self.control.answer(asked.id, accepted, text)
 
-    def change(self, given: int, jobs: list[Job], budget: TokenBudget) -> Changed:
-        """Make the changes that are asked for.
-
-        Args:
-            given: the round that is next; those before it were trained.
-            jobs: that are on the model; those that join are added.
-
-        Raises:
-            WriteError: what a sweep has decided cannot be recorded; it was not made. A request that cannot be met or recorded
-                is refused, and costs the run nothing.
-            MemoryError: there is no room for a sweep's next candidate.
-        """
+    def change(self, given: int, jobs: list[Job], budget: TokenBudget) -> Changed | None:
+        """Make the changes that are asked for, see Changes."""
         out, there = Changed(), {job.name: job for job in jobs}
         before = len(there)
         if self.sweep is not None:
@@ -106,7 +83,7 @@ class OpenMembers(Members):
         if len(there) > before:
             jobs += list(there.values())[before:]
             self.follow(jobs)
-        return out
+        return out if out.left or out.told or off(jobs, given) else None
 
     def take_off(self, jobs: list[Job], given: int) -> list[Job]:
         gone = super().take_off(jobs, given)
@@ -116,15 +93,13 @@ class OpenMembers(Members):
         return gone
 
     def end(self, jobs: Sequence[Job], files: BestEffort) -> None:
-        """The session ends, with these jobs on the model."""
+        """See Changes."""
         if self.sweep is not None:
             for job in jobs:
                 self.sweep.see(job)
             sweep = self.sweep
             if self.group.leads:
-                from packlora.report.metrics import SWEEP
-
-                files.write(SWEEP, lambda: sweep.write(self.output_dir))
+                files.write(SHOWN, lambda: sweep.write(self.output_dir))
         if self.group.leads:
             self.control.refuse_all("the run has ended")
 

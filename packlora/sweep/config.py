@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from packlora.changes import SHOWN
+from packlora.config import JobConfig, Run
 from packlora.config.shared import MOST_STEPS, Strict
+from packlora.errors import quoted
 
 MOST_CANDIDATES = 100_000
+RESERVED_BY_SWEEPS = {"best", SHOWN}
+"""Names that no job of a run with a sweep may have."""
 
 
 class RangeConfig(Strict):
@@ -29,10 +36,29 @@ class RangeConfig(Strict):
         return self
 
 
-Values = Annotated[
-    Annotated[list[Any], Tag("list")] | Annotated[RangeConfig, Tag("range")],
-    Discriminator(lambda value: "list" if isinstance(value, list) else "range"),
-]
+class _Values:
+    """Reads values of a swept key: a list as it is, or a range."""
+
+    @staticmethod
+    def _read(value: Any) -> Any:
+        if isinstance(value, list):
+            return value
+        if not isinstance(value, dict | RangeConfig):
+            raise PydanticCustomError("values", "input should be a list of values, or a range {min, max, log}")
+        return RangeConfig.model_validate(value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._read)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        kinds: dict[str, CoreSchema] = {
+            "list": core_schema.list_schema(),
+            "range": RangeConfig.__pydantic_core_schema__,
+        }
+        return handler(core_schema.tagged_union_schema(kinds, lambda value: ""))
+
+
+Values = Annotated[list[Any] | RangeConfig, _Values()]
 """Values of a swept key."""
 
 
@@ -128,3 +154,43 @@ class SweepConfig(Strict):
     def combinations(self) -> int:
         """Number of combinations of all listed values."""
         return math.prod(len(values) for values in self.parameters.values() if isinstance(values, list))
+
+    def check(self, run: Run) -> None:
+        """Raises ValueError where a run has not what the sweep needs."""
+        for job in run.jobs:
+            if job.name.lower() in RESERVED_BY_SWEEPS:
+                raise ValueError(
+                    f"jobs: a sweep itself uses {job.name!r} in output_dir; choose another name for the job"
+                )
+        template = next((job for job in run.jobs if job.name == self.job), None)
+        if template is None:
+            names = ", ".join(job.name for job in run.jobs)
+            raise ValueError(f"sweep.job: there is no job {quoted(self.job)}; there are {names}")
+        if template.data.eval_path is None:
+            raise ValueError(f"sweep: job {template.name!r} has no data.eval_path, by which candidates are compared")
+        if self.stopping.method != "none" and not run.eval_every:
+            raise ValueError("sweep.stopping: evaluations decide, and eval_every is 0; set how often they are made")
+        self._check_compared(template, run.eval_every)
+
+    def _check_compared(self, template: JobConfig, every: int) -> None:
+        """Whether candidates of the job are evaluated where its stopping rule compares them, as far as no value is swept."""
+        own, method, name = template.train.eval_steps, self.stopping.method, template.name
+        if method == "none" or "train.eval_steps" in self.parameters:
+            return
+        if own is not None and (own == 0 or (every % own and own % every)):
+            raise ValueError(
+                f"sweep.stopping: candidates are compared at multiples of eval_every, {every}, where train.eval_steps {own} "
+                f"of job {name!r} makes few evaluations or none; leave it out"
+            )
+        first, steps = max(every, own or 0), template.train.max_steps
+        if method != "target" and 0 < steps <= first and "train.max_steps" not in self.parameters:
+            raise ValueError(
+                f"sweep.stopping: candidates are compared every {first} optimizer steps and take {steps}, so none would be "
+                "stopped; set eval_every lower"
+            )
+
+
+MAPPINGS: dict[str, type[BaseModel]] = {
+    "sweep": SweepConfig, "stopping": StoppingConfig, "parameters": RangeConfig,
+}  # fmt: skip
+"""Model of the mapping under each key, or under each key of it."""

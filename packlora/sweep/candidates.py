@@ -7,10 +7,10 @@ or a reward with the other sign.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
-import re
 import shutil
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,20 +21,19 @@ from typing import Any
 import numpy as np
 
 from packlora.adapters.files import CONFIG, WEIGHTS
-from packlora.config import JobConfig, RangeConfig, Run
+from packlora.changes import SHOWN
+from packlora.config import JobConfig, Run
 from packlora.errors import InputError, quoted
 from packlora.files import write_folder, write_json
-from packlora.report.metrics import SWEEP
-from packlora.report.sweep import name_of
-from packlora.run_file import with_values
+from packlora.run_file import parse_jobs
 from packlora.runtime import checkpoint
-from packlora.runtime.changes import Change, leaves, with_jobs
 from packlora.runtime.job import Job, sign_of
-from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.windows import window_of
 from packlora.seeding import stable_hash
+from packlora.sweep.changes import Change, leaves, with_jobs
+from packlora.sweep.config import RangeConfig
+from packlora.sweep.page import BEST, name_of
 
-BEST = "best"
 MOST_TRIED = 100
 """Candidates that are prepared before training to see that they can be."""
 TRAINERS = {"eval_rewards/margins": ("dpo", "orpo", "kto"), "eval_rewards/accuracies": ("dpo", "orpo")}
@@ -123,7 +122,7 @@ class Sweep:
                     same = f"{quoted(value)} is the same as {quoted(made[job])}"
                     raise InputError(f"sweep.parameters.{key}: {same}; leave one of them out")
                 made[job] = value
-        if (again := _drawn_again(self)) and self.config.method == "grid":
+        if (again := drawn_again(self)) and self.config.method == "grid":
             first, number = again[0]
             raise InputError(
                 f"sweep: candidates {first} and {number} are the same job: {quoted(self.drawn(first), 300)} and "
@@ -146,7 +145,7 @@ class Sweep:
         """A candidate as a job of a run file."""
         tree = self.template.model_dump(mode="json", exclude_unset=True)
         tree["name"] = f"{self.template.name}-{number:03d}"
-        job = with_values(tree, parameters, "sweep")
+        job = _with_values(tree, parameters, "sweep")
         if job.train.trainer not in (trainers := TRAINERS.get(self.config.metric, (job.train.trainer,))):
             raise InputError(
                 f"sweep.metric: {self.config.metric} is of trainer {', '.join(trainers)}; with {dict(parameters)} the trainer "
@@ -341,30 +340,28 @@ class Sweep:
         ]  # fmt: skip
         about = {"job": self.config.job, "metric": self.config.metric, "method": self.config.method}
         state = {"status": "done" if ended else "running", "best": best.name if best is not None else None}
-        write_json(output_dir / SWEEP, about | state | {"candidates": lines})
+        write_json(output_dir / SHOWN, about | state | {"candidates": lines})
 
     def _told(self, cost: float) -> float | None:
         """Value that is compared, for JSON: null where it is not finite."""
         return self.sign * cost if math.isfinite(cost) else None
 
 
-def check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
-    """Raises InputError where held-out samples do not give what a sweep compares: margins, of completions that are all
-    desirable or all undesirable."""
-    if run.sweep is None or run.sweep.metric != "eval_rewards/margins":
-        return
-    for job in jobs:
-        found = {one.preference.desirable for one in job.eval_encoded.samples if one.preference is not None}
-        candidate = re.fullmatch(rf"{re.escape(run.sweep.job)}-\d{{3,}}", job.config.name)
-        if candidate and job.config.train.trainer == "kto" and len(found) == 1:
-            kind = "desirable" if True in found else "undesirable"
-            raise InputError(
-                f"sweep.metric: {run.sweep.metric} compares desirable with undesirable completions; those of "
-                f"{', '.join(job.config.data.eval_paths)} are all {kind}"
-            )
+def _with_values(tree: dict[str, Any], values: Mapping[str, Any], source: str) -> JobConfig:
+    """A job with other values by dotted key. Raises InputError."""
+    own = copy.deepcopy(tree)
+    for key, value in values.items():
+        node: Any = own
+        *path, last = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or not last:
+            raise InputError(f"{source}: a job has no key {quoted(key)}")
+        node[last] = value
+    return parse_jobs([own], source)[0]
 
 
-def _drawn_again(sweep: Sweep) -> list[tuple[int, int]]:
+def drawn_again(sweep: Sweep) -> list[tuple[int, int]]:
     """Pairs of the first 1000 candidates that are the same job."""
     made, out = dict[str, int](), []
     for number in range(min(sweep.total, 1000) if sweep.config.method != "optuna" else 0):
@@ -380,44 +377,6 @@ def _combination(parameters: Mapping[str, Any], number: int) -> dict[str, Any]:
         number, at = divmod(number, len(parameters[key]))
         found[key] = parameters[key][at]
     return {key: found[key] for key in parameters}
-
-
-def doubts(sweep: Sweep, candidates: Sequence[PreparedJob]) -> list[str]:
-    """Doubts about a sweep that can run, but is hardly meant so.
-
-    Args:
-        candidates: that stand for all of them.
-    """
-    steps = max((job.data.num_steps for job in candidates), default=0)
-    why, again = _never_ends(sweep, steps), len(_drawn_again(sweep)) if sweep.config.method == "random" else 0
-    out = [f"sweep.stopping: {why}, so none ends early"] if why else []
-    if again:
-        total = min(sweep.total, 1000)
-        out.append(
-            f"sweep: {again} of {total} random candidates have the values of an earlier one, so they are the same job again"
-        )
-    return out
-
-
-def _never_ends(sweep: Sweep, steps: int) -> str:
-    """Why a stopping rule ends no candidate of so many steps at most; empty where it may end some."""
-    rule, every, window = sweep.config.stopping, sweep.every, sweep.window
-    most = f"candidates take at most {steps} optimizer steps"
-    last = (steps - 1) // window * window
-    """The step after which the last decision is made before the end."""
-    if rule.method == "successive_halving":
-        first = -(-rule.min_resource // window) * window
-        return f"successive_halving looks at step {first} first, and {most}" if first > last else ""
-    if rule.method == "median" and rule.n_startup_trials > sweep.total:
-        return f"median waits for {rule.n_startup_trials} candidates, and there are {sweep.total}"
-    if rule.method == "median" and rule.n_warmup_steps >= last:
-        return f"median looks after step {rule.n_warmup_steps}, and {most}"
-    if rule.method == "patience" and last // every <= rule.patience:
-        return (
-            f"patience {rule.patience} takes {rule.patience + 1} evaluations before the last step, and there are "
-            f"{last // every}"
-        )
-    return ""
 
 
 def begun(run: Run) -> tuple[Run, list[Change]]:

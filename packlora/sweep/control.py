@@ -23,12 +23,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from packlora.changes import FOLDER, REQUEST
 from packlora.errors import InputError, shown
 from packlora.files import LOCK, is_locked, make_folder, write_json
 from packlora.report.events import Event, RunEnded, WindowPlanned
 
-FOLDER = "control"
-NAME = re.compile(r"request-([0-9a-f]{16})\.json", re.ASCII)
+NAME = re.compile(REQUEST + r"([0-9a-f]{16})\.json", re.ASCII)
 MOST_BYTES = 8 * 2**20
 """Largest size of a request."""
 POLL_S, LOOK_S = 0.1, 3.0
@@ -125,7 +125,7 @@ class Control:
         return self.folder / f"answer-{number}.json"
 
     def _request(self, number: str) -> Path:
-        return self.folder / f"request-{number}.json"
+        return self.folder / f"{REQUEST}{number}.json"
 
 
 class Refusal:
@@ -180,7 +180,7 @@ def ask(output_dir: Path, request: Add | StopJob | Clone, told: Callable[[str], 
     if folder.is_symlink():
         raise InputError(f"{folder} is a link, which a run does not follow; remove it")
     make_folder(folder)
-    posted, answered = folder / f"request-{number}.json", folder / f"answer-{number}.json"
+    posted, answered = folder / f"{REQUEST}{number}.json", folder / f"answer-{number}.json"
     write_json(posted, request.model_dump())
     told("waiting for the run to come to the end of a window of microbatches")
     looked = time.monotonic()

@@ -14,28 +14,34 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from packlora.changes import SHOWN
 from packlora.report import charts
-from packlora.report.metrics import SWEEP
 
+BEST = "best"
+"""Folder of an output folder that holds the adapter of the best candidate."""
 Line = dict[str, Any]
 BEST_HUE, WORST_HUE = 215.0, 25.0
-SHOWN = 200
+MOST_SHOWN = 200
 """Candidates in a picture, the best ones; and in the table on the terminal a tenth of them."""
 
 
 def read_sweep(folder: Path) -> Line | None:
     """Content of sweep.json; None where the file is missing or unusable."""
     try:
-        found = json.loads((folder / SWEEP).read_text(encoding="utf-8"))
+        found = json.loads((folder / SHOWN).read_text(encoding="utf-8"))
         lines = [line for line in found["candidates"] if isinstance(line["parameters"], dict) and line["name"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return {**found, "candidates": lines} if lines else None
 
 
-def names_of_candidates(folder: Path) -> set[str]:
-    sweep = read_sweep(folder)
-    return set() if sweep is None else {str(line["name"]) for line in sweep["candidates"]}
+def copied_from(folder: Path) -> str:
+    """Name of the job whose adapter a folder of a run holds, which may be the copy of the best candidate's. Raises OSError,
+    ValueError or LookupError where it is not known."""
+    file = folder.parent / SHOWN
+    if folder.name != BEST or not file.is_file():
+        return folder.name
+    return str(json.loads(file.read_text(encoding="utf-8"))["best"])
 
 
 def name_of(metric: str) -> str:
@@ -48,7 +54,7 @@ def section(folder: Path) -> str:
     sweep = read_sweep(folder)
     if sweep is None:
         return ""
-    lines: list[Line] = sweep["candidates"][:SHOWN]
+    lines: list[Line] = sweep["candidates"][:MOST_SHOWN]
     share = [index / max(1, len(lines) - 1) for index in range(len(lines))]
     hues = [BEST_HUE + (WORST_HUE - BEST_HUE) * part for part in share]
     style = "".join(f".rank-{index}{{--ink:hsl({hue:.0f} 65% 50%)}}" for index, hue in enumerate(hues))
@@ -136,6 +142,15 @@ def _table(lines: list[Line], metric: str, named: str) -> str:
     return f"<div class='scroll' tabindex='0'><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
 
 
+def summary(folder: Path) -> tuple[Table | None, set[str], list[str]]:
+    """The last words on a sweep: a table, the jobs that it tells of, and names of folders to ask first."""
+    sweep = read_sweep(folder)
+    if sweep is None:
+        return None, set(), []
+    names = {str(line["name"]) for line in sweep["candidates"]}
+    return ranked_table(folder), names, [BEST] * (folder / BEST).is_dir()
+
+
 def ranked_table(folder: Path) -> Table | None:
     """The best candidates, for the terminal."""
     sweep = read_sweep(folder)
@@ -145,7 +160,7 @@ def ranked_table(folder: Path) -> Table | None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("rank", "candidate", *keys, "steps", name_of(metric), "status"):
         table.add_column(name, overflow="fold")
-    for line in sweep["candidates"][: SHOWN // 10]:
+    for line in sweep["candidates"][: MOST_SHOWN // 10]:
         values = [_text(line["parameters"].get(key)) for key in keys]
         cells = [line["rank"], line["name"], *values, line["step"], _value(line, metric), line["status"]]
         table.add_row(*(Text(str(cell)) for cell in cells))

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from packlora.adapters.attach import Adapter, attach_one, detach_one
-from packlora.adapters.files import load_adapter
+from packlora.adapters.attach import attach_one, detach_one
 from packlora.adapters.linear import keep_outputs
-from packlora.adapters.starts import begin, of_weights
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.engine.memory import TokenBudget
@@ -30,55 +28,18 @@ from packlora.plans.ask import Ask
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Event, JobJoined, Note
-from packlora.runtime.changes import START, Change, joined_rounds, leaves, with_jobs
+from packlora.runtime.attach import make_job
 from packlora.runtime.job import Job
 from packlora.runtime.parts import parts_of
 from packlora.runtime.prepare import asks_of_more, prepare_more
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord, described_job
-from packlora.runtime.starts import float_weights
+from packlora.sweep.changes import START, Change, off, place, with_jobs
 
 if TYPE_CHECKING:
     from packlora.engine.graphs import GraphedDevice
     from packlora.engine.stage_passes import StageDevice
-
-FLOAT16_SCALE = 4096.0
-"""Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
-
-
-def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
-    """A job before its first step, its adapter on the model."""
-    if item.config.adapter.init_from is not None:
-        load_adapter(item.config.adapter.init_from, adapter)
-    elif of_weights(adapter.spec):
-        begin(base.model, adapter, item.data.seed, lambda: float_weights(run))
-    return Job(
-        item.config,
-        item.data,
-        item.eval_encoded.samples,
-        adapter,
-        FLOAT16_SCALE if run.dtype == "float16" else 1.0,
-        prompts=item.prompts,
-        router_coefficient=item.router_coefficient,
-    )
-
-
-def place(jobs: Sequence[Job], changes: Sequence[Change]) -> None:
-    """Let restored jobs stand in their rounds. One that was asked to leave ends at the step at which it was asked."""
-    rounds, left = joined_rounds(changes), leaves(changes)
-    for job in jobs:
-        job.joined = rounds.get(job.name, 0)
-        if job.name in left:
-            change = left[job.name]
-            job.left = change.round
-            if change.reason and job.status == "running" and job.stopped is None:
-                job.stop(change.reason, change.step)
-
-
-def off(jobs: Sequence[Job], given: int) -> list[Job]:
-    """Jobs that have ended and left before round `given`."""
-    return [job for job in jobs if job.left is not None and job.left <= given and job.status != "running"]
 
 
 def named(configs: Sequence[JobConfig]) -> str:
@@ -104,17 +65,17 @@ class Members:
     """Makes changes of a run. All processes that train its jobs make the same; the first one writes what is recorded.
 
     Args:
+        changes: those of earlier sessions.
         run: with all jobs, also those that have left.
         record: of the run; holds the changes.
-        changes: those of earlier sessions.
         single: the executor without graphs.
         executor: the one that trains.
         group, mesh: the processes that train the jobs, all of the run.
     """
 
     def __init__(
-        self, run: Run, prepared: PreparedRun, base: Base, single: SingleDevice | StageDevice, executor: Executor,
-        record: RunRecord, changes: Sequence[Change], output_dir: Path, group: Alone, mesh: OneProcess,
+        self, changes: Sequence[Change], run: Run, prepared: PreparedRun, base: Base, single: SingleDevice | StageDevice,
+        executor: Executor, record: RunRecord, output_dir: Path, group: Alone, mesh: OneProcess,
     ) -> None:  # fmt: skip
         self.group, self.mesh = group, mesh
         self.run, self.prepared, self.base, self.single, self.executor = run, prepared, base, single, executor
@@ -126,7 +87,7 @@ class Members:
         """Doubts about the jobs that were checked last: what can be trained, but is hardly meant."""
 
     def take_off(self, jobs: list[Job], given: int) -> list[Job]:
-        """Take jobs that have ended and left off the model, and out of `jobs`. Returns them."""
+        """See Changes."""
         gone = off(jobs, given)
         for job in gone:
             jobs.remove(job)
@@ -303,7 +264,9 @@ class Members:
             try:
                 if self.group.leads:
                     described = {item.config.name: described_job(item) for item in joined}
-                    self.record.amend(changes, described, [item.config for item in joined])
+                    news: dict[str, Any] = {"changes": [change.record() for change in changes], "jobs": described}
+                    news["joined"] = [item.config.model_dump(mode="json") for item in joined]
+                    self.record.amend(news | {"saved": dict.fromkeys(described, 0)})
             except (OSError, ValueError) as error:  # ValueError: a number or a text that JSON does not have
                 raise InputError(f"run.json cannot be written: {reason_of(error)}") from error
 

@@ -1,0 +1,72 @@
+"""The jobs of a run on its base model: an adapter of each, with what it begins with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from packlora.adapters.attach import Adapter, attach
+from packlora.adapters.embeddings import change_embeddings
+from packlora.adapters.files import load_adapter
+from packlora.adapters.linear import keep_outputs
+from packlora.adapters.starts import begin, of_weights
+from packlora.base.model import Base
+from packlora.config import Run
+from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
+from packlora.engine.passes import SingleDevice
+from packlora.plans.cache import PlanCache
+from packlora.plans.select import PlanChooser
+from packlora.runtime.job import Job
+from packlora.runtime.parts import parts_of
+from packlora.runtime.placement import Placement
+from packlora.runtime.prepared_job import PreparedJob
+from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.starts import float_weights
+
+if TYPE_CHECKING:
+    from packlora.engine.stage_passes import StageDevice
+
+FLOAT16_SCALE = 4096.0
+"""Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
+
+
+def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
+    """A job before its first step, its adapter on the model."""
+    if item.config.adapter.init_from is not None:
+        load_adapter(item.config.adapter.init_from, adapter)
+    elif of_weights(adapter.spec):
+        begin(base.model, adapter, item.data.seed, lambda: float_weights(run))
+    return Job(
+        item.config,
+        item.data,
+        item.eval_encoded.samples,
+        adapter,
+        FLOAT16_SCALE if run.dtype == "float16" else 1.0,
+        prompts=item.prompts,
+        router_coefficient=item.router_coefficient,
+    )
+
+
+def attach_jobs(
+    prepared: PreparedRun, base: Base, placement: Placement
+) -> tuple[SingleDevice | StageDevice, list[Job]]:
+    """Put an adapter of each job onto the model."""
+    cache = PlanCache(base.device)
+    choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
+    attached, adapters = attach(
+        base.model,
+        {job.config.name: job.spec for job in prepared.jobs},
+        {job.config.name: job.data.seed for job in prepared.jobs},
+        {path: choosers[ask] for path, ask in prepared.asks.items()},
+        base.storage,
+        None if base.modality is None else base.modality.example,
+    )
+    if placement.group.is_first:
+        change_embeddings(base.model, attached, CHANGES_OF_EMBEDDINGS)
+    jobs, whole = [], parts_of(adapters, placement.group)
+    for item, adapter in zip(prepared.jobs, adapters, strict=True):
+        job = make_job(prepared.run, item, adapter, base)
+        whole(job)
+        jobs.append(job)
+    if prepared.run.keep_outputs:
+        base.kept_outputs = keep_outputs(base.model)
+    return placement.passes(base, attached), jobs

@@ -1,0 +1,87 @@
+"""Checks of a sweep before training: of what is asked for, and of what was prepared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.runtime.prepare import prepare_more
+from packlora.runtime.prepared_job import PreparedJob
+from packlora.runtime.prepared_run import PreparedRun
+from packlora.sweep.candidates import Sweep, drawn_again
+
+
+def check(run: Run, processes: int, max_steps: int | None) -> None:
+    """Raises InputError where a run cannot have a sweep: on processes that do not share all jobs, or with max_steps."""
+    if processes > 1 and run.parallel.stages == 1:
+        raise InputError(
+            f"sweep: candidates join and leave on one process, or on the stages of pipelines that share all jobs, but "
+            f"{processes} were started; start one, or set parallel.pipeline"
+        )
+    if max_steps is not None:
+        raise InputError("--max-steps would end candidates of a sweep for good; set train.max_steps of its job instead")
+
+
+def check_prepared(prepared: PreparedRun, resumed: bool) -> None:
+    """Raises InputError where candidates cannot be compared or, of a run that begins, cannot all be trained."""
+    _check_compared(prepared.run, prepared.jobs)
+    if not resumed:
+        sweep = Sweep(prepared.run)
+        later, _ = prepare_more(prepared, sweep.unlike(), prepared.budget)
+        prepared.warnings += _doubts(sweep, later)
+
+
+def _check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
+    """Raises InputError where held-out samples do not give what a sweep compares: margins, of completions that are all
+    desirable or all undesirable."""
+    if run.sweep is None or run.sweep.metric != "eval_rewards/margins":
+        return
+    for job in jobs:
+        found = {one.preference.desirable for one in job.eval_encoded.samples if one.preference is not None}
+        candidate = re.fullmatch(rf"{re.escape(run.sweep.job)}-\d{{3,}}", job.config.name)
+        if candidate and job.config.train.trainer == "kto" and len(found) == 1:
+            kind = "desirable" if True in found else "undesirable"
+            raise InputError(
+                f"sweep.metric: {run.sweep.metric} compares desirable with undesirable completions; those of "
+                f"{', '.join(job.config.data.eval_paths)} are all {kind}"
+            )
+
+
+def _doubts(sweep: Sweep, candidates: Sequence[PreparedJob]) -> list[str]:
+    """Doubts about a sweep that can run, but is hardly meant so.
+
+    Args:
+        candidates: that stand for all of them.
+    """
+    steps = max((job.data.num_steps for job in candidates), default=0)
+    why, again = _never_ends(sweep, steps), len(drawn_again(sweep)) if sweep.config.method == "random" else 0
+    out = [f"sweep.stopping: {why}, so none ends early"] if why else []
+    if again:
+        total = min(sweep.total, 1000)
+        out.append(
+            f"sweep: {again} of {total} random candidates have the values of an earlier one, so they are the same job again"
+        )
+    return out
+
+
+def _never_ends(sweep: Sweep, steps: int) -> str:
+    """Why a stopping rule ends no candidate of so many steps at most; empty where it may end some."""
+    rule, every, window = sweep.config.stopping, sweep.every, sweep.window
+    most = f"candidates take at most {steps} optimizer steps"
+    last = (steps - 1) // window * window
+    """The step after which the last decision is made before the end."""
+    if rule.method == "successive_halving":
+        first = -(-rule.min_resource // window) * window
+        return f"successive_halving looks at step {first} first, and {most}" if first > last else ""
+    if rule.method == "median" and rule.n_startup_trials > sweep.total:
+        return f"median waits for {rule.n_startup_trials} candidates, and there are {sweep.total}"
+    if rule.method == "median" and rule.n_warmup_steps >= last:
+        return f"median looks after step {rule.n_warmup_steps}, and {most}"
+    if rule.method == "patience" and last // every <= rule.patience:
+        return (
+            f"patience {rule.patience} takes {rule.patience + 1} evaluations before the last step, and there are "
+            f"{last // every}"
+        )
+    return ""
