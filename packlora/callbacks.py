@@ -2,7 +2,8 @@
 
     Trainer(..., callbacks=[packlora.callbacks.ThroughputCallback()])
 
-Works with any Trainer (TRL's too), accelerated model or not, so that the two can be compared.
+Works with any Trainer (TRL's too), accelerated model or not, so that the two can be compared. The module has the names of
+`packlora.events` too, whose older name it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from packlora import events
+
+
+def __getattr__(name: str) -> Any:
+    if name in events.__all__ and name != "ThroughputCallback":
+        return getattr(events, name)
+    raise AttributeError(f"module 'packlora.callbacks' has no attribute {name!r}")
 
 
 class ThroughputCallback(TrainerCallback):  # type: ignore[misc]

@@ -1,9 +1,17 @@
-"""Result of a run: the value that packlora.train returns."""
+"""Result of a run: the value that packlora.train and packlora.Trainer return."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
+from typing import Any
+
+LOADING = "packlora.api.loading"
+"""Module that loads adapters, imported by its name where one is asked for."""
+COLUMNS = ("job", "status", "steps", "held-out loss", "before", "tokens/s", "adapter")
 
 
 @dataclass(slots=True)
@@ -31,6 +39,34 @@ class JobResult:
     rewards/accuracies and others of the last step. None for a value that was not finite."""
     idle_since: int | None = None
     """The step from which on its gradient was exactly 0, to its last one: it learnt nothing any more."""
+    base: Any = field(default=None, repr=False, compare=False)
+    """The loaded model that it was trained on; None where the adapter names its base model."""
+
+    @property
+    def path(self) -> Path:
+        """Folder of the adapter; another name of `folder`."""
+        return self.folder
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Held-out loss of the adapter; another name of `eval_after`."""
+        return self.eval_after
+
+    def load(self) -> Any:
+        """Load the finished adapter on its base model.
+
+        Returns:
+            A PeftModel, in evaluation mode. The base is read once more, in the dtype of the run; where a loaded model was
+            trained, its weights are shared, and the model itself stays without PEFT layers.
+
+        Raises:
+            InputError: the adapter is not there yet, or its base model cannot be loaded.
+        """
+        return importlib.import_module(LOADING).load(self.folder, self.base)
+
+    def _repr_html_(self) -> str:
+        """Table for a notebook."""
+        return _html_table({self.folder.name: self})
 
 
 @dataclass(slots=True)
@@ -54,9 +90,43 @@ class Result:
     incomplete: dict[str, str] = field(default_factory=dict)
     """Logs that lack something because it could not be written, and why. Adapters are never among them."""
 
+    def __getitem__(self, name: str) -> JobResult:
+        """Result of a job. Raises KeyError, which names the jobs, where there is none of this name."""
+        if name not in self.jobs:
+            raise KeyError(f"there is no job {name!r}; there are {', '.join(self.jobs)}")
+        return self.jobs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the jobs."""
+        return iter(self.jobs)
+
+    def _repr_html_(self) -> str:
+        """Table for a notebook."""
+        told = f"{self.status}, {self.tokens} tokens in {self.seconds:.1f} s; report: {self.report}"
+        return f"{_html_table(self.jobs)}<p>{escape(told)}</p>"
+
     @property
     def exit_code(self) -> int:
         """Exit status of the `packlora train` command: 0 done, 1 a job failed, 128 + n stopped by signal n."""
         if self.signal is not None:
             return 128 + self.signal
         return 1 if self.status == "failed" else 0
+
+
+def _html_table(jobs: Mapping[str, JobResult]) -> str:
+    def loss(value: float | None) -> str:
+        return "" if value is None else f"{value:.4f}"
+
+    rows = [
+        (name, job.status, str(job.step), loss(job.eval_after), loss(job.eval_before), f"{job.tokens_per_second:.0f}",
+         str(job.folder))
+        for name, job in jobs.items()
+    ]  # fmt: skip
+    return html_table(COLUMNS, rows)
+
+
+def html_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table of texts as HTML."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

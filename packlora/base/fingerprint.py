@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from packlora.base.weight_files import own_rows
+from packlora.given import given
 
 NOT_OF_THE_MODEL = {"transformers_version", "_name_or_path"}
 """Keys of a config.json that say who wrote it."""
@@ -53,12 +55,21 @@ def fingerprint_of(
     weights = hashlib.blake2b(digest_size=16)
     for name, tensor in held.items():
         weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {sums[name]}\n".encode())
-    file = cached_file(path, "config.json", revision=revision)
-    assert file is not None
-    config = json.loads(Path(file).read_text(encoding="utf-8"))
+    config = _config(path, revision)
     told = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
     text = json.dumps(told, sort_keys=True)
     return Fingerprint(weights=weights.hexdigest(), config=hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+
+
+def _config(path: str, revision: str | None) -> dict[str, Any]:
+    """The content of config.json, or the configuration of a model that was handed over."""
+    if (model := given().model) is not None:
+        found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+        return found
+    file = cached_file(path, "config.json", revision=revision)
+    assert file is not None
+    read: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
+    return read
 
 
 def word_sums(tensors: Sequence[torch.Tensor]) -> list[int]:

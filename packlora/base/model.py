@@ -20,9 +20,10 @@ from packlora.base.liger import use_liger
 from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
-from packlora.base.shape import check_row
+from packlora.base.shape import attention_of_text, check_row
 from packlora.config import Run
 from packlora.form import WeightForm, form_in
+from packlora.given import given
 from packlora.modality import Modality
 from packlora.ops.lora_linear.frozen import InMemory, Storage
 
@@ -56,7 +57,8 @@ class Base:
 def load_base(
     run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, modality: Modality | None = None
 ) -> Base:
-    """Load the base model for packed training: frozen, on its device, in the run's dtype.
+    """Load the base model for packed training: frozen, on its device, in the run's dtype. A model that a Python program has
+    handed over is made ready as it is.
 
     Args:
         longest: tokens of the longest sample of each job. Longer ones are not known to be computed right; without it, than
@@ -68,6 +70,10 @@ def load_base(
     """
     settle_dtype(run)
     path, device, dtype = base_path(run.base_model), choose_device(run.device), getattr(torch, run.dtype)
+    if (loaded := given().model) is not None:
+        loaded.set_attn_implementation(attention_of_text(loaded, "eager"))  # what its own logits are computed with
+        check_row(loaded, run.max_tokens_per_microbatch, path)
+        return ready_base(run, loaded, tokenizer, device, path, longest or {}, InMemory(), modality=modality)
     config = read_config(path, run.revision, run.trust_remote_code)
     form, notes = form_in(run, config, path), list[str]()
     if form is None:

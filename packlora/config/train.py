@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from packlora.config.shared import LEAST_WEIGHT, MOST_STEPS, MOST_WEIGHT, PathText, Strict
 from packlora.errors import quoted, shown
+from packlora.given import MEMORY
 
 Scheduler = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
@@ -53,6 +55,8 @@ OF_A_BATCH = {
     "aot": "sorts the whole global batch", "aot_unpaired": "sorts the whole global batch",
 }  # fmt: skip
 """Loss types of TRL that this version does not support, and the reasons."""
+TRAINER_OF_LOSS: tuple[Trainer, ...] = get_args(Trainer)
+"""Values of loss_type that name a trainer, with its first loss; they set `trainer` where that is not written."""
 BASE = "base"
 """Value of `reference` that means the base model without an adapter."""
 TRAINER_KEYS: dict[str, tuple[str, ...]] = {
@@ -131,7 +135,8 @@ class TrainConfig(Strict):
     beta: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """dpo, kto: how closely the model is held to the reference; orpo: weight of the odds ratio. null: 0.1."""
     loss_type: str | list[str] | None = None
-    """dpo: sigmoid, or another of TRL's losses, or a list of these, which are added; kto: kto, or apo_zero_unpaired."""
+    """sft, dpo, orpo or kto sets trainer where that is not written. Beside trainer, TRL's own. dpo: sigmoid, or another of TRL's
+    losses, or a list of these, which are added; kto: kto, or apo_zero_unpaired."""
     loss_weights: list[float] | None = None
     """dpo: of each of loss_type; null: 1 for each."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
@@ -153,11 +158,26 @@ class TrainConfig(Strict):
             return LOSS_TYPES.get(self.trainer, ())[:1]
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _trainer_of_the_loss(cls, value: Any) -> Any:
+        """Let a loss that is named after a trainer choose it. Raises ValueError where another trainer is written."""
+        loss = value.get("loss_type") if isinstance(value, Mapping) else None
+        if not isinstance(loss, str) or loss not in TRAINER_OF_LOSS:
+            return value
+        trainer = value.get("trainer", loss)
+        if loss in LOSS_TYPES.get(trainer if isinstance(trainer, str) else "", ()) and "trainer" in value:
+            return value  # a loss of TRL's with a trainer's name: kto of kto, sft of dpo
+        if trainer != loss:
+            raise ValueError(f"loss_type is {loss} and trainer is {quoted(trainer)}; leave one of them out")
+        return {**value, "trainer": loss, "loss_type": None}
+
     @field_validator("objective")
     @classmethod
     def _function_in_a_file(cls, value: str | None) -> str | None:
         file, _, name = (value or "").rpartition(":")
-        if value is not None and not (file.endswith(".py") and name.isidentifier()):
+        in_a_file = file.endswith(".py") and name.isidentifier()
+        if value is not None and not (in_a_file or value.startswith(MEMORY)):
             raise ValueError(f"is {quoted(value)}; it names a function in a file, as FILE.py:FUNCTION")
         return value
 
@@ -174,7 +194,10 @@ class TrainConfig(Strict):
     def _of_the_trainer(self) -> TrainConfig:
         for key, trainers in TRAINER_KEYS.items():
             if getattr(self, key) is not None and self.trainer not in trainers:
-                other = "; of completions it is label_smoothing_factor" if key == "label_smoothing" else ""
+                other = {
+                    "label_smoothing": "; of completions it is label_smoothing_factor",
+                    "loss_type": f"; {', '.join(TRAINER_OF_LOSS)} set the trainer where none is written",
+                }.get(key, "")
                 raise ValueError(
                     f"{key} is for trainer {' and '.join(trainers)}; this job's trainer is {self.trainer}{other}"
                 )

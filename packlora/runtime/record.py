@@ -22,6 +22,7 @@ from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.data.template import clock_of
 from packlora.files import write_json
+from packlora.given import given
 from packlora.parallel.layout import Layout
 from packlora.plans.identity import has_kernels
 from packlora.report.events import (
@@ -74,7 +75,15 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
         "skipped": len(job.encoded.skipped) + len(job.eval_encoded.skipped),
         "skipped_rows": (job.encoded.skipped + job.eval_encoded.skipped)[:MOST_SKIPPED],
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+        **_given_data(job.config),
     }
+
+
+def _given_data(job: JobConfig) -> dict[str, Any]:
+    """Description of the rows that a Python program has handed over, by data path; nothing of files."""
+    paths = [*(path for path, _ in job.data.sources), *job.data.eval_paths]
+    found = {path: given().rows[path].described for path in paths if path in given().rows}
+    return {"given": found} if found else {}
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:

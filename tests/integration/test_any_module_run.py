@@ -21,7 +21,7 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.export.export import export_adapter
 from packlora.export.merge import merge_adapter
-from packlora.generate.talk import Sampling, load_speakers
+from packlora.answers.talk import Sampling, load_speakers
 from packlora.runtime.prepare import prepare
 
 JOBS: dict[str, dict[str, Any]] = {

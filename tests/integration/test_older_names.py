@@ -22,7 +22,7 @@ import packlora
 from packlora.errors import InputError
 from packlora.export.export import export_adapter
 from packlora.export.merge import merge_adapter
-from packlora.generate.talk import load_speakers
+from packlora.answers.talk import load_speakers
 
 NOW = "model.language_model."
 OLDER = {

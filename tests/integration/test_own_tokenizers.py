@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import packlora
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
-from packlora.generate.talk import load_speakers
+from packlora.answers.talk import load_speakers
 
 Base = Callable[..., str]
 OTHER = CHAT.replace("<|im_start|>", "[").replace("<|im_end|>", "]")

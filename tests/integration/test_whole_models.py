@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import packlora
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
-from packlora.generate.talk import load_speakers
+from packlora.answers.talk import load_speakers
 
 Rows = Callable[..., str]
 IDS = torch.arange(3, 40)[None]

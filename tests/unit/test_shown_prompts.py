@@ -19,7 +19,7 @@ from packlora.data.prompts import answer_ends, encode_prompts, prompt_ids
 from packlora.data.rows import Row, check_row
 from packlora.data.stream import Stream, StreamData
 from packlora.errors import InputError
-from packlora.generate import talk
+from packlora.answers import talk
 from packlora.runtime.encoder import _cut_samples
 
 NO_SYSTEM = (

@@ -1,0 +1,1 @@
+def subscribers_of(callbacks): return list(callbacks)

@@ -1,0 +1,136 @@
+"""Trainer: a run of jobs on one base model, made of Python objects. What it builds is a `packlora.Run`, as a run file does."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from packlora.api.job import Job
+from packlora.config import Run
+from packlora.errors import InputError, quoted
+from packlora.given import MEMORY, Given, give
+from packlora.result import Result
+from packlora.run_file import run_from
+
+OF_LOADED = ("dtype", "device", "revision", "quantization", "trust_remote_code")
+"""Keys of a run that a loaded model answers itself."""
+
+
+class Trainer:
+    """A run: jobs that are trained at the same time on one frozen base model.
+
+    Args:
+        model: folder or hub id of the base model, or a loaded transformers model. The latter is trained in place: its own
+            weights, dtype and device are used, nothing is copied, and it is as before when `train` returns.
+        jobs: at least one `Job`.
+        output_dir: folder for adapters, checkpoints, logs and the report: new, empty, or one that holds this run.
+        tokenizer: in the place of the base model's; needed with a loaded model that names no folder or hub id.
+        callbacks: functions of one event (packlora.events), and transformers' TrainerCallback objects.
+        run_keys: further keys of a run file, such as seed, save_every, eval_every or max_tokens_per_microbatch.
+
+    Raises:
+        InputError: a key is unknown or its value is not accepted, or an object is none that can be used.
+    """
+
+    run: Run
+    """The checked run; its keys are those of a run file."""
+
+    def __init__(
+        self, model: Any, jobs: Iterable[Job], output_dir: str | Path, tokenizer: Any = None, callbacks: Iterable[Any] = (),
+        **run_keys: Any,
+    ) -> None:  # fmt: skip
+        loaded = None if isinstance(model, str | os.PathLike) else model
+        name = str(model) if loaded is None else _name_of(loaded, tokenizer, run_keys)
+        self._callbacks = _listed(callbacks, "callbacks")
+        tree, self._given = _run_tree(name, loaded, _listed(jobs, "jobs"), tokenizer, run_keys)
+        self.run = run_from(tree | {"output_dir": os.fspath(output_dir)})
+
+    def train(self, resume: bool = False) -> Result:
+        """Train all jobs.
+
+        Args:
+            resume: go on with the run in output_dir, from its newest checkpoints, to the bits of a run without interruption; a
+                folder without a run begins one. Rows and functions in memory must be those that the run began with.
+
+        Returns:
+            Result of the run; `result["name"]` is that of a job.
+
+        Raises:
+            As packlora.train.
+        """
+        from packlora.api.callbacks import subscribers_of
+        from packlora.runtime.run import train
+
+        loaded = self._given.model
+        if loaded is None:
+            with give(self._given):
+                return train(self.run.model_copy(deep=True), resume=resume, subscribers=subscribers_of(self._callbacks))
+        from packlora.api.borrowed import borrowed
+
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("a loaded model is trained by one process; give its name or folder to train it by several")
+        with give(self._given), borrowed(loaded):
+            result = train(self.run.model_copy(deep=True), resume=resume, subscribers=subscribers_of(self._callbacks))
+        for job in result.jobs.values():
+            job.base = loaded
+        return result
+
+
+def _listed(values: Any, what: str) -> list[Any]:
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise InputError(f"{what} are a list; got {type(values).__name__}")
+    return list(values)
+
+
+def _name_of(model: Any, tokenizer: Any, run_keys: Mapping[str, Any]) -> str:
+    """base_model of a loaded model: the folder or hub id that it names, or `memory:model`. Raises InputError where it cannot be
+    trained in place."""
+    from packlora.api.borrowed import check_loaded
+
+    check_loaded(model)
+    for key in OF_LOADED:
+        if key in run_keys:
+            raise InputError(f"{key}: is the loaded model's own; leave it out, or give the name of the model")
+    name = getattr(model, "name_or_path", "") or ""
+    if not name and tokenizer is None:
+        raise InputError("tokenizer is missing: the loaded model names no folder or hub id that has one")
+    return name or f"{MEMORY}model"
+
+
+def _run_tree(
+    name: str, loaded: Any, jobs: list[Job], tokenizer: Any, run_keys: Mapping[str, Any]
+) -> tuple[dict[str, Any], Given]:
+    """The run as in a run file, and the objects that its `memory:` texts stand for."""
+    tree: dict[str, Any] = {**run_keys, "base_model": name, "jobs": []}
+    if loaded is not None:
+        tree |= {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
+    rows, losses = dict[str, Any](), dict[str, Any]()
+    for job in jobs:
+        if not isinstance(job, Job):
+            raise InputError(f"jobs are packlora.Job objects; got {type(job).__name__}")
+        own, own_rows, own_losses = job.tree(run_keys.get("seed", 0))
+        if not isinstance(own.get("adapter", {}), dict):
+            own["adapter"] = _adapter_keys(own["adapter"], job.name, name, loaded, run_keys)
+        tree["jobs"].append(own)
+        rows |= own_rows
+        losses |= own_losses
+    return tree, Given(rows, losses, loaded, None if tokenizer is None else copy.copy(tokenizer))
+
+
+def _adapter_keys(config: Any, job: str, base_model: str, loaded: Any, run_keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of an adapter that is given as a LoraConfig."""
+    from packlora.api.lora_config import adapter_keys
+
+    def model_type() -> str | None:
+        if loaded is not None:
+            return str(loaded.config.model_type)
+        from packlora.base.demo_model import base_path
+        from packlora.base.load import read_config
+
+        config = read_config(base_path(base_model), run_keys.get("revision"), run_keys.get("trust_remote_code") is True)
+        return str(config.model_type)
+
+    return adapter_keys(config, job, model_type)
