@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from packlora import events
+from packlora.report import events
 
 
 def __getattr__(name: str) -> Any:
-    if name in events.__all__ and name != "ThroughputCallback":
+    if not name.startswith("_") and hasattr(events, name):
         return getattr(events, name)
     raise AttributeError(f"module 'packlora.callbacks' has no attribute {name!r}")
 

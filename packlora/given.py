@@ -1,4 +1,4 @@
-"""Objects that a Python program hands to a run in the place of what a run file names: rows, a loaded model, a tokenizer, losses.
+"""Objects that a Python program hands to a run in the place of what a run file names: rows, a model, a tokenizer, losses.
 
 The run's keys have a text that begins with `memory:` there, and run.json has no more than that text. The objects themselves
 are found here while the run is prepared and trained. `packlora.Trainer` hands them over.
@@ -47,7 +47,8 @@ class Given:
     tokenizer: Any = None
 
 
-_GIVEN: ContextVar[Given] = ContextVar("given", default=Given())
+_NOTHING = Given()
+_GIVEN: ContextVar[Given] = ContextVar("given", default=_NOTHING)
 
 
 def given() -> Given:

@@ -38,7 +38,9 @@ def check_loaded(model: Any) -> None:
         )
     devices = sorted({str(one.device) for one in model.parameters()})
     if len(devices) != 1 or devices == ["meta"]:
-        raise InputError(f"model has weights on {', '.join(devices) or 'no device'}; it must be on one device as a whole")
+        raise InputError(
+            f"model has weights on {', '.join(devices) or 'no device'}; it must be on one device as a whole"
+        )
     if (dtype := str(model.dtype).removeprefix("torch.")) not in DTYPES:
         raise InputError(f"model is of dtype {dtype}; it is trained in one of {', '.join(DTYPES)}")
 

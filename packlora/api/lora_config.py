@@ -35,7 +35,9 @@ def adapter_keys(config: Any, job: str, model_type: Callable[[], str | None]) ->
         raise InputError(f"job {job!r}: adapter is a {kind}, {what}; give a dict of keys or a peft.LoraConfig")
 
     def refused(name: str, value: Any) -> InputError:
-        return InputError(f"job {job!r}: adapter: LoraConfig has {name} {quoted(value)}, which packlora does not support")
+        return InputError(
+            f"job {job!r}: adapter: LoraConfig has {name} {quoted(value)}, which packlora does not support"
+        )
 
     if config.task_type not in (None, "CAUSAL_LM"):
         raise refused("task_type", getattr(config.task_type, "value", config.task_type))

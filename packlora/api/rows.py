@@ -31,7 +31,8 @@ def is_path(data: Any) -> bool:
         return True
     items = data if isinstance(data, list) else []
     return bool(items) and all(
-        isinstance(one, str | os.PathLike) or (isinstance(one, Mapping) and "path" in one and {*one} <= {"path", "weight"})
+        isinstance(one, str | os.PathLike)
+        or (isinstance(one, Mapping) and "path" in one and {*one} <= {"path", "weight"})
         for one in items
     )
 
@@ -51,7 +52,9 @@ def read_rows(data: Any, job: str, what: str) -> GivenRows:
         return InputError(f"job {job!r}: {what} {problem}")
 
     if isinstance(data, Mapping):
-        raise odd(f"is one mapping ({kind}) with {', '.join(map(str, data)) or 'nothing'}; give a list of rows, or one split")
+        raise odd(
+            f"is one mapping ({kind}) with {', '.join(map(str, data)) or 'nothing'}; give a list of rows, or one split"
+        )
     batches = _batches(data)
     if batches is not None:
         from packlora.data.tables import read_batches

@@ -10,7 +10,7 @@ from typing import Any
 
 from packlora.api.job import Job
 from packlora.config import Run
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError
 from packlora.given import MEMORY, Given, give
 from packlora.result import Result
 from packlora.run_file import run_from

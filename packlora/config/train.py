@@ -68,6 +68,19 @@ HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
 """Held-out metrics of preferences that may choose the best adapter; of eval_loss the lower is the better."""
 
 
+def with_trainer(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keys of training with the trainer that a loss is named after. Raises ValueError where another trainer is written."""
+    loss = keys.get("loss_type")
+    if not isinstance(loss, str) or loss not in TRAINER_OF_LOSS:
+        return keys
+    trainer = keys.get("trainer", loss)
+    if "trainer" in keys and isinstance(trainer, str) and loss in LOSS_TYPES.get(trainer, ()):
+        return keys  # a loss of TRL's with a trainer's name: kto of kto, sft of dpo
+    if trainer != loss:
+        raise ValueError(f"loss_type is {loss} and trainer is {quoted(trainer)}; leave one of them out")
+    return {**keys, "trainer": loss, "loss_type": None}
+
+
 class TrainConfig(Strict):
     """Optimization of one job; the meaning of every key is that of transformers' TrainingArguments."""
 
@@ -135,8 +148,8 @@ class TrainConfig(Strict):
     beta: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """dpo, kto: how closely the model is held to the reference; orpo: weight of the odds ratio. null: 0.1."""
     loss_type: str | list[str] | None = None
-    """sft, dpo, orpo or kto sets trainer where that is not written. Beside trainer, TRL's own. dpo: sigmoid, or another of TRL's
-    losses, or a list of these, which are added; kto: kto, or apo_zero_unpaired."""
+    """sft, dpo, orpo or kto sets trainer where that is not written. With trainer dpo: sigmoid, or another of TRL's losses, or a
+    list of these, which are added; with kto: kto, or apo_zero_unpaired."""
     loss_weights: list[float] | None = None
     """dpo: of each of loss_type; null: 1 for each."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
@@ -161,16 +174,7 @@ class TrainConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _trainer_of_the_loss(cls, value: Any) -> Any:
-        """Let a loss that is named after a trainer choose it. Raises ValueError where another trainer is written."""
-        loss = value.get("loss_type") if isinstance(value, Mapping) else None
-        if not isinstance(loss, str) or loss not in TRAINER_OF_LOSS:
-            return value
-        trainer = value.get("trainer", loss)
-        if loss in LOSS_TYPES.get(trainer if isinstance(trainer, str) else "", ()) and "trainer" in value:
-            return value  # a loss of TRL's with a trainer's name: kto of kto, sft of dpo
-        if trainer != loss:
-            raise ValueError(f"loss_type is {loss} and trainer is {quoted(trainer)}; leave one of them out")
-        return {**value, "trainer": loss, "loss_type": None}
+        return with_trainer(value) if isinstance(value, Mapping) else value
 
     @field_validator("objective")
     @classmethod

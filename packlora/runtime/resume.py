@@ -291,7 +291,8 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
 
 
 def objective_hash(spec: str | None) -> str | None:
-    """SHA-256 of the file of a user's own objective (`train.objective`), if it is there; of one given in Python of its source."""
+    """SHA-256 of the file of a user's own objective (`train.objective`), if it is there; of the source of a function that was
+    given in Python."""
     if spec in given().losses:
         return source_digest(given().losses[spec])
     file = Path(spec.rpartition(":")[0]) if spec is not None else None

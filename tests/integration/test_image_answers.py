@@ -15,11 +15,11 @@ from test_vision import KINDS, peft_model, plain_model
 from typer.testing import CliRunner
 from vision_models import vision_folder, write_images
 
+from packlora.answers.talk import Sampling, Speakers, load_speakers
 from packlora.base.load import read_config
 from packlora.cli import app
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
-from packlora.answers.talk import Sampling, Speakers, load_speakers
 from packlora.images import files
 from packlora.images.vision import Vision
 
