@@ -1,6 +1,6 @@
 """ThroughputCallback: tokens per second and peak memory in the logs of a Hugging Face Trainer.
 
-    Trainer(..., callbacks=[packlora.callbacks.ThroughputCallback()])
+    Trainer(..., callbacks=[packlora.events.ThroughputCallback()])
 
 Works with any Trainer (TRL's too), accelerated model or not, so that the two can be compared. The module has the names of
 `packlora.events` too, whose older name it is.

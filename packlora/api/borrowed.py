@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
 from packlora.errors import InputError
-from packlora.form import is_stored
-from packlora.ops.lora_linear.frozen import FrozenLinear
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+OTHERS = {"BaseTunerLayer", "FrozenLinear", "AdaptedLinear", "Routed"}
+"""Classes of layers that PEFT's adapters, quantised bases and other trainers of this package put onto a model."""
+HELD = (dict, list, set)
+"""Types of a module's attributes that training may write into: parameters, modules, hooks."""
 REMEDY = "give the name or the folder of the model, or a model that from_pretrained has loaded"
 
 
@@ -28,14 +29,15 @@ def check_loaded(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         inner = " (unwrap it: model.unload())" if hasattr(model, "peft_config") else ""
         raise InputError(f"model is a {type(model).__name__}, which is no transformers model{inner}; {REMEDY}")
-    found = next((name for name, one in model.named_modules() if isinstance(one, BaseTunerLayer | FrozenLinear)), None)
+    if model.get_output_embeddings() is None:
+        raise InputError(
+            f"model is a {type(model).__name__}, which has no output layer; load it by AutoModelForCausalLM"
+        )
+    found = next(
+        (name for name, one in model.named_modules() if OTHERS & {kind.__name__ for kind in type(one).mro()}), None
+    )
     if found is not None:
         raise InputError(f"model has an adapter or another trainer's layer already ({found}); {REMEDY}")
-    if is_stored(model.config) or getattr(model, "quantization_method", None) is not None:
-        raise InputError(
-            "model is quantised, and a loaded model is trained in its floats in this version; give the model's name, and "
-            "quantization='nf4' (or as its folder is saved)"
-        )
     devices = sorted({str(one.device) for one in model.parameters()})
     if len(devices) != 1 or devices == ["meta"]:
         raise InputError(
@@ -52,8 +54,9 @@ def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
         yield
         return
     owners: list[Any] = [*model.modules(), *_configs(model)]
-    noted = [(one, type(one), {key: _shallow(value) for key, value in vars(one).items()}) for one in owners]
-    flags = [(one, one.requires_grad, one.grad) for one in model.parameters()]
+    noted = [(one, type(one), dict(vars(one))) for one in owners]
+    contents = [(value, copy.copy(value)) for one in owners for value in vars(one).values() if isinstance(value, HELD)]
+    flags = [(one, one.data, one.requires_grad, one.grad) for one in model.parameters()]
     try:
         yield
     finally:
@@ -62,7 +65,11 @@ def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
                 owner.__class__ = kind
             vars(owner).clear()
             vars(owner).update(attributes)
-        for parameter, requires_grad, grad in flags:
+        for container, before in contents:  # the very containers: handles of hooks refer to them
+            _fill(container, before)
+        for parameter, data, requires_grad, grad in flags:
+            if parameter.data_ptr() != data.data_ptr():  # another dtype, of what a quantised model has in floats
+                parameter.data = data
             parameter.requires_grad_(requires_grad)
             parameter.grad = grad
 
@@ -79,9 +86,13 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     return [*found.values()]
 
 
-def _shallow(value: Any) -> Any:
-    """A container that stays as it is while the noted one is changed; another value itself."""
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
+def _fill(container: Any, before: Any) -> None:
+    """Give a container the contents that it had."""
+    container.clear()
+    if isinstance(container, list):
+        container.extend(before)
+    else:
+        container.update(before)
 
 
 def sharing(model: PreTrainedModel) -> PreTrainedModel:

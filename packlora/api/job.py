@@ -65,47 +65,49 @@ class Job:
             )
         return read_rows(data, self.name, what)
 
-    def tree(self, seed: Any) -> tuple[dict[str, Any], dict[str, GivenRows], dict[str, Callable[..., Any]]]:
-        """The job as in a run file, but for a LoraConfig; and the rows and the losses that its `memory:` texts stand for.
 
-        Args:
-            seed: of the run, for a job without one.
-        """
-        tree: dict[str, Any] = {"name": self.name, "data": {}, "train": {}}
-        for key, value in self.keys.items():
-            section = SECTIONS[key]
-            (tree if section is None else tree[section])[key] = value
-        own = self.keys.get("seed")
-        rows, losses = dict[str, GivenRows](), dict[str, Callable[..., Any]]()
-        for key, data in zip(("path", "eval_path"), self._halves(seed if own is None else own), strict=True):
-            if isinstance(data, GivenRows):
-                place = f"{MEMORY}{self.name}/{'train' if key == 'path' else 'eval'}"
-                rows[place], data = data, place
-            if data is not None:
-                tree["data"][key] = data
-        if callable(self.objective):
-            losses[f"{MEMORY}{self.name}"] = self.objective
-            tree["train"]["objective"] = f"{MEMORY}{self.name}"
-        elif self.objective is not None:
-            tree["train"]["objective"] = self.objective
-        if self.adapter is not None:
-            tree["adapter"] = dict(self.adapter) if isinstance(self.adapter, Mapping) else self.adapter
-        return tree, rows, losses
+def tree_of(job: Job, seed: Any) -> tuple[dict[str, Any], dict[str, GivenRows], dict[str, Callable[..., Any]]]:
+    """The job as in a run file, but for a LoraConfig; and the rows and the losses that its `memory:` texts stand for.
 
-    def _halves(self, seed: Any) -> tuple[Any, Any]:
-        """Training and held-out data: paths, rows, or None."""
-        share = self.eval_data
-        if not _is_share(share):
-            return self.data, share
-        if not 0 < share < 1:
-            raise InputError(f"job {quoted(self.name)}: eval_data is {share}; a share of the rows is between 0 and 1")
-        if isinstance(self.data, list) or self.keys.get("streaming"):
-            raise InputError(
-                f"job {quoted(self.name)}: eval_data is a share, which is drawn from one path or from rows in memory; give "
-                "held-out rows"
-            )
-        rows = self.data if isinstance(self.data, GivenRows) else read_files(self.data, self.name)
-        return split(rows, share, seed if type(seed) is int else 0, self.name)
+    Args:
+        seed: of the run, for a job without one.
+    """
+    tree: dict[str, Any] = {"name": job.name, "data": {}, "train": {}}
+    for key, value in job.keys.items():
+        section = SECTIONS[key]
+        (tree if section is None else tree[section])[key] = value
+    own = job.keys.get("seed")
+    rows, losses = dict[str, GivenRows](), dict[str, Callable[..., Any]]()
+    for key, data in zip(("path", "eval_path"), _halves(job, seed if own is None else own), strict=True):
+        if isinstance(data, GivenRows):
+            place = f"{MEMORY}{job.name}/{'train' if key == 'path' else 'eval'}"
+            rows[place], data = data, place
+        if data is not None:
+            tree["data"][key] = data
+    if callable(job.objective):
+        losses[f"{MEMORY}{job.name}"] = job.objective
+        tree["train"]["objective"] = f"{MEMORY}{job.name}"
+    elif job.objective is not None:
+        tree["train"]["objective"] = job.objective
+    if job.adapter is not None:
+        tree["adapter"] = dict(job.adapter) if isinstance(job.adapter, Mapping) else job.adapter
+    return tree, rows, losses
+
+
+def _halves(job: Job, seed: Any) -> tuple[Any, Any]:
+    """Training and held-out data: paths, rows, or None."""
+    share = job.eval_data
+    if not _is_share(share):
+        return job.data, share
+    if not 0 < share < 1:
+        raise InputError(f"job {quoted(job.name)}: eval_data is {share}; a share of the rows is between 0 and 1")
+    if isinstance(job.data, list) or job.keys.get("streaming"):
+        raise InputError(
+            f"job {quoted(job.name)}: eval_data is a share, which is drawn from one path or from rows in memory; give "
+            "held-out rows"
+        )
+    rows = job.data if isinstance(job.data, GivenRows) else read_files(job.data, job.name)
+    return split(rows, share, seed if type(seed) is int else 0, job.name)
 
 
 def _is_share(data: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from packlora.api.job import Job
+from packlora.api.job import Job, tree_of
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.given import MEMORY, Given, give
@@ -111,7 +111,7 @@ def _run_tree(
     for job in jobs:
         if not isinstance(job, Job):
             raise InputError(f"jobs are packlora.Job objects; got {type(job).__name__}")
-        own, own_rows, own_losses = job.tree(run_keys.get("seed", 0))
+        own, own_rows, own_losses = tree_of(job, run_keys.get("seed", 0))
         if not isinstance(own.get("adapter", {}), dict):
             own["adapter"] = _adapter_keys(own["adapter"], job.name, name, loaded, run_keys)
         tree["jobs"].append(own)

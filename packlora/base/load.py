@@ -87,7 +87,10 @@ def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = Fal
 
 
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a loaded model without weights (meta device). The model is as it was."""
+    """A copy of a loaded model without weights (meta device); of a quantised one with layers of floats. The model is as it
+    was."""
+    if is_stored(model.config):
+        return without_weights(type(model), model.config)
     tensors = [*model.parameters(), *model.buffers()]
     meta = {
         id(one): torch.nn.Parameter(one.detach().to("meta"), False)

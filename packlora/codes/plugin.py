@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from packlora.codes.held import check_keys
-from packlora.codes.load import check_quantization, codes_in, read_by_library, read_quantised
+from packlora.codes.load import check_quantization, codes_in, own_layers, read_by_library, read_quantised
 from packlora.codes.stored import MADE, Stored, as_stored, check_stored, stored_as
 from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
 
 __all__ = [
-    "as_stored", "check_asked", "check_config", "check_keys", "form_in", "form_of_answers", "left_as_they_are",
+    "as_stored", "check_asked", "check_config", "check_keys", "form_in", "form_of_answers", "left_as_they_are", "own_layers",
     "prepared_form", "reader",
 ]  # fmt: skip
 
