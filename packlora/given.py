@@ -6,10 +6,7 @@ are found here while the run is prepared and trained. `packlora.Trainer` hands t
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,45 +27,23 @@ class GivenRows:
     values: Sequence[tuple[str, Any]]
     digest: str
 
-    @property
-    def described(self) -> dict[str, Any]:
-        """Description in run.json."""
-        return {"kind": self.kind, "rows": len(self.values), "sha256": self.digest}
-
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Objects of one run. rows: by data path. losses: by train.objective. model, tokenizer: of the base; None: as base_model
-    says."""
+    """Objects of one run. rows: by data path. losses: functions with SHA-256 of their source, by train.objective. model,
+    tokenizer: of the base; None: as base_model says. See api/borrowed.py, Borrowed."""
 
     rows: Mapping[str, GivenRows] = field(default_factory=dict)
-    losses: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    losses: Mapping[str, tuple[Any, str | None]] = field(default_factory=dict)
     model: Any = None
     tokenizer: Any = None
 
 
 _NOTHING = Given()
-_GIVEN: ContextVar[Given] = ContextVar("given", default=_NOTHING)
+GIVEN: ContextVar[Given] = ContextVar("given", default=_NOTHING)
+"""Set while a run of objects is prepared and trained."""
 
 
 def given() -> Given:
     """Objects of the run that this thread prepares or trains; none for a run file."""
-    return _GIVEN.get()
-
-
-@contextmanager
-def give(objects: Given) -> Iterator[None]:
-    """Hand objects to the run that is prepared and trained in the block."""
-    token = _GIVEN.set(objects)
-    try:
-        yield
-    finally:
-        _GIVEN.reset(token)
-
-
-def source_digest(function: Callable[..., Any]) -> str | None:
-    """SHA-256 of a function's source; None where Python does not have it."""
-    try:
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
-    except (OSError, TypeError):
-        return None
+    return GIVEN.get()

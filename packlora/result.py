@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
-LOADING = "packlora.api.loading"
-"""Module that loads adapters, imported by its name where one is asked for."""
-COLUMNS = ("job", "status", "steps", "held-out loss", "before", "tokens/s", "adapter")
+LOADING, TABLES = "packlora.api.loading", "packlora.report.tables"
+"""Modules that load adapters and write tables, imported by their names where that is asked for."""
 
 
 @dataclass(slots=True)
@@ -66,7 +64,7 @@ class JobResult:
 
     def _repr_html_(self) -> str:
         """Table for a notebook."""
-        return _html_table({self.folder.name: self})
+        return str(importlib.import_module(TABLES).of_jobs({self.folder.name: self}))
 
 
 @dataclass(slots=True)
@@ -102,8 +100,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Table for a notebook."""
-        told = f"{self.status}, {self.tokens} tokens in {self.seconds:.1f} s; report: {self.report}"
-        return f"{_html_table(self.jobs)}<p>{escape(told)}</p>"
+        return str(importlib.import_module(TABLES).of_run(self))
 
     @property
     def exit_code(self) -> int:
@@ -111,22 +108,3 @@ class Result:
         if self.signal is not None:
             return 128 + self.signal
         return 1 if self.status == "failed" else 0
-
-
-def _html_table(jobs: Mapping[str, JobResult]) -> str:
-    def loss(value: float | None) -> str:
-        return "" if value is None else f"{value:.4f}"
-
-    rows = [
-        (name, job.status, str(job.step), loss(job.eval_after), loss(job.eval_before), f"{job.tokens_per_second:.0f}",
-         str(job.folder))
-        for name, job in jobs.items()
-    ]  # fmt: skip
-    return html_table(COLUMNS, rows)
-
-
-def html_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table of texts as HTML."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

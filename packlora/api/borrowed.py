@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.base.classes import twin_for, without_weights
+from packlora.base.shape import attention_of_text
 from packlora.errors import InputError
+from packlora.form import is_stored, plugin
+from packlora.ops.twin import set_twin
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OTHERS = {"BaseTunerLayer", "FrozenLinear", "AdaptedLinear", "Routed"}
@@ -47,12 +51,52 @@ def check_loaded(model: Any) -> None:
         raise InputError(f"model is of dtype {dtype}; it is trained in one of {', '.join(DTYPES)}")
 
 
+class Borrowed:
+    """A loaded model while a run trains it; what base/ asks of it in the place of a folder."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises InputError where it cannot be trained in place."""
+        check_loaded(model)
+        self.model = model
+
+    @property
+    def config_text(self) -> str:
+        """The configuration as JSON."""
+        return str(self.model.config.to_json_string(use_diff=False))
+
+    def skeleton(self) -> PreTrainedModel:
+        """A copy without weights (meta device); of a quantised model with layers of floats. The model is as it was."""
+        model = self.model
+        if is_stored(model.config):
+            return without_weights(type(model), model.config)
+        meta: dict[int, Any] = {id(one): one.to("meta") for one in model.buffers()}
+        for one in model.parameters():
+            meta[id(one)] = torch.nn.Parameter(one.detach().to("meta"), False)
+        copied: PreTrainedModel = copy.deepcopy(model, meta)
+        set_twin(copied, twin_for(type(model), model.config))
+        return copied
+
+    def ready(self, is_quantised: bool, path: str, notes: list[str]) -> PreTrainedModel:
+        """The model with the attention that its own logits are computed with, and this package's layers in the place of a
+        library's.
+
+        Args:
+            path: name of the model, for messages.
+            notes: gets what is to be known of quantised layers.
+
+        Raises:
+            InputError: something of it is in codes that are not read here.
+        """
+        self.model.set_attn_implementation(attention_of_text(self.model, "eager"))
+        if not is_quantised:
+            return self.model
+        changed: PreTrainedModel = plugin().own_layers(self.model, self.model.dtype, path, notes)
+        return changed
+
+
 @contextmanager
-def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
+def borrowed(model: PreTrainedModel) -> Iterator[None]:
     """Note a model's modules, hooks, attributes, configurations and flags, and put them back when the block ends."""
-    if model is None:
-        yield
-        return
     owners: list[Any] = [*model.modules(), *_configs(model)]
     noted = [(one, type(one), dict(vars(one))) for one in owners]
     contents = [(value, copy.copy(value)) for one in owners for value in vars(one).values() if isinstance(value, HELD)]

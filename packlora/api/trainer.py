@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packlora.api.job import Job, tree_of
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.given import MEMORY, Given, give
+from packlora.given import GIVEN, MEMORY, Given
 from packlora.result import Result
 from packlora.run_file import run_from
+
+if TYPE_CHECKING:
+    from packlora.api.borrowed import Borrowed
 
 OF_LOADED = ("dtype", "device", "revision", "quantization", "trust_remote_code")
 """Keys of a run that a loaded model answers itself."""
@@ -42,8 +47,8 @@ class Trainer:
         self, model: Any, jobs: Iterable[Job], output_dir: str | Path, tokenizer: Any = None, callbacks: Iterable[Any] = (),
         **run_keys: Any,
     ) -> None:  # fmt: skip
-        loaded = None if isinstance(model, str | os.PathLike) else model
-        name = str(model) if loaded is None else _name_of(loaded, tokenizer, run_keys)
+        loaded = None if isinstance(model, str | os.PathLike) else _borrowed(model)
+        name = str(model) if loaded is None else _name_of(loaded.model, tokenizer, run_keys)
         self._callbacks = _listed(callbacks, "callbacks")
         tree, self._given = _run_tree(name, loaded, _listed(jobs, "jobs"), tokenizer, run_keys)
         self.run = run_from(tree | {"output_dir": os.fspath(output_dir)})
@@ -61,22 +66,28 @@ class Trainer:
         Raises:
             As packlora.train.
         """
-        from packlora.api.callbacks import subscribers_of
-        from packlora.runtime.run import train
-
         loaded = self._given.model
         if loaded is None:
-            with give(self._given):
-                return train(self.run.model_copy(deep=True), resume=resume, subscribers=subscribers_of(self._callbacks))
+            return self._train(resume)
         from packlora.api.borrowed import borrowed
 
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("a loaded model is trained by one process; give its name or folder to train it by several")
-        with give(self._given), borrowed(loaded):
-            result = train(self.run.model_copy(deep=True), resume=resume, subscribers=subscribers_of(self._callbacks))
+        with borrowed(loaded.model):
+            result = self._train(resume)
         for job in result.jobs.values():
-            job.base = loaded
+            job.base = loaded.model
         return result
+
+    def _train(self, resume: bool) -> Result:
+        from packlora.api.callbacks import subscribers_of
+        from packlora.runtime.run import train
+
+        token = GIVEN.set(self._given)
+        try:
+            return train(self.run.model_copy(deep=True), resume=resume, subscribers=subscribers_of(self._callbacks))
+        finally:
+            GIVEN.reset(token)
 
 
 def _listed(values: Any, what: str) -> list[Any]:
@@ -85,12 +96,14 @@ def _listed(values: Any, what: str) -> list[Any]:
     return list(values)
 
 
-def _name_of(model: Any, tokenizer: Any, run_keys: Mapping[str, Any]) -> str:
-    """base_model of a loaded model: the folder or hub id that it names, or `memory:model`. Raises InputError where it cannot be
-    trained in place."""
-    from packlora.api.borrowed import check_loaded
+def _borrowed(model: Any) -> Borrowed:
+    from packlora.api.borrowed import Borrowed
 
-    check_loaded(model)
+    return Borrowed(model)
+
+
+def _name_of(model: Any, tokenizer: Any, run_keys: Mapping[str, Any]) -> str:
+    """base_model of a loaded model: the folder or hub id that it names, or `memory:model`."""
     for key in OF_LOADED:
         if key in run_keys:
             raise InputError(f"{key}: is the loaded model's own; leave it out, or give the name of the model")
@@ -101,12 +114,12 @@ def _name_of(model: Any, tokenizer: Any, run_keys: Mapping[str, Any]) -> str:
 
 
 def _run_tree(
-    name: str, loaded: Any, jobs: list[Job], tokenizer: Any, run_keys: Mapping[str, Any]
+    name: str, loaded: Borrowed | None, jobs: list[Job], tokenizer: Any, run_keys: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Given]:
     """The run as in a run file, and the objects that its `memory:` texts stand for."""
     tree: dict[str, Any] = {**run_keys, "base_model": name, "jobs": []}
     if loaded is not None:
-        tree |= {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
+        tree |= {"dtype": str(loaded.model.dtype).removeprefix("torch."), "device": str(loaded.model.device)}
     rows, losses = dict[str, Any](), dict[str, Any]()
     for job in jobs:
         if not isinstance(job, Job):
@@ -116,17 +129,19 @@ def _run_tree(
             own["adapter"] = _adapter_keys(own["adapter"], job.name, name, loaded, run_keys)
         tree["jobs"].append(own)
         rows |= own_rows
-        losses |= own_losses
+        losses |= {text: (function, _source_digest(function)) for text, function in own_losses.items()}
     return tree, Given(rows, losses, loaded, None if tokenizer is None else copy.copy(tokenizer))
 
 
-def _adapter_keys(config: Any, job: str, base_model: str, loaded: Any, run_keys: Mapping[str, Any]) -> dict[str, Any]:
+def _adapter_keys(
+    config: Any, job: str, base_model: str, loaded: Borrowed | None, run_keys: Mapping[str, Any]
+) -> dict[str, Any]:
     """Keys of an adapter that is given as a LoraConfig."""
     from packlora.api.lora_config import adapter_keys
 
     def model_type() -> str | None:
         if loaded is not None:
-            return str(loaded.config.model_type)
+            return str(loaded.model.config.model_type)
         from packlora.base.demo_model import base_path
         from packlora.base.load import read_config
 
@@ -134,3 +149,11 @@ def _adapter_keys(config: Any, job: str, base_model: str, loaded: Any, run_keys:
         return str(config.model_type)
 
     return adapter_keys(config, job, model_type)
+
+
+def _source_digest(function: Callable[..., Any]) -> str | None:
+    """SHA-256 of a function's source; None where Python does not have it."""
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+    except (OSError, TypeError):
+        return None

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,21 +54,17 @@ def fingerprint_of(
     weights = hashlib.blake2b(digest_size=16)
     for name, tensor in held.items():
         weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {sums[name]}\n".encode())
-    config = _config(path, revision)
+    loaded = given().model
+    config = json.loads(_config_text(path, revision) if loaded is None else loaded.config_text)
     told = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
     text = json.dumps(told, sort_keys=True)
     return Fingerprint(weights=weights.hexdigest(), config=hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
 
-def _config(path: str, revision: str | None) -> dict[str, Any]:
-    """The content of config.json, or the configuration of a model that was handed over."""
-    if (model := given().model) is not None:
-        found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-        return found
+def _config_text(path: str, revision: str | None) -> str:
     file = cached_file(path, "config.json", revision=revision)
     assert file is not None
-    read: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
-    return read
+    return Path(file).read_text(encoding="utf-8")
 
 
 def word_sums(tensors: Sequence[torch.Tensor]) -> list[int]:

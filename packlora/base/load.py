@@ -7,7 +7,6 @@ knows of packing: a model comes as transformers runs it, on the CPU.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import sys
@@ -68,8 +67,9 @@ def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = Fa
 def load_skeleton(run: Run) -> PreTrainedModel:
     """The model without weights (meta device): enough to find layers and count parameters. Raises InputError, also where a
     revision is given of a folder, which has none."""
-    if given().model is not None:
-        return skeleton_of(given().model)
+    if (loaded := given().model) is not None:
+        found: PreTrainedModel = loaded.skeleton()
+        return found
     kind = "packaged" if run.base_model == DEMO_MODEL else "a folder" if os.path.isdir(run.base_model) else None
     if run.revision is not None and kind is not None:
         raise InputError(
@@ -84,23 +84,6 @@ def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = Fal
     config = read_config(path, revision, trust_remote_code)
     with torch.device("meta"):
         return model_of(config, path, trust_remote_code)
-
-
-def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a loaded model without weights (meta device); of a quantised one with layers of floats. The model is as it
-    was."""
-    if is_stored(model.config):
-        return without_weights(type(model), model.config)
-    tensors = [*model.parameters(), *model.buffers()]
-    meta = {
-        id(one): torch.nn.Parameter(one.detach().to("meta"), False)
-        if isinstance(one, torch.nn.Parameter)
-        else one.to("meta")
-        for one in tensors
-    }
-    copied: PreTrainedModel = copy.deepcopy(model, meta)
-    set_twin(copied, twin_for(type(model), model.config))
-    return copied
 
 
 def own_skeleton(path: str, revision: str | None) -> tuple[PreTrainedModel, Any]:

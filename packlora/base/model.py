@@ -20,9 +20,9 @@ from packlora.base.liger import use_liger
 from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
-from packlora.base.shape import attention_of_text, check_row
+from packlora.base.shape import check_row
 from packlora.config import Run
-from packlora.form import WeightForm, form_in, plugin
+from packlora.form import WeightForm, form_in
 from packlora.given import given
 from packlora.modality import Modality
 from packlora.ops.lora_linear.frozen import InMemory, Storage
@@ -71,11 +71,10 @@ def load_base(
     settle_dtype(run)
     path, device, dtype = base_path(run.base_model), choose_device(run.device), getattr(torch, run.dtype)
     loaded = given().model
-    config = read_config(path, run.revision, run.trust_remote_code) if loaded is None else loaded.config
+    config = read_config(path, run.revision, run.trust_remote_code) if loaded is None else loaded.model.config
     form, notes = form_in(run, config, path), list[str]()
     if loaded is not None:
-        loaded.set_attn_implementation(attention_of_text(loaded, "eager"))  # what its own logits are computed with
-        model = loaded if form is None else plugin().own_layers(loaded, dtype, path, notes)
+        model = loaded.ready(form is not None, path, notes)
     elif form is None:
         model = read_model(path, run.revision, dtype, run.trust_remote_code).to(device)
     else:

@@ -16,7 +16,7 @@ from packlora.report.charts import Point, colour, linear_axis, thin
 from packlora.report.events import Evaluated, Event, RunBegan, RunEnded, Stepped
 from packlora.report.progress import Progress, duration
 from packlora.report.screen import Screen
-from packlora.result import html_table
+from packlora.report.tables import table
 
 PAUSE = 0.5
 """Seconds between two changes of the output."""
@@ -68,11 +68,11 @@ class Notebook(Progress):
     def _html(self) -> str:
         rows = [self._row(job) | {"status": job.status} for job in self.jobs.values()]
         columns = tuple(name for name in (rows[0] if rows else {}) if name != "progress")
-        table = html_table(columns, [tuple(row[name] for name in columns) for row in rows])
+        jobs = table(columns, [[row[name] for name in columns] for row in rows])
         left = self.time_left()
         foot = f"{duration(time.perf_counter() - self._start)} elapsed" + (f", {duration(left)} left" if left else "")
         notes = "".join(f"<div>{escape(text)}</div>" for text in [foot, *self._notes])
-        return f"{table}{self._curve()}<small>{notes}</small>"
+        return f"{jobs}{self._curve()}<small>{notes}</small>"
 
     def _curve(self) -> str:
         """Losses by step as SVG, a line a job; held-out losses are dots."""

@@ -75,15 +75,15 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
         "skipped": len(job.encoded.skipped) + len(job.eval_encoded.skipped),
         "skipped_rows": (job.encoded.skipped + job.eval_encoded.skipped)[:MOST_SKIPPED],
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
-        **_given_data(job.config),
+        **({"given": given_rows} if (given_rows := _given_rows(job.config)) else {}),
     }
 
 
-def _given_data(job: JobConfig) -> dict[str, Any]:
+def _given_rows(job: JobConfig) -> dict[str, Any]:
     """Description of the rows that a Python program has handed over, by data path; nothing of files."""
-    paths = [*(path for path, _ in job.data.sources), *job.data.eval_paths]
-    found = {path: given().rows[path].described for path in paths if path in given().rows}
-    return {"given": found} if found else {}
+    paths, rows = [*(path for path, _ in job.data.sources), *job.data.eval_paths], given().rows
+    found = {path: rows[path] for path in paths if path in rows}
+    return {path: {"kind": own.kind, "rows": len(own.values), "sha256": own.digest} for path, own in found.items()}
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:

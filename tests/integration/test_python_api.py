@@ -684,7 +684,7 @@ def test_the_page_on_python_does_what_it_says(tiny_base: Base, tmp_path: Path, m
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block.replace("Qwen/Qwen3-0.6B", tiny_base("qwen3")), names)
-    assert {folder.parent.name for folder in tmp_path.glob("runs/*/*/adapter_config.json")} == {
+    assert {file.parents[1].name for file in tmp_path.glob("runs/*/*/adapter_config.json")} == {
         "mine",
         "loaded",
         "early",

@@ -285,7 +285,7 @@ def _loaded(spec: str) -> tuple[str, Any]:
 
 
 def _handed_over(spec: str) -> tuple[str, Any]:
-    function = given().losses.get(spec)
+    function, _ = given().losses.get(spec, (None, None))
     if function is None:
         raise InputError(
             f"train.objective {spec}: a function that was given in Python and is in no file; give it again, by packlora.Trainer"
