@@ -51,9 +51,23 @@ class Job:
                 raise InputError(f"job {quoted(name)}: {key}: is the argument {stands} here")
             if key not in SECTIONS:
                 raise InputError(f"job {quoted(name)}: {key}: {unknown_key(key, [*SECTIONS])}")
-        self.name, self.adapter, self.objective, self.keys = name, adapter, objective, keys
+        self.name, self.objective, self.keys = name, objective, keys
+        self.adapter, self.has_usual_targets = _adapter_keys(adapter, name)
         self.data = self._read(data, "data")
         self.eval_data = eval_data if eval_data is None or _is_share(eval_data) else self._read(eval_data, "eval_data")
+        if _is_share(eval_data):
+            self._check_share()
+
+    def _check_share(self) -> None:
+        if not 0 < self.eval_data < 1:
+            raise InputError(
+                f"job {quoted(self.name)}: eval_data is {self.eval_data}; a share of the rows is between 0 and 1"
+            )
+        if isinstance(self.data, list) or self.keys.get("streaming"):
+            raise InputError(
+                f"job {quoted(self.name)}: eval_data is a share, which is drawn from one path or from rows in memory; give "
+                "held-out rows"
+            )
 
     def _read(self, data: Any, what: str) -> Any:
         """Paths as they are; rows as GivenRows."""
@@ -67,7 +81,7 @@ class Job:
 
 
 def tree_of(job: Job, seed: Any) -> tuple[dict[str, Any], dict[str, GivenRows], dict[str, Callable[..., Any]]]:
-    """The job as in a run file, but for a LoraConfig; and the rows and the losses that its `memory:` texts stand for.
+    """The job as in a run file; and the rows and the losses that its `memory:` texts stand for.
 
     Args:
         seed: of the run, for a job without one.
@@ -90,7 +104,7 @@ def tree_of(job: Job, seed: Any) -> tuple[dict[str, Any], dict[str, GivenRows], 
     elif job.objective is not None:
         tree["train"]["objective"] = job.objective
     if job.adapter is not None:
-        tree["adapter"] = dict(job.adapter) if isinstance(job.adapter, Mapping) else job.adapter
+        tree["adapter"] = dict(job.adapter)
     return tree, rows, losses
 
 
@@ -99,15 +113,18 @@ def _halves(job: Job, seed: Any) -> tuple[Any, Any]:
     share = job.eval_data
     if not _is_share(share):
         return job.data, share
-    if not 0 < share < 1:
-        raise InputError(f"job {quoted(job.name)}: eval_data is {share}; a share of the rows is between 0 and 1")
-    if isinstance(job.data, list) or job.keys.get("streaming"):
-        raise InputError(
-            f"job {quoted(job.name)}: eval_data is a share, which is drawn from one path or from rows in memory; give "
-            "held-out rows"
-        )
     rows = job.data if isinstance(job.data, GivenRows) else read_files(job.data, job.name)
     return split(rows, share, seed if type(seed) is int else 0, job.name)
+
+
+def _adapter_keys(adapter: Any, job: str) -> tuple[Mapping[str, Any] | None, bool]:
+    """Keys of an adapter, and whether PEFT chooses its modules by the base model."""
+    if adapter is None or isinstance(adapter, Mapping):
+        return adapter, False
+    from packlora.api.lora_config import adapter_keys
+
+    keys = adapter_keys(adapter, job)
+    return keys, "target_modules" not in keys
 
 
 def _is_share(data: Any) -> bool:

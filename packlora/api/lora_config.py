@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from peft import LoraConfig, PeftConfig
@@ -20,14 +19,12 @@ WITHOUT_EFFECT = {
 corrects by the kind of its layer, and details of features that are refused. task_type and inference_mode are looked at."""
 
 
-def adapter_keys(config: Any, job: str, model_type: Callable[[], str | None]) -> dict[str, Any]:
-    """Keys of a job's adapter that mean what a LoraConfig means, PEFT's defaults included.
-
-    Args:
-        model_type: gives the base model's; asked where target_modules are left to PEFT.
+def adapter_keys(config: Any, job: str) -> dict[str, Any]:
+    """Keys of a job's adapter that mean what a LoraConfig means, PEFT's defaults included; without target_modules where PEFT
+    chooses these by the model, see usual_targets.
 
     Raises:
-        InputError: a field is set to what packlora does not support, or PEFT knows no targets for the model.
+        InputError: a field is set to what packlora does not support.
     """
     if not isinstance(config, LoraConfig):
         kind = type(config).__name__
@@ -51,8 +48,8 @@ def adapter_keys(config: Any, job: str, model_type: Callable[[], str | None]) ->
                 keys[field.name] = _as_key(value)
         elif field.name not in WITHOUT_EFFECT and value != _default(field):
             raise refused(field.name, value)
-    if config.target_modules is None:
-        keys["target_modules"] = [] if config.target_parameters else _usual_targets(job, model_type())
+    if config.target_modules is None and config.target_parameters:
+        keys["target_modules"] = []
     return keys
 
 
@@ -68,8 +65,8 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if made else field.default  # type: ignore[misc]
 
 
-def _usual_targets(job: str, model_type: str | None) -> str | list[str]:
-    """Modules that PEFT adapts in models of a type where target_modules is None."""
+def usual_targets(job: str, model_type: str) -> str | list[str]:
+    """Modules that PEFT adapts in models of a type where target_modules is None. Raises InputError where it knows none."""
     found = USUAL_TARGETS.get(model_type)
     if found is None:
         raise InputError(

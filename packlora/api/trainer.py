@@ -44,12 +44,13 @@ class Trainer:
     """The checked run; its keys are those of a run file."""
 
     def __init__(
-        self, model: Any, jobs: Iterable[Job], output_dir: str | Path, tokenizer: Any = None, callbacks: Iterable[Any] = (),
+        self, model: Any, jobs: Iterable[Job], output_dir: str | Path, tokenizer: Any = None,
+        callbacks: Iterable[Any] | None = (),
         **run_keys: Any,
     ) -> None:  # fmt: skip
         loaded = None if isinstance(model, str | os.PathLike) else _borrowed(model)
         name = str(model) if loaded is None else _name_of(loaded.model, tokenizer, run_keys)
-        self._callbacks = _listed(callbacks, "callbacks")
+        self._callbacks = _listed(() if callbacks is None else callbacks, "callbacks")
         tree, self._given = _run_tree(name, loaded, _listed(jobs, "jobs"), tokenizer, run_keys)
         self.run = run_from(tree | {"output_dir": os.fspath(output_dir)})
 
@@ -125,30 +126,24 @@ def _run_tree(
         if not isinstance(job, Job):
             raise InputError(f"jobs are packlora.Job objects; got {type(job).__name__}")
         own, own_rows, own_losses = tree_of(job, run_keys.get("seed", 0))
-        if not isinstance(own.get("adapter", {}), dict):
-            own["adapter"] = _adapter_keys(own["adapter"], job.name, name, loaded, run_keys)
+        if job.has_usual_targets:
+            own["adapter"]["target_modules"] = _usual_targets(job.name, name, loaded, run_keys)
         tree["jobs"].append(own)
         rows |= own_rows
         losses |= {text: (function, _source_digest(function)) for text, function in own_losses.items()}
     return tree, Given(rows, losses, loaded, None if tokenizer is None else copy.copy(tokenizer))
 
 
-def _adapter_keys(
-    config: Any, job: str, base_model: str, loaded: Borrowed | None, run_keys: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Keys of an adapter that is given as a LoraConfig."""
-    from packlora.api.lora_config import adapter_keys
+def _usual_targets(job: str, base_model: str, loaded: Borrowed | None, run_keys: Mapping[str, Any]) -> str | list[str]:
+    """Modules that PEFT adapts in the base model where a LoraConfig names none."""
+    from packlora.api.lora_config import usual_targets
+    from packlora.base.demo_model import base_path
+    from packlora.base.load import read_config
 
-    def model_type() -> str | None:
-        if loaded is not None:
-            return str(loaded.model.config.model_type)
-        from packlora.base.demo_model import base_path
-        from packlora.base.load import read_config
-
-        config = read_config(base_path(base_model), run_keys.get("revision"), run_keys.get("trust_remote_code") is True)
-        return str(config.model_type)
-
-    return adapter_keys(config, job, model_type)
+    if loaded is not None:
+        return usual_targets(job, loaded.model.config.model_type)
+    revision, trusted = run_keys.get("revision"), run_keys.get("trust_remote_code") is True
+    return usual_targets(job, read_config(base_path(base_model), revision, trusted).model_type)
 
 
 def _source_digest(function: Callable[..., Any]) -> str | None:
