@@ -62,9 +62,14 @@ class ArrowRows:
             yield self.table.slice(start, batch_size)
 
 
-def table(rows: list[dict[str, Any]]) -> pyarrow.Table:
+def with_all_names(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as a table has them: each with the columns of all."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
+def table(rows: list[dict[str, Any]]) -> pyarrow.Table:
+    return pyarrow.Table.from_pylist(with_all_names(rows))
 
 
 def dataset(rows: list[dict[str, Any]]) -> Any:
@@ -72,7 +77,7 @@ def dataset(rows: list[dict[str, Any]]) -> Any:
         from datasets import Dataset
     except ImportError:
         return ArrowRows(table(rows))
-    return Dataset.from_list(rows)
+    return Dataset.from_list(with_all_names(rows))
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
