@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import WORDS, tiny_model
 from peft import LoraConfig, LoraRuntimeConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, EarlyStoppingCallback, TrainerCallback
 
 import packlora
@@ -85,8 +86,10 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def weights(out: Path) -> dict[str, bytes]:
-    return {file.parent.name: file.read_bytes() for file in out.glob("*/adapter_model.safetensors")}
+def weights(out: Path) -> dict[str, dict[str, bytes]]:
+    """The bits of all tensors of each job's adapter; the order of a file's metadata is chance."""
+    files = {file.parent.name: load_file(file) for file in out.glob("*/adapter_model.safetensors")}
+    return {name: {key: one.numpy().tobytes() for key, one in tensors.items()} for name, tensors in files.items()}
 
 
 def losses(out: Path) -> list[tuple[Any, ...]]:
