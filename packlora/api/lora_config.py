@@ -61,8 +61,9 @@ def _as_key(value: Any) -> Any:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    made = field.default_factory is not dataclasses.MISSING
-    return field.default_factory() if made else field.default  # type: ignore[misc]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def usual_targets(job: str, model_type: str) -> str | list[str]:

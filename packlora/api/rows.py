@@ -99,7 +99,8 @@ def split(rows: GivenRows, share: float, seed: int, job: str) -> tuple[GivenRows
 def _batches(data: Any) -> Iterator[Any] | None:
     """Arrow's batches of a table or a data set; None for other objects."""
     if callable(whole := getattr(data, "to_batches", None)):
-        return iter(whole())
+        found: Iterator[Any] = iter(whole())
+        return found
     if callable(formatted := getattr(data, "with_format", None)) and callable(getattr(data, "iter", None)):
         return (batch for table in formatted("arrow").iter(AT_ONCE) for batch in table.to_batches())
     return None

@@ -164,7 +164,7 @@ class Reader:
         fields = job.train.objective is not None
         key = path, job.data.on_bad_row, fields
         if key not in self._known:
-            stamp = (0,) if path in given().rows else None
+            stamp: tuple[int, ...] | None = (0,) if path in given().rows else None
             with contextlib.suppress(OSError):  # read_data says what is wrong
                 found = os.stat(path)
                 stamp = (found.st_mtime_ns, found.st_size, found.st_ino) if os.path.isfile(path) else None

@@ -293,7 +293,7 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
 def objective_hash(spec: str | None) -> str | None:
     """SHA-256 of the file of a user's own objective (`train.objective`), if it is there; of the source of a function that was
     given in Python."""
-    if spec in given().losses:
+    if spec is not None and spec in given().losses:
         return given().losses[spec][1]
     file = Path(spec.rpartition(":")[0]) if spec is not None else None
     return digest(file) if file is not None and file.is_file() else None
