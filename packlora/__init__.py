@@ -1,7 +1,11 @@
 """packlora: train one or many LoRA / DoRA adapters on one frozen language model, at close to the cost of the frozen model.
 
     import packlora
+    trainer = packlora.Trainer("Qwen/Qwen3-0.6B", jobs=[packlora.Job("colours", data=rows)], output_dir="runs/mine")
+    result = trainer.train()                   # result["colours"].load() is a PeftModel
     result = packlora.train("run.yaml")        # or a dict of the same shape, or a packlora.Run
+    packlora.generate("runs/mine/colours", ["Which colour is the sky?"])
+    packlora.merge("runs/mine/colours", "merged")
     report = packlora.accelerate(model)        # any PEFT LoRA model, in place; packlora.restore(model) undoes it
 
 Importing the package does not import torch, so that `packlora --help` answers at once.
@@ -13,42 +17,52 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from packlora import callbacks
+    from packlora import callbacks, events
+    from packlora.api.answers import generate, merge
+    from packlora.api.job import Job
+    from packlora.api.trainer import Trainer
     from packlora.config import Run
     from packlora.errors import InputError, ProcessError, WriteError
     from packlora.live.accelerate import accelerate, restore
     from packlora.live.report import Report
-    from packlora.ops.lora_linear.plan import Plan
-    from packlora.result import Result
+    from packlora.ops.lora_linear.plan import Plan as Plan
+    from packlora.result import JobResult, Result
     from packlora.runtime.run import train
 
 __version__ = "0.2.0"
 __all__ = [
-    "InputError", "Plan", "ProcessError", "Report", "Result", "Run", "WriteError", "__version__", "accelerate", "callbacks",
-    "restore", "train",
+    "InputError", "Job", "JobResult", "ProcessError", "Report", "Result", "Run", "Trainer", "WriteError", "__version__",
+    "accelerate", "callbacks", "events", "generate", "merge", "restore", "train",
 ]  # fmt: skip
 
 _HOMES = {
     "InputError": "packlora.errors",
+    "Job": "packlora.api.job",
+    "JobResult": "packlora.result",
     "Plan": "packlora.ops.lora_linear.plan",
     "Report": "packlora.live.report",
     "Result": "packlora.result",
     "Run": "packlora.config",
     "ProcessError": "packlora.errors",
+    "Trainer": "packlora.api.trainer",
     "WriteError": "packlora.errors",
     "accelerate": "packlora.live.accelerate",
     "callbacks": "packlora.callbacks",
+    "events": "packlora.events",
+    "generate": "packlora.api.answers",
+    "merge": "packlora.api.answers",
     "restore": "packlora.live.accelerate",
     "train": "packlora.runtime.run",
 }
-"""Modules of the public names; they are imported when a name is first used. callbacks is the module itself."""
+"""Modules of the public names; they are imported when a name is first used. callbacks and events are modules themselves. Plan,
+which is public no more, is found for one more release."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'packlora' has no attribute {name!r}; it has {', '.join(__all__)}")
     home = importlib.import_module(_HOMES[name])
-    value = globals()[name] = home if name == "callbacks" else getattr(home, name)
+    value = globals()[name] = home if _HOMES[name] == f"packlora.{name}" else getattr(home, name)
     return value
 
 

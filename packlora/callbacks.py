@@ -1,8 +1,9 @@
 """ThroughputCallback: tokens per second and peak memory in the logs of a Hugging Face Trainer.
 
-    Trainer(..., callbacks=[packlora.callbacks.ThroughputCallback()])
+    Trainer(..., callbacks=[packlora.events.ThroughputCallback()])
 
-Works with any Trainer (TRL's too), accelerated model or not, so that the two can be compared.
+Works with any Trainer (TRL's too), accelerated model or not, so that the two can be compared. The module has the names of
+`packlora.events` too, whose older name it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from packlora.report import events
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_") and hasattr(events, name):
+        return getattr(events, name)
+    raise AttributeError(f"module 'packlora.callbacks' has no attribute {name!r}")
 
 
 class ThroughputCallback(TrainerCallback):  # type: ignore[misc]

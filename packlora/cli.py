@@ -327,7 +327,7 @@ def generate(
     """Let an adapter answer a prompt."""
 
     def action() -> None:
-        from packlora.generate.talk import Sampling, generate
+        from packlora.answers.talk import Sampling, generate
 
         said, how = sys.stdin.read() if prompt is None else prompt, Sampling(max_new_tokens, temperature, seed)
         show(generate(adapter, said, system, raw, how, base_model, dtype, device, image or []))
@@ -351,7 +351,7 @@ def chat(
     """Talk to one or several adapters side by side: each line of standard input is a turn."""
 
     def action() -> None:
-        from packlora.generate.talk import Sampling, chat
+        from packlora.answers.talk import Sampling, chat
 
         how = Sampling(max_new_tokens, temperature, seed)
         chat(adapters, with_base, system, how, base_model, dtype, device, images=image or [])

@@ -105,6 +105,10 @@ class WriteError(Exception):
     """
 
 
+class Unpackable(RuntimeError):
+    """Failure of packing in a module; the text is complete, and callers add nothing to it."""
+
+
 class ProcessError(Exception):
     """Another process of the run has failed, or does not answer. The message says which, and why."""
 

@@ -1,9 +1,15 @@
-"""Result of a run: the value that packlora.train returns."""
+"""Result of a run: the value that packlora.train and packlora.Trainer return."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+LOADING, TABLES = "packlora.api.loading", "packlora.report.tables"
+"""Modules that load adapters and write tables, imported by their names where that is asked for."""
 
 
 @dataclass(slots=True)
@@ -31,6 +37,34 @@ class JobResult:
     rewards/accuracies and others of the last step. None for a value that was not finite."""
     idle_since: int | None = None
     """The step from which on its gradient was exactly 0, to its last one: it learnt nothing any more."""
+    base: Any = field(default=None, repr=False, compare=False)
+    """The loaded model that it was trained on; None where the adapter names its base model."""
+
+    @property
+    def path(self) -> Path:
+        """Folder of the adapter; another name of `folder`."""
+        return self.folder
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Held-out loss of the adapter; another name of `eval_after`."""
+        return self.eval_after
+
+    def load(self) -> Any:
+        """Load the finished adapter on its base model.
+
+        Returns:
+            A PeftModel, in evaluation mode. The base is read once more, in the dtype of the run; where a loaded model was
+            trained, its weights are shared, and the model itself stays without PEFT layers.
+
+        Raises:
+            InputError: the adapter is not there yet, or its base model cannot be loaded.
+        """
+        return importlib.import_module(LOADING).load(self.folder, self.base)
+
+    def _repr_html_(self) -> str:
+        """Table for a notebook."""
+        return str(importlib.import_module(TABLES).of_jobs({self.folder.name: self}))
 
 
 @dataclass(slots=True)
@@ -53,6 +87,20 @@ class Result:
     """Number of the signal that stopped the run."""
     incomplete: dict[str, str] = field(default_factory=dict)
     """Logs that lack something because it could not be written, and why. Adapters are never among them."""
+
+    def __getitem__(self, name: str) -> JobResult:
+        """Result of a job. Raises KeyError, which names the jobs, where there is none of this name."""
+        if name not in self.jobs:
+            raise KeyError(f"there is no job {name!r}; there are {', '.join(self.jobs)}")
+        return self.jobs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the jobs."""
+        return iter(self.jobs)
+
+    def _repr_html_(self) -> str:
+        """Table for a notebook."""
+        return str(importlib.import_module(TABLES).of_run(self))
 
     @property
     def exit_code(self) -> int:

@@ -12,7 +12,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -373,14 +373,8 @@ def _explain(error: Any, tree: Any) -> str:
     where = _where(loc, tree)
     kind, found = error["type"], error["input"]
     if kind == "extra_forbidden":
-        if instead := OTHER_TOOLS.get(str(loc[-1])) or _elsewhere(str(loc[-1])):
-            return f"{where}: unknown key; {instead}"
-        known = _known_keys(loc[:-1], mappings)
-        near = difflib.get_close_matches(str(loc[-1])[:100], known, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
-        if loc[:-1] == ["plans"] and not near:
-            hint += "; patterns of modules go into plans.plan"
-        return f"{where}: unknown key; {hint}"
+        more = "; patterns of modules go into plans.plan" * (loc[:-1] == ["plans"])
+        return f"{where}: {unknown_key(str(loc[-1]), _known_keys(loc[:-1], mappings), more)}"
     if kind == "missing":
         return f"{where}: is missing"
     if kind == "value_error":
@@ -393,6 +387,20 @@ def _explain(error: Any, tree: Any) -> str:
         message = "input should be true or false"
     what = _kind(found) if isinstance(found, (dict, list)) else quoted(found)
     return f"{where}: {message}; found {what}"
+
+
+def unknown_key(key: str, known: Sequence[str], more: str = "") -> str:
+    """Message for an unknown key: what stands for it here, or the nearest known key.
+
+    Args:
+        known: keys that are taken in its place.
+        more: text for a key that is near to none.
+    """
+    if instead := OTHER_TOOLS.get(key) or _elsewhere(key):
+        return f"unknown key; {instead}"
+    near = difflib.get_close_matches(key[:100], known, 1, 0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}{more}"
+    return f"unknown key; {hint}"
 
 
 def _elsewhere(key: str) -> str | None:

@@ -86,6 +86,17 @@ def _is_terminal(stream: Any) -> bool:
         return False
 
 
+def in_notebook() -> bool:
+    """Whether this is a cell of a notebook, whose outputs IPython shows."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    kind = type(shell)
+    return shell is not None and (
+        getattr(shell, "kernel", None) is not None
+        or kind.__name__ == "ZMQInteractiveShell"
+        or kind.__module__.startswith("google.colab")
+    )
+
+
 def on(stream: Any, text: str) -> str:
     """A text as a stream is given it: on a terminal with what that would obey spelt out."""
     return spelt_out(text) if _is_terminal(stream) else text

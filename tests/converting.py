@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from packlora.base import demo_model
+from packlora.base import demo_conversion, demo_model
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
             time.sleep(0.15)
             (out / name).write_text(name)
 
-    replaced: Any = demo_model
-    replaced._convert, replaced._gguf_folder = convert, lambda scratch: scratch
+    replaced: Any = demo_conversion
+    replaced._convert, replaced._gguf_folder = convert, lambda scratch, *_: scratch
     (cache / f"ready-{os.getpid()}").touch()
     while len(list(cache.glob("ready-*"))) < together:
         time.sleep(0.01)

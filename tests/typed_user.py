@@ -8,21 +8,42 @@ from typing import Any, assert_type
 import packlora
 from packlora import (
     InputError,
-    Plan,
+    Job,
+    JobResult,
     ProcessError,
     Report,
     Result,
     Run,
+    Trainer,
     WriteError,
     accelerate,
     callbacks,
+    events,
+    generate,
+    merge,
     restore,
     train,
 )
 from packlora.callbacks import ThroughputCallback
 
 
-def use(model: Any, tree: dict[str, Any], run: Run, plan: Plan) -> tuple[Result, Report]:
+def stop(event: events.Event) -> events.Stop | None:
+    return events.Stop(event.job) if isinstance(event, events.Stepped) and event.loss > 9.0 else None
+
+
+def use_objects(model: Any, rows: list[dict[str, Any]]) -> Path:
+    jobs = [Job("one", data=rows, eval_data=0.1, adapter={"r": 8}, learning_rate=1e-4), Job("two", data="two.jsonl")]
+    trainer = Trainer(model, jobs=jobs, output_dir="runs/mine", callbacks=[stop], seed=3)
+    result = trainer.train(resume=True)
+    one: JobResult = result["one"]
+    print(
+        one.path / "adapter_config.json", one.status.upper(), (one.eval_loss or 0.0) + 1, one.load(), trainer.run.seed
+    )
+    assert_type(generate(one, ["Hello"], temperature=0.5), list[str])
+    return merge(one.path, "merged")
+
+
+def use(model: Any, tree: dict[str, Any], run: Run) -> tuple[Result, Report]:
     try:
         result = train(run, resume=True, max_steps=3)
         packlora.train(tree, overrides=["jobs.0.seed=1"])
@@ -34,10 +55,10 @@ def use(model: Any, tree: dict[str, Any], run: Run, plan: Plan) -> tuple[Result,
         print(name.upper(), job.status.upper(), job.step + 1, job.folder / "adapter_model.safetensors")
     seed: int = run.seed_of(run.jobs[0])
     code: int = result.exit_code
-    report = accelerate(model, plan=plan)
+    report = accelerate(model, plan="chain")
     restore(model)
     listed: list[Any] = [ThroughputCallback(), callbacks.ThroughputCallback(), packlora.callbacks.ThroughputCallback()]
-    print(seed, code, report.accelerated, plan.name, listed, packlora.__version__.upper())
+    print(seed, code, report.accelerated, listed, packlora.__version__.upper())
     assert_type(train("run.yaml"), Result)
     assert_type(accelerate(model), Report)
     return result, report

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.errors import Unpackable
+
 FIRST_PLACES = range(1, 4)
 """First position ids of families that do not begin at 0: they begin after the number of a padding token."""
 Logits = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Unpackable(RuntimeError):
-    """Failure of packing in a module; the text is complete, and callers add nothing to it."""
 
 
 def reason_of(model: PreTrainedModel, error: Exception, by_itself: str = "") -> str:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from packlora.base.weight_files import own_rows
+from packlora.given import given
 
 NOT_OF_THE_MODEL = {"transformers_version", "_name_or_path"}
 """Keys of a config.json that say who wrote it."""
@@ -53,12 +54,17 @@ def fingerprint_of(
     weights = hashlib.blake2b(digest_size=16)
     for name, tensor in held.items():
         weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {sums[name]}\n".encode())
-    file = cached_file(path, "config.json", revision=revision)
-    assert file is not None
-    config = json.loads(Path(file).read_text(encoding="utf-8"))
+    loaded = given().model
+    config = json.loads(_config_text(path, revision) if loaded is None else loaded.config_text)
     told = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
     text = json.dumps(told, sort_keys=True)
     return Fingerprint(weights=weights.hexdigest(), config=hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+
+
+def _config_text(path: str, revision: str | None) -> str:
+    file = cached_file(path, "config.json", revision=revision)
+    assert file is not None
+    return Path(file).read_text(encoding="utf-8")
 
 
 def word_sums(tensors: Sequence[torch.Tensor]) -> list[int]:

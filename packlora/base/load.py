@@ -25,6 +25,7 @@ from packlora.base.shape import check_sizes
 from packlora.config import Run
 from packlora.errors import InputError, foreign, quoted
 from packlora.form import is_stored, plugin, read_as_floats
+from packlora.given import given
 from packlora.ops.twin import set_twin, twin_of
 
 LISTED = 8
@@ -38,7 +39,10 @@ OLD_BUFFERS = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|causa
 
 
 def load_tokenizer(run: Run) -> Any:
-    """The tokenizer of the base model. Raises InputError when there is none, or none that can be used."""
+    """The tokenizer of the base model, or the one that a Python program has handed over. Raises InputError when there is none,
+    or none that can be used."""
+    if given().tokenizer is not None:
+        return given().tokenizer
     return read_tokenizer(base_path(run.base_model), run.revision, run.trust_remote_code)
 
 
@@ -63,6 +67,9 @@ def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = Fa
 def load_skeleton(run: Run) -> PreTrainedModel:
     """The model without weights (meta device): enough to find layers and count parameters. Raises InputError, also where a
     revision is given of a folder, which has none."""
+    if (loaded := given().model) is not None:
+        found: PreTrainedModel = loaded.skeleton()
+        return found
     kind = "packaged" if run.base_model == DEMO_MODEL else "a folder" if os.path.isdir(run.base_model) else None
     if run.revision is not None and kind is not None:
         raise InputError(

@@ -15,7 +15,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from packlora.base.diagnosis import Unpackable
+from packlora.errors import Unpackable
 from packlora.ops.attention.attention import packed_attention
 
 OWN_MASKS = "packlora-own-masks"

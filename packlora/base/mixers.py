@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from packlora.base.diagnosis import Unpackable
+from packlora.errors import Unpackable
 
 
 @dataclass(frozen=True, slots=True)

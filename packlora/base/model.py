@@ -23,6 +23,7 @@ from packlora.base.proof import OwnLogits, check_packing, own_logits
 from packlora.base.shape import check_row
 from packlora.config import Run
 from packlora.form import WeightForm, form_in
+from packlora.given import given
 from packlora.modality import Modality
 from packlora.ops.lora_linear.frozen import InMemory, Storage
 
@@ -56,7 +57,8 @@ class Base:
 def load_base(
     run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, modality: Modality | None = None
 ) -> Base:
-    """Load the base model for packed training: frozen, on its device, in the run's dtype.
+    """Load the base model for packed training: frozen, on its device, in the run's dtype. A model that a Python program has
+    handed over is made ready as it is.
 
     Args:
         longest: tokens of the longest sample of each job. Longer ones are not known to be computed right; without it, than
@@ -68,9 +70,12 @@ def load_base(
     """
     settle_dtype(run)
     path, device, dtype = base_path(run.base_model), choose_device(run.device), getattr(torch, run.dtype)
-    config = read_config(path, run.revision, run.trust_remote_code)
+    loaded = given().model
+    config = read_config(path, run.revision, run.trust_remote_code) if loaded is None else loaded.model.config
     form, notes = form_in(run, config, path), list[str]()
-    if form is None:
+    if loaded is not None:
+        model = loaded.ready(form is not None, path, notes)
+    elif form is None:
         model = read_model(path, run.revision, dtype, run.trust_remote_code).to(device)
     else:
         model = form.read(path, run.revision, dtype, device, run.trust_remote_code, notes)

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from packlora.base.diagnosis import Unpackable
 from packlora.base.mixers import mix_by_sample
 from packlora.base.rotary import rotate_by_sample
 from packlora.base.shape import attention_of_text, fast_towers, scaled_by_place
+from packlora.errors import Unpackable
 from packlora.ops.attention.attention import packed_attention
 from packlora.ops.attention.blocks import SampleBlocks
 

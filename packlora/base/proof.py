@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from packlora.base.diagnosis import of_places, reason_of, where_samples_meet
 from packlora.base.layer_kinds import first_layers, layers_of_each_kind
 from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import hidden_states, packed_logits
@@ -132,7 +132,7 @@ def check_packing(
         raise InputError(what + "it gives other numbers every time it is run, so it draws random numbers of its own")
     if not apart or given[n:].shape != own.second.shape:
         runs = partial(pack.logits, model), partial(other.logits, model)
-        where = "" if crosses is not None else where_samples_meet(model, runs, n)
+        where = "" if crosses is not None else _diagnosis().where_samples_meet(model, runs, n)
         raise InputError(f"{what}samples that are packed together see each other{where}")
     if not same_bits:
         notes.append("the rounding of the model's experts depends on all samples of a microbatch, and so on other jobs")
@@ -161,9 +161,17 @@ def _places(model: PreTrainedModel, ids_T: torch.Tensor, own: OwnLogits) -> str 
         return difference(logits, own.second.to(logits.device), model.dtype) < PROBE_ERROR[model.dtype]
 
     try:
-        return of_places(packed, n, is_own)
+        found: str | None = _diagnosis().of_places(packed, n, is_own)
+        return found
     except (RuntimeError, ValueError, LookupError):  # places beyond a table of embeddings
         return None
+
+
+def _diagnosis() -> ModuleType:
+    """The module that finds reasons, imported where a model is refused."""
+    from packlora.base import diagnosis
+
+    return diagnosis
 
 
 def _what_differs(errors: Sequence[float], longest: Mapping[str, int], n: int, dtype: torch.dtype) -> str:
@@ -239,7 +247,7 @@ def cannot_be_packed(model: PreTrainedModel, path: str, by_itself: str = "") -> 
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError | InputError):
             raise
-        reason = reason_of(model, error, by_itself)
+        reason = _diagnosis().reason_of(model, error, by_itself)
         raise InputError(f"base_model {path!r}: a {model.config.model_type} model {reason}") from None
 
 

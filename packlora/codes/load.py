@@ -149,6 +149,14 @@ def read_quantised(
     return own_layers(model, dtype, path, notes)
 
 
+def read_by_library(
+    path: str, revision: str | None, quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:  # fmt: skip
+    """A model on its device whose quantised layers are the library's. Arguments and errors as those of read_quantised."""
+    return read_model(path, revision, made_of(dtype), **_loading(quantization, stored, dtype, device))
+
+
 def read_in_codes(
     path: str, quantization: QuantizationConfig, dtype: torch.dtype, device: torch.device, kept: list[str] | None = None
 ) -> tuple[PreTrainedModel, dict[str, Codes]]:

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from packlora.codes.held import check_keys
-from packlora.codes.load import check_quantization, codes_in, read_quantised
+from packlora.codes.load import check_quantization, codes_in, own_layers, read_by_library, read_quantised
 from packlora.codes.stored import MADE, Stored, as_stored, check_stored, stored_as
 from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
 
 __all__ = [
-    "as_stored", "check_asked", "check_config", "check_keys", "form_in", "form_of_answers", "left_as_they_are",
+    "as_stored", "check_asked", "check_config", "check_keys", "form_in", "form_of_answers", "left_as_they_are", "own_layers",
     "prepared_form", "reader",
 ]  # fmt: skip
 
@@ -46,6 +46,12 @@ class Form:
         notes: list[str] | None = None,
     ) -> PreTrainedModel:  # fmt: skip
         return read_quantised(path, revision, self.asked, self.stored, dtype, device, trust_remote_code, notes)
+
+    def read_by_library(
+        self, path: str, revision: str | None, dtype: torch.dtype, device: torch.device
+    ) -> PreTrainedModel:
+        """The same model with the layers of the library that made the codes, as PEFT adapts them."""
+        return read_by_library(path, revision, self.asked, self.stored, dtype, device)
 
     def share(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         from packlora.codes.gathered import share_codes

@@ -9,6 +9,7 @@ from peft import LoraConfig
 
 from packlora.config.adapter import AdapterConfig
 from packlora.files import from_everywhere
+from packlora.given import MEMORY
 
 
 def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:
@@ -33,7 +34,7 @@ def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -
         modules_to_save=adapter.modules_to_save,
         trainable_token_indices=adapter.trainable_token_indices,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=from_everywhere(base_model),
+        base_model_name_or_path=None if base_model.startswith(MEMORY) else from_everywhere(base_model),
         revision=revision,
     )
     config.init_lora_weights = adapter.init_lora_weights  # of loftq PEFT wants settings

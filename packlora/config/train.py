@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from packlora.config.shared import LEAST_WEIGHT, MOST_STEPS, MOST_WEIGHT, PathText, Strict
 from packlora.errors import quoted, shown
+from packlora.given import MEMORY
 
 Scheduler = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
@@ -53,6 +55,8 @@ OF_A_BATCH = {
     "aot": "sorts the whole global batch", "aot_unpaired": "sorts the whole global batch",
 }  # fmt: skip
 """Loss types of TRL that this version does not support, and the reasons."""
+TRAINER_OF_LOSS: tuple[Trainer, ...] = get_args(Trainer)
+"""Values of loss_type that name a trainer, with its first loss; they set `trainer` where that is not written."""
 BASE = "base"
 """Value of `reference` that means the base model without an adapter."""
 TRAINER_KEYS: dict[str, tuple[str, ...]] = {
@@ -62,6 +66,19 @@ TRAINER_KEYS: dict[str, tuple[str, ...]] = {
 """Keys of `train` that some trainers alone have."""
 HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
 """Held-out metrics of preferences that may choose the best adapter; of eval_loss the lower is the better."""
+
+
+def with_trainer(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keys of training with the trainer that a loss is named after. Raises ValueError where another trainer is written."""
+    loss = keys.get("loss_type")
+    if not isinstance(loss, str) or loss not in TRAINER_OF_LOSS:
+        return keys
+    trainer = keys.get("trainer", loss)
+    if "trainer" in keys and isinstance(trainer, str) and loss in LOSS_TYPES.get(trainer, ()):
+        return keys  # a loss of TRL's with a trainer's name: kto of kto, sft of dpo
+    if trainer != loss:
+        raise ValueError(f"loss_type is {loss} and trainer is {quoted(trainer)}; leave one of them out")
+    return {**keys, "trainer": loss, "loss_type": None}
 
 
 class TrainConfig(Strict):
@@ -131,7 +148,8 @@ class TrainConfig(Strict):
     beta: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """dpo, kto: how closely the model is held to the reference; orpo: weight of the odds ratio. null: 0.1."""
     loss_type: str | list[str] | None = None
-    """dpo: sigmoid, or another of TRL's losses, or a list of these, which are added; kto: kto, or apo_zero_unpaired."""
+    """sft, dpo, orpo or kto sets trainer where that is not written. With trainer dpo: sigmoid, or another of TRL's losses, or a
+    list of these, which are added; with kto: kto, or apo_zero_unpaired."""
     loss_weights: list[float] | None = None
     """dpo: of each of loss_type; null: 1 for each."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
@@ -153,11 +171,17 @@ class TrainConfig(Strict):
             return LOSS_TYPES.get(self.trainer, ())[:1]
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _trainer_of_the_loss(cls, value: Any) -> Any:
+        return with_trainer(value) if isinstance(value, Mapping) else value
+
     @field_validator("objective")
     @classmethod
     def _function_in_a_file(cls, value: str | None) -> str | None:
         file, _, name = (value or "").rpartition(":")
-        if value is not None and not (file.endswith(".py") and name.isidentifier()):
+        in_a_file = file.endswith(".py") and name.isidentifier()
+        if value is not None and not (in_a_file or value.startswith(MEMORY)):
             raise ValueError(f"is {quoted(value)}; it names a function in a file, as FILE.py:FUNCTION")
         return value
 
@@ -174,7 +198,10 @@ class TrainConfig(Strict):
     def _of_the_trainer(self) -> TrainConfig:
         for key, trainers in TRAINER_KEYS.items():
             if getattr(self, key) is not None and self.trainer not in trainers:
-                other = "; of completions it is label_smoothing_factor" if key == "label_smoothing" else ""
+                other = {
+                    "label_smoothing": "; of completions it is label_smoothing_factor",
+                    "loss_type": f"; {', '.join(TRAINER_OF_LOSS)} set the trainer where none is written",
+                }.get(key, "")
                 raise ValueError(
                     f"{key} is for trainer {' and '.join(trainers)}; this job's trainer is {self.trainer}{other}"
                 )

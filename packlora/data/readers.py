@@ -18,6 +18,7 @@ from typing import Any
 from packlora.data.rows import KEYS, Row, check_row, with_fields
 from packlora.data.values import parse_json
 from packlora.errors import InputError
+from packlora.given import MEMORY, given
 from packlora.terminal import Told, silent
 
 FILE_KINDS = {".jsonl", ".json", ".csv", ".parquet"}
@@ -94,7 +95,8 @@ def rows_of(path: str, job: str) -> Iterator[Row | InputError]:
 
 def _rows(name: str, job: str, fields: bool = False) -> Iterator[Row | InputError]:
     folder = (name if os.path.isdir(name) else os.path.dirname(name) or ".") if is_file_name(name) else None
-    for where, value in _values(name, job, fields):
+    folder = "." if name.startswith(MEMORY) else folder
+    for where, value in values_of(name, job, fields):
         try:
             if isinstance(value, InputError):
                 raise value
@@ -132,13 +134,25 @@ def files_of(path: str, job: str) -> list[str]:
     return found
 
 
-def _values(name: str, job: str, fields: bool) -> Iterator[tuple[str, Any]]:
+def values_of(name: str, job: str, fields: bool) -> Iterator[tuple[str, Any]]:
     """Values of the rows of a file or a data set, each with its place; an InputError stands for a row that cannot be read."""
+    if name.startswith(MEMORY):
+        return _given_values(name, job)
     if is_file_name(name) and not os.path.isdir(name):
         return _read_file(Path(name), job, fields)
     from packlora.data.tables import read_hub, read_saved
 
     return read_saved(Path(name), job, ACCEPTED, fields) if os.path.isdir(name) else read_hub(name, job, fields)
+
+
+def _given_values(name: str, job: str) -> Iterator[tuple[str, Any]]:
+    """Rows that a Python program has handed over."""
+    found = given().rows.get(name)
+    if found is None:
+        raise InputError(
+            f"job {job!r}: its rows were given in Python and are in no file ({name}); give them again, by packlora.Trainer"
+        )
+    yield from found.values
 
 
 def _read_file(file: Path, job: str, fields: bool) -> Iterator[tuple[str, Any]]:

@@ -83,6 +83,11 @@ def read_hub(name: str, job: str, fields: bool = False) -> Values:
     yield from _rows((batch for table in rows.iter(AT_ONCE) for batch in table.to_batches()), name, job, fields)
 
 
+def read_batches(batches: Iterator[Any], name: str, job: str, fields: bool = False) -> Values:
+    """Rows of Arrow's batches in memory. name: for their places."""
+    return _rows(batches, name, job, fields)
+
+
 def _split(folder: Path, job: str, accepted: str) -> Path:
     if (folder / SPLITS).is_file():
         if not (folder / "train" / DATASET).is_file():

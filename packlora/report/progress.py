@@ -91,6 +91,11 @@ class _Shown:
 class Progress:
     """The display of one run, a subscriber. As a context manager it takes the live table away also where a run breaks off."""
 
+    @property
+    def in_lines(self) -> bool:
+        """Whether every step is a line."""
+        return self._live is None
+
     def __init__(self, console: Screen | None = None) -> None:
         self.console = console or Screen(file=standard_output())
         self.jobs: dict[str, _Shown] = {}
@@ -124,7 +129,7 @@ class Progress:
                 self._stepped(event, logged)
             case Evaluated(job, step, loss, _):
                 self.jobs[job].eval_loss = loss
-                if self._live is None:
+                if self.in_lines:
                     self._print(f"{job}  step {step}  held-out loss {loss:.4f}")
             case JobJoined(job, round_, steps, tokens):
                 self.jobs[job], self._ends[job] = _Shown(job, "running", 0, steps, tokens), math.inf
@@ -156,7 +161,7 @@ class Progress:
     def _stepped(self, event: Stepped, logged: bool) -> None:
         job = self.jobs[event.job]
         self._ends[job.name] = job.take(event, time.perf_counter(), self._start)
-        if self._live is None and logged:
+        if self.in_lines and logged:
             left = self.time_left()
             self._print(
                 f"{job.name}  step {job.step}/{job.num_steps}  loss {event.loss:.4f}  "

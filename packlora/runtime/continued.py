@@ -17,7 +17,6 @@ from packlora.config import AdapterConfig
 from packlora.config.adapter_file import OURS_ALONE, read_config
 from packlora.config.peft import as_asked, peft_config
 from packlora.errors import InputError
-from packlora.files import from_everywhere
 
 
 def continued_config(adapter: AdapterConfig, base_model: str, revision: str | None, job: str) -> LoraConfig:
@@ -42,7 +41,7 @@ def continued_config(adapter: AdapterConfig, base_model: str, revision: str | No
             raise _disagreement(adapter, key, in_file if start is None else as_asked(found, key), job)
     if "lora_dropout" in adapter.model_fields_set:
         found.lora_dropout = adapter.lora_dropout
-    found.base_model_name_or_path, found.revision = from_everywhere(base_model), revision
+    found.base_model_name_or_path, found.revision = wanted.base_model_name_or_path, revision
     return found
 
 

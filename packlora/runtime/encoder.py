@@ -23,6 +23,7 @@ from packlora.data.rows import Row
 from packlora.engine.objectives import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
+from packlora.given import given
 from packlora.modality import ExtrasReader
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
@@ -163,7 +164,7 @@ class Reader:
         fields = job.train.objective is not None
         key = path, job.data.on_bad_row, fields
         if key not in self._known:
-            stamp = None
+            stamp: tuple[int, ...] | None = (0,) if path in given().rows else None
             with contextlib.suppress(OSError):  # read_data says what is wrong
                 found = os.stat(path)
                 stamp = (found.st_mtime_ns, found.st_size, found.st_ino) if os.path.isfile(path) else None

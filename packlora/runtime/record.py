@@ -19,9 +19,10 @@ import torch
 
 import packlora
 from packlora.base.model import Base
-from packlora.config import Run
+from packlora.config import JobConfig, Run
 from packlora.data.template import clock_of
 from packlora.files import write_json
+from packlora.given import given
 from packlora.parallel.layout import Layout
 from packlora.plans.identity import has_kernels
 from packlora.report.events import (
@@ -73,7 +74,15 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
         "skipped": len(job.encoded.skipped) + len(job.eval_encoded.skipped),
         "skipped_rows": (job.encoded.skipped + job.eval_encoded.skipped)[:MOST_SKIPPED],
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+        **({"given": given_rows} if (given_rows := _given_rows(job.config)) else {}),
     }
+
+
+def _given_rows(job: JobConfig) -> dict[str, Any]:
+    """Description of the rows that a Python program has handed over, by data path; nothing of files."""
+    paths, rows = [*(path for path, _ in job.data.sources), *job.data.eval_paths], given().rows
+    found = {path: rows[path] for path in paths if path in rows}
+    return {path: {"kind": own.kind, "rows": len(own.values), "sha256": own.digest} for path, own in found.items()}
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from packlora.config import Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
+from packlora.given import given
 from packlora.report.follow import Line
 from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
 from packlora.runtime import checkpoint, history
@@ -271,7 +272,10 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
 
 
 def objective_hash(spec: str | None) -> str | None:
-    """SHA-256 of the file of a user's own objective (`train.objective`), if it is there."""
+    """SHA-256 of the file of a user's own objective (`train.objective`), if it is there; of the source of a function that was
+    given in Python."""
+    if spec is not None and spec in given().losses:
+        return given().losses[spec][1]
     file = Path(spec.rpartition(":")[0]) if spec is not None else None
     return digest(file) if file is not None and file.is_file() else None
 

@@ -61,7 +61,7 @@ from packlora.runtime.resume import (
 )
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import slowest, window_of
-from packlora.terminal import Activity, Told, silent
+from packlora.terminal import Activity, Told, in_notebook, silent
 
 if TYPE_CHECKING:
     from packlora.engine.stage_passes import StageDevice
@@ -124,7 +124,7 @@ class Session:
     @contextlib.contextmanager
     def _listening(self, events: Emitter, subscribers: Sequence[Subscriber]) -> Iterator[None]:
         """Let files, the terminal and subscribers hear the events of all jobs."""
-        with Progress() as progress:
+        with _display() as progress:
             events.subscribe(*self.writers, progress, *subscribers)
             yield
 
@@ -292,6 +292,15 @@ class Session:
         self.logged = folder.rebuild_logs([stand[name] for name in names], prepared.left_out, first)
         mesh.barrier()  # nobody writes a checkpoint before what lies beyond is put aside
         return notes
+
+
+def _display() -> Progress:
+    """The display of a run: in a notebook one output that changes, else a table or lines."""
+    if not in_notebook():
+        return Progress()
+    from packlora.report.notebook import Notebook
+
+    return Notebook()
 
 
 def _placement(run: Run, mesh: OneProcess, prepared: PreparedRun) -> Placement:

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora.adapters.files import TRAINED_ON
+from packlora.answers import talk
+from packlora.answers.talk import Sampling, load_speakers
 from packlora.cli import app
 from packlora.commands.held_out import evaluate_adapter
-from packlora.generate import talk
-from packlora.generate.talk import Sampling, load_speakers
 
 MESSAGES = [{"role": "user", "content": "the quick fox"}]
 

@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import packlora
+from packlora.answers.talk import Sampling, load_speakers
 from packlora.commands.held_out import evaluate_adapter
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.export.export import export_adapter
 from packlora.export.merge import merge_adapter
-from packlora.generate.talk import Sampling, load_speakers
 from packlora.runtime.prepare import prepare
 
 JOBS: dict[str, dict[str, Any]] = {

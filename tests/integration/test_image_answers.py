@@ -15,11 +15,11 @@ from test_vision import KINDS, peft_model, plain_model
 from typer.testing import CliRunner
 from vision_models import vision_folder, write_images
 
+from packlora.answers.talk import Sampling, Speakers, load_speakers
 from packlora.base.load import read_config
 from packlora.cli import app
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
-from packlora.generate.talk import Sampling, Speakers, load_speakers
 from packlora.images import files
 from packlora.images.vision import Vision
 
@@ -167,7 +167,7 @@ def test_an_image_that_cannot_be_shown_is_refused_before_weights_are_read(
     (tmp_path / "text.png").write_text("no picture")
     Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
     monkeypatch.setattr(files, "MOST_PIXELS", 2**20)
-    monkeypatch.setattr("packlora.generate.talk.read_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("packlora.answers.talk.read_model", lambda *_: pytest.fail("weights were read"))
     words = ["generate", str(own.folder / "lora"), "--prompt", "a"]
     for more, said in (
         (["--image", str(tmp_path / "no.png")], "--image: the image .*no.png does not exist"),

@@ -19,10 +19,10 @@ from whole_models import TEXT as TINY_TEXT
 from whole_models import VISION
 
 import packlora
+from packlora.answers.talk import load_speakers
 from packlora.errors import InputError
 from packlora.export.export import export_adapter
 from packlora.export.merge import merge_adapter
-from packlora.generate.talk import load_speakers
 
 NOW = "model.language_model."
 OLDER = {

@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 import packlora
+from packlora.answers.talk import load_speakers
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
-from packlora.generate.talk import load_speakers
 
 Base = Callable[..., str]
 OTHER = CHAT.replace("<|im_start|>", "[").replace("<|im_end|>", "]")

@@ -18,10 +18,10 @@ from test_training import adapter, distance
 from transformers import AutoModelForCausalLM
 
 import packlora
+from packlora.answers.talk import Sampling, load_speakers
 from packlora.codes.weight import QuantizedLinear
 from packlora.commands.control import add_jobs
 from packlora.commands.held_out import evaluate_adapter
-from packlora.generate.talk import Sampling, load_speakers
 from packlora.schedule.planner import Planner
 
 assert callable(base)  # a fixture

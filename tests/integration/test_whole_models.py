@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import packlora
+from packlora.answers.talk import load_speakers
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
-from packlora.generate.talk import load_speakers
 
 Rows = Callable[..., str]
 IDS = torch.arange(3, 40)[None]

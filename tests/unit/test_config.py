@@ -448,3 +448,27 @@ def test_a_later_override_wins_and_the_file_is_not_changed(tmp_path: Path) -> No
 )  # fmt: skip
 def test_an_override_that_cannot_be_applied_is_refused(tmp_path: Path, override: str, message: str) -> None:
     assert message in load_refusal(tmp_path, TEXT, override)
+
+
+@pytest.mark.parametrize(
+    ("keys", "trainer", "losses"),
+    [
+        ({"loss_type": "sft"}, "sft", ()),
+        ({"loss_type": "dpo"}, "dpo", ("sigmoid",)),
+        ({"loss_type": "orpo"}, "orpo", ()),
+        ({"loss_type": "kto"}, "kto", ("kto",)),
+        ({"loss_type": "dpo", "trainer": "dpo"}, "dpo", ("sigmoid",)),
+        ({"loss_type": "sft", "trainer": "dpo"}, "dpo", ("sft",)),  # TRL's own
+        ({"loss_type": "kto", "trainer": "kto"}, "kto", ("kto",)),
+        ({"loss_type": ["sigmoid", "sft"], "trainer": "dpo"}, "dpo", ("sigmoid", "sft")),
+    ],
+)
+def test_a_loss_that_is_named_after_a_trainer_sets_it_where_none_is_written(
+    keys: dict[str, Any], trainer: str, losses: tuple[str, ...]
+) -> None:
+    train = parse_run(tree({"train": keys}), "run.yaml").jobs[0].train
+    assert (train.trainer, train.loss_types) == (trainer, losses)
+    again = TrainConfig.model_validate_json(train.model_dump_json())
+    assert again == train
+    train.learning_rate = 1e-3  # values that are set are checked again
+    assert train.trainer == trainer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import drawings, site_hooks
+from docs import drawings, reference, site_hooks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -54,6 +54,10 @@ def test_every_row_of_the_readme_s_table_leads_to_its_figures_with_commit_and_da
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
 def test_a_drawing_is_what_its_script_draws(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == drawings.DRAWINGS[name](), "run python docs/drawings.py"
+
+
+def test_the_python_reference_is_what_its_script_writes() -> None:
+    assert (ROOT / "docs" / "api.md").read_text() == reference.page(), "run python docs/reference.py"
 
 
 # --- links -------------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from packlora.run_file import run_from
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
-    "InputError", "Plan", "ProcessError", "Report", "Result", "Run", "WriteError", "accelerate", "callbacks", "restore",
-    "train",
+    "InputError", "Job", "JobResult", "ProcessError", "Report", "Result", "Run", "Trainer", "WriteError", "accelerate",
+    "callbacks", "events", "generate", "merge", "restore", "train",
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_every_public_name_is_there_and_others_are_an_error_that_lists_them() ->
     assert all(getattr(packlora, name) is not None for name in packlora.__all__)
     with pytest.raises(
         AttributeError,
-        match=r"no attribute 'tarin'; it has InputError, Plan, ProcessError, Report, Result, Run, WriteError, .* train",
+        match=r"no attribute 'tarin'; it has InputError, Job, JobResult, ProcessError, Report, Result, Run, Trainer, .* train",
     ):
         packlora.tarin  # noqa: B018
 
@@ -84,7 +84,7 @@ def test_every_public_name_is_there_and_others_are_an_error_that_lists_them() ->
 def test_every_name_that_the_docs_take_from_the_package_is_found_after_import_packlora_alone() -> None:
     text = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     names = set(re.findall(r"\bpacklora((?:\.[A-Za-z_]+)+)\(", text))
-    assert {".accelerate", ".restore", ".train", ".callbacks.ThroughputCallback"} <= names
+    assert {".accelerate", ".restore", ".train", ".Trainer", ".Job", ".generate", ".events.ThroughputCallback"} <= names
     for name in names:
         first, *rest = name[1:].split(".")
         found = packlora.__getattr__(first)  # as where nothing was imported yet that binds the name
@@ -194,7 +194,7 @@ def test_a_public_class_its_fields_and_its_methods_say_what_they_are(one: type) 
     assert not silent
 
 
-@pytest.mark.parametrize("name", ["train", "accelerate", "restore"])
+@pytest.mark.parametrize("name", ["train", "accelerate", "restore", "generate", "merge"])
 def test_help_shows_the_words_and_the_arguments_of_a_function(name: str) -> None:
     function = getattr(packlora, name)
     text = pydoc.render_doc(function, renderer=pydoc.plaintext)

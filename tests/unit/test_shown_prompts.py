@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from packlora.answers import talk
 from packlora.config import DataConfig, TrainConfig
 from packlora.data.encode import Encoded, encode_rows, encode_some
 from packlora.data.mixture import joined
@@ -19,7 +20,6 @@ from packlora.data.prompts import answer_ends, encode_prompts, prompt_ids
 from packlora.data.rows import Row, check_row
 from packlora.data.stream import Stream, StreamData
 from packlora.errors import InputError
-from packlora.generate import talk
 from packlora.runtime.encoder import _cut_samples
 
 NO_SYSTEM = (

@@ -155,7 +155,7 @@ def test_a_generated_text_is_spelt_out_on_a_terminal_and_stays_in_a_file(
     odd = "".join(OBEYED.values()) + "two\n\tlines"
     talk = types.ModuleType("talk")
     talk.__dict__.update(generate=lambda *_: odd, Sampling=lambda *_: None)
-    monkeypatch.setitem(sys.modules, "packlora.generate.talk", talk)
+    monkeypatch.setitem(sys.modules, "packlora.answers.talk", talk)
     out, _ = streams(is_terminal)
     cli.generate(Path("a"), prompt="x")
     assert out.getvalue() == (spelt_out(odd) if is_terminal else odd) + "\n"

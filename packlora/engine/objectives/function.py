@@ -29,6 +29,7 @@ from packlora.data.encode import Sample
 from packlora.engine.objectives import Column, Evaluate, Facts, Objective, RowsView
 from packlora.engine.rows import Row
 from packlora.errors import InputError, quoted
+from packlora.given import MEMORY, given
 
 TRIED = 4
 """Samples that the function is tried on."""
@@ -254,7 +255,10 @@ def _unlike(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _loaded(spec: str) -> tuple[str, Any]:
-    """File, and the function in it, which runs the file once."""
+    """File, and the function in it, which runs the file once; a function that a Python program has handed over, with its
+    file."""
+    if spec.startswith(MEMORY):
+        return _handed_over(spec)
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise InputError(f"train.objective {spec}: there is no file {path}")
@@ -280,6 +284,16 @@ def _loaded(spec: str) -> tuple[str, Any]:
     return path, function
 
 
+def _handed_over(spec: str) -> tuple[str, Any]:
+    function, _ = given().losses.get(spec, (None, None))
+    if function is None:
+        raise InputError(
+            f"train.objective {spec}: a function that was given in Python and is in no file; give it again, by packlora.Trainer"
+        )
+    code = getattr(function, "__code__", None)
+    return code.co_filename if code is not None else f"<{type(function).__name__}>", function
+
+
 def _place(error: BaseException, file: str) -> str:
     """Line of the user's file at which an error came up."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
@@ -289,7 +303,9 @@ def _place(error: BaseException, file: str) -> str:
 
 
 def _lines_with(file: str, name: str) -> list[int]:
-    """Lines of a file with a text of these letters."""
+    """Lines of a file with a text of these letters; none of what is no file, as a cell of a notebook."""
+    if not Path(file).is_file():
+        return []
     tree = ast.parse(Path(file).read_text())
     return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == name]
 

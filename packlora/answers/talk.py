@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
 from packlora.base.own_tokenizer import unused_note
 from packlora.base.shape import context_of
-from packlora.codes.plugin import form_of_answers
+from packlora.codes.plugin import Form, form_of_answers
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template
@@ -99,6 +99,50 @@ class Speakers:
         return torch.tensor([prompt_ids(said, self.tokenizer)], device=self.model.device), {}
 
 
+@dataclass(frozen=True, slots=True)
+class BaseOf:
+    """Base model that adapters share, before its weights are read. trained_on: how it was quantised when each was trained."""
+
+    path: str
+    revision: str | None
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+    form: Form | None
+    trained_on: Mapping[Path, dict[str, Any] | None]
+
+    @staticmethod
+    def of(folders: Sequence[Path], base_model: str | None, dtype: str, device: str) -> BaseOf:
+        """Arguments and errors as those of load_speakers."""
+        if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
+            raise InputError(f"dtype {dtype!r} is not one of auto, float32, bfloat16, float16")
+        place, (path, revision) = choose_device(device), same_base(folders, base_model)
+        trained = trained_by(folders[0])
+        with of_the_base():
+            config = read_base_config(path, revision)
+            chosen = getattr(torch, trained.run.dtype) if trained else config.dtype or torch.float32
+            kind = chosen if dtype == "auto" else getattr(torch, dtype)
+            trained_on = {folder: read_trained_on(folder) for folder in folders}
+            form = form_of_answers(config, path, [told or {} for told in trained_on.values()], place)
+        return BaseOf(path, revision, config, kind, place, form, trained_on)
+
+    def load(self, for_peft: bool = False) -> Any:
+        """The model on its device, in evaluation mode. for_peft: quantised layers are their library's."""
+        path, revision = self.path, self.revision
+        if self.form is None:
+            model = read_model(path, revision, self.dtype)
+        elif for_peft:
+            model = self.form.read_by_library(path, revision, self.dtype, self.device)
+        else:
+            model = self.form.read(path, revision, self.dtype, self.device)
+        model.eval()
+        if not for_peft or self.form is None:  # codes of a library stay where they were made
+            model.to(self.device)
+        if getattr(model, "_supports_sdpa", False):  # generation keeps a cache and does not pack
+            model.set_attn_implementation("sdpa")
+        return model
+
+
 def load_speakers(
     folders: Sequence[Path], base_model: str | None, dtype: str, device: str, images: Sequence[str] = ()
 ) -> Speakers:
@@ -113,24 +157,14 @@ def load_speakers(
     Raises:
         InputError: an adapter, the base or an image cannot be used, or the adapters name several bases.
     """
-    if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
-        raise InputError(f"dtype {dtype!r} is not one of auto, float32, bfloat16, float16")
-    place, (path, revision) = choose_device(device), same_base(folders, base_model)
-    trained = trained_by(folders[0])
+    found = BaseOf.of(folders, base_model, dtype, device)
     with of_the_base():
-        config, tokenizer = read_base_config(path, revision), read_tokenizer(path, revision)
-        chosen = getattr(torch, trained.run.dtype) if trained else config.dtype or torch.float32
-        kind = chosen if dtype == "auto" else getattr(torch, dtype)
-        trained_on = {folder: read_trained_on(folder) for folder in folders}
-    seeing = AskedImages(path, revision, config)
+        tokenizer = read_tokenizer(found.path, found.revision)
+    seeing = AskedImages(found.path, found.revision, found.config)
     for image in images:
         seeing.look(image, "--image", tokenizer)
     with of_the_base():
-        form = form_of_answers(config, path, [told or {} for told in trained_on.values()], place)
-        model = read_model(path, revision, kind) if form is None else form.read(path, revision, kind, place)
-    model.to(place).eval()
-    if getattr(model, "_supports_sdpa", False):  # generation keeps a cache and does not pack
-        model.set_attn_implementation("sdpa")
+        model = found.load()
     names = _names(folders)
     specs = {name: resolve_folder(folder, model, name) for name, folder in names.items()}
     attached, adapters = attach(model, specs, 0)
@@ -138,13 +172,13 @@ def load_speakers(
         load_adapter(names[adapter.name], adapter)
         if note := unused_note(names[adapter.name], tokenizer):
             say(note)
-        told = trained_on[names[adapter.name]]
-        if told is not None and (form is None or told.get("method") != form.method):
+        told = found.trained_on[names[adapter.name]]
+        if told is not None and (found.form is None or told.get("method") != found.form.method):
             say(
                 f"{adapter.name} was trained on a base model in {quoted(told.get('method'))}, and answers here on the base's "
                 "own weights; packlora merge folds it into what the codes stand for"
             )
-    context = context_of(config)
+    context = context_of(found.config)
     ends = answer_ends(tokenizer, model.generation_config.eos_token_id)
     return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends, seeing)
 

@@ -1,0 +1,139 @@
+"""Rows of a job as Python objects: lists and iterables of mappings, Hugging Face data sets, Arrow tables.
+
+All of them become the values that a data file of the same rows has, so that the way in which rows come changes no number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import numbers
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from packlora.data.readers import files_of, values_of
+from packlora.data.rows import KEYS
+from packlora.errors import InputError
+from packlora.given import GivenRows
+from packlora.seeding import stable_hash
+
+AT_ONCE = 1024
+"""Rows that a data set gives at once."""
+ACCEPTED = "a path, a list of mappings, a datasets.Dataset, an Arrow table or an iterable of mappings"
+
+
+def is_path(data: Any) -> bool:
+    """Whether data are paths, as data.path of a run file takes them: one, or a list of paths or of {path, weight}."""
+    if isinstance(data, str | os.PathLike):
+        return True
+    items = data if isinstance(data, list) else []
+    return bool(items) and all(
+        isinstance(one, str | os.PathLike)
+        or (isinstance(one, Mapping) and "path" in one and {*one} <= {"path", "weight"})
+        for one in items
+    )
+
+
+def read_rows(data: Any, job: str, what: str) -> GivenRows:
+    """Read the rows of an object, once.
+
+    Args:
+        what: name of the argument, for messages.
+
+    Raises:
+        InputError: the object is no rows, or has none.
+    """
+    kind = type(data).__name__
+
+    def odd(problem: str) -> InputError:
+        return InputError(f"job {job!r}: {what} {problem}")
+
+    if isinstance(data, Mapping):
+        raise odd(
+            f"is one mapping ({kind}) with {', '.join(map(str, data)) or 'nothing'}; give a list of rows, or one split"
+        )
+    batches = _batches(data)
+    if batches is not None:
+        from packlora.data.tables import read_batches
+
+        values = list(read_batches(batches, f"the {kind}", job, fields=True))
+    elif isinstance(data, Iterable) and not isinstance(data, bytes):
+        is_table = hasattr(data, "column_names")  # every row has the keys of all others
+        values = [(f"the {kind}, row {number}", _plain(row, is_table)) for number, row in enumerate(data, 1)]
+    else:
+        raise odd(f"is of type {kind}; it takes {ACCEPTED}")
+    if not values:
+        raise odd(f"has no rows (an empty {kind})")
+    return GivenRows(kind, values, _digest(values))
+
+
+def read_files(path: str, job: str) -> GivenRows:
+    """Read the rows of a data path, with all their fields. Raises InputError as training would."""
+    values = [value for name in files_of(path, job) for value in values_of(name, job, True)]
+    return GivenRows("file", values, _digest(values))
+
+
+def split(rows: GivenRows, share: float, seed: int, job: str) -> tuple[GivenRows, GivenRows]:
+    """Divide rows into training and held-out ones, both in their order. Equal seeds divide equally.
+
+    Args:
+        share: of the held-out rows, 0 < share < 1.
+
+    Raises:
+        InputError: one of both would be empty.
+    """
+    count = len(rows.values)
+    held = max(1, round(share * count))
+    if held >= count:
+        raise InputError(f"job {job!r}: eval_data is {share:g}, which leaves none of {count} rows to train on")
+    drawn = np.random.Generator(np.random.Philox(stable_hash("eval_data", seed))).permutation(count)[:held]
+    chosen = {int(number) for number in drawn}
+    parts = [[value for at, value in enumerate(rows.values) if (at in chosen) is is_held] for is_held in (False, True)]
+    train, held_out = (GivenRows(rows.kind, part, _digest(part)) for part in parts)
+    return train, held_out
+
+
+def _batches(data: Any) -> Iterator[Any] | None:
+    """Arrow's batches of a table or a data set; None for other objects."""
+    if callable(whole := getattr(data, "to_batches", None)):
+        found: Iterator[Any] = iter(whole())
+        return found
+    if callable(formatted := getattr(data, "with_format", None)) and callable(getattr(data, "iter", None)):
+        return (batch for table in formatted("arrow").iter(AT_ONCE) for batch in table.to_batches())
+    return None
+
+
+def _plain(value: Any, is_table: bool = False) -> Any:
+    """A value as JSON has it: mappings, lists, texts and Python's own numbers; other values stay.
+
+    Args:
+        is_table: leave out what is None.
+    """
+    if isinstance(value, Mapping):
+        return {key: _plain(part, is_table) for key, part in value.items() if not (is_table and part is None)}
+    if isinstance(value, list | tuple):
+        return [_plain(part, is_table) for part in value]
+    listed: Callable[[], Any] | None = getattr(value, "tolist", None)  # arrays, tensors, and their numbers
+    return value if listed is None else listed()
+
+
+def _digest(values: Iterable[tuple[str, Any]]) -> str:
+    """SHA-256 of what is read of rows; what says nothing (None) and notes of the author do not count."""
+    digest = hashlib.sha256()
+    for _, row in values:
+        digest.update(json.dumps(_told(row), sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _told(row: Any) -> Any:
+    if not isinstance(row, Mapping):
+        return repr(row)
+    return {str(key): _plain(value, True) for key, value in row.items() if value is not None and _is_read(key, value)}
+
+
+def _is_read(key: Any, value: Any) -> bool:
+    listed = value if isinstance(value, list) else [value]
+    return key in KEYS or (bool(listed) and all(isinstance(one, numbers.Real) for one in listed))

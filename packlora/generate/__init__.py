@@ -1,1 +1,0 @@
-"""`packlora generate` and `packlora chat`: answers of adapters. No other room imports it."""
