@@ -1,7 +1,7 @@
 """packlora: train one or many LoRA / DoRA adapters on one frozen language model, at close to the cost of the frozen model.
 
     import packlora
-    result = packlora.train("run.yaml")        # or a dict of the same shape, or a packlora.Run
+    result = packlora.train("run.yaml")        # or a dict of the same shape, or a packlora.Run; so is preview(run)
     report = packlora.accelerate(model)        # any PEFT LoRA model, in place; packlora.restore(model) undoes it
 
 Importing the package does not import torch, so that `packlora --help` answers at once.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from packlora import callbacks
+    from packlora.commands.preview import preview
     from packlora.config import Run
     from packlora.errors import InputError, ProcessError, WriteError
     from packlora.live.accelerate import accelerate, restore
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "InputError", "Plan", "ProcessError", "Report", "Result", "Run", "WriteError", "__version__", "accelerate", "callbacks",
-    "restore", "train",
+    "preview", "restore", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -38,6 +39,7 @@ _HOMES = {
     "WriteError": "packlora.errors",
     "accelerate": "packlora.live.accelerate",
     "callbacks": "packlora.callbacks",
+    "preview": "packlora.commands.preview",
     "restore": "packlora.live.accelerate",
     "train": "packlora.runtime.run",
 }

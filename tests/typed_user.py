@@ -16,6 +16,7 @@ from packlora import (
     WriteError,
     accelerate,
     callbacks,
+    preview,
     restore,
     train,
 )
@@ -40,4 +41,7 @@ def use(model: Any, tree: dict[str, Any], run: Run, plan: Plan) -> tuple[Result,
     print(seed, code, report.accelerated, plan.name, listed, packlora.__version__.upper())
     assert_type(train("run.yaml"), Result)
     assert_type(accelerate(model), Report)
+    for sample in preview(run, rows=3):
+        print(sample.job.upper(), sample.row + sample.tokens + sample.labels)
+        print([piece.text.upper() for piece in sample.pieces if piece.learnt])
     return result, report

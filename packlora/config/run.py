@@ -170,8 +170,16 @@ class Run(Strict):
         if template is None:
             names = ", ".join(job.name for job in self.jobs)
             raise ValueError(f"sweep.job: there is no job {quoted(self.sweep.job)}; there are {names}")
-        if template.data.eval_path is None:
-            raise ValueError(f"sweep: job {template.name!r} has no data.eval_path, by which candidates are compared")
+        if not template.data.holds_out:
+            raise ValueError(
+                f"sweep: job {template.name!r} has no data.eval_path or data.eval_split, by which candidates are compared"
+            )
+        moved = [key for key in self.sweep.parameters if key == "seed" or key.partition(".")[0] == "data"]
+        if template.data.eval_split is not None and moved:
+            raise ValueError(
+                f"sweep.parameters: with data.eval_split, {moved[0]} decides what is held out, by which candidates are "
+                "compared; give an eval_path"
+            )
         if self.sweep.stopping.method != "none" and not self.eval_every:
             raise ValueError("sweep.stopping: evaluations decide, and eval_every is 0; set how often they are made")
         self._check_compared(self.sweep, template.name, template.train)

@@ -102,7 +102,7 @@ class SweepConfig(Strict):
                 "parameters is empty; give values of at least one key, such as train.learning_rate: [1e-4, 2e-4]"
             )
         for key, values in self.parameters.items():
-            if key.partition(".")[0] == "name" or key == "data.eval_path":
+            if key.partition(".")[0] == "name" or key in ("data.eval_path", "data.eval_split"):
                 raise ValueError(f"{key} cannot be swept: candidates are named and compared by it")
             if isinstance(values, list) and not values:
                 raise ValueError(f"{key} has no values")

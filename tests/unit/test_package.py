@@ -26,8 +26,8 @@ from packlora.run_file import run_from
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
-    "InputError", "Plan", "ProcessError", "Report", "Result", "Run", "WriteError", "accelerate", "callbacks", "restore",
-    "train",
+    "InputError", "Plan", "ProcessError", "Report", "Result", "Run", "WriteError", "accelerate", "callbacks", "preview",
+    "restore", "train",
 }  # fmt: skip
 
 
