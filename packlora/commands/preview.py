@@ -23,12 +23,13 @@ from packlora.base.demo_model import base_path
 from packlora.base.load import load_tokenizer, read_config, vocabulary_of
 from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
-from packlora.data.encode import Encoded, Sample, check_vocabulary, encode_some
+from packlora.data.encode import Encoded, Sample, encode_some
 from packlora.data.fields import OF_PAIRS
 from packlora.data.preference import encode_compared
 from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row
 from packlora.data.template import set_clock, templated
+from packlora.data.tokens import check_vocabulary
 from packlora.errors import InputError, shown, spelt_out
 from packlora.modality import ExtrasReader, plugin
 from packlora.report.screen import Screen
@@ -207,7 +208,7 @@ class _Encoder:
             out.left_out.append(f"{row.where}: truncate: {job.data.truncate}: {self._too_long(job, row, recorder)}")
         for sample in encoded.samples:
             if self.vocabulary is not None:
-                check_vocabulary(job.name, [sample], self.vocabulary, recorder)
+                check_vocabulary(job.name, [sample.ids], self.vocabulary, recorder)
             pieces = _pieces_of(sample, recorder)
             notes = [f"{where} {what}" for what, (_, where) in encoded.notes.items()]
             if encoded.truncated:

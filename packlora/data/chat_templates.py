@@ -99,10 +99,12 @@ def _read(path: Path, bad: Any) -> str:
     """The template in a file, or in a tokenizer's folder."""
     if not path.exists():
         raise bad(f"there is no such file or folder; known names are {', '.join(TEMPLATES)}")
-    if not path.is_dir():
-        return _text(path, bad, MOST_BYTES)
-    if (path / FILE).is_file():
-        return _text(path / FILE, bad, MOST_BYTES)
+    file = path / FILE if path.is_dir() else path
+    if file.is_file() or not path.is_dir():
+        text = _text(file, bad, MOST_BYTES)
+        if "{" not in text:
+            raise bad(f"{file} has no Jinja in it, so it would write the same for every conversation")
+        return text
     if not (path / SETTINGS).is_file():
         raise bad(f"the folder has neither {FILE} nor {SETTINGS}; give that of a tokenizer with a chat template")
     try:
@@ -127,6 +129,4 @@ def _text(file: Path, bad: Any, most: int) -> str:
         raise bad(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
     if len(raw) > most:
         raise bad(f"{file} has more than {most} bytes; this is no chat template")
-    if "{" not in text:
-        raise bad(f"{file} has no Jinja in it, so it would write the same for every conversation")
     return text

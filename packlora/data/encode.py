@@ -315,21 +315,6 @@ def encoded_rows(
                 skip(InputError(f"job {job!r}: {row.where}: the sample has no label tokens, {_why_no_labels(row)}"))
 
 
-def check_vocabulary(job: str, samples: Sequence[Sample], vocabulary: int, tokenizer: Any) -> None:
-    """Raises InputError where a sample has a token for which the model has no embedding."""
-    largest = max(int(sample.ids.max()) for sample in samples)
-    if largest >= vocabulary:
-        known = len(tokenizer)
-        grown = (
-            f" and the tokenizer {known} tokens: its vocabulary was grown; grow the model's (resize_token_embeddings({known})) "
-            "and save it"
-        )
-        raise InputError(
-            f"job {job!r}: its data has token {largest}, the model has embeddings for {vocabulary}"
-            + grown * (known > vocabulary)
-        )
-
-
 def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, reader: ExtrasReader | None = None) -> Text | None:
     """Text of a row, its learnt spans and its extras; None for a row of token ids.
 

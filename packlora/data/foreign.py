@@ -84,11 +84,13 @@ def of_sharegpt(turns: Any, bad: Bad) -> list[dict[str, Any]]:
         return turns
     out = []
     for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or "value" not in turn:
+        if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
             raise bad(f"turn {number} of 'conversations' must be a mapping with from and value")
         role = ROLES.get(turn["from"].strip().lower())
         if role is None:
             raise bad(f"turn {number} is from {quoted(turn['from'])}; known are {', '.join(ROLES)}")
+        if "value" not in turn:
+            raise bad(f"message {number} ({role}) of 'conversations' has no value")
         rest = {key: part for key, part in turn.items() if key not in ("from", "value")}
         out.append(rest | {"role": role, "content": turn["value"]})
     return out

@@ -14,12 +14,13 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.base.shape import context_of
 from packlora.config import DataSource, JobConfig, Run
 from packlora.data.dataset import JobData
-from packlora.data.encode import Encoded, check_vocabulary, encode_rows, encode_some
+from packlora.data.encode import Encoded, encode_rows, encode_some
 from packlora.data.fields import OF_PAIRS
 from packlora.data.mixture import joined, mixed
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
+from packlora.data.tokens import check_vocabulary
 from packlora.engine.objectives import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
@@ -70,7 +71,8 @@ class Encoder:
             notes.append(f"job {job.name!r}: eval_split holds out {len(split_off.samples)} of {total} samples")
         encoded, eval_encoded = mixed(parts, job.data, seed, job.name, notes), joined(held_out)
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
-        check_vocabulary(job.name, encoded.samples + eval_encoded.samples, vocabulary, self.tokenizer)
+        every = (sample.ids for sample in encoded.samples + eval_encoded.samples)
+        check_vocabulary(job.name, every, vocabulary, self.tokenizer)
         objective = objective_of(job.train)
         for what, some in (("training", encoded), ("held-out", eval_encoded)):
             if (why := objective.why_not(some.samples)) is not None:
@@ -110,7 +112,8 @@ class Encoder:
         )
         held_out = joined([self._encoded(one, job, budget, told) for one in eval_rows])
         encoded = Encoded(list(stream), notes=dict(stream.counts.notes))
-        check_vocabulary(job.name, encoded.samples + held_out.samples, vocabulary, tokenizer)
+        every = (sample.ids for sample in encoded.samples + held_out.samples)
+        check_vocabulary(job.name, every, vocabulary, tokenizer)
         data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
         _check_scheduler(job, data)
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data, objective_of(job.train))

@@ -130,9 +130,14 @@ def _of_tokenizer(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[Prep
     """Notes on the base's tokenizer: that an adapter which is continued has another one, where its answers end."""
     notes = _unstopped(skeleton, tokenizer, jobs)
     if folders := [own for job in jobs if (own := job.config.adapter.init_from) is not None]:
-        from packlora.base.own_tokenizer import unused_notes
+        from packlora.base.own_tokenizer import own_template, unused_notes
 
         notes += unused_notes(folders, tokenizer)
+        notes += [
+            f"job {job.config.name!r}: {own} was trained with a chat template of its own; data.chat_template: {own} takes it"
+            for job in jobs
+            if (own := job.config.adapter.init_from) is not None and job.chat_template is None and own_template(own)
+        ]
     return notes
 
 
