@@ -90,7 +90,7 @@ def of_sharegpt(turns: Any, bad: Bad) -> list[dict[str, Any]]:
         if role is None:
             raise bad(f"turn {number} is from {quoted(turn['from'])}; known are {', '.join(ROLES)}")
         if "value" not in turn:
-            raise bad(f"message {number} ({role}) of 'conversations' has no value")
+            raise bad(f"turn {number} of 'conversations', message {number} ({role}), has no value")
         rest = {key: part for key, part in turn.items() if key not in ("from", "value")}
         out.append(rest | {"role": role, "content": turn["value"]})
     return out

@@ -185,7 +185,7 @@ def test_both_completions_of_a_pair_are_shown_and_a_judgement_is(tree: Any) -> N
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 REFUSED: list[tuple[Row, str]] = [
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, "the content of message 2 (assistant)"),
-    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}, "message 2 (assistant) of 'conversations'"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}, "message 2 (assistant), has no value"),
     ({"messages": [*chat("a", "b"), {"role": "narrator", "content": ["c"]}]}, "message 3"),
     ({"messages": [*chat("a"), {"role": "assistant", "content": "b", "tool_calls": [CALL]}]},
      "message 2 (assistant): the chat template does not show its tool_calls"),
