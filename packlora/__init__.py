@@ -3,7 +3,7 @@
     import packlora
     trainer = packlora.Trainer("Qwen/Qwen3-0.6B", jobs=[packlora.Job("colours", data=rows)], output_dir="runs/mine")
     result = trainer.train()                   # result["colours"].load() is a PeftModel
-    result = packlora.train("run.yaml")        # or a dict of the same shape, or a packlora.Run
+    result = packlora.train("run.yaml")        # or a dict of the same shape, or a packlora.Run; so is preview(run)
     packlora.generate("runs/mine/colours", ["Which colour is the sky?"])
     packlora.merge("runs/mine/colours", "merged")
     report = packlora.accelerate(model)        # any PEFT LoRA model, in place; packlora.restore(model) undoes it
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from packlora.api.answers import generate, merge
     from packlora.api.job import Job
     from packlora.api.trainer import Trainer
+    from packlora.commands.preview import preview
     from packlora.config import Run
     from packlora.errors import InputError, ProcessError, WriteError
     from packlora.live.accelerate import accelerate, restore
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "InputError", "Job", "JobResult", "ProcessError", "Report", "Result", "Run", "Trainer", "WriteError", "__version__",
-    "accelerate", "callbacks", "events", "generate", "merge", "restore", "train",
+    "accelerate", "callbacks", "events", "generate", "merge", "preview", "restore", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -51,6 +52,7 @@ _HOMES = {
     "events": "packlora.events",
     "generate": "packlora.api.answers",
     "merge": "packlora.api.answers",
+    "preview": "packlora.commands.preview",
     "restore": "packlora.live.accelerate",
     "train": "packlora.runtime.run",
 }

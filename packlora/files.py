@@ -36,7 +36,7 @@ HALVES = re.compile("[\ud800-\udfff]")
 """Halves of characters, by which Python names what is no text in the name of a file; UTF-8 has none."""
 
 
-def write_file(path: Path, write: Callable[[Path], None]) -> None:
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to the disk, then rename it to `path`.
 
     It may be read by whom the umask lets read it, also where `write` makes a file for its owner alone, as safetensors does.

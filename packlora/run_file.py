@@ -34,6 +34,7 @@ from packlora.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from packlora.config.data import TEMPLATES
 from packlora.config.section import Section
 from packlora.errors import InputError, quoted, shown
 
@@ -48,7 +49,8 @@ _RANK, _EPOCHS, _LENGTH = "see a job's adapter.r", "see a job's train.num_train_
 _FOUR, _EIGHT = "see the run's quantization: nf4", "see the run's quantization: int8"
 _COMPILE = "nothing is compiled; see the run's cuda_graphs, which takes the host away on a GPU"
 _EXPERT = "see the run's parallel: {expert: N}, and ep_implementation beside it"
-_PACKED, _HELD_OUT, _EVAL = "samples are always packed", "see a job's data.eval_path", "see a job's train.eval_steps"
+_PACKED, _HELD_OUT = "samples are always packed", "see a job's data.eval_path and data.eval_split"
+_EVAL = "see a job's train.eval_steps"
 _ATTENTION = "attention of packed samples is packlora's own"
 _LABELS = "the loss is over completions and turns of the assistant; of rows with a text over all of it"
 _HUB = "nothing is uploaded; the folder of a job is a PEFT adapter"
@@ -79,7 +81,6 @@ OTHER_TOOLS = {
     "deepspeed": "see the run's parallel", "fsdp": "see the run's parallel", "fsdp_config": "see the run's parallel",
     "attn_implementation": _ATTENTION, "flash_attention": _ATTENTION, "sdp_attention": _ATTENTION,
     "assistant_only_loss": _LABELS, "completion_only_loss": _LABELS, "train_on_inputs": _LABELS,
-    "chat_template": "it is that of the base model's tokenizer",
     "lora_target_linear": "see a job's adapter.target_modules, all-linear",
     "lora_bias": "B has none; a job's adapter.bias trains those of the base",
     "push_to_hub": _HUB, "hub_model_id": _HUB,
@@ -192,6 +193,7 @@ def _find_files(run_file: Path, job: JobConfig, absolute: bool = False) -> None:
 
     job.data.path = _each(job.data.path, found)
     job.data.eval_path = _each(job.data.eval_path, found)
+    job.data.chat_template = _each(job.data.chat_template, lambda path: path if path in TEMPLATES else found(path))
     job.adapter.init_from = _each(job.adapter.init_from, found)
     if job.train.reference != BASE:
         job.train.reference = _each(job.train.reference, found)
@@ -213,7 +215,7 @@ def _each(value: Any, found: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_each(one, found) for one in value]
     if isinstance(value, DataSource):
-        return DataSource(path=found(value.path), weight=value.weight)
+        return value.model_copy(update={"path": found(value.path)})
     return found(value) if isinstance(value, str) else value
 
 

@@ -21,6 +21,7 @@ from packlora import (
     events,
     generate,
     merge,
+    preview,
     restore,
     train,
 )
@@ -61,4 +62,7 @@ def use(model: Any, tree: dict[str, Any], run: Run) -> tuple[Result, Report]:
     print(seed, code, report.accelerated, listed, packlora.__version__.upper())
     assert_type(train("run.yaml"), Result)
     assert_type(accelerate(model), Report)
+    for sample in preview(run, rows=3):
+        print(sample.job.upper(), sample.row + sample.tokens + sample.labels)
+        print([piece.text.upper() for piece in sample.pieces if piece.learnt])
     return result, report

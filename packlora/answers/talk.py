@@ -23,12 +23,12 @@ from packlora.adapters.linear import Attached
 from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
-from packlora.base.own_tokenizer import unused_note
+from packlora.base.own_tokenizer import own_template, unused_note
 from packlora.base.shape import context_of
 from packlora.codes.plugin import Form, form_of_answers
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.data.prompts import answer_ends, prompt_ids
-from packlora.data.template import Template
+from packlora.data.template import Template, templated
 from packlora.errors import InputError, quoted
 from packlora.images.asked import AskedImages
 from packlora.runtime.continued import resolve_folder
@@ -61,6 +61,12 @@ class Speakers:
     ends: list[int]
     """Tokens that end an answer."""
     images: AskedImages
+    templates: dict[str, str] = field(default_factory=dict)
+    """Chat templates of adapters that were trained with another one than the base's, by name."""
+
+    def tokenizer_of(self, name: str) -> Any:
+        """The base's tokenizer with the chat template of an adapter, or of BASE."""
+        return templated(self.tokenizer, self.templates.get(name))
 
     def answer(self, name: str, said: str | list[dict[str, Any]], sampling: Sampling, paths: Sequence[str] = ()) -> str:
         """Generate the answer of an adapter, or of BASE.
@@ -73,7 +79,7 @@ class Speakers:
             InputError: the chat template refuses the messages, they fill the model's context, or a file is no image for this
                 model.
         """
-        ids, seen = self._inputs(said, paths)
+        ids, seen = self._inputs(said, paths, self.tokenizer_of(name))
         room = self.context - ids.shape[1]
         if room < 1:
             shown = f", {self.images.tokens_of(ids)} of them of images; use smaller ones" if paths else ""
@@ -91,12 +97,12 @@ class Speakers:
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
     def _inputs(
-        self, said: str | list[dict[str, Any]], paths: Sequence[str]
+        self, said: str | list[dict[str, Any]], paths: Sequence[str], tokenizer: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Token ids [1, T], and the model's arguments for the images."""
         if paths and isinstance(said, list):
-            return self.images.inputs(said, paths, self.tokenizer, self.model)
-        return torch.tensor([prompt_ids(said, self.tokenizer)], device=self.model.device), {}
+            return self.images.inputs(said, paths, tokenizer, self.model)
+        return torch.tensor([prompt_ids(said, tokenizer)], device=self.model.device), {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +185,11 @@ def load_speakers(
                 "own weights; packlora merge folds it into what the codes stand for"
             )
     context = context_of(found.config)
-    ends = answer_ends(tokenizer, model.generation_config.eos_token_id)
-    return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends, seeing)
+    templates = {name: text for name, folder in names.items() if (text := own_template(folder)) is not None}
+    known = [tokenizer, *(templated(tokenizer, text) for text in templates.values())]
+    ends = sorted({end for one in known for end in answer_ends(one, model.generation_config.eos_token_id)})
+    by_name = {adapter.name: adapter for adapter in adapters}
+    return Speakers(model, tokenizer, attached, by_name, context, ends, seeing, templates)
 
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:
@@ -206,10 +215,12 @@ def generate(
     if raw and images:
         raise InputError("--image: an image goes by the chat template, and --raw goes on from plain text")
     speakers = load_speakers([folder], base_model, dtype, device, images)
-    talk = Talk(system, raw or not speakers.tokenizer.chat_template)
+    name = next(iter(speakers.adapters))
+    tokenizer = speakers.tokenizer_of(name)
+    talk = Talk(system, raw or not tokenizer.chat_template)
     if not talk.raw:
-        Template(speakers.tokenizer).check_new(prompt, "go on from it by --raw")
-    return speakers.answer(next(iter(speakers.adapters)), talk.asked(prompt, images), sampling, images)
+        Template(tokenizer).check_new(prompt, "go on from it by --raw")
+    return speakers.answer(name, talk.asked(prompt, images), sampling, images)
 
 
 @dataclass(slots=True)
@@ -269,14 +280,15 @@ def chat(
         images: paths of images that go with the first turn.
     """
     speakers = load_speakers(folders, base_model, dtype, device, images)
-    raw = not speakers.tokenizer.chat_template
-    if system is not None or raw:  # errors of the template come before the first input
-        asked = Talk(system, raw).asked("a", images if raw else ())
-        prompt_ids(asked, speakers.tokenizer)
-    if raw:
-        say("the tokenizer has no chat template: each line is continued as plain text, by itself")
     names, out, seen = [BASE] * with_base + list(speakers.adapters), standard_output(), list(images)
-    talks = {name: Talk(system, raw) for name in names}
+    raw = {name: not speakers.tokenizer_of(name).chat_template for name in names}
+    for name in names:
+        if system is not None or raw[name]:  # errors of the template come before the first input
+            asked = Talk(system, raw[name]).asked("a", images if raw[name] else ())
+            prompt_ids(asked, speakers.tokenizer_of(name))
+    if any(raw.values()):
+        say("the tokenizer has no chat template: each line is continued as plain text, by itself")
+    talks = {name: Talk(system, raw[name]) for name in names}
     terminal = lines is None and sys.stdin.isatty()
     if terminal:
         shows = f"{IMAGE} FILE shows an image with the next line, " * speakers.images.there
@@ -285,7 +297,7 @@ def chat(
     for line in lines if lines is not None else typed:
         text = line.rstrip("\r\n")
         if text.strip() == RESET:
-            talks, seen = {name: Talk(system, raw) for name in names}, []
+            talks, seen = {name: Talk(system, raw[name]) for name in names}, []
         elif text.split(maxsplit=1)[:1] == [IMAGE]:
             seen += speakers.images.named(text.strip()[len(IMAGE) :].strip(), IMAGE, speakers.tokenizer)
         elif text.strip():

@@ -223,10 +223,11 @@ def _arguments(config: Mapping[str, Any], folder: Path) -> TrainingArguments:
     for key in train.keys() & {one.name for one in dataclasses.fields(TrainingArguments)}:
         setattr(args, key, train[key])
     every = train["eval_steps"] if train["eval_steps"] is not None else config["eval_every"]
+    is_judged = config["data"]["eval_path"] or config["data"]["eval_split"]
     own = {
         "output_dir": str(folder), "run_name": config["name"], "per_device_train_batch_size": train["global_batch_size"],
         "gradient_accumulation_steps": 1, "logging_strategy": IntervalStrategy.STEPS, "eval_steps": every,
-        "eval_strategy": IntervalStrategy.STEPS if config["data"]["eval_path"] else IntervalStrategy.NO,
+        "eval_strategy": IntervalStrategy.STEPS if is_judged else IntervalStrategy.NO,
         "save_steps": config["save_every"], "save_strategy": IntervalStrategy.STEPS, "report_to": [],
         "seed": config["seed"] or 0, "greater_is_better": train["metric_for_best_model"] in HIGHER_IS_BETTER,
     }  # fmt: skip

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from packlora.api.rows import is_path, read_files, read_rows, split
+from packlora.api.rows import is_path, read_rows
 from packlora.config import DataConfig, JobConfig, TrainConfig
 from packlora.errors import InputError, quoted
 from packlora.given import MEMORY, GivenRows
@@ -15,7 +15,7 @@ from packlora.run_file import unknown_key
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ARGUMENTS = ("path", "eval_path", "objective")
+ARGUMENTS = ("path", "eval_path", "eval_split", "objective")
 """Keys of a run file that arguments stand for."""
 SECTIONS: dict[str, str | None] = {
     **{key: "data" for key in DataConfig.model_fields if key not in ARGUMENTS},
@@ -47,7 +47,7 @@ class Job:
     ) -> None:  # fmt: skip
         for key in keys:
             if key in ARGUMENTS:
-                stands = {"path": "data", "eval_path": "eval_data"}[key]
+                stands = {"path": "data", "eval_path": "eval_data", "eval_split": "eval_data"}[key]
                 raise InputError(f"job {quoted(name)}: {key}: is the argument {stands} here")
             if key not in SECTIONS:
                 raise InputError(f"job {quoted(name)}: {key}: {unknown_key(key, [*SECTIONS])}")
@@ -63,11 +63,6 @@ class Job:
             raise InputError(
                 f"job {quoted(self.name)}: eval_data is {self.eval_data}; a share of the rows is between 0 and 1"
             )
-        if isinstance(self.data, list) or self.keys.get("streaming"):
-            raise InputError(
-                f"job {quoted(self.name)}: eval_data is a share, which is drawn from one path or from rows in memory; give "
-                "held-out rows"
-            )
 
     def _read(self, data: Any, what: str) -> Any:
         """Paths as they are; rows as GivenRows."""
@@ -77,22 +72,18 @@ class Job:
             raise InputError(
                 f"job {quoted(self.name)}: streaming reads files while it trains, and {what} is in memory; leave streaming out"
             )
-        return read_rows(data, self.name, what)
+        return read_rows(data, self.name, what, self.keys.get("columns"))
 
 
-def tree_of(job: Job, seed: Any) -> tuple[dict[str, Any], dict[str, GivenRows], dict[str, Callable[..., Any]]]:
-    """The job as in a run file; and the rows and the losses that its `memory:` texts stand for.
-
-    Args:
-        seed: of the run, for a job without one.
-    """
+def tree_of(job: Job) -> tuple[dict[str, Any], dict[str, GivenRows], dict[str, Callable[..., Any]]]:
+    """The job as in a run file; and the rows and the losses that its `memory:` texts stand for."""
     tree: dict[str, Any] = {"name": job.name, "data": {}, "train": {}}
     for key, value in job.keys.items():
         section = SECTIONS[key]
         (tree if section is None else tree[section])[key] = value
-    own = job.keys.get("seed")
     rows, losses = dict[str, GivenRows](), dict[str, Callable[..., Any]]()
-    for key, data in zip(("path", "eval_path"), _halves(job, seed if own is None else own), strict=True):
+    held_out = "eval_split" if _is_share(job.eval_data) else "eval_path"
+    for key, data in (("path", job.data), (held_out, job.eval_data)):
         if isinstance(data, GivenRows):
             place = f"{MEMORY}{job.name}/{'train' if key == 'path' else 'eval'}"
             rows[place], data = data, place
@@ -106,15 +97,6 @@ def tree_of(job: Job, seed: Any) -> tuple[dict[str, Any], dict[str, GivenRows], 
     if job.adapter is not None:
         tree["adapter"] = dict(job.adapter)
     return tree, rows, losses
-
-
-def _halves(job: Job, seed: Any) -> tuple[Any, Any]:
-    """Training and held-out data: paths, rows, or None."""
-    share = job.eval_data
-    if not _is_share(share):
-        return job.data, share
-    rows = job.data if isinstance(job.data, GivenRows) else read_files(job.data, job.name)
-    return split(rows, share, seed if type(seed) is int else 0, job.name)
 
 
 def _adapter_keys(adapter: Any, job: str) -> tuple[Mapping[str, Any] | None, bool]:

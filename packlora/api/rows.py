@@ -12,13 +12,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
-from packlora.data.readers import files_of, values_of
-from packlora.data.rows import KEYS
+from packlora.config import DataSource
+from packlora.data.rows import How
 from packlora.errors import InputError
 from packlora.given import GivenRows
-from packlora.seeding import stable_hash
 
 AT_ONCE = 1024
 """Rows that a data set gives at once."""
@@ -32,21 +29,22 @@ def is_path(data: Any) -> bool:
     items = data if isinstance(data, list) else []
     return bool(items) and all(
         isinstance(one, str | os.PathLike)
-        or (isinstance(one, Mapping) and "path" in one and {*one} <= {"path", "weight"})
+        or (isinstance(one, Mapping) and "path" in one and {*one} <= {*DataSource.model_fields})
         for one in items
     )
 
 
-def read_rows(data: Any, job: str, what: str) -> GivenRows:
+def read_rows(data: Any, job: str, what: str, columns: Mapping[str, str] | None = None) -> GivenRows:
     """Read the rows of an object, once.
 
     Args:
         what: name of the argument, for messages.
+        columns: as data.columns of a run file.
 
     Raises:
         InputError: the object is no rows, or has none.
     """
-    kind = type(data).__name__
+    kind, how = type(data).__name__, How(columns or {}, fields=True)
 
     def odd(problem: str) -> InputError:
         return InputError(f"job {job!r}: {what} {problem}")
@@ -59,7 +57,7 @@ def read_rows(data: Any, job: str, what: str) -> GivenRows:
     if batches is not None:
         from packlora.data.tables import read_batches
 
-        values = list(read_batches(batches, f"the {kind}", job, fields=True))
+        values = list(read_batches(batches, f"the {kind}", job, how))
     elif isinstance(data, Iterable) and not isinstance(data, bytes):
         is_table = hasattr(data, "column_names")  # every row has the keys of all others
         values = [(f"the {kind}, row {number}", _plain(row, is_table)) for number, row in enumerate(data, 1)]
@@ -67,33 +65,7 @@ def read_rows(data: Any, job: str, what: str) -> GivenRows:
         raise odd(f"is of type {kind}; it takes {ACCEPTED}")
     if not values:
         raise odd(f"has no rows (an empty {kind})")
-    return GivenRows(kind, values, _digest(values))
-
-
-def read_files(path: str, job: str) -> GivenRows:
-    """Read the rows of a data path, with all their fields. Raises InputError as training would."""
-    values = [value for name in files_of(path, job) for value in values_of(name, job, True)]
-    return GivenRows("file", values, _digest(values))
-
-
-def split(rows: GivenRows, share: float, seed: int, job: str) -> tuple[GivenRows, GivenRows]:
-    """Divide rows into training and held-out ones, both in their order. Equal seeds divide equally.
-
-    Args:
-        share: of the held-out rows, 0 < share < 1.
-
-    Raises:
-        InputError: one of both would be empty.
-    """
-    count = len(rows.values)
-    held = max(1, round(share * count))
-    if held >= count:
-        raise InputError(f"job {job!r}: eval_data is {share:g}, which leaves none of {count} rows to train on")
-    drawn = np.random.Generator(np.random.Philox(stable_hash("eval_data", seed))).permutation(count)[:held]
-    chosen = {int(number) for number in drawn}
-    parts = [[value for at, value in enumerate(rows.values) if (at in chosen) is is_held] for is_held in (False, True)]
-    train, held_out = (GivenRows(rows.kind, part, _digest(part)) for part in parts)
-    return train, held_out
+    return GivenRows(kind, values, _digest(values, how))
 
 
 def _batches(data: Any) -> Iterator[Any] | None:
@@ -120,20 +92,22 @@ def _plain(value: Any, is_table: bool = False) -> Any:
     return value if listed is None else listed()
 
 
-def _digest(values: Iterable[tuple[str, Any]]) -> str:
+def _digest(values: Iterable[tuple[str, Any]], how: How) -> str:
     """SHA-256 of what is read of rows; what says nothing (None) and notes of the author do not count."""
     digest = hashlib.sha256()
     for _, row in values:
-        digest.update(json.dumps(_told(row), sort_keys=True, default=repr).encode() + b"\n")
+        digest.update(json.dumps(_told(row, how), sort_keys=True, default=repr).encode() + b"\n")
     return digest.hexdigest()
 
 
-def _told(row: Any) -> Any:
+def _told(row: Any, how: How) -> Any:
     if not isinstance(row, Mapping):
         return repr(row)
-    return {str(key): _plain(value, True) for key, value in row.items() if value is not None and _is_read(key, value)}
+    return {
+        str(key): _plain(value, True) for key, value in row.items() if value is not None and _is_read(key, value, how)
+    }
 
 
-def _is_read(key: Any, value: Any) -> bool:
+def _is_read(key: Any, value: Any, how: How) -> bool:
     listed = value if isinstance(value, list) else [value]
-    return key in KEYS or (bool(listed) and all(isinstance(one, numbers.Real) for one in listed))
+    return how.reads(key) or (bool(listed) and all(isinstance(one, numbers.Real) for one in listed))

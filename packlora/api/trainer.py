@@ -125,7 +125,7 @@ def _run_tree(
     for job in jobs:
         if not isinstance(job, Job):
             raise InputError(f"jobs are packlora.Job objects; got {type(job).__name__}")
-        own, own_rows, own_losses = tree_of(job, run_keys.get("seed", 0))
+        own, own_rows, own_losses = tree_of(job)
         if job.has_usual_targets:
             own["adapter"]["target_modules"] = _usual_targets(job.name, name, loaded, run_keys)
         tree["jobs"].append(own)

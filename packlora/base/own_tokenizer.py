@@ -15,6 +15,10 @@ from transformers import AutoTokenizer
 
 from packlora.base.load import TOKENIZER_FILES
 
+TEMPLATE = "chat_template.jinja"
+MOST_BYTES = 2**20
+"""Bytes of the largest chat template that is read."""
+
 
 @dataclass(frozen=True, slots=True)
 class OwnTokenizer:
@@ -42,6 +46,18 @@ def own_tokenizer(folder: str | Path, base: Any) -> OwnTokenizer | None:
     }
     what = " and ".join(one for one, differs in said.items() if differs)
     return OwnTokenizer(own, what) if what else None
+
+
+def own_template(folder: str | Path) -> str | None:
+    """The chat template beside an adapter that was trained with `data.chat_template`; None where there is none, or a whole
+    tokenizer, see own_tokenizer."""
+    file = Path(folder) / TEMPLATE
+    try:
+        if any(one.name.startswith(TOKENIZER_FILES) for one in file.parent.iterdir()):
+            return None
+        return file.read_text(encoding="utf-8") if file.is_file() and file.stat().st_size <= MOST_BYTES else None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def unused_notes(folders: Iterable[str], base: Any) -> list[str]:

@@ -11,8 +11,9 @@ import numpy as np
 from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter
 from packlora.base.model import load_base
+from packlora.base.own_tokenizer import TEMPLATE, own_template
 from packlora.commands.adapter_folder import same_base, trained_by
-from packlora.config import DataConfig
+from packlora.config import DataConfig, DataSource
 from packlora.data.readers import read_data
 from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import SingleDevice
@@ -59,10 +60,12 @@ def evaluate_adapter(
     path, revision = same_base([folder], base_model)
     trained = trained_by(folder)
     given = trained.job.data if trained else DataConfig(path="-")
-    system = given.system
-    if system is not None:
-        rows = read_data(data, "eval", on_bad_row=given.on_bad_row).rows
-        system = None if any(row.text is not None or row.ids is not None for row in rows) else system  # texts show none
+    rendered = {"system": given.system, "chat_template_kwargs": given.chat_template_kwargs}
+    if any(rendered.values()):
+        rows = read_data(DataSource(path=data, columns=given.columns), "eval", on_bad_row=given.on_bad_row).rows
+        if any(row.text is not None or row.ids is not None for row in rows):  # texts show none
+            rendered = {}
+    template = Path(folder) / TEMPLATE
     tree: dict[str, Any] = {
         "base_model": path, "revision": revision, "output_dir": "-", "device": device, "max_tokens_per_microbatch": "auto",
         "dtype": trained.run.dtype if trained and dtype == "auto" else dtype,
@@ -71,7 +74,8 @@ def evaluate_adapter(
                 "name": "eval", "adapter": {"init_from": str(folder)}, "train": {"global_batch_size": 1},
                 "data": {
                     "path": data, "max_length": max_length or given.max_length, "truncate": truncate or given.truncate,
-                    "system": system, "on_bad_row": given.on_bad_row,
+                    "on_bad_row": given.on_bad_row, "columns": given.columns, **rendered,
+                    "chat_template": str(template) if own_template(folder) is not None else None,
                 },
             }
         ],

@@ -15,7 +15,7 @@ from packlora.errors import InputError
 
 TEXT = """\
 # {rows} rows of {path}: {kind}.
-# All keys: docs/run-file.md, or `packlora schema` for an editor. Then:  packlora train {out}
+# All keys: docs/run-file.md, or `packlora schema` for an editor. Then:  packlora preview {out}, packlora train {out}
 base_model: {base}          # a folder, a Hugging Face model id, or smollm2-135m, the small packaged one
 output_dir: {output}        # new or empty
 # dtype: bfloat16           # of the base model; where nothing is said so on a GPU, float32 on a CPU
@@ -25,7 +25,7 @@ jobs:                       # all of them are trained at once, on one base model
   - name: {name}
     data:
       path: {data}
-      # eval_path: heldout.jsonl    # held-out samples, whose loss is shown
+      # eval_split: 0.05            # share that is held out, whose loss is shown; or eval_path: a file of such samples
       # max_length: {length}          # longest sample in tokens
       # truncate: right             # cut longer ones, or drop them; error where nothing is said
     adapter:
@@ -39,7 +39,7 @@ jobs:                       # all of them are trained at once, on one base model
       learning_rate: {rate}
       lr_scheduler_type: cosine
       warmup_ratio: 0.03
-      # eval_steps: 50              # with an eval_path
+      # eval_steps: 50              # with eval_split
 """
 NOBODY = "init"
 """Whom messages about the data name."""

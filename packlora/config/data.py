@@ -7,9 +7,50 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from packlora.config.shared import MOST_PATTERNS, MOST_TOKENS, PathText, Strict
+from packlora.errors import quoted
+
+NAMED = (
+    "prompt", "completion", "messages", "conversations", "instruction", "input", "output", "text", "chosen", "rejected",
+    "label", "system", "tools", "images",
+)  # fmt: skip
+"""Fields of a row that `columns` may name a column for."""
+OF_RENDERING = frozenset({
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "conversation", "conversations",
+    "tokenize", "return_assistant_tokens_mask", "return_dict", "return_tensors", "padding", "truncation", "max_length",
+    "tokenizer_kwargs",
+})  # fmt: skip
+"""Arguments of the function that renders a chat template; the template itself has no such variables."""
+TEMPLATES = ("chatml", "llama3", "gemma", "zephyr", "alpaca", "vicuna")
+"""Names of chat templates that packlora has, see data/chat_templates.py."""
+MOST_LETTERS = 1000
+"""Letters of the name of a column, a subset or a split."""
 
 
-class DataSource(Strict):
+class _Read(Strict):
+    """Keys that say which rows of a path are read, and under which names."""
+
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Names of the columns that hold a row's fields, where they have other names: {prompt: question, completion: answer}."""
+    max_samples: int | None = Field(None, ge=1, le=10**12)
+    """Most rows that are read, the first ones; null: all."""
+    subset: str | None = Field(None, min_length=1, max_length=MOST_LETTERS)
+    """Subset (configuration) of a data set of the hub; null: its only or usual one."""
+    split: str | None = Field(None, min_length=1, max_length=MOST_LETTERS)
+    """Split of a data set of the hub, or of a saved one; null: train."""
+
+    @field_validator("columns")
+    @classmethod
+    def _named(cls, value: dict[str, str]) -> dict[str, str]:
+        if odd := next((key for key in value if key not in NAMED), None):
+            raise ValueError(f"names a column for {quoted(odd)}; a row has {', '.join(NAMED)}")
+        if odd := next((key for key, name in value.items() if not name or len(name) > MOST_LETTERS), None):
+            raise ValueError(f"has no name of a column for {odd}")
+        if len(set(value.values())) < len(value):
+            raise ValueError(f"gives one column to two fields: {', '.join(f'{k}: {v}' for k, v in value.items())}")
+        return value
+
+
+class DataSource(_Read):
     """Source of a job's samples, one of several."""
 
     path: PathText
@@ -18,7 +59,7 @@ class DataSource(Strict):
     """Share of the samples, divided by the sum of all weights; null: all samples of the path once."""
 
 
-class DataConfig(Strict):
+class DataConfig(_Read):
     """Samples: a .jsonl, .json, .csv or .parquet file, a pattern of such files (data/*.jsonl), the folder of a saved Hugging
     Face data set, or the id of one on the hub; or a list of these, each with or without a weight."""
 
@@ -27,8 +68,14 @@ class DataConfig(Strict):
     set, or the id of one on the hub; or a list of these, each with a weight or none."""
     eval_path: PathText | list[PathText] | None = None
     """Held-out samples in the same format; their loss is measured before and after training."""
+    eval_split: float | None = Field(None, gt=0, lt=1)
+    """Share of the samples that is held out instead of an eval_path, drawn by the job's seed."""
     system: str | None = Field(None, min_length=1, max_length=10**6)
     """A message of the system, for conversations and prompts without one."""
+    chat_template: PathText | None = None
+    """Chat template in the place of the base model's: a file, the folder of a tokenizer, or the name of a known one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Values of the chat template's own variables, as enable_thinking; those of a row go before them."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Treatment of a row that is no sample: refuse the run, or leave the row out; run.json lists what was left out."""
     max_length: int = Field(2048, ge=2, le=MOST_TOKENS)
@@ -62,11 +109,30 @@ class DataConfig(Strict):
         return value
 
     @model_validator(mode="after")
+    def _told_apart(self) -> DataConfig:
+        """Refuse keys that could mean two things."""
+        if self.eval_split is not None and self.eval_path is not None:
+            raise ValueError("has eval_path and eval_split, which both say what is held out; leave one of them")
+        for key in ("max_samples", "subset", "split") if isinstance(self.path, list) else ():
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"path is a list, so that {key} could be of each source or of all; give it to the sources: "
+                    f"{{path: ..., {key}: ...}}"
+                )
+        if odd := next((key for key in self.chat_template_kwargs if key in OF_RENDERING), None):
+            raise ValueError(f"chat_template_kwargs has {odd!r}, which is no variable of a chat template; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _streamed(self) -> DataConfig:
         if self.shuffle_buffer_size is not None and not self.streaming:
             raise ValueError("shuffle_buffer_size goes with streaming: true; without it all samples are shuffled")
         if not self.streaming:
             return self
+        if self.eval_split is not None:
+            raise ValueError(
+                "eval_split does not go with streaming, which does not know how many samples there are; give an eval_path"
+            )
         if any(weight is not None for _, weight in self.sources):
             raise ValueError("streaming takes no weights: they are shares of numbers of samples that nobody knows")
         if self.truncate == "error" or self.on_bad_row == "error":
@@ -80,6 +146,25 @@ class DataConfig(Strict):
     def sources(self) -> list[tuple[str, float | None]]:
         """Paths of the training samples with their weights."""
         return [(self.path, None)] if isinstance(self.path, str) else [(one.path, one.weight) for one in self.path]
+
+    @property
+    def train_sources(self) -> list[DataSource]:
+        """Sources of the training samples, with the keys that hold for all of them."""
+        if isinstance(self.path, list):
+            own = {"columns": self.columns}
+            return [one if one.columns else one.model_copy(update=own) for one in self.path]
+        how = {key: getattr(self, key) for key in _Read.model_fields}
+        return [DataSource(path=self.path, **how)]
+
+    @property
+    def eval_sources(self) -> list[DataSource]:
+        """Sources of eval_path. They have the columns of the training samples."""
+        return [DataSource(path=path, columns=self.columns) for path in self.eval_paths]
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are held-out samples."""
+        return self.eval_path is not None or self.eval_split is not None
 
     @property
     def eval_paths(self) -> list[str]:

@@ -41,9 +41,9 @@ class JobConfig(Strict):
 
     @model_validator(mode="after")
     def _evaluated(self) -> JobConfig:
-        if self.train.needs_evaluations and not self.data.eval_path:
+        if self.train.needs_evaluations and not self.data.holds_out:
             key = "load_best_model_at_end" if self.train.load_best_model_at_end else "early_stopping_patience"
-            raise ValueError(f"train.{key} needs held-out samples; set data.eval_path")
+            raise ValueError(f"train.{key} needs held-out samples; set data.eval_path or data.eval_split")
         return self
 
     @model_validator(mode="after")

@@ -322,7 +322,7 @@ def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, reader: Extras
         InputError: the row does not go with the job or the model.
     """
     where = f"job {job!r}: {row.where}"
-    text = _without_extras(row, tokenizer, data.system, where)
+    text = _without_extras(row, tokenizer, data, where)
     if not row.files:
         return text
     if reader is None:
@@ -386,23 +386,29 @@ def _up_to_last_label(sample: Sample) -> Sample:
     return sample.first(int(np.flatnonzero(sample.is_label)[-1]) + 1)
 
 
-def _without_extras(row: Row, tokenizer: Any, system: str | None, where: str) -> Text | None:
-    """Text as in text_of, with marks in place of extras. system: see DataConfig.system."""
+def _without_extras(row: Row, tokenizer: Any, data: DataConfig, where: str) -> Text | None:
+    """Text as in text_of, with marks in place of extras."""
+    system, variables = data.system, data.chat_template_kwargs
+    rendered = "data.system" if system is not None else "data.chat_template_kwargs" if variables else None
     if row.pair is not None:
         raise InputError(
             f"{where}: 'chosen' and 'rejected' are compared by train.trainer: dpo or orpo; here a loss is of one completion"
         )
-    if (row.ids is not None or row.text is not None) and system is not None:
-        raise InputError(f"{where}: data.system goes with prompts and messages; a plain text or token ids show none")
+    if (row.ids is not None or row.text is not None) and rendered is not None:
+        raise InputError(f"{where}: {rendered} goes with prompts and messages; a plain text or token ids show none")
     if row.ids is not None:
         return None
     eos = tokenizer.eos_token or ""
     if row.text is not None:
         text = ended(row.text, eos)
         return Text(text, [(0, len(text))] if row.text else [], False)
-    if not tokenizer.chat_template and (row.messages is not None or row.system is not None or system is not None):
+    if not tokenizer.chat_template and (row.messages is not None or row.system is not None or rendered is not None):
         what = "a messages row" if row.messages is not None else "a message of the system"
-        raise InputError(f"{where}: {what} needs a chat template and the tokenizer has none")
+        if row.messages is None and row.system is None and system is None:
+            what = "data.chat_template_kwargs"
+        raise InputError(
+            f"{where}: {what} needs a chat template and the tokenizer has none; data.chat_template gives the job one"
+        )
     if row.messages is None:
         assert row.prompt is not None
         if not row.completion:
@@ -415,7 +421,8 @@ def _without_extras(row: Row, tokenizer: Any, system: str | None, where: str) ->
         messages = row.messages
     whole = with_system(messages, row.system or system)
     names = ["'system'" if row.system else "data.system"] * (len(whole) - len(messages)) + names_of(messages)
-    return _conversation(whole, names, Template(tokenizer, row.tools or None, row.variables), where, row.prompt)
+    template = Template(tokenizer, row.tools or None, {**variables, **row.variables})
+    return _conversation(whole, names, template, where, row.prompt)
 
 
 def _conversation(

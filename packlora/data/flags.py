@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from packlora.config.data import OF_RENDERING
 from packlora.data.values import Bad, check_parts, check_text, holds_something, unpacked
 from packlora.errors import quoted
 
@@ -25,17 +26,11 @@ UNREAD = {
     "videos": _MEDIA, "video": _MEDIA, "audios": _MEDIA, "audio": _MEDIA, "objects": "boxes are not read",
     "train_on_inputs": _PROMPTS, "train_on_input": _PROMPTS, "train_on_prompt": _PROMPTS, "roles_to_train": _PROMPTS,
     "kto_tag": "write it as label", "rejected_response": _PAIR, "rejected_messages": _PAIR,
-    "chat_template": "the chat template is that of the base model's tokenizer",
+    "chat_template": "the chat template is that of the job: see data.chat_template",
     "enable_thinking": _VARIABLE, "reasoning_effort": _VARIABLE, "documents": _VARIABLE,
 }  # fmt: skip
 """Keys that are refused where they hold something, with what to do."""
 KEYS = frozenset({VARIABLES, LAST, SINGLE, *OF_ROWS, *UNREAD})
-GIVEN = {
-    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "conversation", "conversations",
-    "tokenize", "return_assistant_tokens_mask", "return_dict", "return_tensors", "padding", "truncation", "max_length",
-    "tokenizer_kwargs",
-}  # fmt: skip
-"""Arguments of the function that renders a chat template; the template itself has no such variables."""
 
 
 def check_flags(row: dict[str, Any], bad: Bad) -> None:
@@ -70,6 +65,6 @@ def variables(row: dict[str, Any], bad: Bad) -> dict[str, Any]:
     check_parts(given, repr(VARIABLES), bad)
     for key in given:
         check_text(key, f"a key of {VARIABLES!r}", bad)
-        if key in GIVEN:
+        if key in OF_RENDERING:
             raise bad(f"{VARIABLES!r} has {key!r}, which is no variable of a chat template; leave it out")
     return given

@@ -22,6 +22,10 @@ def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, A
         bad: makes the error of a problem.
     """
     prompt, chosen, rejected = value.get("prompt"), value["chosen"], value["rejected"]
+    if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
+        from packlora.data.foreign import asked
+
+        prompt = asked(prompt, chosen, rejected)
     given = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     found = {name: part for name, part in given.items() if part is not None}
     for kind in (str, list):
@@ -29,7 +33,10 @@ def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, A
             break
     else:
         kinds = ", ".join(f"{name} {type(part).__name__}" for name, part in found.items())
-        raise bad(f"the parts of a preference are all texts or all lists of messages; found {kinds}")
+        raise bad(
+            f"the parts of a preference are all texts or all lists of messages; found {kinds}"
+            + ", and the lists do not begin with the prompt; name the parts by data.columns" * isinstance(prompt, str)
+        )
     if prompt is not None and chosen == rejected:
         raise bad("'chosen' and 'rejected' are the same, so there is no preference to learn")
     if prompt is None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.encode import Encoded, Notes, Preference, Sample, encode_rows, encoded_rows, noted
+from packlora.data.fields import OF_PAIRS
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
 from packlora.modality import ExtrasReader
@@ -42,6 +43,27 @@ def encode_for(
     """
     if trainer == "sft":
         return encode_rows(rows, tokenizer, data, budget, job, context, told, reader, fields)
+    out, within = encode_compared(trainer, rows, tokenizer, data, budget, job, context, told, reader, fields)
+    if not out.samples and len(out.skipped) >= len(rows):
+        raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
+    if not out.samples:
+        raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {within}")
+    return out
+
+
+def encode_compared(
+    trainer: str,
+    rows: Sequence[Row],
+    tokenizer: Any,
+    data: DataConfig,
+    budget: int,
+    job: str,
+    context: int,
+    told: Told = silent,
+    reader: ExtrasReader | None = None,
+    fields: bool = False,
+) -> tuple[Encoded, str]:
+    """Samples as of encode_for for dpo, orpo and kto, perhaps none, and the limits that they are within, in words."""
     out = Encoded([])
     taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
     found, notes = _halves(taken, tokenizer, data, job, out.skipped, told, reader)
@@ -81,13 +103,9 @@ def encode_for(
         out.where += [row.where] * fields
         chosen, *rejected = (notes[id(half)] for half in row.pair or (row,))
         noted(out.notes, {what: own for other in rejected for what, own in other.items()} | chosen)  # once for a pair
-    if not out.samples and len(out.skipped) >= len(rows):
-        raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
-    if not out.samples:
-        if over_budget:
-            name += f" and max_tokens_per_microbatch {budget}, into which a sample must fit whole"
-        raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {name}")
-    return out
+    if over_budget:
+        name += f" and max_tokens_per_microbatch {budget}, into which a sample must fit whole"
+    return out, name
 
 
 def _halves(
@@ -112,7 +130,7 @@ def _halves(
 def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[str]) -> bool:
     """Whether the trainer takes a row; otherwise the row is skipped, or an error raised."""
     problem = None
-    if trainer in ("dpo", "orpo") and row.pair is None:
+    if trainer in OF_PAIRS and row.pair is None:
         problem = f"train.trainer: {trainer} compares two completions; rows are {{prompt, chosen, rejected}}"
     if trainer == "kto" and (row.pair is not None or not isinstance(row.label, bool)):
         found = "a pair" if row.pair is not None else f"label {quoted(row.label)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
 
+NO_VARIABLES: Mapping[str, Any] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -27,17 +29,23 @@ class Prompt:
     most: int
 
 
-def prompt_ids(said: str | list[dict[str, Any]], tokenizer: Any, names: Sequence[str] = ()) -> list[int]:
+def prompt_ids(
+    said: str | list[dict[str, Any]],
+    tokenizer: Any,
+    names: Sequence[str] = (),
+    variables: Mapping[str, Any] = NO_VARIABLES,
+) -> list[int]:
     """Tokens of what an answer follows.
 
     Args:
         said: plain text, which is continued, or the messages of a conversation, by the tokenizer's chat template.
         names: of the messages, for what is said of them.
+        variables: of the chat template.
 
     Raises:
         InputError: the template refuses the messages, or does not show all of them; or there are no tokens.
     """
-    text = said if isinstance(said, str) else prompt_text(Template(tokenizer), said, names)
+    text = said if isinstance(said, str) else prompt_text(Template(tokenizer, None, variables), said, names)
     ids = prompt_tokens(text, tokenizer, is_rendered=not isinstance(said, str))
     if not ids:
         raise InputError("the prompt has no tokens; there is nothing to answer")
@@ -66,7 +74,7 @@ def encode_prompts(
                 Template(tokenizer).check_new(text, "give what a user says alone")
             elif data.system is not None:
                 raise InputError("data.system goes by a chat template, and the tokenizer has none")
-            ids = prompt_ids(messages if tokenizer.chat_template else text, tokenizer, names)
+            ids = prompt_ids(messages if tokenizer.chat_template else text, tokenizer, names, data.chat_template_kwargs)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
         if len(ids) + new_tokens > context:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packlora.data.rows import KEYS, Row, check_row, with_fields
+from packlora.config import DataSource
+from packlora.data.rows import How, Row, check_row, with_fields
 from packlora.data.values import parse_json
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.given import MEMORY, given
 from packlora.terminal import Told, silent
 
@@ -43,20 +44,32 @@ def read_rows(path: str, job: str, told: Told = silent) -> list[Row]:
     return read_data(path, job, told).rows
 
 
-def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error", fields: bool = False) -> Read:
+def read_data(
+    path: str | DataSource,
+    job: str,
+    told: Told = silent,
+    on_bad_row: str = "error",
+    fields: bool = False,
+    pairs: bool = False,
+) -> Read:
     """Read and check all rows of a data path.
 
     Args:
-        path: of a file or a saved data set, a pattern of files, or the id of a Hugging Face data set.
+        path: of a file or a saved data set, a pattern of files, or the id of a Hugging Face data set; or a source, which says
+            how it is read as well.
         job: name for messages.
         told: hears how far it is.
         on_bad_row: skip: rows that are no samples are left out.
         fields: rows keep their other fields; of tables those that hold numbers.
+        pairs: of a row that is a pair, and a conversation which repeats the chosen one, the pair is read.
 
     Raises:
         InputError: a file is missing, empty, unreadable or malformed, or a row lacks the fields it needs; the message
             names the job, the file and the line.
     """
+    source = as_source(path)
+    how = How(source.columns, fields, pairs, source.subset, source.split)
+    path, most = source.path, source.max_samples
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
         raise InputError(
             f"job {job!r}: data path {path} is an address; download the file and give the path of the copy, or give the id "
@@ -65,7 +78,9 @@ def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error
     out = Read()
     for name in files_of(path, job):
         before = len(out.rows)
-        for row in _rows(name, job, fields):
+        if before == most:
+            break
+        for row in _rows(name, job, how):
             if isinstance(row, Row):
                 out.rows.append(row)
             elif on_bad_row == "error":
@@ -73,6 +88,8 @@ def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error
             else:
                 out.skipped.append(str(row).removeprefix(f"job {job!r}: "))
             told(f"job {job}: reading {Path(name).name}, rows", len(out.rows))
+            if len(out.rows) == most:
+                break
         if len(out.rows) == before:  # also of files that hold nothing else than bad rows
             skipped = f" but {len(out.skipped)} that are no samples, the first: {out.skipped[0]}" if out.skipped else ""
             raise InputError(f"job {job!r}: {name} has no rows{skipped}")
@@ -81,27 +98,42 @@ def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error
     return out
 
 
-def rows_of(path: str, job: str) -> Iterator[Row | InputError]:
-    """Rows of a data path, in order, one at a time; an InputError stands for a row that is no sample.
+def as_source(path: str | DataSource) -> DataSource:
+    """A path as a source that is read whole, without renaming."""
+    return path if isinstance(path, DataSource) else DataSource.model_construct(path=path)
+
+
+def rows_of(path: str | DataSource, job: str) -> Iterator[Row | InputError]:
+    """Rows of a data path or a source, in order, one at a time; an InputError stands for a row that is no sample.
 
     Raises:
         InputError: as read_data.
     """
-    for name in files_of(path, job):
+    source = as_source(path)
+    left = source.max_samples
+    for name in files_of(source.path, job):
         if Path(name).suffix == ".json" and not os.path.isdir(name):
             raise InputError(f"job {job!r}: {name} is read whole, not row by row; write it as .jsonl to stream it")
-        yield from _rows(name, job)
+        for row in _rows(name, job, How(source.columns, subset=source.subset, split=source.split)):
+            if left == 0:
+                return
+            yield row
+            left = left - 1 if left is not None and isinstance(row, Row) else left
 
 
-def _rows(name: str, job: str, fields: bool = False) -> Iterator[Row | InputError]:
+def _rows(name: str, job: str, how: How) -> Iterator[Row | InputError]:
     folder = (name if os.path.isdir(name) else os.path.dirname(name) or ".") if is_file_name(name) else None
     folder = "." if name.startswith(MEMORY) else folder
-    for where, value in values_of(name, job, fields):
+    for where, value in values_of(name, job, how):
         try:
             if isinstance(value, InputError):
                 raise value
-            row: Row | InputError = check_row(value, where, job, folder)
-            if fields and isinstance(row, Row):
+            if how.columns:
+                from packlora.data.foreign import renamed
+
+                value = renamed(value, how.columns, f"job {job!r}: {where}")
+            row: Row | InputError = check_row(value, where, job, folder, how.pairs)
+            if how.fields and isinstance(row, Row):
                 row = with_fields(row, value)
         except InputError as error:
             row = error
@@ -134,15 +166,21 @@ def files_of(path: str, job: str) -> list[str]:
     return found
 
 
-def values_of(name: str, job: str, fields: bool) -> Iterator[tuple[str, Any]]:
+def values_of(name: str, job: str, how: How) -> Iterator[tuple[str, Any]]:
     """Values of the rows of a file or a data set, each with its place; an InputError stands for a row that cannot be read."""
+    is_here = is_file_name(name) or name.startswith(MEMORY)
+    for key, asked in (("subset", how.subset), ("split", how.split if not os.path.isdir(name) else None)):
+        if is_here and asked is not None:
+            raise InputError(
+                f"job {job!r}: data.{key} {quoted(asked)} is of a data set, and {name} has none; leave it out"
+            )
     if name.startswith(MEMORY):
         return _given_values(name, job)
-    if is_file_name(name) and not os.path.isdir(name):
-        return _read_file(Path(name), job, fields)
+    if is_here and not os.path.isdir(name):
+        return _read_file(Path(name), job, how)
     from packlora.data.tables import read_hub, read_saved
 
-    return read_saved(Path(name), job, ACCEPTED, fields) if os.path.isdir(name) else read_hub(name, job, fields)
+    return read_saved(Path(name), job, ACCEPTED, how) if is_here else read_hub(name, job, how)
 
 
 def _given_values(name: str, job: str) -> Iterator[tuple[str, Any]]:
@@ -155,7 +193,7 @@ def _given_values(name: str, job: str) -> Iterator[tuple[str, Any]]:
     yield from found.values
 
 
-def _read_file(file: Path, job: str, fields: bool) -> Iterator[tuple[str, Any]]:
+def _read_file(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
     if not os.path.exists(file):
         raise InputError(f"job {job!r}: the data file {file} does not exist")
     if file.suffix not in FILE_KINDS:
@@ -168,11 +206,11 @@ def _read_file(file: Path, job: str, fields: bool) -> Iterator[tuple[str, Any]]:
         elif file.suffix == ".json":
             yield from _read_json(file, job)
         elif file.suffix == ".csv":
-            yield from _read_csv(file, job)
+            yield from _read_csv(file, job, how)
         else:
             from packlora.data.tables import read_parquet
 
-            yield from read_parquet(file, job, fields)
+            yield from read_parquet(file, job, how)
     except OSError as error:
         raise InputError(f"job {job!r}: cannot read {file}: {error}") from None
     except UnicodeDecodeError as error:
@@ -210,9 +248,10 @@ def _read_json(file: Path, job: str) -> Iterator[tuple[str, Any]]:
         yield f"{file}, row {number}", value
 
 
-def _read_csv(file: Path, job: str) -> Iterator[tuple[str, Any]]:
+def _read_csv(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
     """The first line names the columns. An empty cell is none, but for an empty prompt or completion."""
     before = csv.field_size_limit(MOST_CHARACTERS)
+    kept = {how.columns.get(key, key) for key in ("prompt", "completion")}
     try:
         # bytes that are no UTF-8 become halves of surrogate pairs, which no file holds: the column may not be read
         with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
@@ -223,7 +262,7 @@ def _read_csv(file: Path, job: str) -> Iterator[tuple[str, Any]]:
             for cells in reader:
                 where, start = f"{file}, line {start}", reader.line_num + 1
                 if cells:
-                    yield where, _csv_row(names, cells, f"job {job!r}: {where}")
+                    yield where, _csv_row(names, cells, f"job {job!r}: {where}", how, kept)
     except csv.Error as error:
         raise InputError(f"job {job!r}: cannot read {file} as csv, near line {reader.line_num}: {error}") from None
     finally:
@@ -238,13 +277,17 @@ def _check_names(names: list[str], where: str) -> None:
         raise InputError(f"{where}: this is not UTF-8 text: {odd}")
 
 
-def _csv_row(names: list[str], cells: list[str], where: str) -> dict[str, str] | InputError:
+def _csv_row(
+    names: list[str], cells: list[str], where: str, how: How, kept: set[str]
+) -> dict[str, str | None] | InputError:
+    """kept: columns whose empty cells are empty texts."""
     if len(cells) != len(names):
         return InputError(f"{where}: {len(cells)} cells, but there are {len(names)} columns")
     row = dict(zip(names, cells, strict=True))
-    if (odd := _not_text([text for key, text in row.items() if key in KEYS])) is not None:
+    if (odd := _not_text([text for key, text in row.items() if how.reads(key)])) is not None:
         return InputError(f"{where}: this is not UTF-8 text: {odd}")
-    return {key: text for key, text in row.items() if text or key in ("prompt", "completion")}
+    named = how.columns.values()
+    return {key: text or (text if key in kept else None) for key, text in row.items() if text or key in {*kept, *named}}
 
 
 def _not_text(texts: list[str]) -> str | None:

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from packlora.data import flags
+from packlora.data.fields import FIELDS, KINDS
 from packlora.data.messages import (
     FLAGS,
-    ROLES,
     WEIGHT,
     check_messages,
     check_nulls,
@@ -32,23 +32,14 @@ from packlora.data.messages import (
     check_tools,
     last_alone,
 )
-from packlora.data.pairs import halves
 from packlora.data.values import Bad, check_text, holds_something, integers
-from packlora.errors import InputError, quoted, shown
+from packlora.errors import InputError, quoted
 from packlora.modality import plugin
 
 FORMATS = (
     "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations}, {instruction, output} or "
     "{prompt, chosen, rejected}"
 )
-KINDS: tuple[tuple[str, ...], ...] = (
-    ("prompt", "completion"), ("messages",), ("text",), ("input_ids",), ("conversations",), ("instruction", "output"),
-    ("chosen", "rejected"),
-)  # fmt: skip
-"""Fields of a row of each kind; a row with the fields of two kinds is refused."""
-FIELDS = (
-    "prompt", "completion", "messages", "text", "input_ids", "conversations", "instruction", "output", "chosen", "rejected",
-)  # fmt: skip
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 """Fields beside token ids, by the names of TRL and others: 1 for a token that is learnt, 0 for others."""
 PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "token_type_ids", "pixel_values")
@@ -100,8 +91,35 @@ class Row:
     """Other fields of the row, and `label`, unchecked: columns of a user's own objective, see with_fields."""
 
 
-def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Row:
-    """The row that a value of a data file is. folder: where its files are. Raises InputError where it is none."""
+@dataclass(frozen=True, slots=True)
+class How:
+    """Settings by which a source is read.
+
+    columns: by field of a row, the column that holds it. fields: rows keep their other fields. pairs: see check_row. subset,
+    split: of a data set.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    fields: bool = False
+    pairs: bool = False
+    subset: str | None = None
+    split: str | None = None
+
+    def reads(self, name: str) -> bool:
+        """Whether a row may be made of a column."""
+        return name in KEYS or name in self.columns.values()
+
+
+def check_row(value: Any, where: str, job: str, folder: str | None = None, pairs: bool = False) -> Row:
+    """The row that a value of a data file is.
+
+    Args:
+        folder: where its files are.
+        pairs: of a row that is a pair, and a conversation which repeats the chosen one, the pair is read.
+
+    Raises:
+        InputError: it is none.
+    """
 
     def odd(problem: str) -> InputError:
         return InputError(f"job {job!r}: {where}: {problem}")
@@ -114,7 +132,11 @@ def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Ro
     has = {key for key in FIELDS if value.get(key) is not None}
     kinds = [kind for kind in KINDS if has.issuperset(kind)]
     if len(kinds) != 1:
-        raise bad(_no_kind(value, several=bool(kinds)))
+        from packlora.data.foreign import no_kind, told_apart
+
+        kinds = told_apart(kinds, value, pairs)
+        if len(kinds) != 1:
+            raise bad(no_kind(value, several=bool(kinds)))
     (kind,) = kinds
     flags.check_flags(value, odd)
     if kind == ("input_ids",):
@@ -128,6 +150,8 @@ def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Ro
     if kind == ("text",):
         return _text(value, where, bad, odd)
     if kind == ("chosen", "rejected"):
+        from packlora.data.pairs import halves
+
         halved = zip(halves(value, bad), ("chosen", "rejected"), strict=True)
         chosen, rejected = (check_row(half, f"{where}, {name}", job, folder) for half, name in halved)
         return Row(where, pair=(chosen, rejected))
@@ -148,10 +172,13 @@ def _text(value: dict[str, Any], where: str, bad: Bad, odd: Bad) -> Row:
 def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad: Bad, folder: str | None) -> Row:
     """A row of messages, or of a prompt and a completion."""
     form = None
-    if kind == ("instruction", "output"):
-        value, form = _of_alpaca(value, bad), ALPACA
-    elif kind == ("conversations",):
-        value, form = value | {"messages": _of_sharegpt(value["conversations"], bad)}, SHAREGPT
+    if kind in (("instruction", "output"), ("conversations",)):
+        from packlora.data.foreign import of_alpaca, of_sharegpt
+
+        if kind == ("conversations",):
+            value, form = value | {"messages": of_sharegpt(value["conversations"], bad)}, SHAREGPT
+        else:
+            value, form = of_alpaca(value, bad), ALPACA
     if isinstance(value.get("prompt"), list) and isinstance(value.get("completion"), list):
         value = value | {"messages": _conversational(value["prompt"], value["completion"], bad)}
     value, files = plugin().with_images(value, folder, bad) if _shows_more(value) else (value, ())
@@ -228,32 +255,6 @@ def _tokens(value: dict[str, Any], where: str, bad: Bad) -> Row:
     return Row(where, ids=ids.astype(np.int32), is_label=is_label)
 
 
-def _of_alpaca(value: dict[str, Any], bad: Bad) -> dict[str, Any]:
-    for key in ("instruction", "input", "output"):
-        if value.get(key) is not None:
-            check_text(value[key], repr(key), bad)
-    if value.get("history"):
-        raise bad("'history', earlier turns, is not read; write such a row as messages")
-    parts = [value["instruction"], value.get("input") or ""]
-    prompt = "\n\n".join(part for part in parts if part)
-    return value | {"prompt": prompt, "completion": value["output"]}
-
-
-def _of_sharegpt(turns: Any, bad: Bad) -> list[dict[str, Any]]:
-    if not isinstance(turns, list) or not turns:
-        raise bad("'conversations' must be a list of at least one {from, value}")
-    out = []
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or "value" not in turn:
-            raise bad(f"turn {number} of 'conversations' must be a mapping with from and value")
-        role = ROLES.get(turn["from"].strip().lower())
-        if role is None:
-            raise bad(f"turn {number} is from {quoted(turn['from'])}; known are {', '.join(ROLES)}")
-        rest = {key: part for key, part in turn.items() if key not in ("from", "value")}
-        out.append(rest | {"role": role, "content": turn["value"]})
-    return out
-
-
 def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[Any]:
     """TRL's form: of a conversation in two parts the turns of the second are learnt."""
     if not completion:
@@ -269,18 +270,3 @@ def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[
                     f"message {number} of 'prompt' has the {key} {quoted(message[key])}, but a prompt is not learnt"
                 )
     return [message | {"weight": 0} if isinstance(message, dict) else message for message in prompt] + completion
-
-
-def _no_kind(value: dict[Any, Any], several: bool) -> str:
-    """Text of the error for a row of no kind, or of several."""
-    found = shown(", ".join(map(str, value)) or "no fields")
-    if several:
-        return f"has fields of several kinds ({found})"
-    if nulls := [key for key in FIELDS if key in value and value[key] is None]:
-        return f"found {found}, where {' and '.join(nulls)} is null; a row needs a value there, or must be left out"
-    if "conversation" in value:
-        return f"found {found}: ShareGPT's form has the turns in 'conversations'"
-    if len(value) == 2 and all(isinstance(part, str) for part in (*value, *value.values())):
-        first, second = map(shown, value)
-        return f"found {found}; where {first} is asked and {second} is to be learnt, name them prompt and completion"
-    return f"found {found}"

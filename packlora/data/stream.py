@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from packlora.config import DataSource
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Notes, Sample, noted, samples_hash
 from packlora.data.order import SampleOrder
-from packlora.data.readers import files_of, rows_of
+from packlora.data.readers import as_source, files_of, rows_of
 from packlora.data.rows import Row
 from packlora.errors import InputError
 from packlora.seeding import stable_hash
@@ -79,7 +80,7 @@ class Stream(Sequence[Sample]):
 
     Args:
         name: of the job, for messages.
-        paths: of data, one after the other.
+        paths: of data, or sources, one after the other.
         buffer: rows that are shuffled together; 0: file order.
         encode: makes samples of rows.
         kept: samples that stay in memory behind the newest.
@@ -89,9 +90,17 @@ class Stream(Sequence[Sample]):
     """
 
     def __init__(
-        self, name: str, paths: Sequence[str], seed: int, buffer: int, encode: Encode, kept: int, probe: int
+        self,
+        name: str,
+        paths: Sequence[str | DataSource],
+        seed: int,
+        buffer: int,
+        encode: Encode,
+        kept: int,
+        probe: int,
     ) -> None:
-        self.name, self.paths, self.seed, self.buffer, self.encode, self.kept = name, paths, seed, buffer, encode, kept
+        self.name, self.seed, self.buffer, self.encode, self.kept = name, seed, buffer, encode, kept
+        self.sources = list(map(as_source, paths))
         self._begin()
         self._probe: list[Sample] = []
         self._probe = [self[number] for number in range(probe)]
@@ -142,8 +151,8 @@ class Stream(Sequence[Sample]):
             yield self.encode(some)
 
     def _rows(self) -> Iterator[Row]:
-        for path in self.paths:
-            for row in rows_of(path, self.name):
+        for source in self.sources:
+            for row in rows_of(source, self.name):
                 if isinstance(row, Row):
                     yield row
                 else:
@@ -152,8 +161,8 @@ class Stream(Sequence[Sample]):
     def fingerprint(self) -> str:
         """Fingerprint of the probe, and of the files by name and size; it tells whether data has changed."""
         digest = hashlib.blake2b(samples_hash(self._probe).encode(), digest_size=16)
-        for path in self.paths:
-            for name in files_of(path, self.name):
+        for source in self.sources:
+            for name in files_of(source.path, self.name):
                 inside = sorted(os.scandir(name), key=lambda one: one.name) if os.path.isdir(name) else []
                 sizes = [(one.name, one.stat().st_size) for one in inside] or [
                     (os.path.basename(name), os.path.getsize(name))

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from packlora.data.rows import KEYS
+from packlora.data.rows import How
 from packlora.data.unpacking import Bound, claimed_by_message, claimed_by_parquet, rows_at_once
 from packlora.data.values import parse_json
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 
 AT_ONCE = 1024
 """Rows that are in memory at once as Python's objects."""
@@ -25,7 +25,7 @@ Values = Iterator[tuple[str, Any]]
 """Rows with their places; an InputError where a row cannot be read by itself."""
 
 
-def read_parquet(file: Path, job: str, fields: bool = False) -> Values:
+def read_parquet(file: Path, job: str, how: How) -> Values:
     """Rows of a .parquet file. Raises InputError where it is none, or unpacks to too much."""
     import pyarrow
     import pyarrow.parquet
@@ -33,18 +33,18 @@ def read_parquet(file: Path, job: str, fields: bool = False) -> Values:
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             bound = Bound(str(file), os.path.getsize(file), job)
-            read, left = _used(table.schema_arrow, fields)
+            read, left = _used(table.schema_arrow, how)
             bound.check(claimed_by_parquet(table.metadata, read))
             batches = table.iter_batches(rows_at_once(table.metadata, file, read, AT_ONCE), columns=read)
-            yield from _rows(batches, str(file), job, fields, bound, left)
+            yield from _rows(batches, str(file), job, how, bound, left)
     except pyarrow.ArrowException as error:
         raise InputError(f"job {job!r}: cannot read {file} as parquet: {error}") from None
 
 
-def read_saved(folder: Path, job: str, accepted: str, fields: bool = False) -> Values:
-    """Rows of a data set of Hugging Face's save_to_disk, of one with splits of the split train. accepted: other data, for
-    messages."""
-    folder = _split(folder, job, accepted)
+def read_saved(folder: Path, job: str, accepted: str, how: How) -> Values:
+    """Rows of a data set of Hugging Face's save_to_disk, of one with splits of the split that is asked for, or of train.
+    accepted: other data, for messages."""
+    folder = _split(folder, job, accepted, how.split)
 
     def bad(text: str, line: int | None = None) -> InputError:
         return InputError(f"job {job!r}: {folder / DATASET}: {text}")
@@ -60,15 +60,15 @@ def read_saved(folder: Path, job: str, accepted: str, fields: bool = False) -> V
                 "it does not name plain files beside it; save_to_disk the data set again, with flatten_indices() before"
             )
         bound = Bound(str(folder), sum(os.path.getsize(folder / name) for name in names), job)
-        yield from _rows(_saved_batches(folder, names, columns, bound), str(folder), job, fields, bound)
+        yield from _rows(_saved_batches(folder, names, columns, bound), str(folder), job, how, bound)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise bad(f"it is not what save_to_disk writes ({type(error).__name__}: {error})") from None
     except (OSError, pyarrow.ArrowException) as error:
         raise InputError(f"job {job!r}: cannot read the data set {folder}: {error}") from None
 
 
-def read_hub(name: str, job: str, fields: bool = False) -> Values:
-    """Rows of the split train of a data set that the library datasets finds."""
+def read_hub(name: str, job: str, how: How) -> Values:
+    """Rows of a data set that the library datasets finds: of the split that is asked for, or of train."""
     try:
         import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
@@ -77,25 +77,32 @@ def read_hub(name: str, job: str, fields: bool = False) -> Values:
             "install the extra: pip install 'packlora[datasets]'"
         ) from None
     try:
-        rows = datasets.load_dataset(name, split="train").with_format("arrow")
+        named = () if how.subset is None else (how.subset,)
+        rows = datasets.load_dataset(name, *named, split=how.split or "train").with_format("arrow")
     except Exception as error:  # the library raises many unrelated types for "not there"
-        raise InputError(f"job {job!r}: {name} is neither a file nor a data set that loads: {error}") from None
-    yield from _rows((batch for table in rows.iter(AT_ONCE) for batch in table.to_batches()), name, job, fields)
+        raise InputError(
+            f"job {job!r}: {name} is neither a file nor a data set that loads: {error}; data.subset and data.split say which "
+            "part of a data set is read"
+        ) from None
+    yield from _rows((batch for table in rows.iter(AT_ONCE) for batch in table.to_batches()), name, job, how)
 
 
-def read_batches(batches: Iterator[Any], name: str, job: str, fields: bool = False) -> Values:
+def read_batches(batches: Iterator[Any], name: str, job: str, how: How) -> Values:
     """Rows of Arrow's batches in memory. name: for their places."""
-    return _rows(batches, name, job, fields)
+    return _rows(batches, name, job, how)
 
 
-def _split(folder: Path, job: str, accepted: str) -> Path:
+def _split(folder: Path, job: str, accepted: str, split: str | None) -> Path:
     if (folder / SPLITS).is_file():
-        if not (folder / "train" / DATASET).is_file():
-            found = ", ".join(sorted(file.parent.name for file in folder.glob(f"*/{DATASET}"))) or "none"
+        found = sorted(file.parent.name for file in folder.glob(f"*/{DATASET}"))
+        if (split or "train") not in found:
             raise InputError(
-                f"job {job!r}: the data set {folder} has no split train (splits: {found}); give the folder of one"
+                f"job {job!r}: the data set {folder} has no split {split or 'train'} (splits: {', '.join(found) or 'none'}); "
+                "name one by data.split"
             )
-        folder = folder / "train"
+        folder = folder / (split or "train")
+    elif split is not None:
+        raise InputError(f"job {job!r}: data.split {quoted(split)}: {folder} is no data set with splits; leave it out")
     if not (folder / DATASET).is_file():
         raise InputError(
             f"job {job!r}: data path {folder} is a folder, and not one that Hugging Face's save_to_disk wrote; give a file "
@@ -122,14 +129,14 @@ def _rows(
     batches: Iterator[Any],
     name: str,
     job: str,
-    fields: bool,
+    how: How,
     bound: Bound | None = None,
     left: dict[str, Any] | None = None,
 ) -> Values:
     """left: placeholders for columns that were not read with the batches; None: the batches have all columns."""
-    number = 0
+    number, named = 0, set(how.columns.values())
     for whole in batches:
-        read, rest = _used(whole.schema, fields)
+        read, rest = _used(whole.schema, how)
         if twice := next((key for key in read if read.count(key) > 1), None):
             raise InputError(f"job {job!r}: {name} has the column {twice!r} twice; give each column a name of its own")
         if left is not None:
@@ -147,14 +154,14 @@ def _rows(
                 problem = next((value for value in row.values() if isinstance(value, InputError)), None)
                 yield (
                     f"{name}, row {number}",
-                    problem or {key: value for key, value in row.items() if value is not None},
+                    problem or {key: value for key, value in row.items() if value is not None or key in named},
                 )
 
 
-def _used(schema: Any, fields: bool) -> tuple[list[str], dict[str, Any]]:
+def _used(schema: Any, how: How) -> tuple[list[str], dict[str, Any]]:
     """The columns that a row is made of, with `fields` also those of numbers, and what stands for the others: that they are
     there is part of what is said of a table whose rows are none."""
-    read = [one.name for one in schema if one.name in KEYS or (fields and _is_of_numbers(one.type))]
+    read = [one.name for one in schema if how.reads(one.name) or (how.fields and _is_of_numbers(one.type))]
     return read, dict.fromkeys((name for name in schema.names if name not in read), "")
 
 

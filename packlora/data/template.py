@@ -6,6 +6,7 @@ tokenizer see one clock (`set_clock`), so that a template that writes the date w
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,15 @@ _BLOCKS_ALONE: dict[tuple[str, bool], bool] = {}
 
 class EndlessTemplateError(InputError):
     """A chat template does not come to an end. It is no row's fault: rows are not skipped for it."""
+
+
+def templated(tokenizer: Any, source: str | None) -> Any:
+    """The tokenizer with another chat template, as a copy; itself where there is none."""
+    if source is None:
+        return tokenizer
+    made = copy.copy(tokenizer)
+    made.chat_template = source
+    return made
 
 
 def set_clock(tokenizer: Any, moment: datetime) -> None:

@@ -5,10 +5,12 @@ A text that was rendered before begins with the first token already, and a token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+from packlora.errors import InputError
 
 
 def leading(tokenizer: Any) -> list[int]:
@@ -49,3 +51,18 @@ def tokens_and_offsets(texts: Sequence[str], tokenizer: Any, is_rendered: bool) 
 def ended(text: str, end: str) -> str:
     """A text with the token that ends it, which it has once, also where white space follows."""
     return text if text.rstrip().endswith(end) else text + end
+
+
+def check_vocabulary(job: str, texts: Iterable[np.ndarray], vocabulary: int, tokenizer: Any) -> None:
+    """Raises InputError where the ids [T] of a text have a token for which the model has no embedding."""
+    largest = max(int(ids.max()) for ids in texts)
+    if largest >= vocabulary:
+        known = len(tokenizer)
+        grown = (
+            f" and the tokenizer {known} tokens: its vocabulary was grown; grow the model's (resize_token_embeddings({known})) "
+            "and save it"
+        )
+        raise InputError(
+            f"job {job!r}: its data has token {largest}, the model has embeddings for {vocabulary}"
+            + grown * (known > vocabulary)
+        )

@@ -35,7 +35,7 @@ from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.classes import ClassOf
 from packlora.base.device import choose_device
 from packlora.base.load import read_model, read_tokenizer
-from packlora.base.own_tokenizer import own_tokenizer
+from packlora.base.own_tokenizer import own_template, own_tokenizer
 from packlora.base.shape import vocabulary
 from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of, turned_keys
 from packlora.codes.dense_files import DequantisedFiles
@@ -43,6 +43,7 @@ from packlora.codes.load import check_quantization, dequantised, quantised_paths
 from packlora.codes.stored import MADE, Stored, stored_as
 from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
 from packlora.config import QuantizationConfig
+from packlora.data.template import templated
 from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
 from packlora.export.as_served import as_trained, classes, compare, not_compared, told_apart, why_not
 from packlora.export.merge_experts import ExpertPlace, expert_places
@@ -143,6 +144,10 @@ def _tokenizer(opened: AdapterFolder) -> tuple[Any, str]:
     """The tokenizer of the merged model, and what to say of it: the base's, or the adapter's own where its folder has one."""
     tokenizer = read_tokenizer(opened.base, opened.config.revision)
     own, rows = own_tokenizer(opened.path, tokenizer), vocabulary(opened.skeleton)
+    if (template := own_template(opened.path)) is not None:
+        return templated(
+            tokenizer, template
+        ), f"the chat template is that in {opened.path}, which the adapter was trained with"
     if own is None:
         return tokenizer, ""
     if max(own.tokenizer.get_vocab().values()) >= rows:

@@ -43,6 +43,7 @@ def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
         FLOAT16_SCALE if run.dtype == "float16" else 1.0,
         prompts=item.prompts,
         router_coefficient=item.router_coefficient,
+        chat_template=item.chat_template,
     )
 
 

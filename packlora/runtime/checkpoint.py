@@ -39,6 +39,7 @@ from packlora.files import (
     make_folder,
     remove_folder,
     remove_leftovers,
+    write_file,
     write_folder,
     write_json,
     write_tensors,
@@ -49,7 +50,7 @@ from packlora.runtime.job import Job, trainer_state
 
 STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "last_good.safetensors"
 BEST = "best.safetensors"
-MANIFEST = "manifest.json"
+MANIFEST, TEMPLATE = "manifest.json", "chat_template.jinja"
 EARLIER = "earlier_log_history"
 """Key of a checkpoint's trainer_state.json: the piece that holds the lines before its own, see history.py."""
 RESULT = {CONFIG, WEIGHTS, STATE}
@@ -132,6 +133,7 @@ def save_checkpoint(folder: Path, job: Job, snapshot: Snapshot, run: str, keep: 
 
     def write(out: Path) -> None:
         save_adapter(out, job.adapter, snapshot.adapter)
+        _write_template(out, job)
         moments = {f"{name}/{key}": value for name, own in snapshot.optimizer.items() for key, value in own.items()}
         write_tensors(out / OPTIMIZER, moments)
         for name, tensors in ((LAST_GOOD, snapshot.last_good), (BEST, snapshot.best)):
@@ -199,6 +201,7 @@ def save_result(folder: Path, job: Job, adapter: Mapping[str, torch.Tensor], run
     make_folder(folder)
     (folder / MANIFEST).unlink(missing_ok=True)  # that of an earlier end does not go with what follows
     save_adapter(folder, job.adapter, adapter)
+    _write_template(folder, job)
     last = next((line["loss"] for line in reversed(job.log_history) if "loss" in line), float("nan"))
     lines = [f"{job.step} optimizer steps, {job.tokens_seen} tokens, last training loss {last:.4f}."]
     if job.failure:
@@ -206,6 +209,13 @@ def save_result(folder: Path, job: Job, adapter: Mapping[str, torch.Tensor], run
     write_card(folder, job.adapter, lines)
     write_json(folder / STATE, trainer_state(job))
     _write_manifest(folder, job.name, job.step, run, RESULT)
+
+
+def _write_template(folder: Path, job: Job) -> None:
+    """Write the chat template that an adapter has learnt to answer behind, where it is not the base model's."""
+    text = job.chat_template
+    if text is not None:
+        write_file(folder / TEMPLATE, lambda out: out.write_bytes(text.encode()))
 
 
 def _write_manifest(folder: Path, job: str, step: int, run: str, names: set[str]) -> None:
@@ -236,7 +246,7 @@ def check(folder: Path, job: str, run: str, step: int | None = None) -> Manifest
         raise Damaged(f"{folder} is of step {manifest.step}")
     if lacking := sorted((RESULT if step is None else RESULT | {OPTIMIZER}) - manifest.files.keys()):
         raise Damaged(f"{folder / MANIFEST} does not name {lacking[0]}")
-    if odd := sorted(manifest.files.keys() - RESULT - {OPTIMIZER, LAST_GOOD, BEST}):
+    if odd := sorted(manifest.files.keys() - RESULT - {OPTIMIZER, LAST_GOOD, BEST, TEMPLATE}):
         raise Damaged(f"{folder / MANIFEST} names {odd[0]!r}, which is no file of a checkpoint")
     for name, written in manifest.files.items():
         _check_file(folder / name, written)

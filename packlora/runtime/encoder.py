@@ -12,14 +12,15 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.shape import context_of
-from packlora.config import JobConfig, Run
+from packlora.config import DataSource, JobConfig, Run
 from packlora.data.dataset import JobData
-from packlora.data.encode import Encoded, encode_some
+from packlora.data.encode import Encoded, encode_rows, encode_some
+from packlora.data.fields import OF_PAIRS
 from packlora.data.mixture import joined, mixed
-from packlora.data.preference import encode_for
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
+from packlora.data.tokens import check_vocabulary
 from packlora.engine.objectives import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
@@ -28,6 +29,9 @@ from packlora.modality import ExtrasReader
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told, silent
+
+OF_READING = {"path", "eval_path", "eval_split", "columns", "max_samples", "subset", "split"}
+"""Keys of a job's data that say which rows it has. A sample is made of its row by the others."""
 
 
 @dataclass(slots=True)
@@ -45,6 +49,7 @@ class Encoder:
     max_steps: int | None = None
     reader: ExtrasReader | None = None
     _known: dict[tuple[Any, ...], Encoded] = field(default_factory=dict)
+    _tokenizers: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(run: Run, skeleton: PreTrainedModel, tokenizer: Any, max_steps: int | None) -> Encoder:
@@ -58,20 +63,29 @@ class Encoder:
             return self._streamed(job, spec, eval_rows, budget, told)
         notes = [note for one in rows + eval_rows for note in one.read.notes]
         parts, held_out = ([self._encoded(one, job, budget, told) for one in some] for some in (rows, eval_rows))
-        encoded, eval_encoded = mixed(parts, job.data, self.run.seed_of(job), job.name, notes), joined(held_out)
+        seed, total = self.run.seed_of(job), sum(len(part.samples) for part in parts)
+        if job.data.eval_split is not None:
+            from packlora.data.held_out import held_out as drawn
+
+            parts, split_off = drawn(parts, job.data, seed, job.name)
+            held_out = [split_off]
+            notes.append(f"job {job.name!r}: eval_split holds out {len(split_off.samples)} of {total} samples")
+        encoded, eval_encoded = mixed(parts, job.data, seed, job.name, notes), joined(held_out)
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
-        _check_vocabulary(job.name, encoded, eval_encoded, vocabulary, self.tokenizer)
+        every = (sample.ids for sample in encoded.samples + eval_encoded.samples)
+        check_vocabulary(job.name, every, vocabulary, self.tokenizer)
         objective = objective_of(job.train)
         for what, some in (("training", encoded), ("held-out", eval_encoded)):
             if (why := objective.why_not(some.samples)) is not None:
                 raise InputError(f"job {job.name!r}: its {what} data {why}")
-        data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
+        data = JobData(job.name, encoded.samples, job.train, seed, self.max_steps)
         _check_scheduler(job, data)
         coefficient, told_of_it = router_coefficient(self.run, job, self.skeleton)
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data, objective) + told_of_it
         return PreparedJob(
             job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec),
             router_coefficient=coefficient, products=products_kept(spec, self.skeleton),
+            chat_template=self._template_of(job),
         ), notes  # fmt: skip
 
     def _streamed(
@@ -81,16 +95,16 @@ class Encoder:
         from packlora.data import stream as streams
 
         seed, size, own = self.run.seed_of(job), job.train.global_batch_size, job.data
-        vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
+        vocabulary, tokenizer = self.skeleton.get_input_embeddings().weight.shape[0], self.tokenizer_of(job)
 
         def encode(rows: Sequence[Row]) -> Encoded:
-            return encode_some(rows, self.tokenizer, own, budget, job.name, self.longest, vocabulary=vocabulary)
+            return encode_some(rows, tokenizer, own, budget, job.name, self.longest, vocabulary=vocabulary)
 
         buffer = (own.shuffle_buffer_size or streams.BUFFER) * job.train.shuffle
         told(f"job {job.name}: reading the first samples")
         stream = streams.Stream(
             job.name,
-            [path for path, _ in own.sources],
+            own.train_sources,
             seed,
             buffer,
             encode,
@@ -99,7 +113,8 @@ class Encoder:
         )
         held_out = joined([self._encoded(one, job, budget, told) for one in eval_rows])
         encoded = Encoded(list(stream), notes=dict(stream.counts.notes))
-        _check_vocabulary(job.name, encoded, held_out, vocabulary, self.tokenizer)
+        every = (sample.ids for sample in encoded.samples + held_out.samples)
+        check_vocabulary(job.name, every, vocabulary, tokenizer)
         data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
         _check_scheduler(job, data)
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data, objective_of(job.train))
@@ -108,7 +123,7 @@ class Encoder:
         most, prompts = min(own.max_length, budget, self.longest), self._prompts(job)
         return PreparedJob(
             job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec), coefficient,
-            products_kept(spec, self.skeleton),
+            products_kept(spec, self.skeleton), self._template_of(job),
         ), notes  # fmt: skip
 
     def _counts(self, spec: AdapterSpec) -> tuple[int, int]:
@@ -121,23 +136,41 @@ class Encoder:
 
     def _prompts(self, job: JobConfig) -> list[Prompt]:
         texts, new = self.run.prompts_of(job), self.run.sample_max_new_tokens
-        return encode_prompts(texts, self.tokenizer, job.data, new, self.longest, job.name)
+        return encode_prompts(texts, self.tokenizer_of(job), job.data, new, self.longest, job.name)
+
+    def tokenizer_of(self, job: JobConfig) -> Any:
+        """The base model's tokenizer, with the job's own chat template if it has one. Raises InputError where that cannot be
+        read."""
+        asked = job.data.chat_template
+        if asked is None:
+            return self.tokenizer
+        if asked not in self._tokenizers:
+            from packlora.data.chat_templates import with_template
+
+            self._tokenizers[asked] = with_template(self.tokenizer, asked, job.name)
+        return self._tokenizers[asked]
+
+    def _template_of(self, job: JobConfig) -> str | None:
+        return None if job.data.chat_template is None else str(self.tokenizer_of(job).chat_template)
 
     def _encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
-        settings = job.data.model_dump_json(exclude={"path", "eval_path"})
+        settings = job.data.model_dump_json(exclude=OF_READING)
         if rows.stamp is None:  # it may be something else the next time
             return self._newly_encoded(rows, job, budget, told)
-        key = (rows.path, rows.stamp, settings, budget, job.train.trainer, job.train.objective)
+        key = (rows.source, rows.stamp, settings, budget, job.train.trainer, job.train.objective)
         if key not in self._known:
             self._known[key] = self._newly_encoded(rows, job, budget, told)
         return self._known[key]
 
     def _newly_encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
-        read = rows.read
-        encoded = encode_for(
-            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told, self.reader,
-            fields=job.train.objective is not None,
-        )  # fmt: skip
+        read, trainer = rows.read, job.train.trainer
+        given = (read.rows, self.tokenizer_of(job), job.data, budget, job.name, self.longest, told, self.reader)
+        if trainer == "sft":
+            encoded = encode_rows(*given, fields=job.train.objective is not None)
+        else:
+            from packlora.data.preference import encode_for
+
+            encoded = encode_for(trainer, *given, fields=job.train.objective is not None)
         try:
             objective_of(job.train, encoded.samples, encoded.where)  # tries a user's own
         except InputError as error:
@@ -151,24 +184,26 @@ class Reader:
 
     def __init__(self, told: Told = silent) -> None:
         self.told = told
-        self._known: dict[tuple[str, str, bool], Rows] = {}
+        self._known: dict[tuple[str, str, bool, bool], Rows] = {}
 
     def rows(self, job: JobConfig) -> list[Rows]:
         """Rows of each of a job's sources; none of those that are read in training."""
-        return [] if job.data.streaming else [self._rows(path, job) for path, _ in job.data.sources]
+        return [] if job.data.streaming else [self._rows(source, job) for source in job.data.train_sources]
 
     def held_out(self, job: JobConfig) -> list[Rows]:
-        return [self._rows(path, job) for path in job.data.eval_paths]
+        return [self._rows(source, job) for source in job.data.eval_sources]
 
-    def _rows(self, path: str, job: JobConfig) -> Rows:
-        fields = job.train.objective is not None
-        key = path, job.data.on_bad_row, fields
+    def _rows(self, source: DataSource, job: JobConfig) -> Rows:
+        fields, pairs = job.train.objective is not None, job.train.trainer in OF_PAIRS
+        path, named = source.path, source.model_dump_json(exclude={"weight"})
+        key = named, job.data.on_bad_row, fields, pairs
         if key not in self._known:
             stamp: tuple[int, ...] | None = (0,) if path in given().rows else None
             with contextlib.suppress(OSError):  # read_data says what is wrong
                 found = os.stat(path)
                 stamp = (found.st_mtime_ns, found.st_size, found.st_ino) if os.path.isfile(path) else None
-            self._known[key] = Rows(path, read_data(path, job.name, self.told, job.data.on_bad_row, fields), stamp)
+            read = read_data(source, job.name, self.told, job.data.on_bad_row, fields, pairs)
+            self._known[key] = Rows(named, read, stamp)
         return self._known[key]
 
 
@@ -186,20 +221,6 @@ def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]
             )
         out += [f"job {job!r}: {rows} {what} rows {so}, the first: {where}" for so, (rows, where) in part.notes.items()]
     return out
-
-
-def _check_vocabulary(job: str, encoded: Encoded, eval_encoded: Encoded, vocabulary: int, tokenizer: Any) -> None:
-    largest = max(int(sample.ids.max()) for sample in encoded.samples + eval_encoded.samples)
-    if largest >= vocabulary:
-        known = len(tokenizer)
-        grown = (
-            f" and the tokenizer {known} tokens: its vocabulary was grown; grow the model's (resize_token_embeddings({known})) "
-            "and save it"
-        )
-        raise InputError(
-            f"job {job!r}: its data has token {largest}, the model has embeddings for {vocabulary}"
-            + grown * (known > vocabulary)
-        )
 
 
 def _check_scheduler(job: JobConfig, data: JobData) -> None:

@@ -171,6 +171,8 @@ class Job:
     pieces: Pieces = field(default_factory=Pieces)
     prompts: Sequence[Prompt] = ()
     """Prompts that it is asked when it is evaluated."""
+    chat_template: str | None = None
+    """Text of its own chat template, which stands beside its adapter; None: it has that of the base model."""
     joined: int = 0
     """Round of its first global batch."""
     left: int | None = None

@@ -26,7 +26,7 @@ from packlora.config import JobConfig, Run
 from packlora.config.peft import peft_config
 from packlora.data.prompts import listed, taught_end
 from packlora.data.readers import is_there
-from packlora.data.template import set_clock
+from packlora.data.template import set_clock, templated
 from packlora.engine.optimizer import check_optim
 from packlora.errors import InputError, quoted
 from packlora.form import WeightForm, check_asked, prepared_form, read_as_floats
@@ -130,23 +130,33 @@ def _of_tokenizer(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[Prep
     """Notes on the base's tokenizer: that an adapter which is continued has another one, where its answers end."""
     notes = _unstopped(skeleton, tokenizer, jobs)
     if folders := [own for job in jobs if (own := job.config.adapter.init_from) is not None]:
-        from packlora.base.own_tokenizer import unused_notes
+        from packlora.base.own_tokenizer import own_template, unused_notes
 
         notes += unused_notes(folders, tokenizer)
+        notes += [
+            f"job {job.config.name!r}: {own} was trained with a chat template of its own; data.chat_template: {own} takes it"
+            for job in jobs
+            if (own := job.config.adapter.init_from) is not None and job.chat_template is None and own_template(own)
+        ]
     return notes
 
 
 def _unstopped(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:
-    """A note where answers are learnt with an end at which generation with the base's own settings goes on."""
-    end, settings = taught_end(tokenizer), getattr(skeleton, "generation_config", None)
+    """Notes where answers are learnt with an end at which generation with the base's own settings goes on."""
+    settings = getattr(skeleton, "generation_config", None)
     ends = listed(getattr(settings, "eos_token_id", None))
-    samples = (sample for job in jobs for sample in job.encoded.samples[:LOOKED_AT])
-    if end is None or end in ends or not any((sample.ids[sample.is_label] == end).any() for sample in samples):
-        return []
+    taught = {text: taught_end(templated(tokenizer, text)) for text in {job.chat_template for job in jobs}}
+    learnt = dict.fromkeys(
+        end
+        for job in jobs
+        if (end := taught[job.chat_template]) is not None and end not in ends
+        if any((sample.ids[sample.is_label] == end).any() for sample in job.encoded.samples[:LOOKED_AT])
+    )
     return [
         f"answers are learnt to end with {quoted(tokenizer.convert_ids_to_tokens(end))} (token {end}), and the base's "
         f"generation settings stop at {', '.join(map(str, ends)) or 'no token'}; packlora's own answers stop at it; to serve "
         f"the adapters elsewhere, add {end} to eos_token_id in generation_config.json of the base or the merged model"
+        for end in learnt
     ]
 
 

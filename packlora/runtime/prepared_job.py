@@ -30,9 +30,10 @@ LEFT_OUT = "is left out, the others go on"
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows that were read under a path. stamp: of the file before that, None where it is no single file."""
+    """Rows that were read from a source. source: what it is, as JSON. stamp: of the file before that, None where it is no
+    single file."""
 
-    path: str
+    source: str
     read: Read
     stamp: tuple[int, ...] | None
 
@@ -59,6 +60,8 @@ class PreparedJob:
     """Coefficient of its load-balancing loss; 0: it has none."""
     products: Mapping[str, int] = field(default_factory=dict)
     """See products_kept."""
+    chat_template: str | None = None
+    """Text of its own chat template; None: it has that of the base model."""
 
     @property
     def active_on_experts(self) -> int:

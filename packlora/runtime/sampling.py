@@ -19,6 +19,7 @@ import torch
 
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.data.prompts import Prompt, answer_ends
+from packlora.data.template import templated
 from packlora.engine.memory import free_memory
 from packlora.engine.passes import SingleDevice, one_error_for_memory
 from packlora.parallel.replicas import ALONE, Alone
@@ -54,7 +55,8 @@ class Sampler:
         self.known, self.group = set(known), group
         self.in_step = group is not ALONE
         """Whether other processes wait for this one, so that the run ends where it fails."""
-        self._ends: list[int] | None = None
+        self._ends: dict[str | None, list[int]] = {}
+        """Tokens that end an answer, by chat template."""
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunBegan):
@@ -104,16 +106,18 @@ class Sampler:
                 if (total := total + prompt.most) > MOST_TOKENS:
                     break
                 part.append(prompt)
-            answers = self._answers(job.adapter.number, part)
+            answers = self._answers(job, part)
             if answers is None:
                 return None
             out += [str(self.base.tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
         return out
 
-    def _answers(self, owner: int, prompts: Sequence[Prompt]) -> list[list[int]] | None:
+    def _answers(self, job: Job, prompts: Sequence[Prompt]) -> list[list[int]] | None:
         """New tokens of each prompt, without the one that ends it."""
-        if self._ends is None:
-            self._ends = answer_ends(self.base.tokenizer, self.base.model.generation_config.eos_token_id)
+        if job.chat_template not in self._ends:
+            tokenizer = templated(self.base.tokenizer, job.chat_template)
+            self._ends[job.chat_template] = answer_ends(tokenizer, self.base.model.generation_config.eos_token_id)
+        ends, owner = self._ends[job.chat_template], job.adapter.number
         rows = [prompt.ids.tolist() for prompt in prompts]
         going = list(range(len(rows)))
         while going:
@@ -122,9 +126,9 @@ class Sampler:
                 return None
             for number, token in zip(going, tokens, strict=True):
                 rows[number].append(token)
-            going = [n for n in going if rows[n][-1] not in self._ends and len(rows[n]) < prompts[n].most]
+            going = [n for n in going if rows[n][-1] not in ends and len(rows[n]) < prompts[n].most]
         answers = [row[len(prompt.ids) :] for row, prompt in zip(rows, prompts, strict=True)]
-        return [answer[:-1] if answer[-1] in self._ends else answer for answer in answers]
+        return [answer[:-1] if answer[-1] in ends else answer for answer in answers]
 
     def _agreed(self, tokens: Sequence[int]) -> list[int] | None:
         """The tokens, the same on all processes also where these round differently; None where the run is to end."""

@@ -45,7 +45,7 @@ def _check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
             kind = "desirable" if True in found else "undesirable"
             raise InputError(
                 f"sweep.metric: {run.sweep.metric} compares desirable with undesirable completions; those of "
-                f"{', '.join(job.config.data.eval_paths)} are all {kind}"
+                f"{', '.join(job.config.data.eval_paths) or 'data.eval_split'} are all {kind}"
             )
 
 

@@ -128,7 +128,7 @@ class SweepConfig(Strict):
                 "parameters is empty; give values of at least one key, such as train.learning_rate: [1e-4, 2e-4]"
             )
         for key, values in self.parameters.items():
-            if key.partition(".")[0] == "name" or key == "data.eval_path":
+            if key.partition(".")[0] == "name" or key in ("data.eval_path", "data.eval_split"):
                 raise ValueError(f"{key} cannot be swept: candidates are named and compared by it")
             if isinstance(values, list) and not values:
                 raise ValueError(f"{key} has no values")
@@ -166,8 +166,16 @@ class SweepConfig(Strict):
         if template is None:
             names = ", ".join(job.name for job in run.jobs)
             raise ValueError(f"sweep.job: there is no job {quoted(self.job)}; there are {names}")
-        if template.data.eval_path is None:
-            raise ValueError(f"sweep: job {template.name!r} has no data.eval_path, by which candidates are compared")
+        if not template.data.holds_out:
+            raise ValueError(
+                f"sweep: job {template.name!r} has no data.eval_path or data.eval_split, by which candidates are compared"
+            )
+        moved = [key for key in self.parameters if key == "seed" or key.partition(".")[0] == "data"]
+        if template.data.eval_split is not None and moved:
+            raise ValueError(
+                f"sweep.parameters: with data.eval_split, {moved[0]} decides what is held out, by which candidates are "
+                "compared; give an eval_path"
+            )
         if self.stopping.method != "none" and not run.eval_every:
             raise ValueError("sweep.stopping: evaluations decide, and eval_every is 0; set how often they are made")
         self._check_compared(template, run.eval_every)

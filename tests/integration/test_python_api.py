@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -24,9 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 import packlora
 from packlora import events
 from packlora.api.lora_config import adapter_keys, usual_targets
-from packlora.api.rows import read_rows, split
+from packlora.api.rows import read_rows
 from packlora.config import AdapterConfig
 from packlora.errors import InputError
+from packlora.seeding import stable_hash
 
 Base = Callable[..., str]
 TRAIN: dict[str, Any] = {"global_batch_size": 4, "learning_rate": 1e-3}
@@ -39,6 +41,8 @@ def texts(number: int, seed: int) -> list[str]:
 
 
 COLOURS = [{"prompt": a, "completion": b} for a, b in zip(texts(14, 0), texts(14, 1), strict=True)]
+COLUMNS = {"prompt": "question", "completion": "answer"}
+QUESTIONS = [{"question": row["prompt"], "answer": row["completion"]} for row in COLOURS]
 PAIRS = [
     {"prompt": a, "chosen": b, "rejected": c} for a, b, c in zip(texts(9, 2), texts(9, 3), texts(9, 4), strict=True)
 ]
@@ -384,17 +388,12 @@ def test_streaming_rows_in_memory_are_refused_by_name() -> None:
 def test_a_share_is_held_out_by_the_seed_and_the_rest_is_trained_on(
     is_file: bool, tiny_base: Base, tmp_path: Path
 ) -> None:
-    """The same as a run file with the two parts as files."""
-    rows = read_rows(COLOURS, "colours", "data")
-    train, held_out = split(rows, 0.25, 5, "colours")
-    parts = [[value for _, value in part.values] for part in (train, held_out)]
-    assert [len(part) for part in parts] == [10, 4] and sorted(map(str, parts[0] + parts[1])) == sorted(
-        map(str, COLOURS)
-    )
-    assert split(rows, 0.25, 6, "colours")[1].values != held_out.values
-    data = jsonl(tmp_path / "rows.jsonl", COLOURS) if is_file else COLOURS
+    """The same as a run with the two parts, also of rows under their own names."""
+    drawn = set(np.random.Generator(np.random.Philox(stable_hash("eval_split", 5))).permutation(14)[:4].tolist())
+    parts = [[row for at, row in enumerate(COLOURS) if (at in drawn) is is_held] for is_held in (False, True)]
+    data = jsonl(tmp_path / "rows.jsonl", QUESTIONS) if is_file else QUESTIONS
     for out, one in (
-        ("share", job(data, eval_data=0.25, seed=5)),
+        ("share", job(data, eval_data=0.25, seed=5, columns=COLUMNS)),
         ("parts", job(parts[0], eval_data=parts[1], seed=5)),
     ):
         result = packlora.Trainer(tiny_base(), [one], output_dir=tmp_path / out, **RUN).train()
@@ -402,13 +401,19 @@ def test_a_share_is_held_out_by_the_seed_and_the_rest_is_trained_on(
     assert weights(tmp_path / "share") == weights(tmp_path / "parts")
 
 
-@pytest.mark.parametrize(
-    ("share", "said"),
-    [(0.0, "between 0 and 1"), (1.0, "between 0 and 1"), (7, "between 0 and 1"), (0.99, "leaves none of 14 rows")],
-)
-def test_a_share_that_leaves_no_rows_is_refused(share: float, said: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"job 'colours': eval_data is {share}.*{said}"):
-        packlora.Trainer("base", [job(eval_data=share)], output_dir=tmp_path / "out")
+def test_rows_in_other_columns_are_other_rows() -> None:
+    """A resumed run refuses them: what is read under a name of one's own counts."""
+    others = [QUESTIONS[0] | {"answer": "other"}, *QUESTIONS[1:]]
+    found, other = (read_rows(rows, "a", "data", COLUMNS).digest for rows in (QUESTIONS, others))
+    assert found == read_rows(table(QUESTIONS), "a", "data", COLUMNS).digest != other
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 7])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(
+        InputError, match=f"job 'colours': eval_data is {share}; a share of the rows is between 0 and 1"
+    ):
+        job(eval_data=share)
 
 
 # --- keys and adapters ------------------------------------------------------------------------------------------------

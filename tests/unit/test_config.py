@@ -83,7 +83,8 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         jobs:
           - name: first
             data: {path: a.jsonl, eval_path: null, system: null, on_bad_row: error, max_length: 2048, truncate: error,
-                   streaming: false, shuffle_buffer_size: null}
+                   streaming: false, shuffle_buffer_size: null, columns: {}, max_samples: null, subset: null, split: null,
+                   eval_split: null, chat_template: null, chat_template_kwargs: {}}
             adapter: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear, use_rslora: false,
                       use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null,
                       exclude_modules: null, layers_to_transform: null, layers_pattern: null, init_lora_weights: true,

@@ -10,7 +10,7 @@ import importlib.util
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,12 +209,14 @@ def headers_of(source: str, tokenizer: Any) -> list[str]:
     return ["<｜tool▁outputs▁end｜>", *TAG.findall(header), "assistant"]
 
 
-def judged(name: str, turns: Turns, file: Path, tokenizer: Any, headers: list[str]) -> str | None:
-    """What is wrong with what is learnt of a conversation; None: nothing."""
+def judged(
+    name: str, turns: Turns, file: Path, tokenizer: Any, headers: list[str], learn: Callable[[], list[str]]
+) -> str | None:
+    """What is wrong with what is learnt of a conversation; None: nothing. learn: gives the pieces, or refuses."""
     own, others = words(turns, True), words(turns, False)
     shown = written(file.read_text(), tokenizer, turns)
     try:
-        pieces = learnt(tokenizer, turns)
+        pieces = learn()
     except InputError as error:
         return f"is refused: {error}" if shown else None
     whole = "\n".join(pieces)
@@ -242,7 +244,10 @@ def judged(name: str, turns: Turns, file: Path, tokenizer: Any, headers: list[st
 def test_what_is_learnt_is_what_trl_marks_and_every_part_of_the_assistant_alone(file: Path) -> None:
     tokenizer = tokenizer_of(file.read_text())
     headers = headers_of(file.read_text(), tokenizer)
-    wrong = {name: judged(name, turns, file, tokenizer, headers) for name, turns in CONVERSATIONS.items()}
+    wrong = {
+        name: judged(name, turns, file, tokenizer, headers, lambda turns=turns: learnt(tokenizer, turns))
+        for name, turns in CONVERSATIONS.items()
+    }
     assert not {name: problem for name, problem in wrong.items() if problem}
 
 

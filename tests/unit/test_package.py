@@ -27,7 +27,7 @@ from packlora.run_file import run_from
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "InputError", "Job", "JobResult", "ProcessError", "Report", "Result", "Run", "Trainer", "WriteError", "accelerate",
-    "callbacks", "events", "generate", "merge", "restore", "train",
+    "callbacks", "events", "generate", "merge", "preview", "restore", "train",
 }  # fmt: skip
 
 

@@ -1,0 +1,345 @@
+"""`packlora preview`: rows as training encodes them, with what is learnt marked.
+
+It needs config.json and the tokenizer of the base model, neither weights nor PEFT. Ids and labels are those of the Sample that
+training gets; a recorder around the tokenizer keeps the text that was tokenized and the place of every token in it, so nothing
+is rendered or decoded a second time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from packlora.base.demo_model import base_path
+from packlora.base.load import load_tokenizer, read_config, vocabulary_of
+from packlora.base.shape import context_of
+from packlora.config import JobConfig, Run
+from packlora.data.encode import Encoded, Sample, encode_some
+from packlora.data.fields import OF_PAIRS
+from packlora.data.preference import encode_compared
+from packlora.data.readers import read_data, rows_of
+from packlora.data.rows import Row
+from packlora.data.template import set_clock, templated
+from packlora.data.tokens import check_vocabulary
+from packlora.errors import InputError, shown, spelt_out
+from packlora.modality import ExtrasReader, plugin
+from packlora.report.screen import Screen
+from packlora.run_file import load_run, run_from
+from packlora.terminal import Activity, Told, say, show, silent, standard_output
+
+LEARNT, OPEN, CLOSE = "black on green", "⟦", "⟧"
+"""Style of what is learnt on a terminal, and the marks around it elsewhere."""
+PARTS = ("chosen", "rejected")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a sample's text that is learnt as a whole, or not at all.
+
+    part: chosen or rejected, of a pair; None of other samples. images: number of its tokens that stand for images; they are all
+    of its tokens, or none.
+    """
+
+    text: str
+    learnt: bool
+    part: str | None = None
+    images: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        more = {"part": self.part, "images": self.images}
+        return {"text": self.text, "learnt": self.learnt} | {key: value for key, value in more.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """One sample of a job.
+
+    row: number of its row, or line, in the file, from 1. pieces: their texts joined are its text up to the last label, special
+    tokens included; of a pair that of the chosen part and then that of the rejected one. tokens, labels: numbers of its tokens
+    and of those that are learnt. where: file and line. notes: what was cut, and what of the row may surprise its author.
+    desirable: label of a judged completion, None of other samples.
+    """
+
+    job: str
+    row: int
+    pieces: tuple[Piece, ...]
+    tokens: int
+    labels: int
+    where: str = ""
+    notes: tuple[str, ...] = ()
+    desirable: bool | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"job": self.job, "row": self.row, "pieces": [piece.to_json() for piece in self.pieces]}
+        out |= {"tokens": self.tokens, "labels": self.labels}
+        return out if self.desirable is None else out | {"desirable": self.desirable}
+
+
+def preview(run: str | Path | Mapping[str, Any] | Run, rows: int | None = None) -> list[Preview]:
+    """The samples of a run as training encodes them. Nothing is written; the base model needs no weights.
+
+    Args:
+        run: a run file, a mapping of its keys, or a Run.
+        rows: rows that are read of each job, the first ones; None: all.
+
+    Returns:
+        The samples of all jobs, in order of their rows, also those that `eval_split` will hold out. What training leaves out
+        (truncate: drop, on_bad_row: skip) is not among them.
+
+    Raises:
+        InputError: what training would refuse of these rows, in the same words.
+    """
+    return [sample for job in previews(run, rows) for sample in job.samples]
+
+
+@dataclass(frozen=True, slots=True)
+class JobPreview:
+    """The samples of one job, and its rows that are left out, each with its place and why."""
+
+    samples: list[Preview]
+    left_out: list[str]
+
+
+def previews(
+    run: str | Path | Mapping[str, Any] | Run, rows: int | None = None, told: Told = silent
+) -> Iterator[JobPreview]:
+    """Previews of each job of a run; arguments and errors as of preview."""
+    if rows is not None and rows < 1:
+        raise InputError(f"rows: {rows}; at least 1 is shown")
+    whole = run if isinstance(run, Run) else run_from(run) if isinstance(run, Mapping) else load_run(run)
+    read = {job.name: _read(job, rows, told) for job in whole.jobs}
+    told(f"reading the tokenizer of {whole.base_model}")
+    encoder = _Encoder.of(whole, [row for own, _ in read.values() for row in own])
+    for job in whole.jobs:
+        own, left_out = read[job.name]
+        yield encoder.job(job, own, left_out, told)
+
+
+def _read(job: JobConfig, rows: int | None, told: Told) -> tuple[list[Row], list[str]]:
+    """Rows of a job, and those that are no samples, each with what is wrong with it."""
+    out, skipped = list[Row](), list[str]()
+    for source in job.data.train_sources:
+        left = None if rows is None else rows - len(out)
+        if left == 0:
+            break
+        if job.data.streaming:
+            next(rows_of(source, job.name), None)  # refuses what cannot be streamed
+        most = min((limit for limit in (left, source.max_samples) if limit is not None), default=None)
+        limited = source.model_copy(update={"max_samples": most})
+        found = read_data(limited, job.name, told, job.data.on_bad_row, pairs=job.train.trainer in OF_PAIRS)
+        out += found.rows
+        skipped += found.skipped
+    return out, skipped
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------------
+
+
+class _Recorder:
+    """A tokenizer that keeps what it tokenizes with offsets. texts: each with its ids [T] and their places in it, [T, 2]."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.texts: list[tuple[str, np.ndarray, np.ndarray]] = []
+
+    def __call__(self, texts: Any, **how: Any) -> Any:
+        out = self._tokenizer(texts, **how)
+        if how.get("return_offsets_mapping"):
+            for text, ids, offsets in zip(texts, out["input_ids"], out["offset_mapping"], strict=True):
+                self.texts.append((text, np.asarray(ids), np.asarray(offsets, np.int64).reshape(-1, 2)))
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """Makes previews of rows. reader: of what rows have beside texts; None where no row has any. context: of the model.
+    vocabulary: its embeddings, None where its configuration does not say."""
+
+    run: Run
+    tokenizer: Any
+    context: int
+    vocabulary: int | None
+    reader: ExtrasReader | None
+
+    @staticmethod
+    def of(run: Run, rows: Sequence[Row]) -> _Encoder:
+        path = base_path(run.base_model)
+        config, tokenizer, reader = read_config(path, run.revision, run.trust_remote_code), load_tokenizer(run), None
+        set_clock(tokenizer, datetime.now())
+        if any(half.files for row in rows for half in row.pair or (row,)):
+            modality = plugin().modality(path, run.revision, config)
+            tokenizer = templated(tokenizer, modality.chat_template)
+            reader = modality.reader
+        return _Encoder(run, tokenizer, context_of(config), vocabulary_of(config), reader)
+
+    def job(self, job: JobConfig, rows: Sequence[Row], left_out: list[str], told: Told) -> JobPreview:
+        tokenizer = self.tokenizer
+        if job.data.chat_template is not None:
+            from packlora.data.chat_templates import with_template
+
+            tokenizer = with_template(tokenizer, job.data.chat_template, job.name)
+        out, recorder = JobPreview([], list(left_out)), _Recorder(tokenizer)
+        for number, row in enumerate(rows):
+            told(f"job {job.name}: encoding samples", number, len(rows))
+            self._add(job, row, recorder, out)
+        return out
+
+    def _add(self, job: JobConfig, row: Row, recorder: _Recorder, out: JobPreview) -> None:
+        """Encode a row alone, as training does, and say what became of it."""
+        recorder.texts.clear()
+        encoded = self._encoded(job, row, recorder, job.data.truncate)
+        out.left_out.extend(encoded.skipped)
+        if encoded.dropped:
+            out.left_out.append(f"{row.where}: truncate: {job.data.truncate}: {self._too_long(job, row, recorder)}")
+        for sample in encoded.samples:
+            if self.vocabulary is not None:
+                check_vocabulary(job.name, [sample.ids], self.vocabulary, recorder)
+            pieces = _pieces_of(sample, recorder)
+            notes = [f"{where} {what}" for what, (_, where) in encoded.notes.items()]
+            if encoded.truncated:
+                notes.append(f"cut: {self._too_long(job, row, recorder)}")
+            number = re.search(r"(\d+)$", row.where)
+            judged = sample.preference if job.train.trainer == "kto" else None
+            out.samples.append(
+                Preview(
+                    job.name, int(number[1]) if number else 0, tuple(pieces), sample.num_tokens, sample.num_labels,
+                    row.where, tuple(notes), None if judged is None else judged.desirable,
+                )
+            )  # fmt: skip
+
+    def _encoded(self, job: JobConfig, row: Row, tokenizer: Any, truncate: str) -> Encoded:
+        asked, trainer = self.run.max_tokens_per_microbatch, job.train.trainer
+        budget = asked if isinstance(asked, int) else 2**31
+        data, reader = job.data, None if job.data.streaming else self.reader
+        if truncate != data.truncate:
+            data = data.model_copy(update={"truncate": truncate})
+        if trainer == "sft":
+            return encode_some([row], tokenizer, data, budget, job.name, self.context, reader=reader)
+        return encode_compared(trainer, [row], tokenizer, data, budget, job.name, self.context, reader=reader)[0]
+
+    def _too_long(self, job: JobConfig, row: Row, tokenizer: Any) -> str:
+        """Words by which training would refuse a row that is too long."""
+        try:
+            self._encoded(job, row, tokenizer, "error")
+        except InputError as error:
+            return str(error).removeprefix(f"job {job.name!r}: {row.where}: ").partition(";")[0]
+        return "after the cut nothing is left to learn"
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------------
+
+
+def _pieces_of(sample: Sample, recorder: _Recorder) -> list[Piece]:
+    parts, out = sample.parts(), list[Piece]()
+    names: Sequence[str | None] = PARTS if len(parts) > 1 else (None,)
+    has_text = bool(recorder.texts)  # a row of token ids has none
+    for number, (part, name) in enumerate(zip(parts, names, strict=True)):
+        found = _aligned(part.ids, *recorder.texts[number], recorder) if has_text else _decoded(part.ids, recorder)
+        whole, border = found
+        token = -1 if part.extras is None else part.extras.token_id
+        flags, first, start = zip(part.is_label.tolist(), (part.ids == token).tolist(), strict=True), 0, 0
+        for (learnt, is_image), group in itertools.groupby(flags):
+            stop = first + len(list(group))
+            end = max(start, border(stop))
+            out.append(Piece(whole[start:end], learnt, name, (stop - first) * is_image))
+            first, start = stop, end
+    return out
+
+
+Border = Callable[[int], int]
+"""Function from a number of tokens to the number of characters that they spell."""
+
+
+def _aligned(ids: np.ndarray, text: str, said: np.ndarray, offsets: np.ndarray, tokenizer: Any) -> tuple[str, Border]:
+    """The text of ids [T], and where each token ends in it.
+
+    White space that offsets leave out belongs to the token behind it, as byte-level tokenizers mean it. Tokens that share one
+    letter end where the letter does.
+
+    Args:
+        text, said, offsets: what was tokenized, its ids [N] and their places [N, 2]; `ids` has tokens before it that the
+            tokenizer put there, and may end before it.
+    """
+    added = next(n for n in range(len(ids) + 1) if np.array_equal(ids[n:], said[: len(ids) - n]))
+    before = [str(token) for token in tokenizer.convert_ids_to_tokens(ids[:added].tolist())]
+    ends = np.maximum.accumulate(np.concatenate([[0], offsets[:, 1]])) + sum(map(len, before))
+
+    def border(number: int) -> int:
+        return int(ends[number - added]) if number >= added else sum(map(len, before[:number]))
+
+    return "".join([*before, text]), border
+
+
+def _decoded(ids: np.ndarray, tokenizer: Any) -> tuple[str, Border]:
+    """The text that ids [T] spell, and where each token ends in it; a letter of several tokens belongs to the last of them."""
+
+    def text_of(some: np.ndarray) -> str:
+        return str(tokenizer.decode(some.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    whole = text_of(ids)
+
+    def border(number: int) -> int:
+        return len(whole) if number == len(ids) else _alike(whole, text_of(ids[:number]))
+
+    return whole, border
+
+
+def _alike(one: str, other: str) -> int:
+    """Number of letters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+# --- printing --------------------------------------------------------------------------------------------------------------
+
+
+def print_preview(run: Run, rows: int, as_json: bool) -> None:
+    """Print previews of a run: in colour on a terminal, with marks elsewhere, or as JSON, one sample a line."""
+    console = Screen(file=standard_output(), highlight=False, soft_wrap=True)
+    with Activity() as told:
+        found = list(previews(run, rows, told))
+    for job in found:
+        for sample in job.samples:
+            if as_json:
+                show(json.dumps(sample.to_json(), ensure_ascii=False))
+            else:
+                console.print(_shown(sample, console.color_system is None or console.no_color))
+        for why in job.left_out:
+            say(f"left out: {why}") if as_json else console.print(Text(f"left out: {why}\n"))
+
+
+def _shown(sample: Preview, has_marks: bool) -> Text:
+    judged = {None: "", True: ", desirable", False: ", undesirable"}[sample.desirable]
+    out = Text(
+        f"job {sample.job}, {shown(sample.where, 300)}: {sample.tokens} tokens, {sample.labels} learnt{judged}\n",
+        "bold",
+    )
+    out.style = ""
+    for note in sample.notes:
+        out.append(f"note: {note}\n")
+    part = None
+    for piece in sample.pieces:
+        if piece.part != part:
+            out.append(f"\n--- {piece.part}\n" if part else f"--- {piece.part}\n", "bold")
+            part = piece.part
+        text = spelt_out(f"[{piece.images} tokens of images]" if piece.images else piece.text)
+        if piece.learnt:
+            out.append(f"{OPEN}{text}{CLOSE}" if has_marks else text, LEARNT)
+        else:
+            out.append(text)
+    return out.append("\n")
