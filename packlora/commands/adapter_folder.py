@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters.files import (
@@ -31,6 +30,7 @@ from packlora.base.load import own_skeleton
 from packlora.config import JobConfig, Run
 from packlora.config.adapter_file import named_adapters, read_config
 from packlora.errors import InputError
+from packlora.lora_config import LoraConfig
 from packlora.ops.twin import twin_of
 from packlora.report.journal import read_record
 from packlora.report.metrics import SWEEP

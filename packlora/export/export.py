@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -56,6 +55,7 @@ from packlora.export.as_served import (
 from packlora.export.gguf_file import gguf_names, write_gguf
 from packlora.files import write_file, write_folder, write_json, write_tensors
 from packlora.form import is_stored
+from packlora.lora_config import LoraConfig
 from packlora.ops.modules import beside_decoder
 from packlora.ops.twin import twin_of
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters.expert_targets import divided_ranks
@@ -29,6 +28,7 @@ from packlora.data.template import set_clock
 from packlora.engine.optimizer import check_optim
 from packlora.errors import InputError, quoted
 from packlora.form import WeightForm, check_asked, prepared_form, read_as_floats
+from packlora.lora_config import LoraConfig
 from packlora.modality import Modality, plugin
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
