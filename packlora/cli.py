@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -54,25 +54,30 @@ def train(
     """Train all jobs of a run file together."""
 
     def action() -> None:
-        from packlora.run_file import load_run
+        asked: dict[str, Any] = {"run": run, "overrides": overrides}
+        if first := loads() and speaks():
+            say(f"reading {run} and its data")
+        if alone():  # first: a slip is refused before what takes seconds is loaded; several processes find it together
+            from packlora.run_file import load_run
+            from packlora.runtime.early import read_early
 
-        # first: a slip is refused before what takes seconds is loaded; several processes find it together
-        config = load_run(run, overrides) if alone() else run
-        first = loads() and speaks()
+            config = load_run(run, overrides)
+            asked = {"run": config, "reader": read_early(config, resume)}
+        if first:
+            say("loading PyTorch and Transformers")
         with loading():
             from packlora.report.summary import print_summary
             from packlora.runtime.run import train as train_run
 
         if first:
-            say("checking the run, reading its data and loading the base model")
-        changes = None if alone() else overrides
-        result = train_run(config, overrides=changes, resume=resume, max_steps=max_steps, resume_from=resume_from)
+            say("checking the run and loading the base model")
+        result = train_run(**asked, resume=resume, max_steps=max_steps, resume_from=resume_from)
         if speaks():
             words = sys.argv[1:]
             print_summary(result, again(without_resume(words)), again(without_resume(words, "--max-steps")))
         raise typer.Exit(result.exit_code)
 
-    guarded(action, "stopped at once; --resume continues from the last checkpoints")
+    guarded(action, "stopped at once; --resume continues from the last checkpoints", light=True)
 
 
 Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run, or its run file.")]

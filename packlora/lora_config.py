@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from typing import Any
@@ -73,12 +72,6 @@ class LoraConfig:
     def to_dict(self) -> dict[str, Any]:
         """Keys and values, in the order of the file."""
         return {one.name: copy.deepcopy(getattr(self, one.name)) for one in fields(self)}
-
-
-def pattern_key(patterns: Iterable[str], path: str) -> str:
-    """The first pattern that stands for the path of a module, as rank_pattern means it: a name, or a regular expression, for
-    the whole path or for its end from a dot on. The path itself where none does."""
-    return next((one for one in patterns if re.match(rf"(.*\.)?({one})$", path)), path)
 
 
 def is_excluded(config: LoraConfig, path: str) -> bool:

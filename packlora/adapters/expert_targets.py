@@ -25,7 +25,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from packlora.adapters.expert_layout import is_experts, weight_names
 from packlora.adapters.kinds import Kind, kind_of_parameter
 from packlora.errors import InputError, quoted
-from packlora.lora_config import LoraConfig, pattern_key
+from packlora.lora_config import LoraConfig
+from packlora.patterns import pattern_key
 
 PROBE_ROWS = 16
 

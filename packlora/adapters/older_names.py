@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.kinds import PREFIX, SUFFIXES
 from packlora.adapters.targets import patterns_for
-from packlora.lora_config import LoraConfig, is_target, pattern_key
+from packlora.lora_config import LoraConfig, is_target
 from packlora.ops.twin import Twin
+from packlora.patterns import pattern_key
 from packlora.renaming import renamed
 
 LEAVES = ("weight", "bias", "gate_up_proj", "down_proj")

@@ -21,8 +21,9 @@ from transformers.pytorch_utils import Conv1D
 from packlora.adapters.expert_targets import all_linear_leaves_out, is_all_linear
 from packlora.adapters.kinds import kind_of, why_no_rows
 from packlora.errors import InputError, quoted
-from packlora.lora_config import LoraConfig, is_excluded, is_target, pattern_key
+from packlora.lora_config import LoraConfig, is_excluded, is_target
 from packlora.ops.modules import beside_decoder
+from packlora.patterns import pattern_key
 
 MATCH_SECONDS = 10.0
 """For all patterns of an adapter against all names of a model; usual ones take milliseconds."""

@@ -86,6 +86,17 @@ def base_path(base_model: str) -> str:
     return str(demo_model_folder()) if base_model == DEMO_MODEL else base_model
 
 
+def check_place(path: str) -> None:
+    """Raises InputError where a path is neither a folder nor a possible id on a model hub."""
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise InputError(f"base_model {path!r} is not a folder; give the folder of a model or a Hugging Face model id")
+    if path.startswith((".", "/", "~")) and not os.path.isdir(path):
+        raise InputError(
+            f"base_model {path!r}: there is no such folder (seen from {os.getcwd()}); give that of a model, a Hugging Face "
+            f"model id, or {DEMO_MODEL}"
+        )
+
+
 def _gguf_folder(scratch: Path) -> Path:
     found = importlib.util.find_spec(PACKAGE)  # importing the package would need llama.cpp
     if found is not None and found.submodule_search_locations:

@@ -21,6 +21,7 @@ import packlora
 from packlora.base.device import choose_device
 from packlora.commands.plan_layouts import HEADINGS, Layouts, figures_of, sentences, table
 from packlora.config import Run
+from packlora.data.reader import Reader
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.report.gantt import draw
@@ -205,7 +206,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     run = begun(run)[0]
     if gpus is not None and run.dtype == "auto" and run.device != "cpu":  # also where there are none
         run = run.model_copy(update={"dtype": "bfloat16"})
-    prepared, tensor = prepare(run, told=told), run.parallel.tensor
+    prepared, tensor = prepare(run, reader=Reader(told)), run.parallel.tensor
     if gpus is not None and (run.parallel.in_parts is not None or run.parallel.is_sharded):
         run.parallel.check(gpus)
     if run.parallel.expert > 1 and gpus is None:

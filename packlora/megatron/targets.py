@@ -19,8 +19,9 @@ from packlora.config import AdapterConfig
 from packlora.config.adapter_file import UNSUPPORTED
 from packlora.config.peft import peft_config
 from packlora.errors import InputError, quoted
-from packlora.lora_config import LoraConfig, is_target, pattern_key
+from packlora.lora_config import LoraConfig, is_target
 from packlora.megatron.layers import Found, check, config_in
+from packlora.patterns import pattern_key
 
 STARTS: tuple[object, ...] = (True, "gaussian")
 """Values of init_lora_weights: A as PEFT's linear layers have it, or normal with a deviation of 1 / r. B is zero."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from packlora.errors import quoted
-from packlora.lora_config import pattern_key
 from packlora.ops.lora_linear.plan import PLANS, Plan, named_plan
+from packlora.patterns import pattern_key
 
 Prefer = Literal["time", "memory"]
 RULES = ("measured", "flops")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from rich.table import Table
 from rich.text import Text
 
+from packlora.report.metrics import SWEEP
 from packlora.report.progress import duration
 from packlora.report.screen import Screen
-from packlora.report.sweep import names_of_candidates, ranked_table
 from packlora.result import JobResult, Result
 from packlora.terminal import standard_output
 
@@ -53,12 +53,15 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
     """
     output = standard_output()
     console = Screen(file=output, width=None if output.isatty() else UNBROKEN)
-    ranked = ranked_table(result.output_dir)
     console.print()
-    if ranked is not None:
-        console.print(ranked)
-        console.print()
-    candidates = names_of_candidates(result.output_dir)
+    candidates: set[str] = set()
+    if (result.output_dir / SWEEP).exists():
+        from packlora.report.sweep import names_of_candidates, ranked_table
+
+        candidates = names_of_candidates(result.output_dir)
+        if (ranked := ranked_table(result.output_dir)) is not None:
+            console.print(ranked)
+            console.print()
     others = {name: job for name, job in result.jobs.items() if name not in candidates}
     if others:
         console.print(_table(others))

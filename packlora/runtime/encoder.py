@@ -1,8 +1,7 @@
-"""Reads the rows of jobs, and makes samples of them."""
+"""Makes samples of the rows of jobs."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,15 +17,15 @@ from packlora.data.encode import Encoded, encode_some
 from packlora.data.mixture import joined, mixed
 from packlora.data.preference import encode_for
 from packlora.data.prompts import Prompt, encode_prompts
-from packlora.data.readers import read_data
+from packlora.data.reader import Rows
 from packlora.data.rows import Row
 from packlora.engine.objectives import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
 from packlora.modality import ExtrasReader
 from packlora.runtime.job import learning_rates
-from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
-from packlora.terminal import Told, silent
+from packlora.runtime.prepared_job import PreparedJob, number_of, products_kept, trainable_parameters
+from packlora.terminal import Told
 
 
 @dataclass(slots=True)
@@ -143,32 +142,6 @@ class Encoder:
             raise InputError(f"job {job.name!r}: {error}") from None
         encoded.skipped[:0] = read.skipped
         return encoded
-
-
-class Reader:
-    """Reads the rows of jobs, those of several jobs with one path once."""
-
-    def __init__(self, told: Told = silent) -> None:
-        self.told = told
-        self._known: dict[tuple[str, str, bool], Rows] = {}
-
-    def rows(self, job: JobConfig) -> list[Rows]:
-        """Rows of each of a job's sources; none of those that are read in training."""
-        return [] if job.data.streaming else [self._rows(path, job) for path, _ in job.data.sources]
-
-    def held_out(self, job: JobConfig) -> list[Rows]:
-        return [self._rows(path, job) for path in job.data.eval_paths]
-
-    def _rows(self, path: str, job: JobConfig) -> Rows:
-        fields = job.train.objective is not None
-        key = path, job.data.on_bad_row, fields
-        if key not in self._known:
-            stamp = None
-            with contextlib.suppress(OSError):  # read_data says what is wrong
-                found = os.stat(path)
-                stamp = (found.st_mtime_ns, found.st_size, found.st_ino) if os.path.isfile(path) else None
-            self._known[key] = Rows(path, read_data(path, job.name, self.told, job.data.on_bad_row, fields), stamp)
-        return self._known[key]
 
 
 def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from packlora.config import Run
+from packlora.data.reader import Reader
 from packlora.errors import InputError, quoted
 from packlora.files import lock_folder
 from packlora.parallel.agreement import same, together
@@ -35,6 +36,7 @@ def train(
     max_steps: int | None = None,
     resume_from: list[str] | None = None,
     subscribers: Sequence[Subscriber] = (),
+    reader: Reader | None = None,
 ) -> Result:
     """Train all jobs of a run.
 
@@ -49,6 +51,7 @@ def train(
             evaluations, checkpoints, its end. One that returns Stop(job) ends that job with its adapter as it is, Stop() ends
             the run as SIGTERM does: this is how trackers, searches and stopping rules come in. They are called in the training
             loop, one after the other, after logs and screen; what one raises costs the run a note, and it hears nothing more.
+        reader: has read rows of the run already, as the command does before it loads libraries.
 
     Raises:
         packlora.InputError: something is wrong with the input; nothing was trained. Of what is read while jobs train, a stream
@@ -77,7 +80,7 @@ def train(
             raise InputError(
                 "--max-steps would end candidates of a sweep for good; set train.max_steps of its job instead"
             )
-        session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [])
+        session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [], reader)
         same(mesh, session.must_be_the_same())
         with contextlib.ExitStack() as held:
             together(

@@ -23,6 +23,7 @@ from packlora.adapters.linear import keep_outputs
 from packlora.base.device import usual_dtype
 from packlora.base.model import Base, load_base
 from packlora.config import Run
+from packlora.data.reader import Reader
 from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError
@@ -115,10 +116,15 @@ class Session:
     Args:
         run: the same on every process.
         resume_from: words of --from.
+        reader: has read rows of the run already.
     """
 
-    def __init__(self, run: Run, mesh: OneProcess, resume: bool, max_steps: int | None, resume_from: list[str]) -> None:
+    def __init__(
+        self, run: Run, mesh: OneProcess, resume: bool, max_steps: int | None, resume_from: list[str],
+        reader: Reader | None = None,
+    ) -> None:  # fmt: skip
         self.run, self.mesh, self.resume, self.max_steps, self.resume_from = run, mesh, resume, max_steps, resume_from
+        self.reader = reader or Reader()
         self.output_dir = Path(run.output_dir)
         self.logged = 0
         """Microbatches that earlier sessions have logged."""
@@ -267,8 +273,10 @@ class Session:
         starts = starting_steps(self.run, self.resume_from, leaves(self.changes))
         gone = gone_jobs(self.run, self.saved, starts) if self.saved is not None else {}
         budgets = {change.join.name: change.budget for change in self.changes if change.join and change.budget}
-        with self._told() as told:
-            prepared = prepare(self.run, self.max_steps, self.saved is not None, told, gone, budgets, self.moment)
+        with self._told() as self.reader.told:
+            more = (self.reader, gone, budgets, self.moment)
+            prepared = prepare(self.run, self.max_steps, self.saved is not None, *more)
+        self.reader.forget()
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
 

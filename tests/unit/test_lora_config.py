@@ -11,14 +11,21 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from packlora.adapters.files import config_dict
-from packlora.lora_config import LoraConfig, is_excluded, is_target, pattern_key
+from packlora.lora_config import LoraConfig, is_excluded, is_target
+from packlora.patterns import pattern_key
 
 PATHS = [
     "q_proj", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.0.q_proj", "model.h.11.self_attn.xq_proj",
     "visual.blocks.1.q_proj", "model.layers.10.mlp", "lm_head", "score.q_proj", "layers.1.q_proj",
 ]  # fmt: skip
 KEYS = {
-    "target_modules": [["q_proj"], ["self_attn.q_proj", "lm_head"], r".*\.(q_proj|mlp)", "q_proj", ["model.layers.10.mlp"]],
+    "target_modules": [
+        ["q_proj"],
+        ["self_attn.q_proj", "lm_head"],
+        r".*\.(q_proj|mlp)",
+        "q_proj",
+        ["model.layers.10.mlp"],
+    ],
     "exclude_modules": [None, ["self_attn.q_proj"], r"model\..*"],
     "modules_to_save": [None, ["lm_head", "score"]],
     "layers_to_transform": [None, 1, [0, 11], []],

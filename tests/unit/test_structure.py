@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 GROUND = {
-    "config", "errors", "files", "form", "lora_config", "modality", "renaming", "result", "run_file", "seeding", "starts",
-    "terminal",
+    "config", "errors", "files", "form", "lora_config", "modality", "patterns", "renaming", "result", "run_file",
+    "seeding", "starts", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""
 FACE = {"", "cli", "command_line", "__main__", "callbacks"}
