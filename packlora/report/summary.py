@@ -54,7 +54,7 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
     output = standard_output()
     console = Screen(file=output, width=None if output.isatty() else UNBROKEN)
     console.print()
-    candidates: set[str] = set()
+    ranked, candidates = None, set[str]()
     if (result.output_dir / SWEEP).exists():
         from packlora.report.sweep import names_of_candidates, ranked_table
 

@@ -80,7 +80,8 @@ def train(
             raise InputError(
                 "--max-steps would end candidates of a sweep for good; set train.max_steps of its job instead"
             )
-        session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [], reader)
+        session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [])
+        session.reader = reader or session.reader
         same(mesh, session.must_be_the_same())
         with contextlib.ExitStack() as held:
             together(
