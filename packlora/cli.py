@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import typer
 
 import packlora
-from packlora.command_line import again, alone, guarded, loading, loads, speaks, without_resume
+from packlora.command_line import App, again, alone, guarded, loading, loads, speaks, without_resume
 from packlora.errors import InputError
 from packlora.terminal import say, show, tame_streams
 
-app = typer.Typer(
+app = App(
     name="packlora",
     help="Train one or many LoRA / DoRA adapters on one frozen language model, all at once.",
     no_args_is_help=True,
@@ -70,7 +70,7 @@ def train(
             from packlora.runtime.run import train as train_run
 
         if first:
-            say("checking the run and loading the base model")
+            say(f"checking the run and loading the base model; packlora watch {shlex.quote(str(run))} shows its curves")
         result = train_run(**asked, resume=resume, max_steps=max_steps, resume_from=resume_from)
         if speaks():
             words = sys.argv[1:]
@@ -273,7 +273,9 @@ def merge(
 def export(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="A PEFT adapter folder, as RUN/job.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, for gguf the file; must not exist.")],
-    target: Annotated[str, typer.Option("--for", metavar="PROGRAM", help="vllm, sglang, gguf (llama.cpp) or peft.")],
+    target: Annotated[
+        str, typer.Option("--for", metavar="PROGRAM", help="vllm, sglang, gguf (llama.cpp), ollama or peft.")
+    ],
     base_model: Annotated[
         str | None,
         typer.Option(help="Base model, where the one named in adapter_config.json is not the place to load from."),
@@ -286,11 +288,13 @@ def export(
     """Write an adapter as another program reads it, with the same numbers."""
 
     def action() -> None:
-        from packlora.export.export import export_adapter
+        from packlora.export.export import export_adapter, serve_command
 
         for note in export_adapter(adapter, out, target, base_model, dtype, check):
             say(f"note: {note}")
         show(f"adapter for {target}: {out}")
+        if (command := serve_command(out, target)) is not None:
+            show(f"serve it: {command}")
 
     guarded(action)
 

@@ -16,9 +16,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
+import typer.core
 
 from packlora.errors import InputError, ProcessError, WriteError, unwritten
 from packlora.terminal import say, settle
+
+
+class _Command(typer.core.TyperCommand):
+    """Command whose help shows no type beside switches."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)
+        for one in params:
+            if getattr(one, "is_flag", False) and one.metavar is None:
+                one.metavar = ""
+        return params
+
+
+class App(typer.Typer):
+    """The `packlora` command's parts."""
+
+    def command(self, *args: Any, **settings: Any) -> Any:
+        return super().command(*args, cls=_Command, **settings)
 
 
 def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = False) -> Any:

