@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.commands import write_command
@@ -35,7 +37,9 @@ def start_cases(options: Options) -> list[Case]:
     ][: 3 if options.quick else 4]
 
 
-def command_timed(words: list[str], folder: Path, end_at_step: bool = False, **environment: str) -> Row:
+def command_timed(
+    words: list[str], folder: Path, end_at_step: bool = False, environment: Mapping[str, str] = MappingProxyType({})
+) -> Row:
     """Run `packlora WORDS` in a folder.
 
     Args:
@@ -74,7 +78,7 @@ def measure_start(one: Case, names: list[str], options: Options) -> Row:
     _, file = options.shared("start", make)
     if not options.tiny:
         caches = {"TRITON_CACHE_DIR": str(file.parent / "triton"), "PACKLORA_CACHE": str(file.parent / "packlora")}
-        return command_timed(["train", file.name, "--set", f"output_dir={one.label}"], file.parent, **caches)
+        return command_timed(["train", file.name, "--set", f"output_dir={one.label}"], file.parent, environment=caches)
     runs = [_on_a_cpu(one.label, file, number) for number in range(1 if options.quick else RUNS)]
     key = "first_step_s" if "step" in one.label else "wall_s"
     best = min(runs, key=lambda run: run[key])

@@ -13,13 +13,15 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 import typer.core
 
 from packlora.errors import InputError, ProcessError, WriteError, unwritten
 from packlora.terminal import say, settle
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _without_types(params: Any) -> Any:
@@ -46,7 +48,7 @@ class App(typer.Typer):
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, **settings)
 
-    def command(self, *args: Any, **settings: Any) -> Any:
+    def command(self, *args: Any, **settings: Any) -> Callable[[F], F]:
         return super().command(*args, cls=_Command, **settings)
 
 

@@ -33,7 +33,9 @@ from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import shapes_at
 from packlora.errors import InputError, quoted
 from packlora.files import from_everywhere, write_file, write_json, write_tensors
-from packlora.lora_config import CONFIG, WEIGHTS, LoraConfig
+from packlora.lora_config import CONFIG as CONFIG
+from packlora.lora_config import WEIGHTS as WEIGHTS
+from packlora.lora_config import LoraConfig
 from packlora.starts import OF_WEIGHTS, STARTS, is_doubled
 
 TRAINED_ON = "packlora.quantization"

@@ -13,7 +13,8 @@ from pydantic import Field, ValidationError
 
 from packlora.config.adapter import AdapterConfig
 from packlora.errors import InputError, quoted, shown
-from packlora.lora_config import CONFIG, LoraConfig
+from packlora.lora_config import CONFIG as CONFIG
+from packlora.lora_config import LoraConfig
 
 UNSUPPORTED = {
     "lora_bias": False, "layer_replication": None, "ensure_weight_tying": False, "megatron_config": None, "use_qalora": False,

@@ -168,7 +168,11 @@ def write_ollama(folder: Path, opened: AdapterFolder, names: Mapping[str, str]) 
     _gguf_file().write_gguf(folder / "adapter.gguf", opened, names)
     base = " ".join(opened.base.split())  # a line is a command there
     text = f"# ollama create NAME -f Modelfile\nFROM {base}\nADAPTER ./adapter.gguf\n"
-    write_file(folder / "Modelfile", lambda file: file.write_text(text, encoding="utf-8"))
+    write_file(folder / "Modelfile", partial(_write_text, text=text))
+
+
+def _write_text(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
 
 
 def serve_command(out: Path, target: str) -> str | None:

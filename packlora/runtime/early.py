@@ -6,9 +6,10 @@ from pathlib import Path
 
 from packlora.base.demo_model import check_place
 from packlora.config import DataConfig, Run
-from packlora.config.adapter_file import CONFIG, read_config
+from packlora.config.adapter_file import read_config
 from packlora.data.reader import Reader
 from packlora.data.readers import is_file_name
+from packlora.lora_config import CONFIG
 from packlora.terminal import Activity
 
 
