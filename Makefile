@@ -4,6 +4,7 @@
 #
 #   make quick   lint and a tenth of the tests: under 90 seconds on two cores
 #   make test    what CI runs: about fifteen minutes on two cores
+#   make dist    the wheel and the sdist, built, checked, installed into an empty environment and run from there
 #   make soak    every case with fresh random seeds, and all injected faults: for a night
 
 PYTHON ?= python3
@@ -12,10 +13,18 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick soak lint unit gpu docs clean
+.PHONY: demo test quick soak lint unit gpu docs dist clean
 
-demo: $(VENV)/ready
+# what the demo needs and nothing more; an environment for tests will do
+demo:
+	test -e $(VENV)/ready || $(MAKE) $(VENV)/runs
 	$(BIN)/packlora demo
+
+$(VENV)/runs: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
+	touch $@
 
 test: lint unit
 
@@ -58,5 +67,18 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl
 	touch $@
 
+# wheel and sdist, checked as an index checks them; then the wheel in an environment of its own, outside of the checkout
+dist:
+	rm -rf build/dist dist && mkdir -p build/dist
+	$(PYTHON) -m venv build/dist/tools
+	build/dist/tools/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	build/dist/tools/bin/python -m build --outdir dist .
+	build/dist/tools/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/dist/empty
+	build/dist/empty/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	build/dist/empty/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[gguf]"
+	cd build/dist && empty/bin/packlora --help && empty/bin/packlora doctor
+	cd build/dist && empty/bin/packlora demo --max-steps 1
+
 clean:
-	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -102,7 +102,7 @@ class Benchmark:
         contenders: names; the first takes part unnamed.
         optional: contenders that take part only where they are named, or where `measure` adds them.
         by_case: every figure is of one case, so that it keeps its name where other cases are missing.
-        where: "gpu" (toy sizes on a CPU), "cpu", "processes" (torchrun) or "either" (gpu or torchrun).
+        where: "gpu" (toy sizes on a CPU), "cpu", "processes" (torchrun), "either" (gpu or torchrun) or "any" (cpu or gpu).
         plot: draws a picture beside the file, with --plots.
     """
 
@@ -294,7 +294,7 @@ def run(
 def _device(name: str, bench: Benchmark, quick: bool, device: str) -> torch.device:
     """Raises InputError where the benchmark needs a GPU and there is none."""
     chosen = torch.device("cpu") if bench.where == "cpu" else choose_device(device)
-    if chosen.type == "cpu" and bench.where != "cpu" and not (quick and device == "cpu"):
+    if chosen.type == "cpu" and bench.where not in ("cpu", "any") and not (quick and device == "cpu"):
         raise InputError(f"{name} measures a GPU; --quick --device cpu tries it with toy sizes on the CPU")
     return chosen
 

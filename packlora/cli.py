@@ -9,16 +9,16 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import packlora
-from packlora.command_line import again, alone, guarded, loading, loads, speaks, without_resume
+from packlora.command_line import App, again, alone, guarded, loading, loads, speaks, without_resume
 from packlora.errors import InputError
 from packlora.terminal import say, show, tame_streams
 
-app = typer.Typer(
+app = App(
     name="packlora",
     help="Train one or many LoRA / DoRA adapters on one frozen language model, all at once.",
     no_args_is_help=True,
@@ -54,25 +54,30 @@ def train(
     """Train all jobs of a run file together."""
 
     def action() -> None:
-        from packlora.run_file import load_run
+        asked: dict[str, Any] = {"run": run, "overrides": overrides}
+        if first := loads() and speaks():
+            say(f"reading {run} and its data")
+        if alone():  # first: a slip is refused before what takes seconds is loaded; several processes find it together
+            from packlora.run_file import load_run
+            from packlora.runtime.early import read_early
 
-        # first: a slip is refused before what takes seconds is loaded; several processes find it together
-        config = load_run(run, overrides) if alone() else run
-        first = loads() and speaks()
+            config = load_run(run, overrides)
+            asked = {"run": config, "reader": read_early(config, resume)}
+        if first:
+            say("loading PyTorch and Transformers")
         with loading():
             from packlora.report.summary import print_summary
             from packlora.runtime.run import train as train_run
 
         if first:
-            say("checking the run, reading its data and loading the base model")
-        changes = None if alone() else overrides
-        result = train_run(config, overrides=changes, resume=resume, max_steps=max_steps, resume_from=resume_from)
+            say(f"checking the run and loading the base model; packlora watch {shlex.quote(str(run))} shows its curves")
+        result = train_run(**asked, resume=resume, max_steps=max_steps, resume_from=resume_from)
         if speaks():
             words = sys.argv[1:]
             print_summary(result, again(without_resume(words)), again(without_resume(words, "--max-steps")))
         raise typer.Exit(result.exit_code)
 
-    guarded(action, "stopped at once; --resume continues from the last checkpoints")
+    guarded(action, "stopped at once; --resume continues from the last checkpoints", light=True)
 
 
 Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run, or its run file.")]
@@ -293,7 +298,9 @@ def merge(
 def export(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="A PEFT adapter folder, as RUN/job.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, for gguf the file; must not exist.")],
-    target: Annotated[str, typer.Option("--for", metavar="PROGRAM", help="vllm, sglang, gguf (llama.cpp) or peft.")],
+    target: Annotated[
+        str, typer.Option("--for", metavar="PROGRAM", help="vllm, sglang, gguf (llama.cpp), ollama or peft.")
+    ],
     base_model: Annotated[
         str | None,
         typer.Option(help="Base model, where the one named in adapter_config.json is not the place to load from."),
@@ -306,11 +313,13 @@ def export(
     """Write an adapter as another program reads it, with the same numbers."""
 
     def action() -> None:
-        from packlora.export.export import export_adapter
+        from packlora.export.export import export_adapter, serve_command
 
         for note in export_adapter(adapter, out, target, base_model, dtype, check):
             say(f"note: {note}")
         show(f"adapter for {target}: {out}")
+        if (command := serve_command(out, target)) is not None:
+            show(f"serve it: {command}")
 
     guarded(action)
 

@@ -13,12 +13,43 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
+import typer.core
 
 from packlora.errors import InputError, ProcessError, WriteError, unwritten
 from packlora.terminal import say, settle
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _without_types(params: Any) -> Any:
+    """Options of a command, of which switches show no type in its help."""
+    for one in params:
+        if getattr(one, "is_flag", False) and one.metavar is None:
+            one.metavar = ""
+    return params
+
+
+class _Command(typer.core.TyperCommand):
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types(super().get_params(ctx))
+
+
+class _Group(typer.core.TyperGroup):
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types(super().get_params(ctx))
+
+
+class App(typer.Typer):
+    """The `packlora` command's parts."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=_Group, **settings)
+
+    def command(self, *args: Any, **settings: Any) -> Callable[[F], F]:
+        return super().command(*args, cls=_Command, **settings)
 
 
 def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = False) -> Any:

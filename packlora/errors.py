@@ -97,6 +97,11 @@ def refusing(what: str, compute: Callable[[], T]) -> T:
         raise InputError(f"{what}: {reason_of(error)}") from error
 
 
+def needed(package: str, extra: str, what: str) -> InputError:
+    """The error of what needs a package that is not installed, and is installed as an extra of packlora."""
+    return InputError(f"{what} needs {package}, which is not installed; pip install 'packlora[{extra}]'")
+
+
 class WriteError(Exception):
     """A checkpoint, an adapter or a merged model cannot be written, as on a full disk.
 

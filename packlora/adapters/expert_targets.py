@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig
-from peft.utils.other import get_pattern_key
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from packlora.adapters.expert_layout import is_experts, weight_names
 from packlora.adapters.kinds import Kind, kind_of_parameter
 from packlora.errors import InputError, quoted
+from packlora.lora_config import LoraConfig
+from packlora.patterns import pattern_key
 
 PROBE_ROWS = 16
 
@@ -48,6 +48,12 @@ def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> Lora
         InputError: the names mean one half of what is one parameter, or one that cannot be adapted.
     """
     asked = peft.target_modules
+    if (
+        get_checkpoint_conversion_mapping(model.config.model_type) is None
+    ):  # PEFT, which takes a second, would change nothing
+        return peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     config = copy.deepcopy(peft)
     try:
         convert_peft_config_for_transformers(config, model, None)
@@ -60,7 +66,7 @@ def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> Lora
     paths = [path for path, _ in model.named_parameters() if _some_end(path, config.target_parameters)]
     for patterns, own in ((config.rank_pattern, peft.rank_pattern), (config.alpha_pattern, peft.alpha_pattern)):
         for pattern in patterns.keys() - own.keys():  # of what PEFT fuses, where this model may have nothing
-            if not any(get_pattern_key([pattern], path) == pattern for path in paths):
+            if not any(pattern_key([pattern], path) == pattern for path in paths):
                 del patterns[pattern]
     return config
 
@@ -254,7 +260,7 @@ def rank_and_alpha(peft: LoraConfig, *names: str) -> tuple[int, float]:
     """Rank and alpha of a module or parameter by the patterns of a configuration, which may mean it by any of these names."""
 
     def own(patterns: Mapping[str, Any], usual: Any) -> Any:
-        keys = [get_pattern_key(patterns.keys(), name) for name in names]
+        keys = [pattern_key(patterns.keys(), name) for name in names]
         return next((patterns[key] for key in keys if key in patterns), usual)
 
     return own(peft.rank_pattern, peft.r), own(peft.alpha_pattern, peft.lora_alpha)

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from peft import LoraConfig
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -35,9 +33,11 @@ from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import shapes_at
 from packlora.errors import InputError, quoted
 from packlora.files import from_everywhere, write_file, write_json, write_tensors
+from packlora.lora_config import CONFIG as CONFIG
+from packlora.lora_config import WEIGHTS as WEIGHTS
+from packlora.lora_config import LoraConfig
 from packlora.starts import OF_WEIGHTS, STARTS, is_doubled
 
-CONFIG, WEIGHTS = CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 TRAINED_ON = "packlora.quantization"
 """Key in the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""
 STARTED = "packlora.start"

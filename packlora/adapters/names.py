@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters import spec as one_class
 from packlora.adapters.kinds import PARAMETERS, PREFIX
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
-from packlora.adapters.targets import matches, patterns_for
+from packlora.adapters.targets import patterns_for
 from packlora.errors import InputError
+from packlora.lora_config import LoraConfig, is_target
 from packlora.ops.twin import Twin, twin_of
 
 NAMED = (
@@ -84,7 +84,7 @@ def _is_of_twin(peft: LoraConfig, keys: Collection[str], model: PreTrainedModel,
     choose.modules_to_save = choose.layers_to_transform = choose.exclude_modules = None
 
     def any_in(names: Iterable[str]) -> bool:
-        return any(matches(choose, name) for name in names if name)
+        return any(is_target(choose, name) for name in names if name)
 
     return bool(peft.target_modules) and not any_in(here) and any_in(there)
 
@@ -217,7 +217,7 @@ def _choose_targets(peft: LoraConfig, paths: Sequence[str], model: PreTrainedMod
     choices = _both(paths, model, twin)
 
     def chosen(one: PreTrainedModel) -> set[str]:
-        return {name for name in _names(one) if name and matches(peft, name)}
+        return {name for name in _names(one) if name and is_target(peft, name)}
 
     leaves = sorted({path.rpartition(".")[2] for path in paths})
     own = [] if isinstance(peft.target_modules, str) else [sorted(peft.target_modules or ())]

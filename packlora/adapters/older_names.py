@@ -9,13 +9,13 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from peft import LoraConfig
-from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 
 from packlora.adapters.kinds import PREFIX, SUFFIXES
-from packlora.adapters.targets import matches, patterns_for
+from packlora.adapters.targets import patterns_for
+from packlora.lora_config import LoraConfig, is_target
 from packlora.ops.twin import Twin
+from packlora.patterns import pattern_key
 from packlora.renaming import renamed
 
 LEAVES = ("weight", "bias", "gate_up_proj", "down_proj")
@@ -49,8 +49,10 @@ def by_new_names(peft: LoraConfig, older: Mapping[str, str], keys: Iterable[str]
         return peft
     new = copy.copy(peft)
     if isinstance(peft.target_modules, str):
-        only_old = not any(matches(peft, path) for path in older.values())
-        new.target_modules = {older[path] for path in older if matches(peft, path)} if only_old else peft.target_modules
+        only_old = not any(is_target(peft, path) for path in older.values())
+        new.target_modules = (
+            {older[path] for path in older if is_target(peft, path)} if only_old else peft.target_modules
+        )
     for key in keys:
         value = getattr(peft, key)
         if isinstance(value, list | set):
@@ -59,7 +61,7 @@ def by_new_names(peft: LoraConfig, older: Mapping[str, str], keys: Iterable[str]
             setattr(new, key, {older.get(one, one): said for one, said in value.items()})
     for key, otherwise in (("rank_pattern", peft.r), ("alpha_pattern", peft.lora_alpha)):
         every = patterns_for(getattr(peft, key), older.items(), otherwise)
-        used = {one for one in every if any(get_pattern_key([one], path) == one for path in older.values())}
+        used = {one for one in every if any(pattern_key([one], path) == one for path in older.values())}
         setattr(new, key, {one: said for one, said in every.items() if one in used})
     return new
 

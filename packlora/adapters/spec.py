@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters import convolution
@@ -29,6 +28,7 @@ from packlora.adapters.targets import (
     without_idle,
 )
 from packlora.errors import InputError, quoted
+from packlora.lora_config import LoraConfig
 from packlora.starts import is_doubled
 
 

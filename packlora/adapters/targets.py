@@ -1,4 +1,4 @@
-"""Modules that the configuration of an adapter means, by PEFT's own matching of names and patterns; refusals of what it cannot
+"""Modules that the configuration of an adapter means, by PEFT's rules of names and patterns; refusals of what it cannot
 mean.
 """
 
@@ -15,16 +15,15 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.expert_targets import all_linear_leaves_out, is_all_linear
 from packlora.adapters.kinds import kind_of, why_no_rows
 from packlora.errors import InputError, quoted
+from packlora.lora_config import LoraConfig, is_excluded, is_target
 from packlora.ops.modules import beside_decoder
+from packlora.patterns import pattern_key
 
 MATCH_SECONDS = 10.0
 """For all patterns of an adapter against all names of a model; usual ones take milliseconds."""
@@ -42,7 +41,7 @@ def targets_of(
     if is_all_linear(targets):
         every = copy.copy(peft)
         every.target_modules = set(linears) - head_names
-        chosen = {name for name in every.target_modules if matches(every, name)}
+        chosen = {name for name in every.target_modules if is_target(every, name)}
         if not chosen:
             raise InputError(
                 f"job {job!r}: target_modules all-linear matches nothing: the model has no linear layers"
@@ -53,7 +52,7 @@ def targets_of(
         return set()
     names = [name for name, _ in model.named_modules() if name]
     check_layer_numbers(peft, names, f"job {job!r}")
-    matched = {name for name in names if matches(peft, name)}
+    matched = {name for name in names if is_target(peft, name)}
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in set(linears) - head_names}))
     if not matched and (narrowing := _narrowed_away(peft, names)):
         raise InputError(f"job {job!r}: {narrowing} leaves nothing of what target_modules {shown(targets)} matches")
@@ -122,7 +121,7 @@ def left_out_by_all_linear(asked: LoraConfig, model: PreTrainedModel, adapted: I
     """Note on matrices that all-linear may be thought to take. asked: before parameters were looked for."""
     if not is_all_linear(asked.target_modules):
         return []
-    excluded = [name for name, _ in model.named_modules() if name and _is_excluded(asked, name)]
+    excluded = [name for name, _ in model.named_modules() if name and is_excluded(asked, name)]
     left_out = all_linear_leaves_out(model, [*adapted, *excluded])
     say = f"job {job!r}: target_modules all-linear leaves out"
     notes = [f"{say} {path}{reason}" for path, reason in left_out.items() if reason is not None]
@@ -136,7 +135,7 @@ def check_narrowed(peft: LoraConfig, parameters: Iterable[str], job: str) -> Non
     """Raises InputError where keys that narrow target_modules are given for experts or routers: PEFT ignores them."""
     for path in parameters:
         owner = path.rpartition(".")[0]
-        if peft.exclude_modules and (_is_excluded(peft, owner) or _is_excluded(peft, path)):
+        if peft.exclude_modules and (is_excluded(peft, owner) or is_excluded(peft, path)):
             raise InputError(
                 f"job {job!r}: exclude_modules matches {owner}, but PEFT excludes no experts and no routers; name other layers "
                 "alone in target_modules, and parameters in target_parameters"
@@ -150,11 +149,11 @@ def check_narrowed(peft: LoraConfig, parameters: Iterable[str], job: str) -> Non
 
 def check_patterns(peft: LoraConfig, adapted: Iterable[str], job: str) -> None:
     names = list(adapted)
-    for pattern_key, patterns in (("rank_pattern", peft.rank_pattern), ("alpha_pattern", peft.alpha_pattern)):
+    for kind, patterns in (("rank_pattern", peft.rank_pattern), ("alpha_pattern", peft.alpha_pattern)):
         for pattern in patterns:
-            if not any(get_pattern_key([pattern], name) == pattern for name in names):
+            if not any(pattern_key([pattern], name) == pattern for name in names):
                 raise InputError(
-                    f"job {job!r}: adapter.{pattern_key} has {quoted(pattern, 300)}, which matches no adapted module"
+                    f"job {job!r}: adapter.{kind} has {quoted(pattern, 300)}, which matches no adapted module"
                 )
 
 
@@ -162,7 +161,7 @@ def patterns_for(asked: dict[str, Any], pairs: Iterable[tuple[str, str]], otherw
     """A rank_pattern or alpha_pattern that says of the second names what it says of the first ones."""
 
     def said(name: str) -> Any:
-        return asked.get(get_pattern_key(list(asked), name), otherwise)
+        return asked.get(pattern_key(list(asked), name), otherwise)
 
     return {re.escape(other): said(name) for name, other in pairs if said(other) != said(name)} | asked
 
@@ -190,7 +189,7 @@ def bare_layers(peft: LoraConfig, names: Collection[str]) -> list[int]:
     for number in [asked] if isinstance(asked, int) else asked or ():
         own = copy.copy(peft)
         own.layers_to_transform, own.exclude_modules, own.modules_to_save = [number], None, None
-        out += [] if any(matches(own, name) for name in names) else [number]
+        out += [] if any(is_target(own, name) for name in names) else [number]
     return out
 
 
@@ -202,7 +201,7 @@ def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
         without = copy.copy(peft)
         for key in keys:
             setattr(without, key, None)
-        return any(matches(without, name) for name in names)
+        return any(is_target(without, name) for name in names)
 
     alone = [key for key in both if matches_without(key)]
     if not alone and not matches_without(*both):
@@ -227,19 +226,10 @@ def with_names(peft: LoraConfig, model: PreTrainedModel, chosen: set[str]) -> Lo
         return named
     for names in ({path.rpartition(".")[2] for path in chosen}, chosen):
         named.target_modules = set(names)
-        if {name for name, _ in model.named_modules() if name and matches(named, name)} == chosen:
+        if {name for name, _ in model.named_modules() if name and is_target(named, name)} == chosen:
             return named
     named.target_modules = peft.target_modules
     return named
-
-
-def matches(peft: LoraConfig, name: str) -> bool:
-    """Whether a configuration adapts the module of a name, by PEFT's own rule."""
-    return bool(check_target_module_exists(peft, name)) and not _is_excluded(peft, name)
-
-
-def _is_excluded(peft: LoraConfig, name: str) -> bool:
-    return type(check_target_module_exists(peft, name)).__name__ == "_ExcludedModule"
 
 
 # The patterns as PEFT uses them. A process of its own, as nothing ends a match that backtracks for hours in this one.

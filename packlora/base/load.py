@@ -20,7 +20,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from packlora.base.classes import ClassOf, auto_class, own_class, twin_for, without_weights
-from packlora.base.demo_model import DEMO_MODEL, base_path
+from packlora.base.demo_model import DEMO_MODEL, base_path, check_place
 from packlora.base.shape import check_sizes
 from packlora.config import Run
 from packlora.errors import InputError, foreign, quoted
@@ -99,13 +99,7 @@ def own_skeleton(path: str, revision: str | None) -> tuple[PreTrainedModel, Any]
 
 def read_config(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
     """The configuration of a folder or a hub id. Raises InputError where there is none, or none that is trained here."""
-    if os.path.lexists(path) and not os.path.isdir(path):
-        raise InputError(f"base_model {path!r} is not a folder; give the folder of a model or a Hugging Face model id")
-    if path.startswith((".", "/", "~")) and not os.path.isdir(path):
-        raise InputError(
-            f"base_model {path!r}: there is no such folder (seen from {os.getcwd()}); give that of a model, a Hugging Face "
-            f"model id, or {DEMO_MODEL}"
-        )
+    check_place(path)
     config = load_part(
         "configuration",
         path,

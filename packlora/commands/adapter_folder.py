@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters.files import (
@@ -31,6 +30,7 @@ from packlora.base.load import own_skeleton
 from packlora.config import JobConfig, Run
 from packlora.config.adapter_file import named_adapters, read_config
 from packlora.errors import InputError
+from packlora.lora_config import LoraConfig
 from packlora.ops.twin import twin_of
 from packlora.report.journal import read_record
 from packlora.runtime.checkpoint import NAME
@@ -70,7 +70,7 @@ def open_adapter(path: Path, base_model: str | None) -> AdapterFolder:
     config = read_config(str(path), path.name)
     if base_model is None and config.base_model_name_or_path is None:
         raise InputError(f"{path} names no base model; give one with --base-model")
-    base = base_path(base_model or str(config.base_model_name_or_path))
+    base = base_path(base_model or named_base(path, str(config.base_model_name_or_path)))
     note = base_note(str(path), base)
     kinds = [model_type(where) for where in (str(config.base_model_name_or_path), base)]
     with of_the_base():
@@ -81,6 +81,15 @@ def open_adapter(path: Path, base_model: str | None) -> AdapterFolder:
     spec = resolve(config, skeleton, path.name, keys=stored_keys(path))
     tensors = read_tensors(path, tensor_shapes(spec, skeleton), path.name, spec.read_as)
     return AdapterFolder(path, config, base, skeleton, base_config, spec, tensors, note)
+
+
+def named_base(folder: Path, named: str) -> str:
+    """The base model that an adapter names. A relative folder, which older files may name, was seen from the folder that the
+    run was started in: where it is not here, the nearest one above the adapter that has it counts."""
+    if os.path.isdir(named) or os.path.isabs(named):
+        return named
+    above = [parent / named for parent in Path(os.path.abspath(folder)).parents]
+    return str(next((place for place in above if (place / "config.json").is_file()), named))
 
 
 def check_folder(path: Path) -> None:
@@ -144,10 +153,11 @@ def same_base(folders: Sequence[Path], base_model: str | None) -> tuple[str, str
     configs = {folder: read_config(str(folder), folder.name) for folder in folders}
     if base_model is not None:
         return base_path(base_model), None
-    named = {folder: (config.base_model_name_or_path, config.revision) for folder, config in configs.items()}
-    for folder, (base, _) in named.items():
-        if base is None:
+    named = {}
+    for folder, config in configs.items():
+        if config.base_model_name_or_path is None:
             raise InputError(f"{folder} names no base model; give one with --base-model")
+        named[folder] = named_base(folder, config.base_model_name_or_path), config.revision
     if len(set(named.values())) > 1:
         listed = ", ".join(f"{folder} that of {base}" for folder, (base, _) in named.items())
         raise InputError(f"the adapters are of several base models ({listed}); --base-model says which to load")

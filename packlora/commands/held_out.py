@@ -14,6 +14,7 @@ from packlora.base.model import load_base
 from packlora.base.own_tokenizer import TEMPLATE, own_template
 from packlora.commands.adapter_folder import same_base, trained_by
 from packlora.config import DataConfig, DataSource
+from packlora.data.reader import Reader
 from packlora.data.readers import read_data
 from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import SingleDevice
@@ -84,7 +85,7 @@ def evaluate_adapter(
         tree |= trained.run.model_dump(include={"quantization"}, exclude_none=True)
     run = parse_run(tree, "packlora eval")
     with Activity() as told:
-        prepared = prepare(run, told=told, moment=trained.began if trained else None)
+        prepared = prepare(run, reader=Reader(told), moment=trained.began if trained else None)
         told(f"loading {path}")
         base = load_base(run, prepared.tokenizer, prepared.longest_by_job, prepared.modality)
     (item,) = prepared.jobs

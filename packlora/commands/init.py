@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
+from packlora.base.demo_model import DEMO_MODEL, check_place
 from packlora.config import DataConfig, TrainConfig
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
@@ -27,8 +29,7 @@ jobs:                       # all of them are trained at once, on one base model
       path: {data}
       # eval_split: 0.05            # share that is held out, whose loss is shown; or eval_path: a file of such samples
       # max_length: {length}          # longest sample in tokens
-      # truncate: right             # cut longer ones, or drop them; error where nothing is said
-    adapter:
+{truncate}    adapter:
       r: 16
       lora_alpha: 32
       # use_dora: true
@@ -41,6 +42,11 @@ jobs:                       # all of them are trained at once, on one base model
       warmup_ratio: 0.03
       # eval_steps: 50              # with eval_split
 """
+SAYS_TRUNCATE = "      # truncate: right             # cut longer ones, or drop them; error where nothing is said\n"
+DROPS = "      truncate: drop              # some rows look longer; right cuts them, error refuses them\n"
+"""Lines on truncate, where all rows are short and where some may be too long."""
+LENGTH, CHARACTERS = DataConfig.model_fields["max_length"].default, 3
+"""Tokens of the longest sample where nothing is said, and characters of a short token."""
 NOBODY = "init"
 """Whom messages about the data name."""
 
@@ -64,6 +70,8 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
         rows = read_data(str(data), NOBODY).rows
     except InputError as error:  # there is no job yet
         raise InputError(str(error).removeprefix(f"job {NOBODY!r}: ")) from None
+    check_place(base_model)
+    _check_rows(rows, base_model)
     kind, name = kind_of(rows[0]), re.sub(r"[^A-Za-z0-9._-]+", "-", data.stem).strip("-.")[:100] or "first"
     seen = os.path.relpath(data, out.parent) if not data.is_absolute() else str(data)
 
@@ -74,7 +82,8 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
     text = TEXT.format(
         rows=len(rows), path=json.dumps(str(data)), kind=kind, out=shlex.quote(str(out)), base=quoted(base_model),
         output=quoted(f"runs/{name}"), name=json.dumps(name), data=quoted(seen),
-        length=DataConfig.model_fields["max_length"].default,
+        truncate=DROPS if max(map(characters, rows)) > CHARACTERS * LENGTH else SAYS_TRUNCATE,
+        length=LENGTH,
         batch=min(len(rows), TrainConfig.model_fields["global_batch_size"].default),
         rate="2e-4" if trainer == "sft" else "1e-5",
         trainer=f"\n      trainer: {trainer}              # docs/preference.md" * (trainer != "sft"),
@@ -86,6 +95,30 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
     except OSError as error:
         raise InputError(f"cannot write {out}: {error.strerror}") from None
     return f"{len(rows)} rows: {kind}"
+
+
+def _check_rows(rows: Sequence[Row], base_model: str) -> None:
+    """Raises InputError where no one job takes all rows, or the base model cannot see what they hold."""
+    wanted = trainer_of(rows[0])
+    for row in rows:
+        if (found := trainer_of(row)) != wanted:
+            raise InputError(
+                f"{row.where}: {kind_of(row)}, for trainer {found}, but {rows[0].where}: {kind_of(rows[0])}, for {wanted}; "
+                "a job takes one kind of rows: put them in files of their own"
+            )
+        if base_model == DEMO_MODEL and any(half.files for half in row.pair or (row,)):
+            raise InputError(
+                f"{row.where}: the row has images, which {DEMO_MODEL} does not see; give a base model that does with "
+                "--base-model"
+            )
+
+
+def characters(row: Row) -> int:
+    """Characters of the texts of a row, of a pair those of the longer half."""
+    if row.pair is not None:
+        return max(map(characters, row.pair))
+    texts = [row.system, row.prompt, row.completion, row.text]
+    return sum(len(text) for text in texts if text) + sum(len(str(one.get("content"))) for one in row.messages or ())
 
 
 def trainer_of(row: Row) -> str:

@@ -7,7 +7,7 @@ estimates, or what was measured on this device before. See `memory_parts` there 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import packlora
 from packlora.base.device import choose_device
 from packlora.commands.plan_layouts import HEADINGS, Layouts, figures_of, sentences, table
 from packlora.config import Run
+from packlora.data.reader import Reader
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.report.gantt import draw
@@ -42,6 +43,8 @@ from packlora.terminal import Activity, Told, silent
 
 SAMPLES_SHOWN = 200_000
 """Samples that are planned for the figures; of a longer run the first windows, scaled up."""
+MOSTLY = 0.8
+"""Share of the free memory from which on frozen weights leave too little room for anything else."""
 FULL = 0.95
 """Fill from which on a microbatch counts as full."""
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -206,7 +209,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     run = begun(run)[0]
     if gpus is not None and run.dtype == "auto" and run.device != "cpu":  # also where there are none
         run = run.model_copy(update={"dtype": "bfloat16"})
-    prepared, tensor = prepare(run, told=told), run.parallel.tensor
+    prepared, tensor = prepare(run, reader=Reader(told)), run.parallel.tensor
     if gpus is not None and (run.parallel.in_parts is not None or run.parallel.is_sharded):
         run.parallel.check(gpus)
     if run.parallel.expert > 1 and gpus is None:
@@ -360,7 +363,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
             f"memory on each {device.type}, {plan.known.origin}: {total} (estimate of its parts on one device: {split})"
         )
     if not plan.known.fits(plan.fullest):
-        say("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
+        say(f"note: this does not fit; {_remedy(run, prepared, parts, plan.known.room)}")
     for warning in prepared.warnings:
         say(f"note: {warning}")
     if plan.layouts is not None:
@@ -436,6 +439,16 @@ def _print_methods(methods: Sequence[Figures], console: Screen) -> None:
         for own in methods
     ]  # fmt: skip
     _print_table(console, headings, rows)
+
+
+def _remedy(run: Run, prepared: PreparedRun, parts: Mapping[str, int], room: int) -> str:
+    """What makes a run fit: where the frozen weights alone leave little room, fewer bytes for them."""
+    if parts["frozen weights"] < MOSTLY * room:
+        return "lower max_tokens_per_microbatch or set gradient_checkpointing: true"
+    share = f"the frozen weights alone take {parts['frozen weights'] / 2**30:.1f} GiB; "
+    if prepared.form is None:
+        return share + "set quantization: nf4 (a quarter of 16 bits) or int8 (half), or take a smaller base model"
+    return share + "take a smaller base model, or divide it over several devices (parallel)"
 
 
 def _print_budgets(budgets: Sequence[Prediction], chosen: int, console: Screen) -> None:

@@ -9,12 +9,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig
-from peft.utils import CONFIG_NAME as CONFIG
 from pydantic import Field, ValidationError
 
 from packlora.config.adapter import AdapterConfig
 from packlora.errors import InputError, quoted, shown
+from packlora.lora_config import CONFIG as CONFIG
+from packlora.lora_config import LoraConfig
 
 UNSUPPORTED = {
     "lora_bias": False, "layer_replication": None, "ensure_weight_tying": False, "megatron_config": None, "use_qalora": False,

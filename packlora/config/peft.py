@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from peft import LoraConfig
-
 from packlora.config.adapter import AdapterConfig
 from packlora.files import from_everywhere
 from packlora.given import MEMORY
+from packlora.lora_config import LoraConfig
 
 
 def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:

@@ -14,7 +14,7 @@ from typing import Any
 from packlora.data.rows import How
 from packlora.data.unpacking import Bound, claimed_by_message, claimed_by_parquet, rows_at_once
 from packlora.data.values import parse_json
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError, needed, quoted
 
 AT_ONCE = 1024
 """Rows that are in memory at once as Python's objects."""
@@ -25,8 +25,17 @@ Values = Iterator[tuple[str, Any]]
 """Rows with their places; an InputError where a row cannot be read by itself."""
 
 
+def check_pyarrow(what: str) -> None:
+    """Raises InputError where the library of tables is not installed."""
+    try:
+        import pyarrow  # noqa: F401
+    except ModuleNotFoundError:
+        raise needed("pyarrow", "parquet", what) from None
+
+
 def read_parquet(file: Path, job: str, how: How) -> Values:
     """Rows of a .parquet file. Raises InputError where it is none, or unpacks to too much."""
+    check_pyarrow(f"job {job!r}: {file}")
     import pyarrow
     import pyarrow.parquet
 
@@ -49,6 +58,7 @@ def read_saved(folder: Path, job: str, accepted: str, how: How) -> Values:
     def bad(text: str, line: int | None = None) -> InputError:
         return InputError(f"job {job!r}: {folder / DATASET}: {text}")
 
+    check_pyarrow(f"job {job!r}: {folder}")
     import pyarrow
 
     try:

@@ -11,15 +11,18 @@ padded with rows and B_i with columns of zeros. The products are made in float32
 from __future__ import annotations
 
 import copy
+import json
 import os
+import shlex
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, get_args
 
 import torch
-from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -43,7 +46,7 @@ from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
 from packlora.config.peft import whole_number
-from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
+from packlora.errors import InputError, WriteError, foreign, needed, quoted, unwritten
 from packlora.export.as_served import (
     as_trained,
     classes,
@@ -53,16 +56,18 @@ from packlora.export.as_served import (
     why_not,
     with_peft,
 )
-from packlora.export.gguf_file import gguf_names, write_gguf
 from packlora.files import write_file, write_folder, write_json, write_tensors
 from packlora.form import is_stored
+from packlora.lora_config import LoraConfig
 from packlora.ops.modules import beside_decoder
 from packlora.ops.twin import twin_of
 
-Target = Literal["peft", "vllm", "sglang", "gguf"]
+Target = Literal["peft", "vllm", "sglang", "gguf", "ollama"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PROGRAM = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}
+PROGRAM = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp", "ollama": "Ollama"}
+OF_LLAMA_CPP = ("gguf", "ollama")
+"""Targets that are written as llama.cpp reads them."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank, which is 16 where it is not given."""
 VLLM_RANK = 16
@@ -85,7 +90,7 @@ def export_adapter(
     Args:
         adapter_dir: a PEFT LoRA or DoRA adapter folder.
         out: the folder to write, which must not exist or be empty; for gguf the file, which must not exist.
-        target: one of TARGETS.
+        target: one of TARGETS. ollama gets a folder with a file for llama.cpp and a Modelfile.
         base_model: where the base model is; default is the adapter's base_model_name_or_path.
         dtype: of the tensors that are written; auto is the base's.
         check: whether the logits of what is written are held against the adapter's before `out` appears, see as_served.py.
@@ -117,7 +122,8 @@ def export_adapter(
         _check_ends(opened, target)
         _check_parameters(opened, target)
         opened = plain(opened)
-    names = gguf_names(opened) if target == "gguf" else {}
+    gguf = _gguf_file() if target in OF_LLAMA_CPP else None
+    names = {} if gguf is None else gguf.gguf_names(opened)
     base_dtype = opened.skeleton.config.dtype or torch.float32
     opened = replace(opened, tensors=_cast(opened, base_dtype if dtype == "auto" else getattr(torch, dtype)))
 
@@ -135,8 +141,10 @@ def export_adapter(
     try:
         path = Path(os.path.realpath(out))  # a link stays, and what it leads to is written
         path.parent.mkdir(parents=True, exist_ok=True)
-        if target == "gguf":
-            write_file(path, lambda file: write_gguf(file, opened, names))
+        if gguf is not None and target == "gguf":
+            write_file(path, lambda file: gguf.write_gguf(file, opened, names))
+        elif gguf is not None:
+            write_folder(path, lambda folder: write_ollama(folder, opened, names))
         else:
             write_folder(path, write)
     except (OSError, SafetensorError) as error:
@@ -144,6 +152,39 @@ def export_adapter(
             raise WriteError(f"cannot write {out}: {reason}") from None
         raise InputError(f"cannot write {out}: {error}") from None
     return notes + _to_know(opened, target)
+
+
+def _gguf_file() -> ModuleType:
+    """The module that writes files of llama.cpp. Raises InputError where its library is not installed."""
+    try:
+        from packlora.export import gguf_file
+    except ModuleNotFoundError:
+        raise needed("gguf", "gguf", "a file for llama.cpp") from None
+    return gguf_file
+
+
+def write_ollama(folder: Path, opened: AdapterFolder, names: Mapping[str, str]) -> None:
+    """Write an adapter and the Modelfile from which `ollama create NAME -f Modelfile` makes a model."""
+    _gguf_file().write_gguf(folder / "adapter.gguf", opened, names)
+    base = " ".join(opened.base.split())  # a line is a command there
+    text = f"# ollama create NAME -f Modelfile\nFROM {base}\nADAPTER ./adapter.gguf\n"
+    write_file(folder / "Modelfile", partial(_write_text, text=text))
+
+
+def _write_text(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+
+
+def serve_command(out: Path, target: str) -> str | None:
+    """The command that serves an exported adapter, under its folder's name; None for programs without one."""
+    if target == "ollama":
+        return f"ollama create {shlex.quote(out.name.lower())} -f {shlex.quote(str(out / 'Modelfile'))}"
+    if target != "vllm":
+        return None
+    config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+    rank = next((known for known in VLLM_RANKS if known >= config["r"]), config["r"])
+    words = ["vllm", "serve", str(config["base_model_name_or_path"]), "--enable-lora", "--max-lora-rank", str(rank)]
+    return shlex.join([*words, "--lora-modules", f"{out.name}={out.absolute()}"])
 
 
 def prove_names(folder: Path, model: PreTrainedModel, also_twin: bool = False) -> None:
@@ -218,7 +259,7 @@ def _check_plain(opened: AdapterFolder, program: str) -> None:
 
 def _check_ends(opened: AdapterFolder, target: str) -> None:
     """Raises InputError where an adapter of an embedding or of the output layer is none that the program takes."""
-    if target == "gguf" and (ends := _ends(opened)):
+    if target in OF_LLAMA_CPP and (ends := _ends(opened)):
         raise InputError(
             f"{opened.path} adapts {ends[0]}, which {PROGRAM[target]} does not read of an adapter; {_merging(opened)}"
         )

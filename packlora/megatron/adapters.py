@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import peft as of_peft
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
 
 from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, stored_tensors
 from packlora.adapters.kinds import PREFIX, SUFFIXES
@@ -23,6 +23,7 @@ from packlora.config.adapter_file import read_config
 from packlora.config.peft import whole_number
 from packlora.errors import InputError
 from packlora.files import write_json, write_tensors
+from packlora.lora_config import LoraConfig
 from packlora.megatron.attach import Placed, check_model, unwrapped
 from packlora.megatron.checkpoint import adapter_state, load_state, put
 from packlora.megatron.gather import Tensors, everywhere, whole_tensors
@@ -40,7 +41,7 @@ from packlora.megatron.stacked import (
 )
 from packlora.megatron.targets import check_layers, check_ranks, config_of, module_spec, resolve
 
-Given: TypeAlias = LoraConfig | AdapterConfig | str | Path
+Given: TypeAlias = LoraConfig | of_peft.LoraConfig | AdapterConfig | str | Path
 """A configuration, or a folder with an adapter."""
 ENDS = {end: own for kind in (SUFFIXES["embedding"], SUFFIXES["linear"]) for own, end in kind.items() if own != "bias"}
 """Tensors of an adapter by the ends of their keys in its file; that of a magnitude may have .weight after it."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
+import peft
 
 from packlora.adapters.expert_targets import rank_and_alpha, scaling_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
@@ -21,7 +19,9 @@ from packlora.config import AdapterConfig
 from packlora.config.adapter_file import UNSUPPORTED
 from packlora.config.peft import peft_config
 from packlora.errors import InputError, quoted
+from packlora.lora_config import LoraConfig, is_target
 from packlora.megatron.layers import Found, check, config_in
+from packlora.patterns import pattern_key
 
 STARTS: tuple[object, ...] = (True, "gaussian")
 """Values of init_lora_weights: A as PEFT's linear layers have it, or normal with a deviation of 1 / r. B is zero."""
@@ -42,7 +42,7 @@ PREDICTION = "mtp."
 """Names of layers that predict tokens further ahead, which all-linear leaves out: transformers' models have none."""
 
 
-def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
+def config_of(given: LoraConfig | peft.LoraConfig | AdapterConfig, name: str) -> LoraConfig:
     """PEFT configuration of an adapter.
 
     Raises:
@@ -52,7 +52,7 @@ def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
         if isinstance(given, AdapterConfig) and getattr(given, own) != value:
             raise InputError(f"adapter {name!r}: {own} is set, which adapters on Megatron-Core models do not support")
     config = peft_config(given, "", None) if isinstance(given, AdapterConfig) else given
-    if not isinstance(config, LoraConfig):
+    if not isinstance(config, LoraConfig | peft.LoraConfig):
         raise InputError(
             f"adapter {name!r}: a peft.LoraConfig or an adapter of a run file is needed, not {type(given).__name__}"
         )
@@ -85,7 +85,7 @@ def resolve(
     chosen = _chosen(config, kinds, name)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key):
-            if not any(get_pattern_key([pattern], layer) == pattern for layer in chosen):
+            if not any(pattern_key([pattern], layer) == pattern for layer in chosen):
                 raise InputError(f"adapter {name!r}: {key} has {quoted(pattern, 300)}, which matches no adapted layer")
     specs, ranks = dict[str, ModuleSpec](), dict[str, int]()
     if divided and not any(map(is_expert, chosen)):
@@ -167,9 +167,9 @@ def _chosen(config: LoraConfig, kinds: Mapping[str, str], name: str) -> list[str
             )
     if isinstance(targets, str) and targets.lower() == "all-linear":
         named = LoraConfig(target_modules=linear, exclude_modules=config.exclude_modules)
-        return [path for path in linear if _matches(named, path)]
+        return [path for path in linear if is_target(named, path)]
     if isinstance(targets, str):
-        chosen = [path for path in kinds if _matches(config, path)]
+        chosen = [path for path in kinds if is_target(config, path)]
         if not chosen:
             raise InputError(
                 f"adapter {name!r}: target_modules {quoted(targets, 300)} matches no layer: {_leaves(kinds)}"
@@ -181,7 +181,7 @@ def _chosen(config: LoraConfig, kinds: Mapping[str, str], name: str) -> list[str
         layers_to_transform=config.layers_to_transform, layers_pattern=config.layers_pattern,
     )  # fmt: skip
     check_layer_numbers(named, kinds, f"adapter {name!r}")
-    chosen = [path for path in kinds if _matches(named, path)]
+    chosen = [path for path in kinds if is_target(named, path)]
     for target in wanted:
         if not any(path == target or path.endswith(f".{target}") for path in kinds):
             raise InputError(
@@ -207,11 +207,6 @@ def own_names(targets: Collection[str], name: str) -> list[str]:
         if named:
             wanted = (wanted - named) | {own}
     return sorted(wanted)
-
-
-def _matches(config: LoraConfig, path: str) -> bool:
-    match = check_target_module_exists(config, path)
-    return bool(match) and type(match).__name__ != "_ExcludedModule"
 
 
 def _leaf(path: str) -> str:

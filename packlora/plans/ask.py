@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from peft.utils.other import get_pattern_key
-
 from packlora.errors import quoted
 from packlora.ops.lora_linear.plan import PLANS, Plan, named_plan
+from packlora.patterns import pattern_key
 
 Prefer = Literal["time", "memory"]
 RULES = ("measured", "flops")
@@ -67,12 +66,12 @@ def asks_of(
     names = {path: (matched or {}).get(path, path) for path in paths}
     for pattern in asks:
         try:
-            found = any(get_pattern_key([pattern], name) == pattern for name in names.values())
+            found = any(pattern_key([pattern], name) == pattern for name in names.values())
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"plan has {quoted(pattern)}, which is not a valid regular expression: {error}") from None
         if not found:
             raise ValueError(f"plan has {quoted(pattern, 300)}, which matches no adapted linear layer")
-    return {path: asks.get(get_pattern_key(list(asks), name), otherwise) for path, name in names.items()}
+    return {path: asks.get(pattern_key(list(asks), name), otherwise) for path, name in names.items()}
 
 
 def _ask_of(plan: Any, lossy: bool, prefer: Any, whose: str = "") -> Ask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from packlora.errors import needed
 from packlora.report.charts import LIGHT
 from packlora.schedule.cost import CostModel
 from packlora.schedule.simulate import simulate
@@ -22,10 +23,13 @@ def draw(microbatches: Sequence[Microbatch], cost: CostModel, title: str, path: 
     A box is split by the tokens of the jobs that share it.
 
     Raises:
+        InputError: matplotlib is not installed.
         OSError, ValueError: it cannot be written, or not as this kind.
     """
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise needed("matplotlib", "plot", "the picture of a timeline") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch

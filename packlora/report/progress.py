@@ -192,7 +192,10 @@ class Progress:
             cells["job"].stylize(colour)
             bar = widths.get("progress", 0)
             done = round(bar * job.step / job.num_steps)
-            cells["progress"] = Text.assemble(("━" * done, colour), ("━" * (bar - done), "dim"))
+            rest = (
+                "─" if self.console.no_color or self.console.color_system is None else "━"
+            )  # which colours tell apart
+            cells["progress"] = Text.assemble(("━" * done, colour), (rest * (bar - done), "dim"))
             table.add_row(*(cells[name] for name in widths))
         foot = f"{duration(time.perf_counter() - self._start)} elapsed"
         if running := [job for job in every if job.status == "running"]:

@@ -7,7 +7,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters.files import read_start, read_tensors, stored_keys, tensor_shapes
@@ -17,6 +16,7 @@ from packlora.config import AdapterConfig
 from packlora.config.adapter_file import OURS_ALONE, read_config
 from packlora.config.peft import as_asked, peft_config
 from packlora.errors import InputError
+from packlora.lora_config import LoraConfig
 
 
 def continued_config(adapter: AdapterConfig, base_model: str, revision: str | None, job: str) -> LoraConfig:

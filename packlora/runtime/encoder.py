@@ -1,8 +1,7 @@
-"""Reads the rows of jobs, and makes samples of them."""
+"""Makes samples of the rows of jobs."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,23 +11,21 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.shape import context_of
-from packlora.config import DataSource, JobConfig, Run
+from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows, encode_some
-from packlora.data.fields import OF_PAIRS
 from packlora.data.mixture import joined, mixed
 from packlora.data.prompts import Prompt, encode_prompts
-from packlora.data.readers import read_data
+from packlora.data.reader import Rows
 from packlora.data.rows import Row
 from packlora.data.tokens import check_vocabulary
 from packlora.engine.objectives import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
-from packlora.given import given
 from packlora.modality import ExtrasReader
 from packlora.runtime.job import learning_rates
-from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
-from packlora.terminal import Told, silent
+from packlora.runtime.prepared_job import PreparedJob, number_of, products_kept, trainable_parameters
+from packlora.terminal import Told
 
 OF_READING = {"path", "eval_path", "eval_split", "columns", "max_samples", "subset", "split"}
 """Keys of a job's data that say which rows it has. A sample is made of its row by the others."""
@@ -177,34 +174,6 @@ class Encoder:
             raise InputError(f"job {job.name!r}: {error}") from None
         encoded.skipped[:0] = read.skipped
         return encoded
-
-
-class Reader:
-    """Reads the rows of jobs, those of several jobs with one path once."""
-
-    def __init__(self, told: Told = silent) -> None:
-        self.told = told
-        self._known: dict[tuple[str, str, bool, bool], Rows] = {}
-
-    def rows(self, job: JobConfig) -> list[Rows]:
-        """Rows of each of a job's sources; none of those that are read in training."""
-        return [] if job.data.streaming else [self._rows(source, job) for source in job.data.train_sources]
-
-    def held_out(self, job: JobConfig) -> list[Rows]:
-        return [self._rows(source, job) for source in job.data.eval_sources]
-
-    def _rows(self, source: DataSource, job: JobConfig) -> Rows:
-        fields, pairs = job.train.objective is not None, job.train.trainer in OF_PAIRS
-        path, named = source.path, source.model_dump_json(exclude={"weight"})
-        key = named, job.data.on_bad_row, fields, pairs
-        if key not in self._known:
-            stamp: tuple[int, ...] | None = (0,) if path in given().rows else None
-            with contextlib.suppress(OSError):  # read_data says what is wrong
-                found = os.stat(path)
-                stamp = (found.st_mtime_ns, found.st_size, found.st_ino) if os.path.isfile(path) else None
-            read = read_data(source, job.name, self.told, job.data.on_bad_row, fields, pairs)
-            self._known[key] = Rows(named, read, stamp)
-        return self._known[key]
 
 
 def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from transformers import get_scheduler
 
 from packlora.adapters.attach import Adapter
 from packlora.config import HIGHER_IS_BETTER, JobConfig, TrainConfig
@@ -43,13 +43,45 @@ class StepResult:
     tokens: int
 
 
-def learning_rates(config: TrainConfig, num_steps: int) -> Any:
-    """The learning rate of step number n, counted from 0, as transformers' get_scheduler gives it; a pure function."""
+def learning_rates(config: TrainConfig, num_steps: int) -> Callable[[int], float]:
+    """The learning rate of step number n, counted from 0, as transformers' get_scheduler gives it; a pure function. The usual
+    schedules are formulas, since transformers' module of schedules imports PEFT, which takes a second."""
+    own = None if config.lr_scheduler_kwargs else USUAL_SCHEDULES.get(config.lr_scheduler_type)
+    share = _by_transformers(config, num_steps) if own is None else partial(own, config.warmup_of(num_steps), num_steps)
+    return lambda step: config.learning_rate * share(step)
+
+
+def _warmed(warmup: int, steps: int, step: int) -> float:
+    return step / max(1, warmup) if step < warmup else 1.0
+
+
+def _linear(warmup: int, steps: int, step: int) -> float:
+    return _warmed(warmup, steps, step) if step < warmup else max(0.0, (steps - step) / max(1, steps - warmup))
+
+
+def _cosine(warmup: int, steps: int, step: int) -> float:
+    progress = (step - warmup) / max(1, steps - warmup)
+    return _warmed(warmup, steps, step) if step < warmup else max(0.0, (1 + math.cos(math.pi * progress)) / 2)
+
+
+USUAL_SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
+    "constant": lambda warmup, steps, step: 1.0,
+    "constant_with_warmup": _warmed,
+    "linear": _linear,
+    "cosine": _cosine,
+}
+"""Share of the learning rate, of steps of warm-up, of all steps and of a step's number."""
+
+
+def _by_transformers(config: TrainConfig, num_steps: int) -> Callable[[int], float]:
+    from transformers import get_scheduler
+
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     warmup, more = config.warmup_of(num_steps), config.lr_scheduler_kwargs
     steps = None if "num_stable_steps" in more else num_steps  # which decides, and transformers warns of both
     schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps, more)
-    return lambda step: config.learning_rate * schedule.lr_lambdas[0](step)
+    share: Callable[[int], float] = schedule.lr_lambdas[0]
+    return share
 
 
 @dataclass(frozen=True, slots=True)

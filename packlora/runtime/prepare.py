@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters.expert_targets import divided_ranks
@@ -25,28 +24,30 @@ from packlora.changes import check_prepared
 from packlora.config import JobConfig, Run
 from packlora.config.peft import peft_config
 from packlora.data.prompts import listed, taught_end
+from packlora.data.reader import Reader, Rows
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock, templated
 from packlora.engine.optimizer import check_optim
 from packlora.errors import InputError, quoted
 from packlora.form import WeightForm, check_asked, prepared_form, read_as_floats
 from packlora.given import given
+from packlora.lora_config import LoraConfig
 from packlora.modality import Modality, plugin
 from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
-from packlora.runtime.encoder import Encoder, Reader
+from packlora.runtime.encoder import Encoder
 from packlora.runtime.head_cost import known_head
-from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
+from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.starts import check_start_of_weights
-from packlora.terminal import Told, silent
+from packlora.terminal import silent
 
 LOOKED_AT = 1000
 """Samples of a job that are looked at for how answers end."""
 
 
 def prepare(
-    run: Run, max_steps: int | None = None, resumed: bool = False, told: Told = silent,
+    run: Run, max_steps: int | None = None, resumed: bool = False, reader: Reader | None = None,
     gone: Mapping[str, str] | None = None, budgets: Mapping[str, int] | None = None, moment: datetime | None = None,
 ) -> PreparedRun:  # fmt: skip
     """Read, encode and match everything. Raises InputError at the first thing that cannot work.
@@ -55,22 +56,21 @@ def prepare(
         run: the checked run file.
         max_steps: train no job for more optimizer steps than this.
         resumed: leave out jobs whose data is no longer there, as long as one is left.
-        told: hears what is being done.
+        reader: of rows, some of which it may have read already; hears what is being done.
         gone: jobs of a resumed run that take no part any more, and why.
         budgets: of jobs that joined a run whose budget is its own choice, the most tokens of a sample.
         moment: what a chat template sees as now.
     """
-    device = _check_device(run)
+    device, reader = _check_device(run), reader or Reader()
     gone, budgets = gone or {}, budgets or {}
     left_out = _jobs_without_data(run, gone) if resumed else {}
     run_jobs = [job for job in run.trained if job.name not in left_out and job.name not in gone]
     configs = {job.name: adapter_config(job, run) for job in run_jobs}
     for job in run_jobs:
         check_optim(job, device, run.dtype)
-    reader = Reader(told)
     rows = {job.name: reader.rows(job) for job in run_jobs}
     eval_rows = {job.name: reader.held_out(job) for job in run_jobs}
-    told(f"laying out {run.base_model}")
+    reader.told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     shape = ModelShape.of(skeleton)
     form = _form(run, skeleton, device)
@@ -100,7 +100,7 @@ def prepare(
     jobs = []
     for job in run_jobs:
         most = budgets.get(job.name, budget) if auto else budget
-        one, doubts = encoder.job(job, specs[job.name], rows[job.name], eval_rows[job.name], most, told)
+        one, doubts = encoder.job(job, specs[job.name], rows[job.name], eval_rows[job.name], most, reader.told)
         jobs.append(one)
         warnings += doubts
     prepared = PreparedRun(

@@ -18,7 +18,6 @@ from packlora.config import JobConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded
 from packlora.data.prompts import Prompt
-from packlora.data.readers import Read
 from packlora.engine.objectives.configured import objective_of
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
@@ -26,16 +25,6 @@ AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 known (profiler.py)."""
 
 LEFT_OUT = "is left out, the others go on"
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows that were read from a source. source: what it is, as JSON. stamp: of the file before that, None where it is no
-    single file."""
-
-    source: str
-    read: Read
-    stamp: tuple[int, ...] | None
 
 
 @dataclass(slots=True)

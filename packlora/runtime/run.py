@@ -16,6 +16,7 @@ import torch
 
 from packlora.changes import check
 from packlora.config import Run
+from packlora.data.reader import Reader
 from packlora.errors import InputError, quoted
 from packlora.files import lock_folder
 from packlora.parallel.agreement import same, together
@@ -36,6 +37,7 @@ def train(
     max_steps: int | None = None,
     resume_from: list[str] | None = None,
     subscribers: Sequence[Subscriber] = (),
+    reader: Reader | None = None,
 ) -> Result:
     """Train all jobs of a run.
 
@@ -50,6 +52,7 @@ def train(
             evaluations, checkpoints, its end. One that returns Stop(job) ends that job with its adapter as it is, Stop() ends
             the run as SIGTERM does: this is how trackers, searches and stopping rules come in. They are called in the training
             loop, one after the other, after logs and screen; what one raises costs the run a note, and it hears nothing more.
+        reader: has read rows of the run already, as the command does before it loads libraries.
 
     Raises:
         packlora.InputError: something is wrong with the input; nothing was trained. Of what is read while jobs train, a stream
@@ -75,6 +78,7 @@ def train(
         asked = together(mesh, lambda: _checked(read, mesh, max_steps))
         mesh.timeout = asked.parallel.timeout_s
         session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [])
+        session.reader = reader or session.reader
         same(mesh, session.must_be_the_same())
         with contextlib.ExitStack() as held:
             together(

@@ -20,6 +20,7 @@ from packlora.base.device import usual_dtype
 from packlora.base.model import Base
 from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
+from packlora.data.reader import Reader
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
@@ -100,6 +101,7 @@ class Session:
 
     def __init__(self, run: Run, mesh: OneProcess, resume: bool, max_steps: int | None, resume_from: list[str]) -> None:
         self.run, self.mesh, self.resume, self.max_steps, self.resume_from = run, mesh, resume, max_steps, resume_from
+        self.reader = Reader()
         self.output_dir = Path(run.output_dir)
         self.logged = 0
         """Microbatches that earlier sessions have logged."""
@@ -217,8 +219,10 @@ class Session:
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
         starts = starting_steps(self.run, self.resume_from, self.job_set.left)
         gone, budgets = self.job_set.gone(starts), self.job_set.budgets
-        with self._told() as told:
-            prepared = prepare(self.run, self.max_steps, self.saved is not None, told, gone, budgets, self.moment)
+        with self._told() as self.reader.told:
+            more = (self.reader, gone, budgets, self.moment)
+            prepared = prepare(self.run, self.max_steps, self.saved is not None, *more)
+        self.reader.forget()
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
 

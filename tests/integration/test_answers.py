@@ -112,20 +112,25 @@ def test_chat_answers_side_by_side_each_in_a_conversation_of_its_own(run: Path) 
         "--system",
         "some more",
     ]
-    out = invoke(*words, input="the quick fox\n\nand then\n/reset\nthe quick fox\n")
-    assert out.exit_code == 0, out.output
+    out = invoke(
+        *words,
+        input="the quick fox\n\nand then\n/reset\nthe quick fox\n/system\nthe quick fox\n/help\n/exit\nand then\n",
+    )
+    assert out.exit_code == 0 and "/system TEXT begins anew" in out.stderr, out.output
     speakers = load_speakers([run / "one", run / "two"], None, "auto", "cpu")
     system, want = {"role": "system", "content": "some more"}, []
     told: dict[str, list[dict[str, str]]] = {}
-    for line in ("the quick fox", "and then", None, "the quick fox"):
+    system_turns = [system]
+    for line in ("the quick fox", "and then", None, "the quick fox", "", "the quick fox"):
         for name in ("base", "one", "two") if line else ():
-            history = told.setdefault(name, [system])
+            history = told.setdefault(name, list(system_turns))
             history.append({"role": "user", "content": line or ""})
             answer = speakers.answer(name, history, Sampling(6))
             history.append({"role": "assistant", "content": answer})
             want.append(f"{name}: " + answer)
-        if line is None:
+        if not line:
             told.clear()
+            system_turns = [system] if line is None else []
     assert out.stdout == "".join(f"{line}\n" for line in want)
 
 

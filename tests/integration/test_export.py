@@ -23,6 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 from typer.testing import CliRunner
 
 from packlora.cli import app
+from packlora.commands.adapter_folder import named_base
 from packlora.errors import InputError, WriteError
 from packlora.export.export import export_adapter
 
@@ -162,6 +163,33 @@ def test_a_gguf_file_read_back_and_added_to_the_base_is_the_adapter(
     deltas = as_llama_cpp(out, base)
     assert len(deltas) == len(factors(tmp_path / "job"))
     torch.testing.assert_close(logits_of(base, deltas), want, rtol=2e-6, atol=2e-6)
+
+
+def test_ollama_and_vllm_are_told_the_base_and_the_adapter(tiny_base: Base, tmp_path: Path) -> None:
+    base = tiny_base("llama")
+    perturbed_peft(base, "lora", tmp_path / "job")
+    for target in ("gguf", "ollama", "vllm"):
+        words = ["export", str(tmp_path / "job"), str(tmp_path / target), "--for", target, "--check", "never"]
+        out = CliRunner().invoke(app, [*words, "--base-model", base])
+        assert out.exit_code == 0, out.output
+    commands = (tmp_path / "ollama" / "Modelfile").read_text().splitlines()
+    assert [line for line in commands if line[0] != "#"] == [f"FROM {base}", "ADAPTER ./adapter.gguf"]
+    assert (tmp_path / "ollama" / "adapter.gguf").read_bytes() == (tmp_path / "gguf").read_bytes()
+    assert f"--enable-lora --max-lora-rank 8 --lora-modules vllm={tmp_path / 'vllm'}" in out.stdout
+
+
+def test_a_base_in_a_relative_folder_is_found_above_the_adapter_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the file of a run that was started in tmp_path says it."""
+    job, base, elsewhere = tmp_path / "runs" / "a", tmp_path / "models" / "m", tmp_path / "elsewhere"
+    for folder in (job, base, elsewhere):
+        folder.mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    monkeypatch.chdir(elsewhere)
+    assert named_base(Path("../runs/a"), "models/m") == str(base)
+    assert named_base(job, "models/other") == "models/other"
+    assert named_base(job, str(base)) == str(base)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])

@@ -454,6 +454,13 @@ def test_commands_run_at_toy_sizes(name: str, tmp_path: Path) -> None:
     assert all(row["tokens_per_s"] > 0 for row in json.loads(out.read_text())["rows"])
 
 
+@pytest.mark.soak
+def test_seconds_until_a_refusal_and_a_first_step_are_measured(tmp_path: Path) -> None:
+    assert main(["start", "--quick", "--device", "cpu", "--out", str(tmp_path / "start.json")]) == 0
+    summary = json.loads((tmp_path / "start.json").read_text())["summary"]
+    assert 0 < summary["part_bad_path_s"] < summary["part_first_step_s"] and summary["part_bad_line_s"] > 0
+
+
 def on_ranks(rank: int, words: list[str]) -> int:
     return main(words)
 

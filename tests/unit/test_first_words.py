@@ -19,6 +19,7 @@ from packlora.report.events import JobDone, Note
 from packlora.report.screen import Screen
 from packlora.result import JobResult, Result
 from packlora.run_file import load_run
+from packlora.runtime.early import read_early
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from packlora.cli import app; app()"
 """Whatever imports torch fails."""
@@ -33,6 +34,41 @@ def test_a_slip_in_the_run_file_is_refused_before_torch_is_loaded(command: str, 
     assert process.returncode == 2, process.stderr
     assert "train.learningrate: unknown key; did you mean 'learning_rate'?" in process.stderr
     assert "Traceback" not in process.stderr
+
+
+SLIPS = {
+    '{"prompt": "a"': "job 'a': {}/d.jsonl, line 2: not valid JSON",
+    '{"prompt": "a"}': "job 'a': {}/d.jsonl, line 2:",
+    "base_model=./nowhere": "base_model './nowhere': there is no such folder",
+    "jobs.a.data.path=no.jsonl": "job 'a': the data file no.jsonl does not exist",
+    "jobs.a.adapter.init_from=nowhere": "job 'a': nowhere is not a PEFT adapter folder",
+}
+"""A second line of the data file, or a key: with what is said of it."""
+
+
+@pytest.mark.parametrize(("slip", "said"), SLIPS.items())
+def test_a_slip_in_data_or_a_folder_is_refused_by_what_is_read_early(slip: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("base_model: m\noutput_dir: o\njobs: [{name: a, data: {path: d.jsonl}}]\n")
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + (slip if slip[0] == "{" else ""))
+    with pytest.raises(InputError) as caught:
+        read_early(load_run(tmp_path / "run.yaml", [] if slip[0] == "{" else [slip]), resume=False)
+    assert said.format(tmp_path) in str(caught.value)
+
+
+def test_data_is_read_before_torch_is_loaded_and_once(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("base_model: m\noutput_dir: o\njobs: [{name: a, data: {path: d.jsonl}}]\n")
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\nno\n')
+    words = [sys.executable, "-c", WITHOUT_TORCH, "train", str(tmp_path / "run.yaml")]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2 and "d.jsonl, line 2: not valid JSON" in process.stderr, process.stderr
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    run = load_run(tmp_path / "run.yaml")
+    reader = read_early(run, resume=False)
+    (tmp_path / "d.jsonl").unlink()
+    assert len(reader.rows(run.jobs[0])[0].read.rows) == 1
+    reader.forget()
+    with pytest.raises(InputError):
+        reader.rows(run.jobs[0])
 
 
 def test_a_request_to_a_run_loads_no_torch_and_does_not_say_so(tmp_path: Path) -> None:

@@ -96,6 +96,30 @@ def test_init_refuses_what_is_no_data_and_writes_nothing(content: str | None, sa
     assert not out.exists()
 
 
+MIXED = ('{"prompt": "a", "completion": "b"}', '{"prompt": "a", "chosen": "b", "rejected": "c"}')
+
+
+@pytest.mark.parametrize(
+    ("rows", "base", "said"),
+    [
+        (MIXED, "smollm2-135m", r"line 2: pairs of completions.* for trainer dpo, but .*line 1"),
+        (MIXED[:1], "./nowhere", "there is no such folder"),
+    ],
+)
+def test_init_refuses_what_no_run_trains(rows: tuple[str, ...], base: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text("\n".join(rows))
+    with pytest.raises(InputError, match=said):
+        write_run_file(tmp_path / "d.jsonl", tmp_path / "run.yaml", base)
+    assert not (tmp_path / "run.yaml").exists()
+
+
+@pytest.mark.parametrize(("words", "truncate"), [(20, "error"), (9000, "drop")])
+def test_init_drops_samples_that_may_be_longer_than_its_limit(words: int, truncate: str, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "word " * words}))
+    write_run_file(tmp_path / "d.jsonl", tmp_path / "run.yaml")
+    assert load_run(tmp_path / "run.yaml").jobs[0].data.truncate == truncate
+
+
 def test_init_into_a_file_s_folder_is_refused_in_a_sentence(tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text('{"text": "a"}\n')
