@@ -83,7 +83,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a base model was loaded")
 
-    monkeypatch.setattr("packlora.runtime.session.load_base", load)
+    monkeypatch.setattr("packlora.runtime.placement.load_base", load)
     monkeypatch.setattr("packlora.export.merge.WeightFiles", load)
 
 

@@ -196,7 +196,7 @@ def test_what_ends_before_the_first_step_leaves_no_folder_whatever_it_is(
     def fails(*_: Any) -> None:
         raise KeyError("not foreseen")
 
-    monkeypatch.setattr("packlora.runtime.session.load_base", fails)
+    monkeypatch.setattr("packlora.runtime.placement.load_base", fails)
     with pytest.raises(KeyError):
         packlora.train(make() | {"output_dir": str(tmp_path / "runs" / "first")})
     assert not (tmp_path / "runs").exists()

@@ -620,7 +620,7 @@ def test_a_memory_error_without_words_is_told_in_words(whole: dict[str, Any], mo
     def lacking(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("packlora.runtime.session.load_base", lacking)
+    monkeypatch.setattr("packlora.runtime.placement.load_base", lacking)
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({**whole, "output_dir": str(tmp_path / "out")}))
     ran = CliRunner().invoke(app, ["train", str(file)])
