@@ -57,7 +57,7 @@ from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.parallel.stages import Stage, load_stage
-from packlora.runtime import profiler
+from packlora.runtime import estimate
 from packlora.runtime.choose import Work
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
@@ -390,8 +390,8 @@ class Piped:
         head = measure_head(self.prepared.run, self.prepared.shape, self.links.device)
         self.prepared.head_in_layers = mesh.gather(head.in_layers)[0]
         free_memory(self.links.device)
-        self.cost = profiler.planning_cost(self.prepared.run, self.prepared, mesh.size)
-        counts = profiler.stage_layers(self.prepared.run, self.prepared, mesh.size)
+        self.cost = estimate.planning_cost(self.prepared.run, self.prepared, mesh.size)
+        counts = estimate.stage_layers(self.prepared.run, self.prepared, mesh.size)
         longest = {job.name: sizes.longest for job in jobs}
         weights = RandomWeights(path, skeleton, self.links.device)
         base = load_stage(self.prepared.run, None, longest, mesh, self.links, counts, weights)
@@ -400,7 +400,7 @@ class Piped:
         attached, adapters = attach(base.model, specs, 0, None, base.storage)
         made = [Job(one.config, one.data, [], own) for one, own in zip(self.prepared.jobs, adapters, strict=True)]
         self.device, events = StageDevice(base, attached, base.storage), Emitter()
-        known = profiler.estimate(self.prepared.run, self.prepared, mesh.size)
+        known = estimate.estimate(self.prepared.run, self.prepared, mesh.size)
         self.trainer = Trainer(
             self.prepared.run, self.prepared, base, self.device, made, known,
             OutputFolder(Path(path), "benchmark", None, events), events, group=self.links, cost=self.cost,

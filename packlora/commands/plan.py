@@ -26,12 +26,13 @@ from packlora.files import write_json
 from packlora.report.gantt import draw
 from packlora.report.progress import GAP, NAME, duration
 from packlora.report.screen import Screen
-from packlora.runtime import profiler
+from packlora.runtime import estimate, profiler
 from packlora.runtime.choose import choose
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Prediction, Profile
+from packlora.runtime.profiler import Prediction
+from packlora.runtime.profiles import Profile
 from packlora.runtime.sweep import begun
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
@@ -172,7 +173,7 @@ class PlannedRun:
             "stages": self.stages,
             "jobs": [job_figures(job) for job in self.prepared.jobs],
             "methods": {each.method: each.to_json() for each in self.methods},
-            "memory": profiler.memory_parts(run, self.prepared, self.fullest),
+            "memory": estimate.memory_parts(run, self.prepared, self.fullest),
             "profile": self.known.describe(),
             "budgets": [{**asdict(each), "tokens_per_second": each.tokens_per_second} for each in self.budgets],
             "notes": self.prepared.warnings,
@@ -229,9 +230,9 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
         prepared.budget = profiler.choose(budgets).budget
     cost = None
     if pipeline > 1:
-        cost = profiler.planning_cost(run, prepared, stages)
+        cost = estimate.planning_cost(run, prepared, stages)
     if stages > 1:
-        known = profiler.staged(known, run, prepared, stages)
+        known = estimate.staged(known, run, prepared, stages)
     other = "auto" if run.schedule.method == "solo" else run.schedule.method
     methods = []
     for method in ("solo", other):
@@ -320,11 +321,11 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
         + (f", a pipeline of {plan.stages} stages" if plan.stages > 1 else "")
     )
     if plan.stages > 1:
-        counts = ", ".join(map(str, profiler.stage_layers(run, prepared, plan.stages)))
+        counts = ", ".join(map(str, estimate.stage_layers(run, prepared, plan.stages)))
         how = "as measured"
         if prepared.head_in_layers is None:
             how = "estimated; packlora tune measures it, for run files with parallel.pipeline"
-        head = profiler.head_in_layers(run, prepared)
+        head = estimate.head_in_layers(run, prepared)
         say(f"stages of {counts} layers; the output layer and the loss take as long as {head:.2f} of them, {how}")
     console.print()
     _print_jobs(prepared, console)
@@ -349,7 +350,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
     say(f"times are {_origin(plan.known)}")
     if plan.budgets:
         _print_budgets(plan.budgets, prepared.budget, console)
-    parts = profiler.memory_parts(run, prepared, plan.fullest)
+    parts = estimate.memory_parts(run, prepared, plan.fullest)
     split = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     total = f"{used.bytes / 2**30:.2f} of {plan.known.room / 2**30:.1f} GiB free"
     if plan.known.origin == "estimated" and plan.stages == 1:

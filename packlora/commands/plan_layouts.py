@@ -8,7 +8,7 @@ from typing import Any
 
 from packlora.parallel.layout import Layout
 from packlora.report.progress import duration
-from packlora.runtime import profiler
+from packlora.runtime import estimate
 from packlora.runtime.choose import (
     OFFLOAD_BYTES_PER_SECOND,
     Choice,
@@ -24,7 +24,7 @@ from packlora.runtime.choose import (
     spread,
 )
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 
 HEADINGS = ("devices per job", "groups", "waves", "time", "speedup", "idle", "memory GiB", "")
 
@@ -89,7 +89,7 @@ class Layouts:
     def to_json(self) -> dict[str, Any]:
         return {
             "devices": self.devices, "layouts": [asdict(row) for row in self.rows], "reason": self.reason,
-            "gather_bytes_per_second": profiler.BYTES_PER_SECOND,
+            "gather_bytes_per_second": estimate.BYTES_PER_SECOND,
         }  # fmt: skip
 
 
@@ -113,10 +113,10 @@ def _row(
 ) -> LayoutFigures:  # fmt: skip
     layout = own.layout
     work = Work(prepared, 1 if layout.exchange else layout.expert)
-    shared = profiler.sharing_experts(known, prepared.run, prepared, layout.expert, layout.exchange)
+    shared = estimate.sharing_experts(known, prepared.run, prepared, layout.expert, layout.exchange)
     staged = None
     if layout.pipeline > 1:
-        staged = profiler.staged(shared, prepared.run, prepared, layout.pipeline).cost
+        staged = estimate.staged(shared, prepared.run, prepared, layout.pipeline).cost
     seconds = own.predict(seconds_of(prepared, layout, shared.seconds), staged).time
     balance, needed = own.predict(work.of, work.staged(layout)), needed_bytes(prepared, known, own)
     has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.is_in_parts
@@ -168,7 +168,7 @@ def sentences(found: Layouts, limit: int) -> list[str]:
     if any(row.sharded for row in found.rows):
         out.append(
             "shard N: the base model is shared by rows over N devices, with parallel.shard_base, by itself where nothing else "
-            f"fits. Layers are assumed to be gathered at {profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s"
+            f"fits. Layers are assumed to be gathered at {estimate.BYTES_PER_SECOND / 1e9:.0f} GB/s"
         )
     if most := max(row.host_bytes for row in found.rows):
         out.append(
@@ -178,12 +178,12 @@ def sentences(found: Layouts, limit: int) -> list[str]:
     if any(row.tensor > 1 for row in found.rows):
         out.append(
             "tensor N: with parallel.tensor, an equal part of the time of one device each, and hidden states added up at "
-            f"{profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s"
+            f"{estimate.BYTES_PER_SECOND / 1e9:.0f} GB/s"
         )
     if any(row.expert > 1 for row in found.rows):
         out.append(
             "experts on N: with parallel.expert, only where it is asked for. Tokens are taken to go to all experts alike, and "
-            f"messages to pass at {profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s; those of all_to_all are not counted"
+            f"messages to pass at {estimate.BYTES_PER_SECOND / 1e9:.0f} GB/s; those of all_to_all are not counted"
         )
     if any(row.pipeline > 1 for row in found.rows):
         out.append(

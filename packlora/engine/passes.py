@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from packlora.adapters.linear import Attached
-from packlora.adapters.owners import MIN_ROWS
+from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.model import Base
+from packlora.base.packing import packed_logits
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.heads import Losses, token_losses
 from packlora.engine.objectives import Carried, CarriedSums
@@ -152,6 +153,15 @@ class SingleDevice:
             with self.attached.active(batch.owners):
                 losses = token_losses(self.base.model, batch, fused=self.base.fused_loss)
             return Pending(batch, losses).result()
+
+    @torch.no_grad()
+    def logits(
+        self, owners: TokenOwners, ids_T: torch.Tensor, positions_T: torch.Tensor, lengths: Sequence[int],
+        rows_L: torch.Tensor,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Logits [L, V] of rows of packed texts; None on a stage of a pipeline that has no output layer."""
+        with self.attached.active(owners):
+            return packed_logits(self.base.model, ids_T, positions_T, lengths, rows_L)
 
     def _total(self, parts: Parts) -> int:
         return -(-max(MIN_ROWS, num_tokens(parts)) // self.multiple) * self.multiple

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from packlora.adapters.linear import Attached
-from packlora.adapters.owners import MIN_ROWS
+from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.model import Base
 from packlora.base.packing import hidden_states
 from packlora.engine.collate import PackedBatch, collate
@@ -255,6 +255,14 @@ class StageDevice:
         if not links.is_last:
             links.up.send(pending.root, shape, self.stage.dtype)
         return pending.result()
+
+    def logits(
+        self, owners: TokenOwners, ids_T: torch.Tensor, positions_T: torch.Tensor, lengths: Sequence[int],
+        rows_L: torch.Tensor,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """See SingleDevice. All stages call it; microbatches may be on their way."""
+        with self.attached.active(owners):
+            return self.stage.logits(self.base.model, ids_T, positions_T, lengths, rows_L)
 
     def idle(self, backward: bool) -> None:
         """Nothing: the stages have the same microbatches."""

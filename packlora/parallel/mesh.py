@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ TIMEOUT = 600.0
 HEARTBEAT = 2.0
 """Seconds between two signs of life of a process."""
 _runs = itertools.count()
+_groups: WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups for the runs to come, by the process group of all."""
 
 
 def world_size() -> int:
@@ -80,12 +83,32 @@ class Mesh(OneProcess):
     def __init__(self, rank: int, size: int, store: Any, timeout: float) -> None:
         self.rank, self.size, self.is_first, self.timeout = rank, size, rank == 0, timeout
         self.store = PrefixStore(f"packlora-{next(_runs)}", store)
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._made: dict[Any, int] = {}
+        """How many groups of the same kind this run has taken."""
+        self._control = self.new_group(range(size), backend="gloo")
         self._heard: dict[int, tuple[bytes | None, float]] = {}
         """Last sign of life by rank, and when it was first seen."""
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="packlora-heartbeat", daemon=True)
         self._heart.start()
+
+    def new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        """Process group of some ranks. All processes take it together.
+
+        A group that an earlier run of the same processes ended with is taken again: torch keeps what it knows of a group
+        (specifications of DTensor among it) as long as the process lives, and each group has threads of its own.
+
+        Args:
+            ranks: its processes.
+            backend: "gloo" for what is on the CPU whatever the device; None is the backend of the processes.
+        """
+        kind = (tuple(ranks), backend, self.timeout)
+        nth = self._made[kind] = self._made.get(kind, 0) + 1
+        groups = _groups.setdefault(dist.group.WORLD, {})
+        if (kind, nth) not in groups:
+            timeout = timedelta(seconds=self.timeout)
+            groups[kind, nth] = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        return groups[kind, nth]
 
     def gather(self, value: Any) -> list[Any]:
         return self.gather_in(self._control, value)
@@ -168,7 +191,6 @@ class Mesh(OneProcess):
     def close(self) -> None:
         self._ended.set()
         self._heart.join()
-        dist.destroy_process_group(self._control)
 
 
 @contextlib.contextmanager
@@ -198,6 +220,7 @@ def started(timeout: float = TIMEOUT, joining: float | None = None) -> Iterator[
         yield mesh
         mesh.barrier()
     except BaseException as error:
+        _groups.clear()  # a message may be on its way in one of them
         failure = mesh.failure() if isinstance(error, ProcessError | RuntimeError) else None
         if failure is not None:  # a message in a forward or a backward failed because another process did
             failure.is_news = mesh.speaks_of_failure()

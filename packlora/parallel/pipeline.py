@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -86,34 +85,34 @@ class Links(Replicas):
     def __init__(self, mesh: Mesh, layout: Layout, device: torch.device) -> None:
         super().__init__(mesh, layout)
         self.stages, self.device, self._told = layout.pipeline, device, 0
-        timeout, each = timedelta(seconds=mesh.timeout), layout.devices_per_replica
+        each = layout.devices_per_replica
         width = each // layout.pipeline
         self._ends: dist.ProcessGroup | None = None
         for number in range(len(layout.groups)):  # a group is made by all processes together
             every = layout.ranks(number)
             for replica in [every[at : at + each] for at in range(0, len(every), each)]:
                 for part in range(width):
-                    self._chain(mesh, replica[part::width], part, timeout)
+                    self._chain(mesh, replica[part::width], part)
                 for stage in [list(replica[at : at + width]) for at in range(0, each, width)] if width > 1 else []:
-                    beside = dist.new_group(stage, timeout=timeout)
+                    beside = mesh.new_group(stage)
                     if mesh.rank in stage:
                         self.beside = beside
             ends = [rank for rank in every if every.index(rank) % each < width]
-            first = dist.new_group(ends, timeout=timeout) if len(ends) > 1 else None
+            first = mesh.new_group(ends) if len(ends) > 1 else None
             if mesh.rank in ends:
                 self._ends = first
             for part in range(width):
-                losses = dist.new_group(list(every[part::width]), backend="gloo", timeout=timeout)
+                losses = mesh.new_group(every[part::width], "gloo")
                 if mesh.rank in every[part::width]:
                     self._losses = losses
         keep = 3 * (self.stages + 1)
         self.up = Channel(self._groups[0], self._below, self._above, device, keep)
         self.down = Channel(self._groups[1], self._above, self._below, device, keep)
 
-    def _chain(self, mesh: Mesh, ranks: Sequence[int], part: int, timeout: timedelta) -> None:
+    def _chain(self, mesh: Mesh, ranks: Sequence[int], part: int) -> None:
         """Make the groups of a chain, which has these ranks."""
-        groups = tuple(dist.new_group(list(ranks), timeout=timeout) for _ in range(2))
-        among = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        groups = tuple(mesh.new_group(ranks) for _ in range(2))
+        among = mesh.new_group(ranks, "gloo")
         if mesh.rank not in ranks:
             return
         self.stage, self.part, self._groups, self._among, self._ranks = (

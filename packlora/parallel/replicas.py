@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -79,25 +78,25 @@ class Replicas(Alone):
     """
 
     def __init__(self, mesh: Mesh, layout: Layout) -> None:
-        timeout, each = timedelta(seconds=mesh.timeout), layout.devices_per_replica
+        each = layout.devices_per_replica
         self.size, self.processes = layout.split, layout.devices_per_job
         for number in range(len(layout.groups)):  # a group is made by all processes together
             every = layout.ranks(number)
-            control = dist.new_group(list(every), backend="gloo", timeout=timeout)
+            control = mesh.new_group(every, "gloo")
             replicas = [every[at : at + each] for at in range(0, len(every), each)]
-            models = [dist.new_group(list(own), timeout=timeout) if each > 1 else None for own in replicas]
+            models = [mesh.new_group(own) if each > 1 else None for own in replicas]
             alike: list[dist.ProcessGroup | None] = [None]
             if layout.exchange:
                 n = layout.slices
-                sets = [dist.new_group(list(every[at : at + n]), timeout=timeout) for at in range(0, len(every), n)]
+                sets = [mesh.new_group(every[at : at + n]) for at in range(0, len(every), n)]
                 models = [one for one in sets for _ in range(layout.expert)]
                 if len(sets) > 1:
-                    alike = [dist.new_group(list(every[at::n]), timeout=timeout) for at in range(n)]
+                    alike = [mesh.new_group(every[at::n]) for at in range(n)]
             n, layers = layout.tensor, list[dist.ProcessGroup]()
             if n > 1 and layout.expert > 1:
-                layers = [dist.new_group(list(every[at : at + n]), timeout=timeout) for at in range(0, len(every), n)]
-            sums = [dist.new_group(list(every[at::each]), timeout=timeout) for at in range(each)]
-            bases = _bases(every, layout, timeout)
+                layers = [mesh.new_group(every[at : at + n]) for at in range(0, len(every), n)]
+            sums = [mesh.new_group(every[at::each]) for at in range(each)]
+            bases = _bases(every, layout, mesh)
             if mesh.rank in every:
                 self.number = number
                 at = every.index(mesh.rank)
@@ -145,7 +144,7 @@ class Replicas(Alone):
         return from_bytes(text)
 
 
-def _bases(every: range, layout: Layout, timeout: timedelta) -> list[tuple[dist.ProcessGroup, list[dist.ProcessGroup]]]:
+def _bases(every: range, layout: Layout, mesh: Mesh) -> list[tuple[dist.ProcessGroup, list[dist.ProcessGroup]]]:
     """Groups of the processes that hold a base model together, and of these, by slice, those that share its rows.
     None where each holds all rows."""
     each, together = layout.slices, layout.devices_per_base
@@ -153,6 +152,6 @@ def _bases(every: range, layout: Layout, timeout: timedelta) -> list[tuple[dist.
         return []
     out = []
     for own in (every[at : at + together] for at in range(0, len(every), together)):
-        rows = [dist.new_group(list(own[place::each]), timeout=timeout) for place in range(each)]
-        out.append((dist.new_group(list(own), timeout=timeout) if each > 1 else rows[0], rows))
+        rows = [mesh.new_group(own[place::each]) for place in range(each)]
+        out.append((mesh.new_group(own) if each > 1 else rows[0], rows))
     return out

@@ -19,10 +19,10 @@ from packlora.parallel import layout as layouts
 from packlora.parallel.experts import check_experts
 from packlora.parallel.layout import Layout, Prediction, Wave
 from packlora.parallel.stages import check_stages
-from packlora.runtime import profiler
+from packlora.runtime import estimate, profiler, profiles
 from packlora.runtime.prepared_job import PreparedJob, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 from packlora.runtime.wholeness import needs_whole_base
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
@@ -45,7 +45,7 @@ class Work:
     """
 
     def __init__(self, prepared: PreparedRun, experts_on: int = 1) -> None:
-        cost = profiler.planning_cost(prepared.run, prepared, experts_on=experts_on)
+        cost = estimate.planning_cost(prepared.run, prepared, experts_on=experts_on)
         self.fixed = cost.fixed * (1 + cost.backward_ratio)
         self.samples = {job.data.name: _seconds(prepared, job, experts_on) for job in prepared.jobs}
         self._prepared = prepared
@@ -55,7 +55,7 @@ class Work:
         if layout.pipeline == 1:
             return None
         experts_on = 1 if layout.exchange else layout.expert
-        return profiler.planning_cost(self._prepared.run, self._prepared, layout.pipeline, experts_on)
+        return estimate.planning_cost(self._prepared.run, self._prepared, layout.pipeline, experts_on)
 
     def jobs(self) -> dict[str, float]:
         """Seconds by job of all its samples on one device, with its share of what is fixed for a microbatch."""
@@ -79,7 +79,7 @@ class Work:
 
 def _seconds(prepared: PreparedRun, job: PreparedJob, experts_on: int) -> np.ndarray:
     """Seconds of each sample of a job."""
-    cost = profiler.planning_cost(prepared.run, replace(prepared, jobs=[job]), experts_on=experts_on)
+    cost = estimate.planning_cost(prepared.run, replace(prepared, jobs=[job]), experts_on=experts_on)
     lengths = job.data.planned.lengths.astype(np.float64)
     layers = cost.per_token * lengths + cost.per_token_squared * lengths**2
     head = cost.head_per_token / job.data.label_share * job.data.num_labels
@@ -182,7 +182,7 @@ def _choose_in_parts(
     held = "the whole base model" if tensor == 1 else f"what {tensor} devices together hold whole (parallel.tensor)"
     why = (
         f"training on {held} is estimated to take {whole / gib:.2f} GiB of a device, which has {known.room / gib:.2f} free, of "
-        f"which {profiler.ROOM_SHARE:.0%} are planned with; on a part of it {needed[taken] / gib:.2f}"
+        f"which {profiles.ROOM_SHARE:.0%} are planned with; on a part of it {needed[taken] / gib:.2f}"
     )
     others = [
         f"{_words(own)} takes {time / times[taken]:.2f} of its time" for own, time in times.items() if own != taken
@@ -213,7 +213,7 @@ def gather_seconds(prepared: PreparedRun, layout: Layout) -> float:
         return 0.0
     held = base_bytes(prepared)[0] - elsewhere_bytes(prepared, layout)
     sent = held // layout.tensor * (layout.shard - 1) / layout.shard
-    return 2 * (sent / profiler.BYTES_PER_SECOND + host_bytes(prepared, layout) / OFFLOAD_BYTES_PER_SECOND)
+    return 2 * (sent / estimate.BYTES_PER_SECOND + host_bytes(prepared, layout) / OFFLOAD_BYTES_PER_SECOND)
 
 
 def host_bytes(prepared: PreparedRun, layout: Layout) -> int:
@@ -234,7 +234,7 @@ def _adding_up(prepared: PreparedRun, tensor: int) -> float:
     shape, times = prepared.shape, 3 if prepared.run.gradient_checkpointing else 2
     width: int = getattr(torch, prepared.run.dtype).itemsize
     token = shape.hidden * width * 2 * (tensor - 1) / tensor
-    return 2 * times * shape.layers * token / profiler.BYTES_PER_SECOND
+    return 2 * times * shape.layers * token / estimate.BYTES_PER_SECOND
 
 
 def _choose_as_asked(predictions: list[Prediction], asked: int | str) -> Choice:
@@ -356,8 +356,8 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     if first and prepared.run.max_tokens_per_microbatch == "auto" and choose_device(prepared.run.device).type == "cuda":
         smallest = profiler.budgets(prepared)[0]
     layout, experts = own.layout, own.layout.expert
-    largest = profiler.largest_stage(prepared.run, prepared, layout.pipeline)
-    known = profiler.sharing_experts(known, prepared.run, prepared, experts, layout.exchange)
+    largest = estimate.largest_stage(prepared.run, prepared, layout.pipeline)
+    known = estimate.sharing_experts(known, prepared.run, prepared, experts, layout.exchange)
     needed, (base, gathered), elsewhere = 0, base_bytes(prepared), elsewhere_bytes(prepared, layout)
     base, gathered = base - elsewhere, gathered - 2 * elsewhere // prepared.shape.layers
     here = base // (layout.tensor * layout.shard) - host_bytes(prepared, layout)  # stages have a part of that
@@ -366,8 +366,8 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
         others = prepared.trainable - sum(trainable[name] for name in names)
         tokens = fullest if smallest is None else min(fullest, smallest)
         others -= round((1 - 1 / experts) * sum(job.on_experts for job in prepared.jobs if job.data.name not in names))
-        kept = known.kept_bytes - profiler.TRAINABLE_BYTES * others
-        ends = profiler.TRAINABLE_BYTES * _at_ends(prepared, names) if layout.pipeline > 1 else 0
+        kept = known.kept_bytes - estimate.TRAINABLE_BYTES * others
+        ends = estimate.TRAINABLE_BYTES * _at_ends(prepared, names) if layout.pipeline > 1 else 0
         needed = max(needed, round((kept - base + here - ends) * largest + ends + each * tokens))
     return needed + gathered // layout.tensor if layout.sharded else needed
 
@@ -422,7 +422,7 @@ def _waves(prepared: PreparedRun, names: tuple[str, ...], layout: Layout) -> tup
     out: list[Wave] = []
     samples = tokens = 0
     stages, split = layout.pipeline, layout.split
-    cost = profiler.planning_cost(prepared.run, prepared, stages) if stages > 1 else None
+    cost = estimate.planning_cost(prepared.run, prepared, stages) if stages > 1 else None
     budget = layouts.planned(prepared.budget, split)
     for window in Planner([job.planned for job in jobs], budget, stages=stages, method=method, cost=cost).windows():
         out += layouts.waves(window.microbatches, split, prepared.budget)

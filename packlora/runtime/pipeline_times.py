@@ -14,10 +14,10 @@ from packlora.engine.memory import peak_memory
 from packlora.engine.stage_passes import Span, StageClock
 from packlora.parallel.pipeline import Links
 from packlora.report.events import PipelineRan
+from packlora.runtime.estimate import model_flops
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_flops
 from packlora.runtime.prepared_job import ModelShape
-from packlora.runtime.profiler import model_flops
 from packlora.schedule.cost import CostModel
 from packlora.schedule.simulate import simulate
 from packlora.schedule.types import Microbatch

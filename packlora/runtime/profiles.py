@@ -1,4 +1,5 @@
-"""Measurements of the profiler on disk: one readable JSON file per device, in the folder profiles beside that of the plans.
+"""Knowledge of a model, its jobs and a device, and measurements on disk: one readable JSON file per device, in the folder
+profiles beside that of the plans.
 
     {"schema": 1, "device": "NVIDIA H200", "versions": {...},
      "profiles": {"llama 8.03B bfloat16 ...": [{"tokens": 4096, "squared": 2500000, "seconds": 0.24, "bytes": 31000000000}]}}
@@ -12,14 +13,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from packlora.plans.device_file import DeviceFile
 from packlora.plans.identity import cache_path, device_name, measured_versions
+from packlora.schedule.cost import CostModel
+from packlora.schedule.types import Microbatch
 
 SCHEMA = 1
+ROOM_SHARE = 0.92
+"""Share of a device's memory that is planned with; the allocator's rounding and other buffers take the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,55 @@ class Point:
     squared: int
     seconds: float | None
     bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Knowledge of a model, its jobs and a device.
+
+    stages: of the pipeline that the model lies on, a device each. origin: estimated, measured or remembered. cost: seconds of a
+    microbatch. kept_bytes, bytes_per_token: of memory at its peak. room: bytes of the device. failed: fewest tokens that memory
+    did not hold.
+    """
+
+    stages: int
+    origin: Literal["estimated", "measured", "remembered"]
+    cost: CostModel
+    kept_bytes: float
+    bytes_per_token: float
+    room: int
+    points: tuple[Point, ...] = ()
+
+    @property
+    def failed(self) -> int | None:
+        return min((point.tokens for point in self.points if point.seconds is None), default=None)
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes at the peak of a microbatch."""
+        return round(self.kept_bytes + self.bytes_per_token * tokens)
+
+    def fits(self, tokens: int) -> bool:
+        return self.has_room(self.bytes(tokens)) and (self.failed is None or tokens < self.failed)
+
+    def has_room(self, size: int) -> bool:
+        """Whether a device has so many bytes."""
+        return size <= ROOM_SHARE * self.room
+
+    def describe(self) -> dict[str, Any]:
+        """For run.json and the report."""
+        return {
+            "origin": self.origin, "cost": asdict(self.cost), "kept_bytes": round(self.kept_bytes),
+            "bytes_per_token": round(self.bytes_per_token), "room_bytes": self.room,
+            "points": [asdict(point) for point in self.points],
+        }  # fmt: skip
+
+    def seconds(self, microbatch: Microbatch) -> float:
+        """Seconds of forward and backward, all stages together."""
+        return sum(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
+
+    def pace(self, microbatch: Microbatch) -> float:
+        """Seconds from one microbatch to the next like it: those of the slowest stage."""
+        return max(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
 
 
 class ProfileCache:

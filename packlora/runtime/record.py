@@ -42,7 +42,7 @@ from packlora.runtime.changes import Change, trained
 from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 from packlora.runtime.resume import SavedRun, folder_hash, objective_hash
 
 PAID = 2**15

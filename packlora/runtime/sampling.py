@@ -13,17 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
-from packlora.base.model import Base
-from packlora.base.packing import packed_logits
 from packlora.data.prompts import Prompt, answer_ends
 from packlora.engine.memory import free_memory
-from packlora.engine.passes import one_error_for_memory
+from packlora.engine.passes import SingleDevice, one_error_for_memory
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
 from packlora.runtime.evaluate import is_multiple
@@ -31,7 +28,7 @@ from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
 
 if TYPE_CHECKING:
-    from packlora.parallel.stages import Stage
+    from packlora.engine.stage_passes import StageDevice
 
 MOST_TOKENS = 4096
 """Most tokens of prompts with their answers that run together, where there are several."""
@@ -41,7 +38,7 @@ class Sampler:
     """A subscriber that generates texts of jobs before their first step, at evaluations and after the last step, once each.
 
     Args:
-        base, attached: the model, with the adapters of the jobs on it.
+        passes: of the model with the adapters of the jobs on it.
         jobs: those that train, by name; some may join.
         every: optimizer steps between evaluations, of jobs that do not say so themselves.
         events: are told of the texts. Where the run is to end no more are made; --resume makes them.
@@ -50,10 +47,10 @@ class Sampler:
     """
 
     def __init__(
-        self, base: Base, attached: Attached, jobs: Mapping[str, Job], every: int, events: Emitter,
+        self, passes: SingleDevice | StageDevice, jobs: Mapping[str, Job], every: int, events: Emitter,
         known: Collection[tuple[str, int]], group: Alone = ALONE,
     ) -> None:  # fmt: skip
-        self.base, self.attached, self.jobs, self.every, self.events = base, attached, jobs, every, events
+        self.passes, self.base, self.jobs, self.every, self.events = passes, passes.base, jobs, every, events
         self.known, self.group = set(known), group
         self.in_step = group is not ALONE
         """Whether other processes wait for this one, so that the run ends where it fails."""
@@ -148,9 +145,6 @@ class Sampler:
         last = [stop - 1 for stop in accumulate(lengths)]
         last_L = torch.tensor(last + [0] * (MIN_ROWS - len(last)), device=device)
         owners = TokenOwners(len(ids_T), ((owner, 0, total),), label_rows=(((owner, 0, len(last)),), last_L))
-        with self.attached.active(owners):
-            at = (self.base.model, ids_T, positions_T, sizes, last_L)
-            storage = self.base.storage
-            logits_LV = cast("Stage", storage).logits(*at) if storage.is_stage else packed_logits(*at)
+        logits_LV = self.passes.logits(owners, ids_T, positions_T, sizes, last_L)
         found: list[int] = [0] * len(lengths) if logits_LV is None else logits_LV[: len(lengths)].argmax(-1).tolist()
         return found

@@ -9,28 +9,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from packlora.adapters.attach import attach
 from packlora.adapters.embeddings import change_embeddings
 from packlora.adapters.linear import keep_outputs
 from packlora.base.device import usual_dtype
-from packlora.base.model import Base, load_base
+from packlora.base.model import Base
 from packlora.config import Run
 from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
-from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh, OneProcess
-from packlora.parallel.replicas import ALONE, Alone
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
@@ -46,10 +43,11 @@ from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
 from packlora.runtime.members import make_job, place
 from packlora.runtime.open_members import OpenMembers
-from packlora.runtime.parts import holders, parts_of
+from packlora.runtime.parts import parts_of
+from packlora.runtime.placement import Placement
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 from packlora.runtime.record import (
     RunRecord,
     earlier_warnings,
@@ -77,8 +75,6 @@ from packlora.terminal import Activity, Told, in_notebook, silent
 
 if TYPE_CHECKING:
     from packlora.engine.stage_passes import StageDevice
-    from packlora.parallel.pipeline import Links
-    from packlora.parallel.stages import Stage
 
 CLOSED = (
     "output_dir {}: jobs have joined this run or left it while it trained, or are to do so now, which one process can do, or "
@@ -136,15 +132,9 @@ class Session:
             How the whole run ended, on every process.
         """
         trainer = self.set_up()
-        if isinstance(self.mesh, Mesh):
-            from packlora.runtime.several import train_together
-
-            parts = (self.run, self.mesh, self.layout, self.group, trainer, self.logged)
-            return train_together(*parts, lambda events: self._listening(events, subscribers), self._sample)
-        assert trainer is not None
-        with self._listening(trainer.events, subscribers):
-            self._sample(trainer)
-            return trainer.fit()
+        return self.placement.train(
+            trainer, self.logged, lambda events: self._listening(events, subscribers), self._sample
+        )
 
     @contextlib.contextmanager
     def _listening(self, events: Emitter, subscribers: Sequence[Subscriber]) -> Iterator[None]:
@@ -172,7 +162,7 @@ class Session:
         self.starts, prepared = together(mesh, self._prepare)
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
-        own = self._share_out(prepared)
+        own, group = self._share_out(prepared), self.placement.group
 
         # 2. Load the base model once and put the jobs' adapters on it.
         base, self.single, jobs = together(mesh, lambda: self._load(prepared, own))
@@ -183,51 +173,38 @@ class Session:
         executor = self._executor(base, jobs, prepared.budget, events)
 
         # 4. Continue where checkpoints say, or start.
-        record = run_record(prepared, base, known, self.saved, self.layout)
+        record = run_record(prepared, base, known, self.saved, self.placement.layout)
         record["model"]["fingerprint"] = self.fingerprint.model_dump()
         record["id"], record["created"] = mesh.gather([record["id"], record["created"]])[0]
         notes = self._begin(prepared, jobs, record)
 
         # 5. The loop, and who writes files of what it tells.
-        folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, self.group)
+        folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, group)
         writer = RunRecord(self.output_dir, record, executor.plans, folder.files)
         members = None
-        if self._is_open:
+        if self.placement.is_open:
             parts = (run, prepared, base, self.single, executor, writer, self.changes, self.output_dir)
-            members = OpenMembers(*parts, self.group, mesh)
+            members = OpenMembers(*parts, group, mesh)
         self.writers, failed = self._writers(folder, writer, members is None) if mesh.is_first else ([], [])
         notes += failed
         left_out, tokens = left_out_results(run, prepared.left_out if mesh.is_first else {}, record)
         if not jobs:
             return None
-        loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
-        more: dict[str, Any] = {"members": members, "tokens_of_gone": tokens}
-        if isinstance(self.single, SingleDevice):
-            return Trainer(*loop, **more)
-        from packlora.runtime.pipeline_times import PipelineTimes
-
-        cost = profiler.planning_cost(run, prepared, self.group.stages)
-        times = PipelineTimes(run, own.shape, cast("Links", self.group), self.single.clock, known.cost)
-        return Trainer(*loop, **more, cost=cost, times=times)
+        loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, group, self.logged)
+        more = self.placement.pipeline(own, known, self.single)
+        return Trainer(*loop, members=members, tokens_of_gone=tokens, **more)
 
     def _share_out(self, prepared: PreparedRun) -> PreparedRun:
         """Choose which process trains which jobs. Returns what this one trains."""
-        run, mesh = self.run, self.mesh
-        self.layout, self.group = Layout.of_one_device(job.data.name for job in prepared.jobs), ALONE
-        if isinstance(mesh, Mesh):
-            from packlora.runtime.several import choose_layout, group_of
-
-            self.layout = choose_layout(run, mesh, prepared)
-            if run.sweep is not None and not self._is_open:
-                raise InputError(
-                    "sweep: candidates join and leave pipelines that share all jobs, but parallel.devices_per_job is "
-                    f"{self.layout.devices_per_job}; set it to {mesh.size}"
-                )
-            self.group = group_of(run, mesh, self.layout)
-        if self.saved is not None and not self._is_open and (self.changes or self.new):
+        self.placement = placement = _placement(self.run, self.mesh, prepared)
+        if not placement.is_open and self.run.sweep is not None:
+            raise InputError(
+                "sweep: candidates join and leave pipelines that share all jobs, but parallel.devices_per_job is "
+                f"{placement.layout.devices_per_job}; set it to {self.mesh.size}"
+            )
+        if not placement.is_open and self.saved is not None and (self.changes or self.new):
             raise InputError(CLOSED.format(self.output_dir))
-        names = self.layout.groups[self.layout.group_of(mesh.rank)]
-        return replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
+        return placement.own()
 
     def _executor(self, base: Base, jobs: Sequence[Job], budget: int, events: Emitter) -> Executor:
         if self.run.cuda_graphs is not True and base.device.type != "cuda":
@@ -247,11 +224,6 @@ class Session:
 
         told, failed = trackers(self.run.trackers, self.output_dir)
         return out + told, failed
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether jobs may join and leave while the run trains: on one process, or on pipelines that share all jobs."""
-        return self.mesh.size == 1 or (self.layout.pipeline > 1 and len(self.layout.groups) == 1)
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
@@ -273,30 +245,24 @@ class Session:
         return starts, prepared
 
     def _sample(self, trainer: Trainer) -> None:
-        """Texts are generated by the process that leads these jobs, or by all where none has a whole model."""
+        """Let the adapters of these jobs write texts."""
         from packlora.runtime.sampling import Sampler
 
-        group = self.group if self.layout.is_in_parts else ALONE
+        group = self.placement.sampling
         lines = read_lines(self.output_dir / SAMPLES, "job", "step")
         known = {(str(job), step) for job, step in group.told([[line["job"], line["step"]] for line in lines])}
-        parts = (trainer.base, self.single.attached, trainer.by_name, self.run.eval_every, trainer.events)
+        parts = (self.single, trainer.by_name, self.run.eval_every, trainer.events)
         trainer.events.subscribe(Sampler(*parts, known, group))
 
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
         with self._told() as told:
             told(f"loading {self.run.base_model}")
-            base = None
-            if isinstance(self.mesh, Mesh):
-                from packlora.runtime.several import load_part
-
-                base = load_part(self.run, prepared, self.mesh, self.group)
-            if base is None:
-                base = load_base(self.run, prepared.tokenizer, prepared.longest_run, prepared.modality)
+            base = self.placement.load()
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
         if self.saved is not None:
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
-        return base, *_attach(own, base, self.group)
+        return base, *_attach(own, base, self.placement)
 
     def _let_new_jobs_join(self, prepared: PreparedRun, jobs: list[Job], record: dict[str, Any]) -> None:
         """Jobs that a run file has in addition begin in the window that the others go on with."""
@@ -315,9 +281,7 @@ class Session:
     ) -> Profile:
         """The first process's budget goes for all."""
         known = choose_budget(self.run, own if jobs else prepared, base, executor, jobs, self.saved)
-        if self.layout.pipeline > 1:
-            known = profiler.sharing_experts(known, self.run, prepared, self.layout.expert)
-            known = profiler.staged(known, self.run, prepared, self.layout.pipeline)
+        known = self.placement.profile(known)
         found = own.budget if jobs else prepared.budget
         prepared.budget = own.budget = max(self.mesh.gather(found)[0], prepared.longest)
         return known
@@ -341,7 +305,7 @@ class Session:
         going = [job for job in jobs if job.step < job.data.num_steps]  # others have nothing to be planned for
         begins = window_of(self.run, slowest(going)).start
         standing = [asdict(Standing.of(job)) for job in jobs]
-        told = mesh.gather([own_notes, standing, begins] if self.group.leads else [[], [], begins])
+        told = mesh.gather([own_notes, standing, begins] if self.placement.group.leads else [[], [], begins])
         if not mesh.is_first:
             mesh.barrier()
             return []
@@ -373,8 +337,17 @@ def _display() -> Progress:
     return Notebook()
 
 
-def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDevice | StageDevice, list[Job]]:
-    """Put an adapter of each job onto the model. replica: the processes that hold it."""
+def _placement(run: Run, mesh: OneProcess, prepared: PreparedRun) -> Placement:
+    """Placement of a run on the processes that were started; all of them call it."""
+    if not isinstance(mesh, Mesh):
+        return Placement(run, mesh, prepared)
+    from packlora.runtime.several import OverProcesses
+
+    return OverProcesses(run, mesh, prepared)
+
+
+def _attach(prepared: PreparedRun, base: Base, placement: Placement) -> tuple[SingleDevice | StageDevice, list[Job]]:
+    """Put an adapter of each job onto the model."""
     cache = PlanCache(base.device)
     choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
     attached, adapters = attach(
@@ -385,21 +358,16 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
         base.storage,
         None if base.modality is None else base.modality.example,
     )
-    if replica.is_first:
+    if placement.group.is_first:
         change_embeddings(base.model, attached, CHANGES_OF_EMBEDDINGS)
-    jobs, whole, group = [], parts_of(adapters, replica), holders(replica)
+    jobs, whole = [], parts_of(adapters, placement.group)
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         job = make_job(prepared.run, item, adapter, base)
         whole(job)
         jobs.append(job)
     if prepared.run.keep_outputs:
         base.kept_outputs = keep_outputs(base.model)
-    multiple = dist.get_world_size(group) if group is not None and prepared.run.parallel.sequence_parallel else 1
-    if base.storage.is_stage:
-        from packlora.engine.stage_passes import StageDevice
-
-        return StageDevice(base, attached, cast("Stage", base.storage), multiple), jobs
-    return SingleDevice(base, attached, multiple), jobs
+    return placement.passes(base, attached), jobs
 
 
 def choose_budget(

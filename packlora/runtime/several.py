@@ -1,5 +1,5 @@
-"""Additions of a run on several processes: the choice of who trains what, the part of the model that each loads, and the way of
-events to the first one. A run on one process loads nothing of it.
+"""Placement of a run over several processes: the choice of who trains what, the part of the model that each loads, and the way
+of events to the first one. A run on one process loads nothing of it.
 """
 
 from __future__ import annotations
@@ -7,95 +7,128 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from packlora.adapters.linear import Attached
 from packlora.base.device import choose_device
 from packlora.base.model import Base
-from packlora.config import Run
+from packlora.engine.passes import SingleDevice
+from packlora.engine.stage_passes import StageDevice
 from packlora.parallel.cut import load_cut
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.pipeline import Links
-from packlora.parallel.replicas import Alone, Replicas
+from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
-from packlora.parallel.stages import load_stage
+from packlora.parallel.stages import Stage, load_stage
 from packlora.result import Result
-from packlora.runtime import profiler
+from packlora.runtime import estimate, profiler
 from packlora.runtime.choose import choose
 from packlora.runtime.events import Emitter
+from packlora.runtime.parts import holders
+from packlora.runtime.pipeline_times import PipelineTimes
+from packlora.runtime.placement import Listen, Placement
 from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.profiles import Profile
 from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.trainer import Trainer
 
 
-def choose_layout(run: Run, mesh: Mesh, prepared: PreparedRun) -> Layout:
-    """Choose by what the first process knows of memory, and the least that a device has."""
-    known = profiler.profile(run, prepared)
-    told = mesh.gather([float(known.kept_bytes), float(known.bytes_per_token), known.room])
-    kept, each, _ = told[0]
-    known = replace(known, kept_bytes=kept, bytes_per_token=each, room=min(room for *_, room in told))
-    taken = choose(prepared, mesh.size, known)
-    if taken.layout.sharded and not run.parallel.is_sharded:
-        prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
-    if taken.layout.pipeline > run.parallel.stages:
-        prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
-    return taken.layout
+class OverProcesses(Placement):
+    """Placement over the processes that torchrun started: jobs on groups of them, the model on one or several of a group."""
 
+    mesh: Mesh
+    group: Replicas
 
-def group_of(run: Run, mesh: Mesh, layout: Layout) -> Replicas:
-    """The processes that train the same jobs as this one."""
-    if layout.pipeline == 1:
-        return Replicas(mesh, layout)
-    device = choose_device(run.device)
-    return Links(mesh, layout, torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
+    @property
+    def is_open(self) -> bool:  # type: ignore[override]
+        """See Placement: on pipelines that share all jobs."""
+        return self.layout.pipeline > 1 and len(self.layout.groups) == 1
 
+    @property
+    def sampling(self) -> Alone:  # type: ignore[override]
+        """See Placement: the process that leads the jobs, or all of them where none has a whole model."""
+        return self.group if self.layout.is_in_parts else ALONE
 
-def load_part(run: Run, prepared: PreparedRun, mesh: Mesh, group: Alone) -> Base | None:
-    """Load this process's part of the base model; None where it has all of it."""
-    if group.stages > 1:
-        counts = profiler.stage_layers(run, prepared, group.stages)
-        return load_stage(run, prepared.tokenizer, prepared.longest_run, mesh, cast(Links, group), counts)
-    if group.model is not None:
-        return load_cut(run, prepared.tokenizer, prepared.longest_run, group)
-    if group.shards is not None:
-        return load_sharded(run, prepared.tokenizer, prepared.longest_run, group.shards)
-    return None
+    def _share_out(self) -> tuple[Layout, Replicas]:
+        layout = self._choose_layout()
+        if layout.pipeline == 1:
+            return layout, Replicas(self.mesh, layout)
+        device = choose_device(self.run.device)
+        own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        return layout, Links(self.mesh, layout, own)
 
+    def _choose_layout(self) -> Layout:
+        """Choose by what the first process knows of memory, and the least that a device has."""
+        run, prepared = self.run, self.prepared
+        known = profiler.profile(run, prepared)
+        told = self.mesh.gather([float(known.kept_bytes), float(known.bytes_per_token), known.room])
+        kept, each, _ = told[0]
+        known = replace(known, kept_bytes=kept, bytes_per_token=each, room=min(room for *_, room in told))
+        taken = choose(prepared, self.mesh.size, known)
+        if taken.layout.sharded and not run.parallel.is_sharded:
+            prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
+        if taken.layout.pipeline > run.parallel.stages:
+            prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
+        return taken.layout
 
-def train_together(
-    run: Run, mesh: Mesh, layout: Layout, group: Alone, trainer: Trainer | None, logged: int,
-    listen: Callable[[Emitter], contextlib.AbstractContextManager[None]], sample: Callable[[Trainer], None],
-) -> Result:  # fmt: skip
-    """Train this process's jobs, and hand what is told of them to the first process.
+    def load(self) -> Base:
+        """See Placement."""
+        run, prepared, group = self.run, self.prepared, self.group
+        given = (run, prepared.tokenizer, prepared.longest_run)
+        if isinstance(group, Links):
+            return load_stage(*given, self.mesh, group, estimate.stage_layers(run, prepared, group.stages))
+        if group.model is not None:
+            return load_cut(*given, group)
+        if group.shards is not None:
+            return load_sharded(*given, group.shards)
+        return super().load()
 
-    Args:
-        trainer: of the jobs; None for a process without any.
-        logged: microbatches that earlier sessions have logged.
-        listen: subscribes to the events of all jobs, on the first process.
-        sample: subscribes what generates texts.
+    def passes(self, base: Base, attached: Attached) -> SingleDevice | StageDevice:
+        """See Placement."""
+        slices = holders(self.group)
+        multiple = dist.get_world_size(slices) if slices is not None and self.run.parallel.sequence_parallel else 1
+        if isinstance(stage := base.storage, Stage):
+            return StageDevice(base, attached, stage, multiple)
+        return SingleDevice(base, attached, multiple)
 
-    Returns:
-        How the whole run ended, on every process.
-    """
-    told = trainer.events if trainer is not None else Emitter()
-    with contextlib.ExitStack() as held:
-        outer, hub = told, None
-        if mesh.is_first:
-            outer = Emitter()
-            hub = Hub(mesh, layout, outer, told, [job.name for job in run.jobs], logged)
-            told.subscribe(hub)
-            held.enter_context(listen(outer))
-        elif group.leads:
-            told.subscribe(Relay(mesh, layout.group_of(mesh.rank), told))
-        if trainer is not None and (group.leads or layout.is_in_parts):
-            sample(trainer)
-        result = trainer.fit() if trainer is not None else None
-        with stop_signals(outer):
-            if hub is not None:
-                result = hub.finish()
-            else:
-                await_end(mesh)
-    return result_from(mesh.gather(result_of(result))[0])
+    def profile(self, known: Profile) -> Profile:
+        """See Placement."""
+        if self.layout.pipeline == 1:
+            return known
+        known = estimate.sharing_experts(known, self.run, self.prepared, self.layout.expert)
+        return estimate.staged(known, self.run, self.prepared, self.layout.pipeline)
+
+    def pipeline(self, own: PreparedRun, known: Profile, passes: SingleDevice | StageDevice) -> dict[str, Any]:
+        """See Placement."""
+        if not isinstance(passes, StageDevice):
+            return {}
+        cost = estimate.planning_cost(self.run, self.prepared, self.group.stages)
+        return {"cost": cost, "times": PipelineTimes(self.run, own.shape, passes.stage.links, passes.clock, known.cost)}
+
+    def train(self, trainer: Trainer | None, logged: int, listen: Listen, sample: Callable[[Trainer], None]) -> Result:
+        """See Placement. What is told of the jobs goes to the first process."""
+        mesh, layout, group = self.mesh, self.layout, self.group
+        told = trainer.events if trainer is not None else Emitter()
+        with contextlib.ExitStack() as held:
+            outer, hub = told, None
+            if mesh.is_first:
+                outer = Emitter()
+                hub = Hub(mesh, layout, outer, told, [job.name for job in self.run.jobs], logged)
+                told.subscribe(hub)
+                held.enter_context(listen(outer))
+            elif group.leads:
+                told.subscribe(Relay(mesh, layout.group_of(mesh.rank), told))
+            if trainer is not None and (group.leads or layout.is_in_parts):
+                sample(trainer)
+            result = trainer.fit() if trainer is not None else None
+            with stop_signals(outer):
+                if hub is not None:
+                    result = hub.finish()
+                else:
+                    await_end(mesh)
+        return result_from(mesh.gather(result_of(result))[0])

@@ -9,7 +9,7 @@ from packlora.engine.engine import Slot
 from packlora.engine.memory import TokenBudget, memory_now
 from packlora.report.events import MicrobatchDone
 from packlora.runtime.job import Job
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 from packlora.schedule.types import Microbatch, Window
 
 if TYPE_CHECKING:

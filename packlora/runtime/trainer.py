@@ -55,7 +55,8 @@ from packlora.runtime.job import Job, keep_if_best, take_best
 from packlora.runtime.members import off
 from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import Profile, remember_failure
+from packlora.runtime.profiler import remember_failure
+from packlora.runtime.profiles import Profile
 from packlora.runtime.record import job_result
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.stream import Stream

@@ -16,7 +16,7 @@ from packlora.parallel.replicas import Alone
 from packlora.report.events import Note, WindowPlanned
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner

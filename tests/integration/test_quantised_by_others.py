@@ -27,8 +27,8 @@ from packlora.codes.weight import QuantizedLinear
 from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
+from packlora.runtime.estimate import memory_parts
 from packlora.runtime.prepare import prepare
-from packlora.runtime.profiler import memory_parts
 
 Rows = Callable[..., str]
 TORCHAO = {

@@ -36,8 +36,8 @@ from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.export.merge import merge_adapter
+from packlora.runtime.estimate import memory_parts
 from packlora.runtime.prepare import prepare
-from packlora.runtime.profiler import memory_parts
 
 DOUBLE = {"method": "nf4", "double_quant": True}
 Rows = Callable[..., str]

@@ -20,7 +20,7 @@ from test_training import JOBS, adapter, config, distance, same_bits, steps, tra
 from packlora.config import Run
 from packlora.engine import passes
 from packlora.parallel.mesh import OneProcess
-from packlora.runtime import profiler, windows
+from packlora.runtime import measure, profiler, windows
 from packlora.runtime.profiles import ProfileCache
 from packlora.runtime.session import Session
 
@@ -290,7 +290,7 @@ def test_measuring_finds_where_memory_ends_and_leaves_the_jobs_as_they_were(
 ) -> None:
     before = [p.clone() for job in trainer.jobs for p in job.state.parameters.values()]
     tried = out_of_memory(200)
-    points = profiler.measure(trainer.base, trainer.executor, trainer.jobs, (64, 128, 512, 1024))
+    points = measure.measure(trainer.base, trainer.executor, trainer.jobs, (64, 128, 512, 1024))
     assert [point.seconds is None for point in points] == [False, False, True]
     assert points[0].tokens < points[1].tokens <= 128 < points[2].tokens
     assert tried == [point.tokens for point in points[:2] for _ in range(3)] + [points[2].tokens]
@@ -301,7 +301,7 @@ def test_measuring_finds_where_memory_ends_and_leaves_the_jobs_as_they_were(
 
 def test_what_was_measured_is_remembered_and_a_failure_in_training_is_added_to_it(trainer: Any) -> None:
     run, prepared, base = trainer.run, trainer.prepared, trainer.base
-    points = profiler.measure(base, trainer.executor, trainer.jobs, (64, 128, 256))
+    points = measure.measure(base, trainer.executor, trainer.jobs, (64, 128, 256))
     cache, key = ProfileCache(base.device), profiler.profile_key(run, prepared, base)
     cache.put(key, points)
     assert json.loads(cache.path.read_text())["profiles"][key][0]["tokens"] == points[0].tokens

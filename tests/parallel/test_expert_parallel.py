@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from expert_models import tiny_experts
 from expert_runs import BOTH, adapter_of, compared, errors_when_broken, threes
 from ranks import Ranks
@@ -108,12 +107,16 @@ def test_beside_layers_that_are_cut_what_is_learnt_is_that_of_one_process(size: 
     assert_exact(ranks(size).run(compared, beside_tensor(experts)))
 
 
+def mesh_of(rank: int) -> Any:
+    """Mesh of a process, whose groups are lists of ranks."""
+    return mock.Mock(rank=rank, new_group=lambda ranks, backend=None: list(ranks))
+
+
 @pytest.mark.parametrize("exchange", [False, True])
 def test_processes_that_share_experts_beside_cut_layers_are_grouped(exchange: bool) -> None:
     """Eight processes, of which two and two hold the same experts, and each two a slice of the other layers."""
     layout = Layout((("job",),), 4 if exchange else 2, tensor=2, expert=2, exchange=exchange)
-    with mock.patch.object(dist, "new_group", lambda ranks, **_: list(ranks)):
-        found = [Replicas(mock.Mock(rank=rank, timeout=1.0), layout) for rank in range(8)]
+    found = [Replicas(mesh_of(rank), layout) for rank in range(8)]
     for rank, own in enumerate(found):
         first, place = rank - rank % 4, rank % 4
         assert own.model == own.base == [first, first + 1, first + 2, first + 3]
@@ -126,8 +129,7 @@ def test_processes_that_share_experts_beside_cut_layers_are_grouped(exchange: bo
 def test_processes_of_a_stage_that_share_experts_beside_cut_layers_are_grouped() -> None:
     """Two stages of four processes, of which each two hold a slice of the other layers."""
     layout = Layout((("job",),), tensor=2, pipeline=2, expert=2)
-    with mock.patch.object(dist, "new_group", lambda ranks, **_: list(ranks)):
-        found = [Replicas(mock.Mock(rank=rank, timeout=1.0), layout) for rank in range(8)]
+    found = [Replicas(mesh_of(rank), layout) for rank in range(8)]
     for rank, own in enumerate(found):
         assert own.layers == [rank - rank % 2, rank - rank % 2 + 1] and own.is_repeated == (rank % 4 > 1)
 

@@ -36,7 +36,7 @@ from packlora.errors import InputError
 from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.cut import load_cut
 from packlora.parallel.replicas import Alone
-from packlora.runtime import profiler
+from packlora.runtime import estimate
 from packlora.runtime.prepare import prepare
 
 Groups = Callable[[int], Ranks]
@@ -343,9 +343,9 @@ def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any], to
         prepared.shape, layers=4, vocabulary=1, layer_numbers=((100, 90), (100, 10), (100, 10), (100, 10))
     )
     unlike = replace(prepared, shape=few_numbers)
-    assert profiler.stage_layers(prepared.run, unlike, 2) == (1, 3)
-    assert profiler.planning_cost(prepared.run, unlike, 2).stage_shares == (0.75, 0.25)
-    assert profiler.largest_stage(prepared.run, unlike, 2) == 0.75
+    assert estimate.stage_layers(prepared.run, unlike, 2) == (1, 3)
+    assert estimate.planning_cost(prepared.run, unlike, 2).stage_shares == (0.75, 0.25)
+    assert estimate.largest_stage(prepared.run, unlike, 2) == 0.75
     few = tiny_experts("qwen3_moe", **shape).model.layers
     numbers = [(sum(p.numel() for p in layer.parameters()), linear_of(layer)) for layer in few]
     assert prepared.shape.layer_numbers == tuple(numbers)

@@ -32,7 +32,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.parallel.layout import Layout, Prediction, choose, layouts, place, predict, waves
 from packlora.runtime import choose as choosing
-from packlora.runtime import profiler
+from packlora.runtime import estimate, profiler, profiles
 from packlora.runtime.choose import Work, base_bytes
 from packlora.runtime.choose import choose as chosen
 from packlora.runtime.prepare import prepare
@@ -285,7 +285,7 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     apart, together, sharded, staged = run.layouts.rows
     assert base_bytes(run.prepared)[0] // 2 < staged.bytes < together.bytes - base_bytes(run.prepared)[0] // 3
     known, shape = run.known, run.prepared.shape
-    sizes = [profiler.memory_parts(run.prepared.run, run.prepared, 1)["adapters and optimizer"]]
+    sizes = [estimate.memory_parts(run.prepared.run, run.prepared, 1)["adapters and optimizer"]]
     trainable = {job.config.name: job.trainable for job in run.prepared.jobs}
     assert sizes == [24 * sum(trainable.values())]
     assert apart.bytes < together.bytes - 24 * min(trainable.values()) + known.bytes_per_token * 96
@@ -293,7 +293,7 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     others = 4 * (shape.parameters - shape.linear_parameters)  # whole from one end of a microbatch to the other
     layers = 4 * 2 * shape.linear_parameters // shape.layers
     assert together.bytes - sharded.bytes == base - base // 2 - others - layers
-    monkeypatch.setattr(profiler, "BYTES_PER_SECOND", base / 5.0)  # five seconds for all of it
+    monkeypatch.setattr(estimate, "BYTES_PER_SECOND", base / 5.0)  # five seconds for all of it
     slow = planned(make((8, 2), (8, 4)), 2).layouts
     assert slow is not None
     assert slow.rows[2].seconds == pytest.approx(slow.rows[2].waves * 5.0, rel=0.1)  # half of it, twice a wave
@@ -307,7 +307,7 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     copied = planned(make((8, 2), (8, 4), parallel=parallel), 2).layouts
     assert copied is not None
     assert copied.rows[0].seconds == pytest.approx(copied.rows[0].waves * 10.0, rel=0.1)  # all of it, twice a wave
-    monkeypatch.setattr(profiler, "memory_room", lambda device: 1000)
+    monkeypatch.setattr(estimate, "memory_room", lambda device: 1000)
     tight = planned(make((8, 2), (8, 4), parallel={"pipeline": 1}), 2).layouts
     assert tight is not None and not any(row.fits for row in tight.rows) and tight.taken.status == "taken, does not fit"
 
@@ -382,7 +382,7 @@ def test_jobs_of_equal_tokens_are_placed_by_what_their_samples_take(make: Callab
     wanted = [(forward + backward) * n + attention * n * n + head * labels for n, labels in kinds.values()]
     found = [own.tolist() for own in work.samples.values()]
     assert [len(set(own)) for own in found] == [1] * 4
-    assert [own[0] * profiler.PLANNED_FLOPS["cpu"] for own in found] == pytest.approx(wanted, rel=1e-9)
+    assert [own[0] * estimate.PLANNED_FLOPS["cpu"] for own in found] == pytest.approx(wanted, rel=1e-9)
 
     most = microbatch(("job0", 0, 10), ("job1", 0, 60))
     assert work.of(most) == pytest.approx(work.fixed + found[0][0] + found[1][0]) and work.of(Microbatch()) == 0.0
@@ -413,7 +413,7 @@ def test_all_steps_of_a_job_count_with_their_own_samples() -> None:
 
 def trained_in(rank: int, tree: dict[str, Any], room: int) -> str:
     """On devices of so many bytes, the second of which has one less than the first."""
-    with mock.patch.object(profiler, "memory_room", return_value=room - rank):
+    with mock.patch.object(estimate, "memory_room", return_value=room - rank):
         return packlora.train(tree).status
 
 
@@ -461,8 +461,8 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
     whole, sharded = min(row.bytes for row in free.rows[:2]), free.rows[2].bytes
     assert sharded < whole
 
-    room = math.ceil(whole / profiler.ROOM_SHARE)  # the first process has it, the second one does not
-    monkeypatch.setattr(profiler, "memory_room", lambda device: room - 1)
+    room = math.ceil(whole / profiles.ROOM_SHARE)  # the first process has it, the second one does not
+    monkeypatch.setattr(estimate, "memory_room", lambda device: room - 1)
     tree |= {"parallel": {"pipeline": 1}}
     tight = planned(tree, 2).layouts
     assert tight is not None and tight.taken.sharded and tight.taken.fits and "is estimated to take" in tight.reason
@@ -492,7 +492,7 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
     record = json.loads((tmp_path / "staged" / "run.json").read_text())
     assert record["schedule"]["layout"]["pipeline"] == 2
     assert f"parallel.pipeline is 2: {piped.reason}" in record["warnings"]
-    monkeypatch.setattr(profiler, "memory_room", lambda device: room)
+    monkeypatch.setattr(estimate, "memory_room", lambda device: room)
     enough = planned(tree, 2).layouts
     assert enough is not None and not enough.taken.sharded and enough.taken.fits
     asked = planned({**tree, "parallel": {"shard_base": True}}, 2).layouts
@@ -513,7 +513,7 @@ def test_auto_shares_the_base_over_as_many_devices_as_it_takes_and_the_plan_list
     whole, (four, two) = min(row.bytes for row in free.rows[:3]), free.rows[3:]
     assert four.bytes < two.bytes < whole
     for room, shard in ((two.bytes, 2), (four.bytes, 4)):
-        monkeypatch.setattr(profiler, "memory_room", lambda device, room=room: math.ceil(room / profiler.ROOM_SHARE))
+        monkeypatch.setattr(estimate, "memory_room", lambda device, room=room: math.ceil(room / profiles.ROOM_SHARE))
         tight = planned(tree, 4).layouts
         assert (
             tight is not None

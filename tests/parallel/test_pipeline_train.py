@@ -415,7 +415,7 @@ def broken(rank: int, tree: dict[str, Any], how: str) -> str:
 
     changes = {
         "clipped by the stage's own norm": mock.patch.object(AdapterState, "step", early),
-        "planned for one stage": mock.patch("packlora.runtime.profiler.planning_cost", return_value=CostModel()),
+        "planned for one stage": mock.patch("packlora.runtime.estimate.planning_cost", return_value=CostModel()),
         "sums before gradients": mock.patch.object(StageDevice, "_send_down", swapped()),
     }
     with changes[how]:

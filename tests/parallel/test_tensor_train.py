@@ -31,7 +31,7 @@ from packlora.parallel import cut
 from packlora.parallel.replicas import Alone
 from packlora.parallel.tensor import shard
 from packlora.runtime import choose as choosing
-from packlora.runtime import profiler
+from packlora.runtime import estimate, profiles
 from packlora.runtime.choose import base_bytes
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
@@ -220,14 +220,14 @@ def test_the_plan_predicts_time_and_memory_of_devices_that_hold_a_layer_together
     ]
     assert one.rows[0].bytes - two.rows[0].bytes == base_bytes(plan.prepared)[0] // 2
     before = [row.seconds for row in plan.layouts.rows]
-    monkeypatch.setattr(profiler, "BYTES_PER_SECOND", 1e3)  # messages are what takes time then
+    monkeypatch.setattr(estimate, "BYTES_PER_SECOND", 1e3)  # messages are what takes time then
     slow = make_plan(run, gpus=4).layouts
     assert slow is not None and all(row.seconds > 10 * was for row, was in zip(slow.rows, before, strict=True))
     assert slow.rows[2].seconds > slow.rows[1].seconds, "it gathers too"
     base = base_bytes(plan.prepared)[0]
     monkeypatch.setattr(choosing, "base_bytes", lambda prepared: (base, base // 8))  # as of a model of many layers
-    room = int((slow.rows[1].bytes - base // 8) / profiler.ROOM_SHARE)
-    monkeypatch.setattr(profiler, "memory_room", lambda device: room)
+    room = int((slow.rows[1].bytes - base // 8) / profiles.ROOM_SHARE)
+    monkeypatch.setattr(estimate, "memory_room", lambda device: room)
     tight = make_plan(Run.model_validate(tree | {"parallel": {"tensor": 2, "devices_per_job": 4}}), gpus=4).layouts
     assert tight is not None and tight.taken.shard == 2 and "(parallel.tensor) is estimated" in tight.reason
     with pytest.raises(packlora.InputError, match=r"parallel.tensor is 2, but 3 processes were started"):

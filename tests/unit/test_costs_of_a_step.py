@@ -181,7 +181,7 @@ def test_a_step_s_line_and_texts_cost_the_same_beside_many_jobs() -> None:
         progress.console.print = lambda *_, **__: None  # type: ignore[method-assign]
         lines.append(work(lambda progress=progress: progress(stepped("job-1", 2))))  # type: ignore[misc]
         jobs = {f"job-{number}": a_job(number) for number in range(count)}
-        sampler = Sampler(mock.MagicMock(), mock.MagicMock(), jobs, 1, Emitter(), ())
+        sampler = Sampler(mock.MagicMock(), jobs, 1, Emitter(), ())
         texts.append(work(lambda sampler=sampler: sampler(stepped("job-1", 2))))  # type: ignore[misc]
     assert lines[0] == lines[1] and texts[0] == texts[1]
 

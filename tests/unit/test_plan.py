@@ -16,7 +16,7 @@ from packlora.config import TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.report.gantt import draw
-from packlora.runtime.profiler import Profile
+from packlora.runtime.profiles import Profile
 from packlora.schedule.cost import CostModel
 
 

@@ -21,10 +21,11 @@ from packlora.base.packing import prepare_model
 from packlora.config import Run
 from packlora.engine.parts import num_tokens
 from packlora.engine.passes import run_microbatch
-from packlora.runtime import profiler
+from packlora.runtime import estimate, measure
+from packlora.runtime.measure import _seconds, fitted
 from packlora.runtime.prepared_job import ModelShape
-from packlora.runtime.profiler import CLOSE, ROOM_SHARE, Prediction, Profile, _seconds, choose, fitted
-from packlora.runtime.profiles import Point, ProfileCache
+from packlora.runtime.profiler import CLOSE, Prediction, choose
+from packlora.runtime.profiles import ROOM_SHARE, Point, Profile, ProfileCache
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch, Placed
 
@@ -53,7 +54,7 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
     checkpointing: bool, rank: int, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 5 %: 8192 tokens on Llama-3.1-8B's shape, LoRA r 16 or DoRA r 384 in bfloat16 without an optimizer."""
-    monkeypatch.setattr(profiler, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(estimate, "choose_device", lambda name: torch.device("cuda"))
     shape = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
     run = SimpleNamespace(dtype="bfloat16", device="auto", gradient_checkpointing=checkpointing)
     outputs = {f"{layer}.{name}": width for layer in range(32) for name, width in LLAMA_8B.items()}
@@ -64,7 +65,7 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
         products=outputs if rank > 16 else {},
     )
     prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0))
-    parts = profiler.memory_parts(run, prepared, 8192)  # type: ignore[arg-type]
+    parts = estimate.memory_parts(run, prepared, 8192)  # type: ignore[arg-type]
     adapters = 41_943_040 * rank // 16 * 2 * 2  # values and gradients
     recorded = json.loads((RESULTS / "model-h200.json").read_text())["summary"]
     measured = sum(recorded[key.removeprefix("-")] * (-1 if key.startswith("-") else 1) for key in keys) * 2**30
@@ -84,7 +85,7 @@ def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
     for name, given in (
         ("choose_device", torch.device("cuda")), ("memory_room", 1), ("machine_flops", 7.5e14), ("machine_bandwidth", 3.98e12),
     ):  # fmt: skip
-        monkeypatch.setattr(profiler, name, lambda *asked, given=given: given)
+        monkeypatch.setattr(estimate, name, lambda *asked, given=given: given)
     wide = [(attention, hidden), (1024, hidden), (1024, hidden), (hidden, attention)]
     wide += [(inner, hidden), (inner, hidden), (hidden, inner)]
     linear, outputs = layers * sum(N * K for N, K in wide), layers * sum(N for N, _ in wide)
@@ -105,11 +106,11 @@ def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
         if sum(placed.length for placed in filled[-1]) + one.length > 8192:
             filled.append([])
         filled[-1].append(one)
-    known = profiler.estimate(run, prepared)
+    known = estimate.estimate(run, prepared)
     seconds = sum(known.seconds(Microbatch(tuple(own))) for own in filled)
     assert sum(one.length for one in samples) / seconds == pytest.approx(measured, rel=0.1)
     run.gradient_checkpointing = True
-    again = profiler.estimate(run, prepared).cost
+    again = estimate.estimate(run, prepared).cost
     assert again.backward_ratio == pytest.approx(known.cost.backward_ratio + 1), "layers run again"
 
 
@@ -143,12 +144,12 @@ def test_memory_of_a_microbatch_is_estimated_as_torch_counts_it(
     samples = [make_samples(Lengths(5.5, 0.2, ""), 8, 400, 320, seed) for seed in (0, 1)]
     prepared = prepared_on(run, base, 1500, ModelShape.of(model), samples)
     trainer = trainer_of(prepared, base, tmp_path)
-    mix = profiler.sample_mix(trainer.jobs, 1500)
+    mix = measure.sample_mix(trainer.jobs, 1500)
     run_microbatch(trainer.executor, mix)
     for job in trainer.jobs:
         job.discard()
     peak = peak_of(lambda: run_microbatch(trainer.executor, mix))
-    parts = profiler.memory_parts(run, prepared, num_tokens(mix))
+    parts = estimate.memory_parts(run, prepared, num_tokens(mix))
     assert parts["activations"] + parts["logits"] == pytest.approx(peak, rel=0.05)
 
 

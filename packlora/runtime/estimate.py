@@ -1,0 +1,264 @@
+"""Estimates of what a microbatch costs in time and memory: products and bytes are counted, on one device, on stages of a
+pipeline, or on devices that share out experts. Neither a GPU nor the weights are needed; one short matrix product tells how
+fast the machine is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from packlora.base.device import choose_device
+from packlora.config import Run
+from packlora.engine.memory import memory_room
+from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
+from packlora.runtime.job import Job
+from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
+from packlora.runtime.prepared_job import ModelShape
+from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.profiles import Profile
+from packlora.schedule.cost import CostModel, balance
+from packlora.schedule.types import Microbatch
+
+PRODUCTS_SHARE = {"cuda": 0.8, "cpu": 0.55}
+"""Speed of a model's matrix products over that of large square ones: four jobs on 0.6B's and 8B's shapes on an H200. Of a CPU,
+the part of a whole step that they would take at that speed: SmolLM2-135M on two cores."""
+PASSES = 3, 7
+"""How often forward and backward on a GPU read or write what goes into and comes out of linear layers, beside the products:
+norms, activations, rotations, sums, the products with narrow adapters. Four jobs on the same shapes."""
+PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11}
+"""FLOP/s that schedules of a pipeline and layouts are planned for, on any machine. It sets what is fixed for a microbatch
+against what its tokens take."""
+LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
+"""Least seconds of the forward of a decoder layer, however few its tokens are."""
+OPTIMIZER_BYTES = 16
+"""Per trainable parameter, of what training keeps beside parameter and a microbatch's gradient: that of the global batch, two
+moments and the last good value."""
+TRAINABLE_BYTES = 4 * 6
+"""Per trainable parameter in all: with its value and a microbatch's gradient."""
+RANK_MULTIPLE = 16
+"""Kernels pad ranks to multiples of it."""
+BYTES_PER_SECOND = 2e11
+"""Assumed of messages between devices: four H200s gather a layer by NVLink at 2.1e11 to 2.5e11."""
+ATTENTION_SLOWER = 2.5
+"""Attention's products against large plain ones, time per operation."""
+
+
+def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
+    """Estimate from shapes alone and the speed of the machine at one matrix product and one copy.
+
+    Args:
+        stages: of a pipeline of such devices; memory is then that of one of them, with as many microbatches in flight.
+    """
+    device = choose_device(run.device)
+    parts = memory_parts(run, prepared, tokens=1)
+    per_token = parts["activations"] + (0 if _by_kernels(run) else parts["logits"])
+    kept = sum(parts.values()) - per_token
+    cost = analytic_cost(run, prepared, *_speed(run), stages=stages)
+    own = kept * largest_stage(run, prepared, stages)
+    return Profile(stages, "estimated", cost, own, per_token, memory_room(device))
+
+
+def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
+    """Profile of a pipeline of so many devices like the known one."""
+    split = estimate(run, prepared, stages)
+    cost = replace(known.cost, stage_shares=split.cost.stage_shares)
+    kept = known.kept_bytes * largest_stage(run, prepared, stages)
+    return replace(known, stages=stages, cost=cost, kept_bytes=kept)
+
+
+def stage_layers(run: Run, prepared: PreparedRun, stages: int) -> tuple[int, ...]:
+    """Layers of each stage of a pipeline, so that the slowest one is as fast as it can be; the last one has the output layer
+    and the loss too, by what was measured of them (head_cost.py), else by their operations. A layer costs by the weights that a
+    token meets there, of experts those that it goes to."""
+    shape = prepared.shape
+    mean = sum(active for _, active in shape.layer_numbers) / max(1, len(shape.layer_numbers))
+    costs = [active / mean for _, active in shape.layer_numbers] if mean else []
+    return balance(stages, shape.layers, head_in_layers(run, prepared), costs)
+
+
+def head_in_layers(run: Run, prepared: PreparedRun) -> float:
+    """How many layers of the run, adapters included, the output layer and the loss take as long as."""
+    forward, backward, head = _operations(run, prepared)
+    return 2 * head / ((forward + backward) / prepared.shape.layers)
+
+
+def largest_stage(run: Run, prepared: PreparedRun, stages: int) -> float:
+    """Share of the layers' parameters, all experts included, on the stage that has the most."""
+    return max(_on_stages(run, prepared, stages, [held for held, _ in prepared.shape.layer_numbers]))
+
+
+def _on_stages(run: Run, prepared: PreparedRun, stages: int, numbers: Sequence[int]) -> tuple[float, ...]:
+    """The part that each stage has of numbers that belong to the layers; where these are not known, all layers are alike."""
+    until = [0, *accumulate(numbers if any(numbers) else [1] * prepared.shape.layers)]
+    ends = [0, *accumulate(stage_layers(run, prepared, stages))]
+    return tuple((until[end] - until[start]) / until[-1] for start, end in pairwise(ends))
+
+
+def planning_cost(run: Run, prepared: PreparedRun, stages: int = 1, experts_on: int = 1) -> CostModel:
+    """Cost of a microbatch on each stage, for the planner and for the choice of a layout: the same on every machine, so that
+    all processes of a run find the same, and a resumed run too."""
+    flops = PLANNED_FLOPS[choose_device(run.device).type]
+    return analytic_cost(run, prepared, flops, stages=stages, experts_on=experts_on)
+
+
+def sharing_experts(
+    known: Profile, run: Run, prepared: PreparedRun, devices: int, exchange: bool = False
+) -> Profile:  # fmt: skip
+    """Profile of one of so many devices like the known one that hold the experts together and run the same microbatches; or
+    with `exchange` their own, of which each device computes as much as it has, messages not counted."""
+    if devices == 1:
+        return known
+    whole, shared = (
+        analytic_cost(run, prepared, *_speed(run), experts_on=count) for count in (1, 1 if exchange else devices)
+    )
+    cost = replace(
+        known.cost,
+        per_token=known.cost.per_token * shared.per_token / whole.per_token,
+        backward_ratio=known.cost.backward_ratio * shared.backward_ratio / whole.backward_ratio,
+    )
+    shape, width, less = prepared.shape, getattr(torch, run.dtype).itemsize, 1 - 1 / devices
+    layers = 1 if run.gradient_checkpointing else shape.layers
+    return replace(
+        known,
+        cost=cost,
+        kept_bytes=known.kept_bytes
+        - less * (width * shape.expert_parameters + TRAINABLE_BYTES * sum(job.on_experts for job in prepared.jobs)),
+        bytes_per_token=known.bytes_per_token - (0 if exchange else less * width * shape.routed_width * layers),
+    )
+
+
+def _speed(run: Run) -> tuple[float, float]:
+    """Speed of the machine at a model's matrix products and in memory: FLOP/s, and bytes that are read or written a second."""
+    device = choose_device(run.device)
+    return machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], machine_bandwidth(device)
+
+
+def analytic_cost(
+    run: Run, prepared: PreparedRun, flops: float, bandwidth: float = math.inf, *, stages: int = 1, experts_on: int = 1
+) -> CostModel:
+    """Seconds of a microbatch on machines of so many FLOP/s.
+
+    Forward: two operations per weight of the linear layers and of a token's own adapter, causal attention, and the output layer
+    at the label tokens. Backward: frozen weights take no gradient, adapters do; checkpointing runs the layers again. Where
+    experts are shared out to devices, each computes its share of what goes to them, and what they give is added up.
+
+    Args:
+        bandwidth: bytes a second that memory reads or writes; without it only products take time.
+        experts_on: devices that hold the experts together.
+    """
+    shape, device = prepared.shape, choose_device(run.device)
+    forward, backward, head = _operations(run, prepared, experts_on)
+    width, routed = getattr(torch, run.dtype).itemsize, shape.routed_width / experts_on
+    moved = shape.outputs + shape.layers * (2 * shape.hidden + shape.attention + shape.inner + routed)
+    there, back = (passes * width * moved / bandwidth for passes in PASSES)
+    if experts_on > 1:
+        message = 2 * (1 - 1 / experts_on) * shape.layers * shape.hidden * width / BYTES_PER_SECOND
+        there, back = there + message, back + message
+    back += there * run.gradient_checkpointing
+    forward, backward = forward + there * flops, backward + back * flops  # as operations
+    return CostModel(
+        per_token=forward / flops,
+        per_token_squared=shape.layers * 2 * shape.attention * ATTENTION_SLOWER / flops,
+        fixed=shape.layers * LAYER_SECONDS[device.type],
+        head_per_token=head / flops,
+        backward_ratio=backward / forward,
+        stage_shares=_on_stages(run, prepared, stages, [active for _, active in shape.layer_numbers]),
+        head_backward_ratio=1.0,
+    )
+
+
+def _operations(run: Run, prepared: PreparedRun, experts_on: int = 1) -> tuple[float, float, float]:
+    """Operations of a token in all layers, forward and backward, and in the output layer."""
+    shape = prepared.shape
+    lengths = [job.data.planned.lengths.astype(np.int64) for job in prepared.jobs]
+    tokens = [int(own.sum()) for own in lengths]
+    less = 1 - 1 / experts_on
+    active = [job.active - less * job.active_on_experts for job in prepared.jobs]
+    adapter = sum(t * own for t, own in zip(tokens, active, strict=True)) / sum(tokens)
+    labels = sum(t * job.data.label_share for t, job in zip(tokens, prepared.jobs, strict=True)) / sum(tokens)
+    frozen = shape.linear_parameters + shape.routed_parameters / experts_on
+    forward = 2 * (frozen + adapter)
+    backward = 2 * frozen + 4 * adapter + (forward if run.gradient_checkpointing else 0)
+    head = 2.0 * shape.hidden * shape.vocabulary
+    if prepared.head_in_layers is not None:  # of frozen layers, forward and backward
+        whole = shape.linear_parameters + shape.routed_parameters
+        head = prepared.head_in_layers * whole / shape.layers * (3 if run.gradient_checkpointing else 2)
+    return forward, backward, head * labels
+
+
+def model_flops(shape: ModelShape, jobs: Mapping[str, Job], microbatches: Sequence[Microbatch]) -> float:
+    """Floating-point operations of forward and backward: frozen linear layers and the output layer twice, without gradients of
+    their weights, a token's own adapter three times; of experts those that a token goes to; attention scores are not
+    counted."""
+    head, frozen = 4 * shape.hidden * shape.vocabulary, shape.linear_parameters + shape.routed_parameters
+    idle = 1 - shape.routed_parameters / shape.expert_parameters if shape.expert_parameters else 0.0
+    each = {
+        name: 4 * frozen
+        + 6 * (job.adapter.num_parameters - idle * job.adapter.on_experts)
+        + head * job.data.label_share
+        for name, job in jobs.items()
+    }
+    return sum(placed.length * each[placed.job] for one in microbatches for placed in one.samples)
+
+
+def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]:
+    """Bytes by what holds them, in a microbatch of so many tokens.
+
+    Counted: frozen weights, of quantised ones the codes and the two largest as they are multiplied; per trainable parameter its
+    value, the gradients of microbatch and global batch, two AdamW moments and the last good value (4 bytes each); per token and
+    layer the tensors that backward needs, those of adapters too (or with checkpointing one per layer and one layer's worth);
+    logits of the label tokens, their softmax and gradient, or, where kernels make the loss, of one chunk. Not counted: what
+    keep_outputs saves, temporary buffers, the allocator's rounding, the interpreter and its libraries (about 0.6 GiB of a CPU
+    process).
+    """
+    shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
+    if _by_kernels(run):
+        # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
+        per_layer = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
+        per_layer += width * (shape.attention + shape.key_value) * shape.head_norms
+    else:
+        # two norms keep their input in float32, and their outputs feed the projections; queries, keys and values of all
+        # heads as attention reads them, its output twice; gate, up, activation and their product
+        per_layer = width * (2 * shape.hidden + 5 * shape.attention + 4 * shape.inner) + 2 * 4 * shape.hidden
+        per_layer += 4 * (shape.attention + shape.key_value) * shape.head_norms
+    per_layer += width * shape.routed_width + width * _numbers_of_adapters(prepared) // shape.layers
+    kept = shape.layers * per_layer
+    if run.gradient_checkpointing:
+        kept = shape.layers * shape.hidden * width + per_layer
+    labels = max(job.data.label_share for job in prepared.jobs)
+    logits = CHUNK_BYTES["cuda"] if _by_kernels(run) else round(tokens * labels * shape.vocabulary * (4 * 2 + width))
+    return {
+        "frozen weights": _frozen_bytes(prepared, width),
+        "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES,
+        "activations": tokens * kept,
+        "logits": logits,
+    }
+
+
+def _numbers_of_adapters(prepared: PreparedRun) -> int:
+    """Numbers that a token keeps for its adapter, all layers together: of linear layers S, and the product that the gradient of
+    a magnitude is made of. They are kept for all tokens of a microbatch as for the job with most of them."""
+    ranks, products = dict[str, int](), dict[str, int]()
+    for job in prepared.jobs:
+        products |= job.products
+        for path, module in job.spec.modules.items():
+            if module.kind == "linear":
+                ranks[path] = max(ranks.get(path, 0), -(-module.rank // RANK_MULTIPLE) * RANK_MULTIPLE)
+    return sum(ranks.values()) + sum(products.values())
+
+
+def _frozen_bytes(prepared: PreparedRun, width: int) -> int:
+    """Bytes of all frozen weights: floats, codes of quantised layers, and their two largest weights as they are multiplied."""
+    shape, (numbers, codes) = prepared.shape, prepared.in_codes
+    return (shape.parameters - numbers + 2 * shape.largest * (numbers > 0)) * width + codes
+
+
+def _by_kernels(run: Run) -> bool:
+    """Whether kernels compute attention, norms and the loss."""
+    return choose_device(run.device).type == "cuda" and run.dtype in ("bfloat16", "float16")
