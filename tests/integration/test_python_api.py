@@ -591,7 +591,7 @@ def test_early_stopping_of_transformers_ends_each_job_where_its_own_losses_say_a
         own = {"eval_data": COLOURS[:3], "adapter": {"r": 4}, "global_batch_size": 7, "num_train_epochs": 4}
         made = [packlora.Job(name, data=COLOURS, learning_rate=rate, **own) for name, rate in jobs.items()]
         return packlora.Trainer(
-            tiny_base(), made, output_dir=tmp_path / out, callbacks=callbacks, eval_every=1, save_every=1, **RUN
+            tiny_base(), made, output_dir=tmp_path / out, callbacks=callbacks, eval_every=1, save_every=0, **RUN
         )
 
     trainer("free").train()
