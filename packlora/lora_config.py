@@ -10,10 +10,12 @@ import copy
 import re
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter folder."""
+Task = Literal["SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
+"""Kinds of models that PEFT names."""
 
 
 @dataclass

@@ -89,7 +89,7 @@ def named_base(folder: Path, named: str) -> str:
     if os.path.isdir(named) or os.path.isabs(named):
         return named
     above = [parent / named for parent in Path(os.path.abspath(folder)).parents]
-    return str(next((place for place in above if (place / "config.json").is_file()), named))
+    return str(next((place for place in above if os.path.isfile(place / "config.json")), named))
 
 
 def check_folder(path: Path) -> None:

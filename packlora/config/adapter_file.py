@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from packlora.config.adapter import AdapterConfig
 from packlora.errors import InputError, quoted, shown
 from packlora.lora_config import CONFIG as CONFIG
-from packlora.lora_config import LoraConfig
+from packlora.lora_config import LoraConfig, Task
 
 UNSUPPORTED = {
     "lora_bias": False, "layer_replication": None, "ensure_weight_tying": False, "megatron_config": None, "use_qalora": False,
@@ -41,7 +41,7 @@ class _Stored(AdapterConfig):
     """Content that is read of an adapter_config.json: types and ranges of the run file, and what only PEFT has."""
 
     target_modules: str | list[str] = Field()
-    task_type: str | None = None
+    task_type: Task | None = None
     base_model_name_or_path: str | None = None
     revision: str | None = None
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import get_args
 
 import pytest
 from peft import LoraConfig as OfPeft
+from peft import TaskType
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from packlora.adapters.files import config_dict
-from packlora.lora_config import LoraConfig, is_excluded, is_target
+from packlora.lora_config import LoraConfig, Task, is_excluded, is_target
 from packlora.patterns import pattern_key
 
 PATHS = [
@@ -52,6 +54,10 @@ def test_an_adapter_config_is_the_text_that_peft_writes(asked: dict[str, object]
 def test_defaults_and_their_order_are_those_of_peft() -> None:
     theirs = OfPeft().to_dict()
     assert list(LoraConfig().to_dict().items()) == list(theirs.items())
+
+
+def test_tasks_are_those_of_peft() -> None:
+    assert set(get_args(Task)) == {task.value for task in TaskType}
 
 
 def test_modules_are_meant_and_excluded_as_peft_means_them() -> None:
