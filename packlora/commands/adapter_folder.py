@@ -89,8 +89,8 @@ def named_base(folder: Path, named: str) -> str:
     run was started in: where it is not here, the nearest one above the adapter that has it counts."""
     if os.path.isdir(named) or os.path.isabs(named):
         return named
-    above = [parent / named for parent in Path(os.path.abspath(folder)).parents]
-    return str(next((place for place in above if (place / "config.json").is_file()), named))
+    above = [str(parent / named) for parent in Path(os.path.abspath(folder)).parents]
+    return next((place for place in above if os.path.isfile(os.path.join(place, "config.json"))), named)
 
 
 def check_folder(path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import shlex
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -41,7 +41,9 @@ class _Stored(AdapterConfig):
     """Content that is read of an adapter_config.json: types and ranges of the run file, and what only PEFT has."""
 
     target_modules: str | list[str] = Field()
-    task_type: str | None = None
+    task_type: (
+        Literal["SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"] | None
+    ) = None
     base_model_name_or_path: str | None = None
     revision: str | None = None
 

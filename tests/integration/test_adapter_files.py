@@ -132,7 +132,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a layers pattern alone": ({"layers_pattern": "h"}, ("layers_pattern goes with layers_to_transform",)),
     "a bad exclusion": ({"exclude_modules": "(("}, ("exclude_modules: ", "not a valid regular expression")),
-    "an unknown task": ({"task_type": "MAGIC"}, ("Invalid task type", "MAGIC")),
+    "an unknown task": ({"task_type": "MAGIC"}, ("task_type: ", "found 'MAGIC'")),
     "a base that is a list": ({"base_model_name_or_path": ["x"]}, ("base_model_name_or_path: ", "found ['x']")),
     "a long value": ({"r": "x" * 10**6}, ("r: ", "found 'xxx")),
     "an escape sequence": ({"r": "\x1b[2J"}, (r"found '\x1b[2J'",)),
