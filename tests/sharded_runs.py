@@ -43,6 +43,7 @@ class Case:
     """Norms and products are computed again in the backward, as on a GPU."""
     targets: tuple[str, ...] = ()
     """Of the first adapter; all linear layers where there are none."""
+    liger: bool | str = "auto"
     plan: str = "measured"
     """Of another one than the plain chain DoRA's norms are computed by kernels, too."""
 
@@ -65,7 +66,7 @@ class Case:
 def base_of(folder: str, case: Case, sharded: bool) -> Base:
     run = Run(
         base_model=folder, dtype=case.dtype, device="cpu", output_dir="unused", max_tokens_per_microbatch=512,
-        gradient_checkpointing=case.checkpointing, jobs=[{"name": "a", "data": {"path": "unused"}}],
+        gradient_checkpointing=case.checkpointing, liger=case.liger, jobs=[{"name": "a", "data": {"path": "unused"}}],
     )  # fmt: skip
     return load_sharded(run, None, {"a": 60}) if sharded else load_base(run, None, {"a": 60})
 

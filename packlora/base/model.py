@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
 from packlora.base.fingerprint import Fingerprint, fingerprint
-from packlora.base.liger import use_liger
 from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
@@ -113,7 +112,11 @@ def ready_base(
     known, own = looked_at or look_at(run, model, path, longest, storage.is_whole)
     with_extras = None if modality is None else modality.own(model, path)
     notes = prepare_model(model, run.gradient_checkpointing)
-    replaced = use_liger(model, run.liger, storage.each)
+    replaced: list[str] = []
+    if run.liger is True or (run.liger == "auto" and device.type == "cuda"):
+        from packlora.base.liger import use_liger
+
+        replaced = use_liger(model, run.liger, storage.each)
     fused_loss = check_packing(model, own, path, longest, notes)
     if modality is not None:
         modality.check(model, with_extras, path)

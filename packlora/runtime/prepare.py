@@ -18,7 +18,6 @@ from packlora.adapters.targets import try_patterns
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
 from packlora.base.held import check_held
-from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.changes import check_prepared
 from packlora.config import JobConfig, Run
@@ -121,7 +120,10 @@ def _check_device(run: Run) -> torch.device:
     """The device of a run. Raises InputError where it has not what the run asks for."""
     device = choose_device(run.device)
     settle_dtype(run)
-    check_liger(run.liger, device, run.dtype)
+    if run.liger is True:
+        from packlora.base.liger import check_liger
+
+        check_liger(run.liger, device, run.dtype)
     check_asked(run, device)
     return device
 

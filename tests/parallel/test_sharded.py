@@ -209,7 +209,7 @@ def taken_over(rank: int, folder: str, is_sharded: bool) -> tuple[list[str], str
         mock.patch.object(liger, "check_liger", lambda setting, *_: setting is not False),
         mock.patch.dict(sys.modules, {"liger_kernel": kernels, "liger_kernel.ops": kernels}),
     ):
-        base = base_of(folder, Case(), is_sharded)
+        base = base_of(folder, Case(liger=True), is_sharded)
     training = Training(base, [{"r": 4}])
     words, left = add_recompute(base.model, base.storage.each)
     return base.liger, words, left, training.microbatch(rank, 0)
