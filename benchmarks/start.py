@@ -50,10 +50,10 @@ def command_timed(
         cpu_s: processor time of all its processes; code: exit code.
     """
     before, start, first = _cpu(), time.perf_counter(), None
-    root = str(Path(__file__).parents[1])
+    places = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
         [sys.executable, "-m", "packlora", *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, **environment, "PYTHONPATH": root},
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(places)},
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:
