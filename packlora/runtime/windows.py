@@ -1,6 +1,7 @@
 """The windows that a run trains on: planned in a process beside it (schedule/), and told to subscribers.
 
-A job takes part from the round in which it joins to the one in which it leaves, both at borders of windows (changes.py).
+A job takes part from the round in which it joins to the one in which it leaves, both at borders of windows; see
+packlora/changes.py.
 """
 
 from __future__ import annotations

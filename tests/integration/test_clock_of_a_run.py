@@ -93,9 +93,9 @@ def test_a_run_is_resumed_joined_and_evaluated_on_a_later_day(
     tree: dict[str, Any], today: Callable[[datetime], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizers = []
-    made = encoder.encode_for
+    made = encoder.encode_rows
     monkeypatch.setattr(
-        encoder, "encode_for", lambda *given, **more: (tokenizers.append(given[2]), made(*given, **more))[1]
+        encoder, "encode_rows", lambda *given, **more: (tokenizers.append(given[1]), made(*given, **more))[1]
     )
     whole, out = {**tree, "output_dir": str(tmp_path / "whole")}, tmp_path / "out"
     assert train({**whole, "jobs": [*tree["jobs"], tree["new"]]}).status == "done"

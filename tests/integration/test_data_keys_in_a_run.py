@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from packlora.generate.talk import Sampling, load_speakers
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import packlora
+from packlora.answers.talk import Sampling, load_speakers
 from packlora.cli import app
 from packlora.commands.held_out import evaluate_adapter
 from packlora.run_file import run_from

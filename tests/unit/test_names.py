@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("packlora", "tests", "benchmarks", "examples")
+FOLDERS = ("packlora", "tests", "benchmarks", "examples", "docs")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = [*sorted((ROOT / "packlora").rglob("*.py")), *PAGES]
 
