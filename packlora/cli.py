@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -54,24 +54,26 @@ def train(
     """Train all jobs of a run file together."""
 
     def action() -> None:
-        asked: dict[str, Any] = {"run": run, "overrides": overrides}
+        from packlora.data.reader import Reader
+
+        reader, config, changes = Reader(), cast(Any, run), overrides
         if first := loads() and speaks():
             say(f"reading {run} and its data")
         if alone():  # first: a slip is refused before what takes seconds is loaded; several processes find it together
             from packlora.run_file import load_run
             from packlora.runtime.early import read_early
 
-            config = load_run(run, overrides)
-            asked = {"run": config, "reader": read_early(config, resume)}
+            config, changes = load_run(run, overrides), None
+            reader = read_early(config, resume)
         if first:
             say("loading PyTorch and Transformers")
         with loading():
             from packlora.report.summary import print_summary
-            from packlora.runtime.run import train as train_run
+            from packlora.runtime.run import train_read
 
         if first:
             say(f"checking the run and loading the base model; packlora watch {shlex.quote(str(run))} shows its curves")
-        result = train_run(**asked, resume=resume, max_steps=max_steps, resume_from=resume_from)
+        result = train_read(reader, config, changes, resume, max_steps, resume_from)
         if speaks():
             words = sys.argv[1:]
             print_summary(result, again(without_resume(words)), again(without_resume(words, "--max-steps")))

@@ -442,7 +442,7 @@ def _print_methods(methods: Sequence[Figures], console: Screen) -> None:
 
 
 def _remedy(run: Run, prepared: PreparedRun, parts: Mapping[str, int], room: int) -> str:
-    """What makes a run fit: where the frozen weights alone leave little room, fewer bytes for them."""
+    """Advice for a run that does not fit: fewer bytes for frozen weights where these alone leave little room."""
     if parts["frozen weights"] < MOSTLY * room:
         return "lower max_tokens_per_microbatch or set gradient_checkpointing: true"
     share = f"the frozen weights alone take {parts['frozen weights'] / 2**30:.1f} GiB; "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from packlora.config import DataConfig
-from packlora.data.encode import Encoded, Notes, Preference, Sample, encode_rows, encoded_rows, noted
+from packlora.data.encode import Encoded, Notes, Preference, Sample, encoded_rows, noted
 from packlora.data.fields import OF_PAIRS
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
@@ -34,15 +34,13 @@ def encode_for(
     reader: ExtrasReader | None = None,
     fields: bool = False,
 ) -> Encoded:
-    """Samples for a trainer: sft as encode_rows, dpo and orpo from pairs, kto from judged completions.
+    """Samples for a trainer that compares: dpo and orpo from pairs, kto from judged completions.
 
     `max_length` and the model's context limit each part; the budget limits the sample. fields: as of encode_rows.
 
     Raises:
         InputError: as encode_rows; or a row is not what the trainer takes.
     """
-    if trainer == "sft":
-        return encode_rows(rows, tokenizer, data, budget, job, context, told, reader, fields)
     out, within = encode_compared(trainer, rows, tokenizer, data, budget, job, context, told, reader, fields)
     if not out.samples and len(out.skipped) >= len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")

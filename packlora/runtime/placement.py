@@ -1,4 +1,4 @@
-"""Where a run's base model and jobs lie: on one device, which has all of both. several.py has the placement over processes."""
+"""Placement of a run's base model and jobs on one device, which has all of both. several.py has that over processes."""
 
 from __future__ import annotations
 
@@ -59,11 +59,15 @@ class Placement:
         return load_base(self.run, prepared.tokenizer, prepared.longest_run, prepared.modality)
 
     def passes(self, base: Base, attached: Attached) -> SingleDevice | StageDevice:
-        """What runs microbatches on the model."""
+        """Executor of microbatches on the model."""
         return SingleDevice(base, attached)
 
     def profile(self, known: Profile) -> Profile:
-        """What is known of a device that has its part of the model, from what is known of one with all of it."""
+        """Profile of a device that has its part of the model.
+
+        Args:
+            known: of one with all of it.
+        """
         return known
 
     def pipeline(self, own: PreparedRun, known: Profile, passes: SingleDevice | StageDevice) -> dict[str, Any]:

@@ -37,7 +37,6 @@ def train(
     max_steps: int | None = None,
     resume_from: list[str] | None = None,
     subscribers: Sequence[Subscriber] = (),
-    reader: Reader | None = None,
 ) -> Result:
     """Train all jobs of a run.
 
@@ -52,7 +51,6 @@ def train(
             evaluations, checkpoints, its end. One that returns Stop(job) ends that job with its adapter as it is, Stop() ends
             the run as SIGTERM does: this is how trackers, searches and stopping rules come in. They are called in the training
             loop, one after the other, after logs and screen; what one raises costs the run a note, and it hears nothing more.
-        reader: has read rows of the run already, as the command does before it loads libraries.
 
     Raises:
         packlora.InputError: something is wrong with the input; nothing was trained. Of what is read while jobs train, a stream
@@ -66,6 +64,19 @@ def train(
             what could be saved was.
         KeyboardInterrupt: SIGTERM or Ctrl-C came twice; `resume` goes on from the last checkpoints.
     """
+    return train_read(Reader(), run, overrides, resume, max_steps, resume_from, subscribers)
+
+
+def train_read(
+    reader: Reader,
+    run: Run | Mapping[str, Any] | str | Path,
+    overrides: list[str] | None,
+    resume: bool,
+    max_steps: int | None,
+    resume_from: list[str] | None,
+    subscribers: Sequence[Subscriber] = (),
+) -> Result:
+    """`train` of a run whose rows a reader may have read already, as the command does before it loads libraries."""
     _check_texts("overrides", overrides, "dotted.key=value")
     _check_texts("resume_from", resume_from, "STEP or JOB=STEP")
     if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
@@ -77,8 +88,7 @@ def train(
     with started(joining=None if isinstance(read, InputError) else read.parallel.timeout_s) as mesh:
         asked = together(mesh, lambda: _checked(read, mesh, max_steps))
         mesh.timeout = asked.parallel.timeout_s
-        session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [])
-        session.reader = reader or session.reader
+        session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [], reader)
         same(mesh, session.must_be_the_same())
         with contextlib.ExitStack() as held:
             together(

@@ -97,11 +97,14 @@ class Session:
     Args:
         run: the same on every process.
         resume_from: words of --from.
+        reader: of the rows.
     """
 
-    def __init__(self, run: Run, mesh: OneProcess, resume: bool, max_steps: int | None, resume_from: list[str]) -> None:
+    def __init__(
+        self, run: Run, mesh: OneProcess, resume: bool, max_steps: int | None, resume_from: list[str], reader: Reader
+    ) -> None:
         self.run, self.mesh, self.resume, self.max_steps, self.resume_from = run, mesh, resume, max_steps, resume_from
-        self.reader = Reader()
+        self.reader = reader
         self.output_dir = Path(run.output_dir)
         self.logged = 0
         """Microbatches that earlier sessions have logged."""

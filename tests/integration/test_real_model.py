@@ -53,7 +53,8 @@ def test_rows_of_every_kind_are_what_the_real_tokenizer_writes_once(folder: Path
 
     def samples(row: dict[str, Any], trainer: str = "sft") -> list[Any]:
         rows = [check_row(row, "row 1", "j")]
-        return encode_for(trainer, rows, tokenizer, DataConfig(path="-"), 9999, "j", 9999).samples
+        given = (rows, tokenizer, DataConfig(path="-"), 9999, "j", 9999)
+        return (encode_rows(*given) if trainer == "sft" else encode_for(trainer, *given)).samples
 
     turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "one", "loss": False}]
     turns += [{"role": "user", "content": "v"}, {"role": "assistant", "content": "two"}]

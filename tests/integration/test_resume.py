@@ -706,10 +706,11 @@ def test_broken_off_at_any_file_operation_a_save_leaves_a_whole_checkpoint_as_th
 
 
 def trainer_of(tree: dict[str, Any]) -> Any:
+    from packlora.data.reader import Reader
     from packlora.parallel.mesh import OneProcess
     from packlora.runtime.session import Session
 
-    return Session(Run.model_validate(tree), OneProcess(), True, None, []).set_up()
+    return Session(Run.model_validate(tree), OneProcess(), True, None, [], Reader()).set_up()
 
 
 def test_a_job_whose_first_adapter_is_gone_is_left_out_too(whole: dict[str, Any], tmp_path: Path) -> None:

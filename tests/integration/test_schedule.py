@@ -18,6 +18,7 @@ from steps import after_microbatch, crash, terminate
 from test_training import JOBS, adapter, config, distance, same_bits, steps, train
 
 from packlora.config import Run
+from packlora.data.reader import Reader
 from packlora.engine import passes
 from packlora.parallel.mesh import OneProcess
 from packlora.runtime import measure, profiler, windows
@@ -282,7 +283,7 @@ def test_out_of_memory_in_an_evaluation_evaluates_in_smaller_parts(
 def trainer(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> Any:
     tree = config(tiny_base(), tmp_path / "out", write_rows, LONG, max_tokens_per_microbatch="auto")
     (tmp_path / "out").mkdir()
-    return Session(Run.model_validate(tree), OneProcess(), False, None, []).set_up()
+    return Session(Run.model_validate(tree), OneProcess(), False, None, [], Reader()).set_up()
 
 
 def test_measuring_finds_where_memory_ends_and_leaves_the_jobs_as_they_were(

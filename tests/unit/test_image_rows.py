@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image as pillow
 from transformers.image_utils import load_image
 
 from packlora.config import DataConfig
+from packlora.data.encode import encode_rows
 from packlora.data.preference import encode_for
 from packlora.data.readers import read_data
 from packlora.errors import InputError
@@ -67,7 +69,9 @@ def encoded(
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = CHAT
     looking = Shown(Vision()) if shown else None
-    out = encode_for(trainer, read.rows, tokenizer, config, 4096, "job", context, reader=looking)
+    given = (read.rows, tokenizer, config, 4096, "job", context)
+    encode = encode_rows if trainer == "sft" else partial(encode_for, trainer)
+    out = encode(*given, reader=looking)
     out.skipped[:0] = read.skipped
     return out
 
