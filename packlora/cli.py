@@ -54,11 +54,11 @@ def train(
     """Train all jobs of a run file together."""
 
     def action() -> None:
+        if first := loads() and speaks():
+            say(f"reading {run} and its data")
         from packlora.data.reader import Reader
 
         reader, config, changes = Reader(), cast(Any, run), overrides
-        if first := loads() and speaks():
-            say(f"reading {run} and its data")
         if alone():  # first: a slip is refused before what takes seconds is loaded; several processes find it together
             from packlora.run_file import load_run
             from packlora.runtime.early import read_early

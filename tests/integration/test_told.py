@@ -124,7 +124,7 @@ def test_of_several_processes_one_says_what_ended_the_run(
 
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr("packlora.runtime.run.train", end)
+    monkeypatch.setattr("packlora.runtime.run.train_read", end)
     result = CliRunner().invoke(app, ["train", "run.yaml"])
     assert result.exit_code == code
     told = [line for line in result.stderr.splitlines() if "checking the run" not in line]
