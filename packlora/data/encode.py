@@ -89,6 +89,17 @@ class Sample:
         return np.flatnonzero(self.is_label) if self.preference is None else np.concatenate(self.groups())
 
     @property
+    def predicting(self) -> np.ndarray:
+        """Places [l] of the tokens whose logits predict the labels."""
+        return self.label_places - 1
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Token ids [l] of the labels."""
+        labels: np.ndarray = self.ids[self.label_places]
+        return labels
+
+    @property
     def group_counts(self) -> list[int]:
         """Label tokens of its three groups, see `groups`."""
         return [len(places) for places in self.groups()]

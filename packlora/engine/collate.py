@@ -112,12 +112,11 @@ def _tokens_and_labels(parts: Parts, total: int) -> tuple[dict[Name, list[np.nda
     for part in parts:
         counts.append([])
         for row in part.rows:
-            at = row.sample.label_places
-            counts[-1].append(len(at))
+            counts[-1].append(row.sample.num_labels)
             ids.append(row.sample.ids)
             positions += [np.arange(length) for length in row.sample.part_lengths]
-            rows.append(start + at - 1)
-            labels.append(row.sample.ids[at])
+            rows.append(start + row.sample.predicting)
+            labels.append(row.sample.labels)
             start += row.sample.num_tokens
         weights.append(np.full(sum(counts[-1]), part.weight))
     for filler in _fillers(total - start, max(map(len, positions))):

@@ -20,12 +20,14 @@ from packlora.adapters.spec import resolve
 from packlora.base.packing import packed_logits, prepare_model
 from packlora.config import TrainConfig
 from packlora.data.encode import Preference, Sample
+from packlora.data.targets import TargetSample
 from packlora.engine import heads
 from packlora.engine.collate import collate
 from packlora.engine.heads import token_losses
 from packlora.engine.objectives import Objective
 from packlora.engine.objectives.function import FunctionObjective
 from packlora.engine.objectives.neftune import Neftune, add_noise
+from packlora.engine.objectives.policy import CLIPS, POLICY_LOSSES, PolicyObjective, WeightedCrossEntropy
 from packlora.engine.objectives.preference import PreferenceObjective
 from packlora.engine.objectives.sft import CROSS_ENTROPY
 from packlora.engine.objectives.smoothing import LabelSmoothing
@@ -142,6 +144,58 @@ def sft_formula(sample: Sample, logp: torch.Tensor, reference: torch.Tensor) -> 
     return -logp.sum()
 
 
+def targets(length: int, labels: int | None = None) -> TargetSample:
+    """Soft targets, several at a place, none of them a token of the sample, with weights of both signs."""
+    draw = np.random.default_rng(length)
+    found = labels or 2 * length
+    places, tokens = np.sort(draw.integers(0, length, found)), draw.integers(3, TINY["vocab_size"], found)
+    ids = draw.integers(3, TINY["vocab_size"], length)
+    return TargetSample.of(ids, places, tokens, {"weights": draw.standard_normal(found)})
+
+
+def sampled(length: int, labels: int | None = None) -> Sample:
+    """Tokens with bounds of their own, some of which a mean over the sample does not count."""
+    sample = single(length, labels)
+    draw = np.random.default_rng(length + 100)
+    low = draw.uniform(0.1, 0.9, sample.num_labels)
+    counted = np.arange(sample.num_labels) % 3 != 1
+    return replace(
+        sample, columns={**sample.columns, "low": low, "high": low + 0.5, "counted": counted.astype(np.float64)}
+    )
+
+
+def weighted_formula(sample: Sample, logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    return -torch.from_numpy(sample.columns["weights"]) @ logp
+
+
+def policy_formula(name: str) -> Callable[[Sample, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Token by token, in words of the definition."""
+
+    def formula(sample: Sample, logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        known = {key: own.tolist() for key, own in sample.columns.items() if own.ndim}
+        gains, away = known["advantages"], [p - q for p, q in zip(logp, known["logprobs"], strict=True)]
+        used = [one > 0 for one in known["counted"]]
+        mean = sum(float(a.detach()) for a, use in zip(away, used, strict=True) if use) / max(sum(used), 1)
+        total = logp.new_zeros(())
+        for p, a, gain, low, high, use in zip(logp, away, gains, known["low"], known["high"], used, strict=True):
+            ratio = torch.exp(a)
+            if name == "importance_sampling":
+                total = total - ratio * gain
+            elif name == "dro":
+                total = total - p * gain + 0.4 * a**2
+            elif name == "cispo":
+                total = total - min(max(float(ratio.detach()), low), high) * p * gain
+            else:
+                if name == "gspo":
+                    ratio = float(np.exp(mean)) * torch.exp(a - a.detach())
+                bound = min(max(float(ratio.detach()), low), high)
+                if name == "ppo" or use:
+                    total = total - (ratio * gain if float(ratio.detach()) * gain <= bound * gain else bound * gain)
+        return total
+
+    return formula
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     file = tmp_path_factory.mktemp("objective") / "mine.py"
@@ -167,7 +221,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
         Case("mine dpo", mine("dpo", pairs), pairs, dpo_formula),
         Case("mine ppo", mine("ppo", rows), rows, ppo_formula),
         Case("mine gspo", mine("gspo", rows), rows, gspo_formula),
+        Case("targets", WeightedCrossEntropy(), [targets(9), targets(23), targets(14)], weighted_formula),
     ]
+    tokens = [sampled(9), sampled(23), sampled(14)]
+    found += [Case(name, PolicyObjective(name, beta=0.8), tokens, policy_formula(name)) for name in POLICY_LOSSES]
     for case in found:
         assert case.objective.learn(case.samples, [], Given())
     return found
@@ -258,6 +315,8 @@ def test_alone_each_has_the_loss_and_the_gradients_of_its_formula(head: str, cas
         part = part_of(case, number)
         got = run([part], head, torch.float64, len(cases))[number]
         assert error(got, oracle(case, part, head, torch.float64, len(cases))) < 1e-10, case.name
+        if case.name in CLIPS:
+            assert 0 < got[0][1] < sum(sample.num_labels for sample in case.samples), "some ratios are clipped"
 
 
 def test_beside_all_others_each_has_what_it_has_alone(head: str, cases: list[Case]) -> None:
@@ -292,7 +351,9 @@ def test_one_sample_of_one_label_is_learnt(head: str, cases: list[Case]) -> None
         one = single(6, 1)
         if case.name == "kto":
             one = replace(one, preference=Preference((6,), True), columns={})
-        sample = short.get(case.name, one)
+        if case.name in POLICY_LOSSES:
+            one = sampled(6, 1)
+        sample = targets(6, 1) if case.name == "targets" else short.get(case.name, one)
         known: Any = case.objective
         if (references := getattr(known, "_references", None)) is not None:
             own = reference_of(sample)
@@ -344,7 +405,7 @@ def test_an_output_layer_with_adapters_is_run_once_where_weights_are_known_by_ro
 
     monkeypatch.setattr(heads, "chunked_cross_entropy", counted)
     by_name = {case.name: (number, case) for number, case in enumerate(cases)}
-    for names, passes in ((["sft"], 1), (["mine ppo"], 1), (["sft", "mine ppo"], 1), (["dpo", "mine ppo"], 2)):
+    for names, passes in ((["sft"], 1), (["mine ppo"], 1), (["sft", "ppo", "targets"], 1), (["dpo", "mine ppo"], 2)):
         calls = 0
         run([part_of(by_name[name][1], by_name[name][0]) for name in names], "adapters", torch.float64, len(cases))
         assert calls == passes, names
