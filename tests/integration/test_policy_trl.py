@@ -77,7 +77,7 @@ def test_losses_and_gradients_are_those_of_trl(
     draw = np.random.default_rng(1)
     wide, count = max(LENGTHS), len(LENGTHS)
     logp, sampled, reference = (-1 - 2 * draw.random((count, wide)) for _ in range(3))
-    sampled = logp + 0.5 * draw.standard_normal((count, wide))
+    sampled = logp + 0.5 * draw.standard_normal((count, wide)) + draw.standard_normal((count, 1))
     gains, correction = draw.standard_normal(count), draw.uniform(0.5, 1.0, (count, wide))
     if level == "sequence":
         correction[:] = correction[:, :1]  # one of a sequence, as TRL takes it at this level
