@@ -419,14 +419,21 @@ MAPPINGS: dict[str, type[BaseModel]] = {
     "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig, "quantization": QuantizationConfig,
 }  # fmt: skip
 """Model of the mapping under each key, or of each item of the list under it."""
-SECTIONS_OF_PLUGINS = [kind for key in Run.model_fields.values() for kind in key.metadata if isinstance(kind, Section)]
+SECTIONS_OF_PLUGINS = [
+    kind
+    for model in (Run, JobConfig)
+    for key in model.model_fields.values()
+    for kind in key.metadata
+    if isinstance(kind, Section)
+]
 
 
 def _mappings(tree: Any) -> dict[str, type[BaseModel]]:
     """MAPPINGS, with those of the plug-ins of which a run file has a section."""
     found = dict(MAPPINGS)
     for section in SECTIONS_OF_PLUGINS:
-        if isinstance(tree, dict) and tree.get(section.key) is not None:
+        places = [tree, *(tree.get("jobs") or [])] if isinstance(tree, dict) else []
+        if any(isinstance(place, dict) and place.get(section.key) is not None for place in places):
             found |= section.models()
     return found
 

@@ -94,9 +94,27 @@ def tree_of(job: Job) -> tuple[dict[str, Any], dict[str, GivenRows], dict[str, C
         tree["train"]["objective"] = f"{MEMORY}{job.name}"
     elif job.objective is not None:
         tree["train"]["objective"] = job.objective
+    if isinstance(tree.get("rollout"), Mapping):
+        tree["rollout"], rewards = _named_rewards(tree["rollout"], f"{MEMORY}{job.name}/reward")
+        losses |= rewards
     if job.adapter is not None:
         tree["adapter"] = dict(job.adapter)
     return tree, rows, losses
+
+
+def _named_rewards(keys: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """Keys of a rollout with texts in the place of functions, and the functions by these texts."""
+    given, found = keys.get("reward"), dict[str, Callable[..., Any]]()
+
+    def named(reward: Any) -> Any:
+        if not callable(reward):
+            return reward
+        place = f"{prefix}:{getattr(reward, '__name__', 'reward')}"
+        found[place] = reward
+        return place
+
+    rewards = [named(one) for one in given] if isinstance(given, list) else named(given)
+    return {**keys, "reward": rewards}, found
 
 
 def _adapter_keys(adapter: Any, job: str) -> tuple[Mapping[str, Any] | None, bool]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def previews(
     whole = run if isinstance(run, Run) else run_from(run) if isinstance(run, Mapping) else load_run(run)
     read = {job.name: _read(job, rows, told) for job in whole.jobs}
     told(f"reading the tokenizer of {whole.base_model}")
-    encoder = _Encoder.of(whole, [row for own, _ in read.values() for row in own])
+    encoder = _Encoder.of(whole, [row for own, _ in read.values() for row in own], rows)
     for job in whole.jobs:
         own, left_out = read[job.name]
         yield encoder.job(job, own, left_out, told)
@@ -127,6 +128,8 @@ def previews(
 def _read(job: JobConfig, rows: int | None, told: Told) -> tuple[list[Row], list[str]]:
     """Rows of a job, and those that are no samples, each with what is wrong with it."""
     out, skipped = list[Row](), list[str]()
+    if job.rollout is not None:
+        return out, skipped
     for source in job.data.train_sources:
         left = None if rows is None else rows - len(out)
         if left == 0:
@@ -168,16 +171,17 @@ class _Recorder:
 @dataclass(frozen=True, slots=True)
 class _Encoder:
     """Makes previews of rows. reader: of what rows have beside texts; None where no row has any. context: of the model.
-    vocabulary: its embeddings, None where its configuration does not say."""
+    vocabulary: its embeddings, None where its configuration does not say. rows: most of each job; None: all."""
 
     run: Run
     tokenizer: Any
     context: int
     vocabulary: int | None
     reader: ExtrasReader | None
+    rows: int | None
 
     @staticmethod
-    def of(run: Run, rows: Sequence[Row]) -> _Encoder:
+    def of(run: Run, rows: Sequence[Row], most: int | None) -> _Encoder:
         path = base_path(run.base_model)
         config, tokenizer, reader = read_config(path, run.revision, run.trust_remote_code), load_tokenizer(run), None
         set_clock(tokenizer, datetime.now())
@@ -185,7 +189,7 @@ class _Encoder:
             modality = plugin().modality(path, run.revision, config)
             tokenizer = templated(tokenizer, modality.chat_template)
             reader = modality.reader
-        return _Encoder(run, tokenizer, context_of(config), vocabulary_of(config), reader)
+        return _Encoder(run, tokenizer, context_of(config), vocabulary_of(config), reader, most)
 
     def job(self, job: JobConfig, rows: Sequence[Row], left_out: list[str], told: Told) -> JobPreview:
         tokenizer = self.tokenizer
@@ -193,11 +197,25 @@ class _Encoder:
             from packlora.data.chat_templates import with_template
 
             tokenizer = with_template(tokenizer, job.data.chat_template, job.name)
+        if job.rollout is not None:
+            return self._prompts(job, tokenizer, told)
         out, recorder = JobPreview([], list(left_out)), _Recorder(tokenizer)
         for number, row in enumerate(rows):
             told(f"job {job.name}: encoding samples", number, len(rows))
             self._add(job, row, recorder, out)
         return out
+
+    def _prompts(self, job: JobConfig, tokenizer: Any, told: Told) -> JobPreview:
+        """Prompts of a job that learns from what it generates."""
+        longest = min(job.data.max_length, self.context) - job.rollout.max_new_tokens
+        found, notes = import_module("packlora.rl.prompts").read_prompts(job, tokenizer, longest, told, self.rows)
+        return JobPreview([
+            Preview(
+                job.name, number, (Piece(str(tokenizer.decode(prompt.ids)), False),), len(prompt.ids), 0, prompt.where,
+                (f"up to {job.rollout.max_new_tokens} tokens are generated and learnt",),
+            )
+            for number, prompt in enumerate(found, 1)
+        ], notes)  # fmt: skip
 
     def _add(self, job: JobConfig, row: Row, recorder: _Recorder, out: JobPreview) -> None:
         """Encode a row alone, as training does, and say what became of it."""

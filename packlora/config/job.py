@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any
+
 from pydantic import Field, field_validator, model_validator
 
 from packlora.config.adapter import AdapterConfig
 from packlora.config.data import DataConfig
+from packlora.config.section import Section
 from packlora.config.shared import JOB_NAME, MOST_PROMPTS, RESERVED_NAMES, Prompt, Strict
 from packlora.config.train import BASE, TRAINER_KEYS, TrainConfig
 from packlora.errors import quoted
@@ -23,6 +28,8 @@ class JobConfig(Strict):
     """Adapter that is trained."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """Optimization of the adapter."""
+    rollout: Annotated[Any, Section("rollout", lambda: import_module("packlora.rl.config").MAPPINGS)] = None
+    """Completions that the adapter generates while it trains, and their rewards, for trainer grpo."""
     sample_prompts: list[Prompt] | None = Field(None, max_length=MOST_PROMPTS)
     """Prompts that its adapter completes at every evaluation; null: the run's."""
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -38,6 +45,24 @@ class JobConfig(Strict):
         """The folder of the adapter with which that is; None where it is the base model alone, or there is none."""
         asked = self.adapter.init_from if self.train.reference is None else self.train.reference
         return asked if self.has_reference and asked != BASE else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_dropout(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or value.get("rollout") is None:
+            return value
+        adapter = value.get("adapter") or {}
+        if not isinstance(adapter, Mapping) or "lora_dropout" in adapter or adapter.get("init_from") is not None:
+            return value
+        return {**value, "adapter": {**adapter, "lora_dropout": 0.0}}
+
+    @model_validator(mode="after")
+    def _rewarded(self) -> JobConfig:
+        if self.rollout is not None:
+            self.rollout.check(self)
+        elif self.train.trainer == "grpo":
+            raise ValueError("train.trainer grpo learns from rewards of what the adapter generates; set rollout")
+        return self
 
     @model_validator(mode="after")
     def _evaluated(self) -> JobConfig:

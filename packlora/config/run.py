@@ -88,6 +88,11 @@ class Run(Strict):
         """Whether jobs are compared with one another, by their evaluations up to the end of a window."""
         return self.sweep is not None
 
+    @property
+    def generates(self) -> bool:
+        """Whether samples of a job are made while it trains, so that a window can be planned only when it is due."""
+        return any(job.rollout is not None for job in self.jobs)
+
     def prompts_of(self, job: JobConfig) -> list[str]:
         """Prompts that a job's adapter completes at every evaluation: its own or the run's."""
         return self.sample_prompts if job.sample_prompts is None else job.sample_prompts

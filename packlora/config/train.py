@@ -42,13 +42,14 @@ SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]]
     },
 }  # fmt: skip
 """Keys of lr_scheduler_kwargs by schedule: type, least and most, or the texts that are taken."""
-Trainer = Literal["sft", "dpo", "kto", "orpo"]
+Trainer = Literal["sft", "dpo", "kto", "orpo", "grpo"]
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
     "dpo": (
         "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
         "discopop", "sft", "sigmoid_norm",
     ),
     "kto": ("kto", "apo_zero_unpaired"),
+    "grpo": ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "gspo", "dro", "ppo", "importance_sampling"),
 }  # fmt: skip
 """Loss types by trainer; the first one is the default."""
 OF_A_BATCH = {
@@ -60,8 +61,10 @@ TRAINER_OF_LOSS: tuple[Trainer, ...] = get_args(Trainer)
 BASE = "base"
 """Value of `reference` that means the base model without an adapter."""
 TRAINER_KEYS: dict[str, tuple[str, ...]] = {
-    "beta": ("dpo", "kto", "orpo"), "loss_type": ("dpo", "kto"), "loss_weights": ("dpo",), "label_smoothing": ("dpo",),
+    "beta": ("dpo", "kto", "orpo", "grpo"), "loss_type": ("dpo", "kto", "grpo"), "loss_weights": ("dpo",),
+    "label_smoothing": ("dpo",),
     "discopop_tau": ("dpo",), "reference": ("dpo", "kto"), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
+    "epsilon": ("grpo",), "epsilon_high": ("grpo",),
 }  # fmt: skip
 """Keys of `train` that some trainers alone have."""
 HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
@@ -71,6 +74,8 @@ HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
 def with_trainer(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     """Keys of training with the trainer that a loss is named after. Raises ValueError where another trainer is written."""
     loss = keys.get("loss_type")
+    if isinstance(loss, str) and loss in LOSS_TYPES["grpo"] and keys.get("trainer", "grpo") == "grpo":
+        return {**keys, "trainer": "grpo"}
     if not isinstance(loss, str) or loss not in TRAINER_OF_LOSS:
         return keys
     trainer = keys.get("trainer", loss)
@@ -142,14 +147,20 @@ class TrainConfig(Strict):
     """Least improvement of an evaluation that counts."""
     trainer: Trainer = "sft"
     """Objective, as TRL's trainers of these names define it: sft learns completions; dpo and orpo learn which of two
-    completions is preferred; kto learns which completions are desirable."""
+    completions is preferred; kto learns which completions are desirable; grpo learns from rewards, see rollout."""
     objective: PathText | None = None
     """A loss of your own in the place of the trainer's, whose rows the job has: FILE.py:FUNCTION; see docs/run-file.md."""
     beta: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    """dpo, kto: how closely the model is held to the reference; orpo: weight of the odds ratio. null: 0.1."""
+    """dpo, kto: how closely the model is held to the reference; orpo: weight of the odds ratio. null: 0.1. grpo: weight of the
+    divergence from the base model; of dro, of the square. null: 0, of dro 0.05."""
     loss_type: str | list[str] | None = None
-    """sft, dpo, orpo or kto sets trainer where that is not written. With trainer dpo: sigmoid, or another of TRL's losses, or a
-    list of these, which are added; with kto: kto, or apo_zero_unpaired."""
+    """sft, dpo, orpo or kto sets trainer where that is not written, and so does a loss of grpo. With trainer dpo: sigmoid, or
+    another of TRL's losses, or a list of these, which are added; with kto: kto, or apo_zero_unpaired; with grpo: dapo, grpo,
+    dr_grpo, bnpo, cispo, gspo, dro, ppo or importance_sampling."""
+    epsilon: float | None = Field(None, ge=0, lt=1)
+    """grpo: how far below 1 a ratio of probabilities counts. null: 0.2."""
+    epsilon_high: float | None = Field(None, ge=0, le=MOST_WEIGHT)
+    """grpo: how far above 1; null: as epsilon. Of cispo the largest ratio itself; null: 5."""
     loss_weights: list[float] | None = None
     """dpo: of each of loss_type; null: 1 for each."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
@@ -214,8 +225,8 @@ class TrainConfig(Strict):
             raise ValueError(
                 f"loss_type is {quoted(self.loss_type)}; {self.trainer} takes at least one loss, each once"
             )
-        if self.trainer == "kto" and len(types) > 1:
-            raise ValueError(f"loss_type has {len(types)} losses; kto takes one")
+        if self.trainer in ("kto", "grpo") and len(types) > 1:
+            raise ValueError(f"loss_type has {len(types)} losses; {self.trainer} takes one")
         if types == ("kto",) and self.global_batch_size < 2 and self.objective is None:
             raise ValueError(
                 "global_batch_size is 1; loss_type kto compares with the completions of other samples of the global batch and "

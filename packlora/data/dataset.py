@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -85,6 +86,10 @@ class JobData:
     def fingerprint(self, held_out: Sequence[Sample]) -> str:
         """Hash of the samples, including the held-out ones; it tells whether the data has changed."""
         return samples_hash([*self.samples, *held_out])
+
+    def objective(self) -> Any:
+        """Objective that the data bring with them; None: that of the keys of `train`."""
+        return None
 
     def notes(self) -> list[str]:
         """Notes about the samples that became known during training."""

@@ -31,8 +31,12 @@ class Reader:
         self._known: dict[tuple[str, str, bool, bool], Rows] = {}
 
     def rows(self, job: JobConfig) -> list[Rows]:
-        """Rows of each of a job's sources; none of those that are read in training."""
-        return [] if job.data.streaming else [self._rows(source, job) for source in job.data.train_sources]
+        """Rows of each of a job's sources; none of those that are read in training, and none of prompts without answers."""
+        return (
+            []
+            if job.data.streaming or job.rollout is not None
+            else [self._rows(source, job) for source in job.data.train_sources]
+        )
 
     def forget(self) -> None:
         """Let go of all rows."""

@@ -207,11 +207,11 @@ def metric_lines(
 
 def told_in(line: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics of a job's objective and terms in a step's line of a log history."""
-    return {
-        key: value
-        for key, value in line.items()
-        if key.startswith(("rewards/", "logps/", "objective/")) or key in ("kl", "aux_loss")
-    }
+    return {key: value for key, value in line.items() if key not in OF_A_STEP}
+
+
+OF_A_STEP = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "elapsed")
+"""Keys of such a line that every step has."""
 
 
 def eval_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -58,6 +59,8 @@ class Encoder:
         """A job whose rows have been read, and what should be known of it."""
         if job.data.streaming:
             return self._streamed(job, spec, eval_rows, budget, told)
+        if job.rollout is not None:
+            return self._rewarded(job, spec, budget, told)
         notes = [note for one in rows + eval_rows for note in one.read.notes]
         parts, held_out = ([self._encoded(one, job, budget, told) for one in some] for some in (rows, eval_rows))
         seed, total = self.run.seed_of(job), sum(len(part.samples) for part in parts)
@@ -122,6 +125,19 @@ class Encoder:
             job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec), coefficient,
             products_kept(spec, self.skeleton), self._template_of(job),
         ), notes  # fmt: skip
+
+    def _rewarded(self, job: JobConfig, spec: AdapterSpec, budget: int, told: Told) -> tuple[PreparedJob, list[str]]:
+        """Prepare a job whose samples are generated in training; see `job`."""
+        tokenizer, vocabulary = self.tokenizer_of(job), self.skeleton.get_input_embeddings().weight.shape[0]
+        data, few, most, notes = import_module("packlora.rl.prepare").rollout_data(
+            self.run, job, spec, tokenizer, vocabulary, budget, self.longest, self.max_steps, told
+        )
+        _check_scheduler(job, data)
+        coefficient, told_of_it = router_coefficient(self.run, job, self.skeleton)
+        return PreparedJob(
+            job, data, few, Encoded([]), spec, *self._counts(spec), self._prompts(job), most, self._on_experts(spec),
+            coefficient, products_kept(spec, self.skeleton), self._template_of(job),
+        ), notes + told_of_it  # fmt: skip
 
     def _counts(self, spec: AdapterSpec) -> tuple[int, int]:
         """Parameters of an adapter, and those that one token meets."""

@@ -25,7 +25,7 @@ class Learning:
         self, train: TrainConfig, data: JobData, held_out: Sequence[Sample], router_coefficient: float = 0.0
     ) -> None:
         self.data, self.held_out = data, held_out
-        self.objective: Objective = objective_of(train, data.samples)
+        self.objective: Objective = data.objective() or objective_of(train, data.samples)
         self.terms = terms_of(train, data.seed, router_coefficient)
         self.num_metrics = sum(len(one.metrics) for one in self._learnt())
         self._facts: tuple[int, Facts] = -1, {}

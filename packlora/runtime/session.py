@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,8 @@ class Session:
         mesh = self.mesh
         # 1. Check everything that can be wrong, and agree on who trains what.
         self.run = run = _of_one_dtype(self.run, mesh)
+        if run.generates:
+            import_module("packlora.rl.prepare").check_run(run, mesh.size)
         self.saved = together(mesh, self._saved)
         self.job_set = together(mesh, lambda: job_set(run, self.saved))
         self.run = run = self.job_set.run
@@ -171,6 +174,8 @@ class Session:
             return None
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, group, self.logged)
         changes = self._changes(prepared, base, executor, writer)
+        if run.generates:
+            changes = import_module("packlora.rl.changes").RolloutChanges(changes, base, executor, self.single, events)
         more = self.placement.pipeline(own, known, self.single)
         return Trainer(*loop, changes=changes, tokens_of_gone=tokens, **more)
 

@@ -204,7 +204,11 @@ class Trainer:
         """Let jobs join and leave between two windows. given: the round that is next; None where there is nothing to do."""
         if given is None or self.stop.asked:
             return
+        running = [job for job in self.jobs if job.status == "running"]
         changed = self.changes.change(given, self.jobs, self.budget)
+        for job in running:
+            if job.status == "failed":
+                _tell_failure(job, self.folder, self.events)
         if changed is None:
             return
         self._follow()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from packlora.base.device import choose_device
 from packlora.changes import Changes
 from packlora.config import Run
 from packlora.parallel.replicas import Alone
@@ -91,6 +92,10 @@ def planned_windows(
     planner = _planner(run, budget, cost)
     plan = Plan(iter(()), planner, jobs, changes)
     plan.follow()
+    if run.generates:
+        plan.windows = _told(planner.windows(slowest(jobs)), budget, profile, events, group)
+        yield plan
+        return
     with BackgroundPlanner(planner) as background:
         plan.windows = _told(background.windows(slowest(jobs)), budget, profile, events, group)
         yield plan
@@ -108,10 +113,18 @@ def _planner(run: Run, budget: int, cost: CostModel | None = None) -> Planner:
     more: dict[str, Any] = {}
     if run.compares and run.eval_every:
         more["window_rounds"] = min(run.eval_every, WINDOW_ROUNDS)
+    if run.generates:
+        more["window_rounds"] = 1
     stages, schedule = 1 if cost is None else cost.stages, run.schedule
     return Planner(
-        [], budget, stages=stages, method=schedule.method, time_limit_s=schedule.time_limit_s, cost=cost, **more
+        [], budget, stages=stages, method=_method(run), time_limit_s=schedule.time_limit_s, cost=cost, **more
     )
+
+
+def _method(run: Run) -> str:
+    """Method of the schedule. What an adapter draws depends on its bits, and on a CPU these do not depend on other jobs where the
+    cut of a job's global batch does not."""
+    return "solo" if run.generates and choose_device(run.device).type == "cpu" else run.schedule.method
 
 
 def last_round(jobs: Sequence[Job]) -> int:

@@ -34,6 +34,10 @@ def objective_of(train: TrainConfig, samples: Sequence[Sample] = (), where: Sequ
         return own.tried(samples, where) if samples else own
     if train.trainer == "sft":
         return CROSS_ENTROPY
+    if train.trainer == "grpo":
+        from packlora.engine.objectives.policy import PolicyObjective
+
+        return PolicyObjective("ppo")  # what a job learns by comes with its data (rl/objective.py)
     from packlora.engine.objectives.preference import PreferenceObjective
 
     return PreferenceObjective.of(train)

@@ -14,10 +14,7 @@ on tensors without values, which fails where the function would wait for the dev
 from __future__ import annotations
 
 import ast
-import importlib.util
-import inspect
 import re
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ from packlora.data.encode import Sample
 from packlora.engine.objectives import Column, Evaluate, Facts, Objective, RowsView
 from packlora.engine.rows import Row
 from packlora.errors import InputError, quoted
-from packlora.given import MEMORY, given
+from packlora.functions import first_line, load_function, place_of
 
 TRIED = 4
 """Samples that the function is tried on."""
@@ -51,7 +48,7 @@ class FunctionObjective(Objective):
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
-        self.file, self._function = _loaded(spec)
+        self.file, self._function = load_function(spec, "train.objective")
         self.weights = getattr(self._function, "weights", "sample")
         if self.weights not in WEIGHTS:
             raise InputError(
@@ -128,8 +125,8 @@ class FunctionObjective(Objective):
             self._function(logp_L.detach().to("meta").requires_grad_(), RowsView(view.lengths, {}, {}, tensors))
         except Exception as error:  # any code of a user
             raise self._refused(
-                f"{_place(error, self.file)} reads a value of a tensor, which waits for the device at every "
-                f"microbatch; leave out .item(), .tolist(), if and indexing by a mask ({_first_line(error)})"
+                f"{place_of(error, self.file)} reads a value of a tensor, which waits for the device at every "
+                f"microbatch; leave out .item(), .tolist(), if and indexing by a mask ({first_line(error)})"
             ) from None
 
     def _problem_of(self, sample: Sample, name: str, where: str) -> str:
@@ -190,7 +187,7 @@ class FunctionObjective(Objective):
         except (_MissingError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # any code of a user
-            raise self._refused(f"{_place(error, self.file)} failed: {_first_line(error)}") from None
+            raise self._refused(f"{place_of(error, self.file)} failed: {first_line(error)}") from None
         losses, sums = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(losses, torch.Tensor) or not losses.is_floating_point() or not _are_sums(sums):
             raise self._refused(
@@ -254,54 +251,6 @@ def _unlike(samples: Sequence[Sample]) -> list[Sample]:
     return found
 
 
-def _loaded(spec: str) -> tuple[str, Any]:
-    """File, and the function in it, which runs the file once; a function that a Python program has handed over, with its
-    file."""
-    if spec.startswith(MEMORY):
-        return _handed_over(spec)
-    path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise InputError(f"train.objective {spec}: there is no file {path}")
-    try:
-        found = importlib.util.spec_from_file_location(
-            f"objective_{re.sub(r'[^0-9A-Za-z_]', '_', Path(path).stem)}", path
-        )
-        assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-    except Exception as error:  # any code of a user
-        raise InputError(f"train.objective {spec}: {_place(error, path)} failed: {_first_line(error)}") from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [
-            own
-            for own, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        raise InputError(
-            f"train.objective {spec}: {path} has no function {name!r}; it has {', '.join(known) or 'none'}"
-        )
-    return path, function
-
-
-def _handed_over(spec: str) -> tuple[str, Any]:
-    function, _ = given().losses.get(spec, (None, None))
-    if function is None:
-        raise InputError(
-            f"train.objective {spec}: a function that was given in Python and is in no file; give it again, by packlora.Trainer"
-        )
-    code = getattr(function, "__code__", None)
-    return code.co_filename if code is not None else f"<{type(function).__name__}>", function
-
-
-def _place(error: BaseException, file: str) -> str:
-    """Line of the user's file at which an error came up."""
-    if isinstance(error, SyntaxError) and error.lineno is not None:
-        return f"{file}, line {error.lineno},"
-    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{file}, line {own[-1]}," if own else file
-
-
 def _lines_with(file: str, name: str) -> list[int]:
     """Lines of a file with a text of these letters; none of what is no file, as a cell of a notebook."""
     if not Path(file).is_file():
@@ -322,7 +271,3 @@ def _said(found: Any) -> str:
     if isinstance(found, torch.Tensor):
         return f"a tensor of {str(found.dtype).removeprefix('torch.')}"
     return f"a {type(found).__name__}"
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,80 @@
+"""Functions of a user that a run file names, as FILE.py:FUNCTION: losses and rewards.
+
+The file is one that the user has on this machine; nothing is fetched, and nothing that came with a model is run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+from packlora.errors import InputError
+from packlora.given import MEMORY, given
+
+
+def load_function(spec: str, key: str) -> tuple[str, Any]:
+    """File, and the function in it, which runs the file once; or a function that a Python program has handed over, with its
+    file.
+
+    Args:
+        key: of the run file, for messages.
+
+    Raises:
+        InputError: there is no such file or function, or the file fails.
+    """
+    if spec.startswith(MEMORY):
+        return _handed_over(spec, key)
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file():
+        raise InputError(f"{key} {spec}: there is no file {path}")
+    try:
+        found = importlib.util.spec_from_file_location(
+            f"function_{re.sub(r'[^0-9A-Za-z_]', '_', Path(path).stem)}", path
+        )
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+    except Exception as error:  # any code of a user
+        raise InputError(f"{key} {spec}: {place_of(error, path)} failed: {first_line(error)}") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [
+            own
+            for own, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise InputError(f"{key} {spec}: {path} has no function {name!r}; it has {', '.join(known) or 'none'}")
+    return path, function
+
+
+def names_a_function(spec: str) -> bool:
+    """Whether a text is FILE.py:FUNCTION, or stands for a function that a Python program hands over."""
+    file, _, name = spec.rpartition(":")
+    return (file.endswith(".py") and name.isidentifier()) or spec.startswith(MEMORY)
+
+
+def _handed_over(spec: str, key: str) -> tuple[str, Any]:
+    function, _ = given().losses.get(spec, (None, None))
+    if function is None:
+        raise InputError(
+            f"{key} {spec}: a function that was given in Python and is in no file; give it again, by packlora.Trainer"
+        )
+    code = getattr(function, "__code__", None)
+    return code.co_filename if code is not None else f"<{type(function).__name__}>", function
+
+
+def place_of(error: BaseException, file: str) -> str:
+    """Line of the user's file at which an error came up."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{file}, line {error.lineno},"
+    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}, line {own[-1]}," if own else file
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line, after its type."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]

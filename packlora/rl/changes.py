@@ -1,0 +1,277 @@
+"""The moments at which jobs that learn from rewards generate: borders of windows, where every adapter has taken its steps.
+
+All jobs' prompts run in one batch, by the adapters as they are on the model: no weights are copied or merged. Each job's
+rewards are asked in a thread of its own. Log-probabilities of the sampler are held against those of the trainer for every
+batch: where they differ by more than rounding the job ends, as what it would learn from is not what its adapter says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from packlora.base.model import Base
+from packlora.changes import Changed, Changes
+from packlora.data.encode import Sample
+from packlora.data.prompts import answer_ends
+from packlora.data.template import templated
+from packlora.engine.generate import sampler_for
+from packlora.engine.memory import TokenBudget
+from packlora.engine.passes import Executor, SingleDevice
+from packlora.engine.rows import NO_ADAPTER
+from packlora.engine.sampling import SampledToken, SampleRequest
+from packlora.parallel.replicas import ALONE
+from packlora.report.events import Note
+from packlora.rl.config import RolloutConfig
+from packlora.rl.data import Batch, Completion, RolloutData
+from packlora.rl.rewards import Group, Judged, Rewards
+from packlora.runtime.events import Emitter
+from packlora.runtime.forwards import Forwards
+from packlora.runtime.job import Job
+from packlora.runtime.team import Team
+from packlora.runtime.windows import slowest
+from packlora.seeding import stable_hash
+
+DRIFT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Mean difference of log-probabilities of sampler and trainer, by dtype of the model, that is still rounding."""
+TINY = 1e-4
+"""Added to a standard deviation, as TRL does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Completions of a step of a job, before they are judged: by completion its tokens, and the sums that belong to it."""
+
+    job: Job
+    step: int
+    prompts: list[int]
+    """Prompt of each completion."""
+    tokens: list[list[SampledToken]]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [[token.id for token in own] for own in self.tokens]
+
+
+class RolloutChanges(Changes):
+    """Changes of a run with such jobs: `inner`, and what is generated before them.
+
+    Args:
+        executor, single: of the run; the second one for its adapters.
+    """
+
+    def __init__(self, inner: Changes, base: Base, executor: Executor, single: SingleDevice, events: Emitter) -> None:
+        self.inner, self.base, self.executor, self.single, self.events = inner, base, executor, single, events
+        self._rewards: dict[str, Rewards] = {}
+        self._ends: dict[str | None, frozenset[int]] = {}
+        self._sampler: Any = None
+
+    # --- as the loop asks --------------------------------------------------------------------------------------------------
+
+    def first(self, jobs: Sequence[Job]) -> int | None:
+        found = self.inner.first(jobs)
+        for job in jobs:
+            if isinstance(data := job.data, RolloutData):
+                data.rollouts.begun_at = job.step
+                known = data.rollouts.last_hash(job.step)
+                if known not in (None, reward_hash(job.config.rollout)):
+                    self.events.emit(Note(f"job {job.name!r}: its rewards have changed since step {job.step}"))
+        return slowest(jobs) if found is None and any(map(_is_open, jobs)) else found
+
+    def pending(self, round_: int, jobs: Sequence[Job]) -> bool:
+        return self.inner.pending(round_, jobs) or any(self._due(job, round_ - job.joined) for job in jobs)
+
+    def change(self, round_: int, jobs: list[Job], budget: TokenBudget) -> Changed | None:
+        for job in jobs:
+            if isinstance(data := job.data, RolloutData) and data.rollouts.make is None:
+                data.rollouts.make = lambda step, job=job: self._make(job, step, jobs, budget)
+        self._generate([(job, step) for job in jobs for step in self._due(job, job.step)], jobs, budget)
+        return self.inner.change(round_, jobs, budget) if self.inner.pending(round_, jobs) else None
+
+    def take_off(self, jobs: list[Job], round_: int) -> list[Job]:
+        return self.inner.take_off(jobs, round_)
+
+    def judged(self, ends: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.inner.judged(ends)
+
+    def end(self, jobs: Sequence[Job], files: Any) -> None:
+        self.inner.end(jobs, files)
+
+    # --- generation --------------------------------------------------------------------------------------------------------
+
+    def _due(self, job: Job, step: int) -> list[int]:
+        """Steps whose completions are to be drawn by the adapter that has taken so many steps."""
+        if not _is_open(job):
+            return []
+        rollouts = job.data.rollouts  # type: ignore[attr-defined]
+        last = step + rollouts.config.max_staleness
+        return [own for own in range(step, min(last + 1, job.data.configured_steps)) if not rollouts.has(own)]
+
+    def _make(self, job: Job, step: int, jobs: Sequence[Job], budget: TokenBudget) -> None:
+        """Draw what a plan that is made anew asks for; nothing for a job that takes no more steps."""
+        if step in (due := self._due(job, job.step)):
+            self._generate([(job, own) for own in due], jobs, budget)
+        if _is_open(job) and not self.events.stop.asked and not job.data.rollouts.has(step):  # type: ignore[attr-defined]
+            raise RuntimeError(f"job {job.name!r}: nothing was generated for step {step}")
+
+    def _generate(self, wanted: Sequence[tuple[Job, int]], jobs: Sequence[Job], budget: TokenBudget) -> None:
+        """Draw and judge the completions of steps of jobs. Where a stop is asked for meanwhile, nothing comes of it."""
+        drawn = self._draw(wanted) if wanted else []
+        groups = [self._groups(own) for own in drawn]
+        asked = [self._rewards_of(own.job).ask(some) for own, some in zip(drawn, groups, strict=True)]
+        forwards = Forwards(self.base.device, self.executor, budget, Team(ALONE, self.events.stop, list(jobs)))
+        for own, some, futures in zip(drawn, groups, asked, strict=True):
+            scores = self._scores(own, forwards)
+            if scores is None:
+                return
+            judged = self._rewards_of(own.job).take(some, futures)
+            self._put(own, judged, scores)
+
+    def _draw(self, wanted: Sequence[tuple[Job, int]]) -> list[_Drawn]:
+        """Completions of all prompts, in one batch; none where a stop is asked for."""
+        sampler, drawn = self._sampling(), list[_Drawn]()
+        places: dict[int, list[list[SampledToken]]] = {}
+        for job, step in wanted:
+            data, config = job.data, job.config.rollout
+            assert isinstance(data, RolloutData)
+            numbers, tokens = data.rollouts.prompts_of(step), list[list[SampledToken]]()
+            for at, number in enumerate(numbers):
+                own: list[list[SampledToken]] = [[] for _ in range(config.num_generations)]
+                request = SampleRequest(
+                    tuple(data.rollouts.prompts[number].ids.tolist()), job.adapter.number, config.max_new_tokens,
+                    config.num_generations, seed=stable_hash("rollout", data.seed, step, at), stop_tokens=self._ends_of(job),
+                )  # fmt: skip
+                places[sampler.submit(request)] = own
+                tokens += own
+            drawn.append(
+                _Drawn(job, step, [number for number in numbers for _ in range(config.num_generations)], tokens)
+            )
+        with torch.no_grad():
+            while sampler.waiting:
+                if self.events.stop.asked:
+                    for ticket in places:
+                        sampler.cancel(ticket)
+                    return []
+                for token in sampler.step():
+                    places[token.ticket][token.sample].append(token)
+        sampler.free()
+        return drawn
+
+    def _sampling(self) -> Any:
+        if self._sampler is None:
+            self._sampler = sampler_for(self.base.model, self.single.attached, self.base.tokenizer)
+        return self._sampler
+
+    def _ends_of(self, job: Job) -> frozenset[int]:
+        if job.chat_template not in self._ends:
+            tokenizer = templated(self.base.tokenizer, job.chat_template)
+            settings = getattr(self.base.model, "generation_config", None)
+            self._ends[job.chat_template] = frozenset(answer_ends(tokenizer, getattr(settings, "eos_token_id", None)))
+        return self._ends[job.chat_template]
+
+    def _groups(self, drawn: _Drawn) -> list[Group]:
+        data, size = drawn.job.data, drawn.job.config.rollout.num_generations
+        assert isinstance(data, RolloutData)
+        tokenizer, out = templated(self.base.tokenizer, drawn.job.chat_template), []
+        texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in drawn.ids]
+        for first in range(0, len(texts), size):
+            prompt = data.rollouts.prompts[drawn.prompts[first]]
+            said: list[Any] = texts[first : first + size]
+            if not isinstance(prompt.said, str):
+                said = [[{"role": "assistant", "content": text}] for text in said]
+            out.append(Group(prompt.where, prompt.said, said, prompt.columns))
+        return out
+
+    def _rewards_of(self, job: Job) -> Rewards:
+        if job.name not in self._rewards:
+            self._rewards[job.name] = Rewards(job.config.rollout, job.name)
+        return self._rewards[job.name]
+
+    # --- what is learnt ----------------------------------------------------------------------------------------------------
+
+    def _scores(self, drawn: _Drawn, forwards: Forwards) -> tuple[list[np.ndarray], list[np.ndarray] | None] | None:
+        """Log-probabilities [l] of each completion's tokens by the trainer, and by the base model where that is asked for; None
+        where a stop is asked for."""
+        job, name = drawn.job, drawn.job.name
+        prompts = job.data.rollouts.prompts  # type: ignore[attr-defined]
+        samples = []
+        for number, ids in zip(drawn.prompts, drawn.ids, strict=True):
+            start = prompts[number].ids
+            whole = np.concatenate([start, np.asarray(ids, np.int32)])
+            samples.append(Sample(whole, np.arange(len(whole)) >= len(start)))
+        own = forwards.over({name: samples}, {name: job.adapter.number}, [name])
+        if own is None:
+            return None
+        if not getattr(job.learning.objective, "kl", 0.0):
+            return own[name].logps, None
+        base = forwards.over({name: samples}, {name: NO_ADAPTER}, [name])
+        return None if base is None else (own[name].logps, base[name].logps)
+
+    def _put(
+        self, drawn: _Drawn, judged: Sequence[Judged], scores: tuple[list[np.ndarray], list[np.ndarray] | None]
+    ) -> None:
+        job, config = drawn.job, drawn.job.config.rollout
+        rewards, names = self._rewards_of(job), self._rewards_of(job).names
+        for one in judged:
+            if one.lost is not None:
+                self.events.emit(
+                    Note(f"job {job.name!r}, step {drawn.step + 1}: {one.lost}; its completions teach nothing")
+                )
+        totals = [np.zeros(config.num_generations) if own.lost is not None else rewards.total(own) for own in judged]
+        advantages = advantages_of(totals, [own.lost is not None for own in judged], config.scale_rewards)
+        logps, base = scores
+        completions, drifts = [], []
+        for at, tokens in enumerate(drawn.tokens):
+            group, place = divmod(at, config.num_generations)
+            drifts.append(float(np.abs(logps[at] - [token.logprob for token in tokens]).mean()))
+            values = {name: judged[group].rewards[number, place] for number, name in enumerate(names)}
+            completions.append(Completion(
+                drawn.prompts[at], drawn.ids[at], logps[at].tolist(), float(advantages[group][place]),
+                float(totals[group][place]), drifts[-1],
+                {name: None if np.isnan(value) else float(value) for name, value in values.items()},
+                None if base is None else base[at].tolist(), tokens[-1].reason == "length", judged[group].lost is not None,
+            ))  # fmt: skip
+        if (drift := float(np.mean(drifts))) > DRIFT.get(self.base.model.dtype, 1e-3) or drift != drift:
+            job.fail(
+                f"log-probabilities of the sampler and the trainer differ by {drift:.3g} on the completions of step "
+                f"{drawn.step + 1}, which is more than rounding",
+                reverted=False,
+            )
+            return
+        job.data.rollouts.put(  # type: ignore[attr-defined]
+            Batch(drawn.step, job.step, reward_hash(config), tuple(completions))
+        )
+
+
+def advantages_of(totals: Sequence[np.ndarray], lost: Sequence[bool], scale: str) -> list[np.ndarray]:
+    """Advantages by group and completion: a reward less the mean of its group, over a standard deviation; 0 for groups that are
+    lost. totals: [G] by group."""
+    kept = [own for own, gone in zip(totals, lost, strict=True) if not gone]
+    whole = float(np.concatenate(kept).std(ddof=1)) if kept else 0.0
+    out = []
+    for own, gone in zip(totals, lost, strict=True):
+        away = np.zeros_like(own) if gone else own - own.mean()
+        if scale != "none":
+            away = away / ((float(own.std(ddof=1)) if scale == "group" else whole) + TINY)
+        out.append(away)
+    return out
+
+
+def reward_hash(config: RolloutConfig) -> str:
+    """Hash of the files of the rewards, by which a resumed run tells that they have changed."""
+    digest = hashlib.blake2b(digest_size=8)
+    for spec in config.rewards:
+        path = Path(spec.rpartition(":")[0])
+        digest.update(spec.encode() + (path.read_bytes() if path.is_file() else b""))
+    return digest.hexdigest()
+
+
+def _is_open(job: Job) -> bool:
+    """Whether a job learns from rewards and is to take more steps."""
+    return isinstance(job.data, RolloutData) and job.status == "running" and job.step < job.data.num_steps

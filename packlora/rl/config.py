@@ -1,0 +1,96 @@
+"""Keys of a job's rollout."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel, Field, field_validator
+
+from packlora.config.job import JobConfig
+from packlora.config.shared import MOST_TOKENS, MOST_WEIGHT, PathText, Strict
+from packlora.errors import quoted
+from packlora.functions import names_a_function
+
+MOST_REWARDS = 32
+
+
+class RolloutConfig(Strict):
+    """Completions that a job's adapter generates, and their rewards. A global batch counts completions, as TRL's does."""
+
+    reward: PathText | list[PathText]
+    """Functions that judge completions: FILE.py:FUNCTION, or an address that answers with JSON; one or a list."""
+    reward_weights: list[float] | None = Field(None, min_length=1, max_length=MOST_REWARDS)
+    """Weight of each reward in the sum; null: 1 for each."""
+    num_generations: int = Field(8, ge=2, le=4096)
+    """Completions of each prompt, which are compared with each other."""
+    max_new_tokens: int = Field(256, ge=1, le=MOST_TOKENS)
+    """Most tokens of a completion."""
+    temperature: float = Field(1.0, ge=1.0, le=1.0)
+    """Of the distribution that tokens are drawn from; 1 in this version, so that what is drawn is what is trained."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that differences from a group's mean are divided by: that of the group, of the batch, or none."""
+    max_staleness: int = Field(0, ge=0, le=64)
+    """Optimizer steps that the adapter may take between drawing a completion and learning from it: that of step k is drawn by
+    the adapter after step max(0, k - max_staleness)."""
+    reward_timeout: float = Field(60.0, gt=0, le=86400)
+    """Seconds that the rewards of a prompt's completions may take; without them the group teaches nothing."""
+
+    @property
+    def rewards(self) -> list[str]:
+        """Rewards as a list."""
+        return [self.reward] if isinstance(self.reward, str) else list(self.reward)
+
+    @field_validator("reward")
+    @classmethod
+    def _known(cls, value: str | list[str]) -> str | list[str]:
+        specs = [value] if isinstance(value, str) else value
+        if not 1 <= len(specs) <= MOST_REWARDS:
+            raise ValueError(f"is a list of {len(specs)} rewards; from 1 to {MOST_REWARDS} are taken")
+        for spec in specs:
+            if not (names_a_function(spec) or re.match(r"https?://[^/]", spec)):
+                raise ValueError(
+                    f"is {quoted(spec)}; it names a function in a file, as FILE.py:FUNCTION, or an address, as http://..."
+                )
+        return value
+
+    @field_validator("reward_weights")
+    @classmethod
+    def _finite(cls, value: list[float] | None) -> list[float] | None:
+        for weight in value or []:
+            if not abs(weight) <= MOST_WEIGHT:
+                raise ValueError(f"has {weight}; a weight is a number up to {MOST_WEIGHT:g}")
+        return value
+
+    def check(self, job: JobConfig) -> None:
+        """Raises ValueError where other keys of the job do not go with a rollout."""
+        train, data = job.train, job.data
+        if train.trainer != "grpo":
+            raise ValueError(
+                f"rollout is for trainer grpo, and this job's trainer is {train.trainer}; set train.loss_type, as dapo"
+            )
+        if train.global_batch_size % self.num_generations:
+            raise ValueError(
+                f"train.global_batch_size is {train.global_batch_size} completions, which are no whole groups of "
+                f"{self.num_generations} (rollout.num_generations)"
+            )
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(
+                f"rollout.reward_weights has {len(self.reward_weights)} numbers for {len(self.rewards)} rewards"
+            )
+        if job.adapter.lora_dropout and "lora_dropout" in job.adapter.model_fields_set:
+            raise ValueError(
+                f"adapter.lora_dropout is {job.adapter.lora_dropout:g}, so that what is trained would not be what has been "
+                "drawn; leave it out, or set 0"
+            )
+        taken = {
+            "data.streaming": data.streaming, "data.eval_path": data.eval_path, "data.eval_split": data.eval_split,
+            "train.objective": train.objective, "train.drop_last": train.drop_last,
+        }  # fmt: skip
+        for key, value in taken.items():
+            if value:
+                raise ValueError(f"{key} does not go with rollout in this version; leave one of them out")
+
+
+MAPPINGS: dict[str, type[BaseModel]] = {"rollout": RolloutConfig}
+"""Model of the mapping under the key."""

@@ -1,0 +1,232 @@
+"""Samples of a job that learns from rewards: completions of its prompts, made step by step while it trains.
+
+The completions of a global batch are written to a file before they are learnt from, so that a run which is resumed learns from
+the same ones. Before training, and for what is planned then, samples of guessed lengths stand for them.
+
+Sample n of step k has the number k * global_batch_size + n; those of a prompt lie together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packlora.config import JobConfig
+from packlora.data.dataset import JobData
+from packlora.data.encode import Sample
+from packlora.data.order import SampleOrder
+from packlora.files import write_file
+from packlora.rl.prompts import Prompt, fingerprint
+
+FOLDER = "rollouts"
+"""Folder of a job's folder that the files stand in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A completion of a prompt.
+
+    prompt: its number. ids [l]: new tokens. logprobs [l]: of each when it was drawn, by the model that is trained.
+    reference [l]: by the base model, where that is asked for. advantage, reward: of the whole. drift: mean difference of the
+    log-probabilities of drawing and training. rewards: by their names; None: nothing to say.
+    is_cut: whether it ended by its length. is_lost: whether its group teaches nothing, as its rewards failed.
+    """
+
+    prompt: int
+    ids: list[int]
+    logprobs: list[float]
+    advantage: float
+    reward: float
+    drift: float
+    rewards: dict[str, float | None]
+    reference: list[float] | None = None
+    is_cut: bool = False
+    is_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Completions of a step. version: steps that the adapter had taken when it drew them. reward_hash: of the functions."""
+
+    step: int
+    version: int
+    reward_hash: str
+    completions: tuple[Completion, ...]
+
+
+class RolloutSamples(Sequence[Sample]):
+    """Samples by number. Its length and iteration are those of an epoch, with guessed lengths.
+
+    Args:
+        folder: of the files.
+        seed: of the order of prompts.
+        steps: that the job is to take.
+    """
+
+    def __init__(self, job: JobConfig, prompts: list[Prompt], folder: Path, seed: int, steps: int) -> None:
+        assert job.rollout is not None
+        self.name, self.prompts, self.folder, self.config = job.name, prompts, folder, job.rollout
+        self.size, self.group = job.train.global_batch_size, job.rollout.num_generations
+        self.make: Callable[[int], None] | None = None
+        """Makes the batch of a step; set while the job trains."""
+        self.begun_at: int | None = None
+        """Step at which this session has begun; files of later versions are of a run that went on differently."""
+        self.order = SampleOrder(
+            job.name, np.zeros(len(prompts), np.int32), self.size // self.group, seed, steps, job.train.shuffle
+        )
+        self._held: dict[int, tuple[Batch, list[Sample]]] = {}
+
+    def __len__(self) -> int:
+        return int(len(self.prompts) * self.group)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self._guess(number) for number in range(len(self)))
+
+    def __getitem__(self, number: int) -> Sample:  # type: ignore[override]
+        if self.make is None:
+            return self._guess(number % len(self))
+        step, at = divmod(number, self.size)
+        return self.samples(step)[at]
+
+    def prompts_of(self, step: int) -> list[int]:
+        """Numbers of the prompts of a step."""
+        numbers: list[int] = self.order.samples(step).tolist()
+        return numbers
+
+    def has(self, step: int) -> bool:
+        """Whether a step's completions are known, here or in a file that is of this run."""
+        if step not in self._held and (found := self._read(step)) is not None:
+            self._hold(found)
+        return step in self._held
+
+    def samples(self, step: int) -> list[Sample]:
+        """Samples of a step, which are made if they are not known. Of a job that takes no more steps one stands for all, as what
+        is computed of it is dropped."""
+        if not self.has(step) and self.make is not None:
+            self.make(step)
+        return self._held[step][1] if step in self._held else [self._guess(0)]
+
+    def put(self, batch: Batch) -> None:
+        """Take the completions of a step, and write them. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tree = {
+            "step": batch.step, "version": batch.version, "reward_hash": batch.reward_hash,
+            "completions": [_tree(one) for one in batch.completions],
+        }  # fmt: skip
+        write_file(self._file(batch.step), lambda path: path.write_text(json.dumps(tree), encoding="utf-8"))
+        self._hold(batch)
+
+    def sample(self, one: Completion, batch: Batch) -> Sample:
+        """A completion as a sample, with the columns of engine/objectives/policy.py and those of rl/objective.py."""
+        prompt = self.prompts[one.prompt]
+        ids = np.concatenate([prompt.ids, np.asarray(one.ids, np.int32)])
+        columns = {
+            "logprobs": np.array(one.logprobs), "advantages": np.array(one.advantage), "reward": np.array(one.reward),
+            "drift": np.array(one.drift), "cut": np.array(float(one.is_cut)), "lost": np.array(float(one.is_lost)),
+            "staleness": np.array(float(batch.step - batch.version)),
+        }  # fmt: skip
+        columns |= {f"rewards/{name}": np.array(np.nan if own is None else own) for name, own in one.rewards.items()}
+        if one.reference is not None:
+            columns["reference"] = np.array(one.reference)
+        return Sample(ids, np.arange(len(ids)) >= len(prompt.ids), columns=columns)
+
+    # --- files -------------------------------------------------------------------------------------------------------------
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"step-{step + 1}.json"
+
+    def last_hash(self, step: int) -> str | None:
+        """Hash of the rewards by which the step before was learnt; None where there is no file of it."""
+        found = self._read(step - 1) if step > 0 else None
+        return None if found is None else found.reward_hash
+
+    def _read(self, step: int) -> Batch | None:
+        """The batch of a step's file; None where there is none of this run."""
+        if self.begun_at is None:
+            return None
+        try:
+            tree = json.loads(self._file(step).read_text(encoding="utf-8"))
+            found = Batch(
+                tree["step"],
+                tree["version"],
+                tree["reward_hash"],
+                tuple(Completion(**one) for one in tree["completions"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        expected = max(0, step - self.config.max_staleness)
+        prompts = [number for number in self.prompts_of(step) for _ in range(self.group)]
+        is_own = (found.step, found.version) == (step, expected) and found.version <= self.begun_at
+        return found if is_own and [one.prompt for one in found.completions] == prompts else None
+
+    def _hold(self, batch: Batch) -> None:
+        self._held[batch.step] = batch, [self.sample(one, batch) for one in batch.completions]
+        for step in [own for own in self._held if own < batch.step - self.config.max_staleness - 2]:
+            del self._held[step]
+
+    def held(self, step: int) -> Batch:
+        """The completions of a step that is known."""
+        return self._held[step][0]
+
+    def _guess(self, number: int) -> Sample:
+        prompt, new = self.prompts[number // self.group].ids, max(1, self.config.max_new_tokens // 2)
+        ids = np.concatenate([prompt, np.full(new, prompt[-1])]).astype(np.int32)
+        return Sample(ids, np.arange(len(ids)) >= len(prompt))
+
+
+def _tree(one: Completion) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in Completion.__slots__}
+
+
+@dataclass(slots=True)
+class RolloutOrder(SampleOrder):
+    """The global batches of completions."""
+
+    rollouts: RolloutSamples = field(kw_only=True, repr=False, compare=False)
+
+    def samples(self, number: int) -> np.ndarray:
+        rollouts = self.rollouts
+        count = len(rollouts.prompts_of(number)) * rollouts.group
+        return np.arange(number * rollouts.size, number * rollouts.size + count)
+
+    def batch(self, n: int) -> list[tuple[int, int]]:
+        rollouts = self.rollouts
+        if rollouts.make is None:
+            return [(number, rollouts[number].num_tokens) for number in self.samples(n).tolist()]
+        first = n * rollouts.size
+        return [(first + at, sample.num_tokens) for at, sample in enumerate(rollouts.samples(n))]
+
+
+@dataclass(slots=True)
+class RolloutData(JobData):
+    """Completions in the place of a job's samples."""
+
+    def __post_init__(self) -> None:
+        JobData.__post_init__(self)
+        known, rollouts = self.planned, self.rollouts
+        self.planned = RolloutOrder(
+            known.name, known.lengths, known.global_batch_size, known.seed, known.num_batches, known.shuffle,
+            rollouts=rollouts,
+        )  # fmt: skip
+
+    @property
+    def rollouts(self) -> RolloutSamples:
+        """The samples."""
+        assert isinstance(self.samples, RolloutSamples)
+        return self.samples
+
+    def label_tokens(self, step: int) -> int:
+        return sum(sample.num_labels for sample in self.rollouts.samples(step))
+
+    def fingerprint(self, held_out: Sequence[Sample]) -> str:
+        return fingerprint(self.rollouts.prompts)
+
+    def objective(self) -> Any:
+        from packlora.rl.objective import RewardObjective
+
+        return RewardObjective.of(self.config, self.rollouts.config)

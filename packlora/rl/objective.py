@@ -1,0 +1,71 @@
+"""The loss of a job that learns from rewards, and what its logs say, by TRL's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from packlora.config import TrainConfig
+from packlora.data.encode import Sample
+from packlora.engine.objectives import Facts
+from packlora.engine.objectives.policy import BETA, PolicyObjective
+from packlora.rl.config import RolloutConfig
+from packlora.rl.rewards import names_of
+
+MOST_CISPO = 5.0
+"""Largest ratio of cispo where the run file does not say."""
+KINDS = {
+    "dapo": ("ppo", "tokens"),
+    "bnpo": ("ppo", "tokens"),
+    "grpo": ("ppo", "samples"),
+    "dr_grpo": ("ppo", "constant"),
+}
+"""By loss type, name of the loss of policies and what its mean is over; of others: themselves, over tokens."""
+
+
+class RewardObjective(PolicyObjective):
+    """A loss of policies whose samples have a reward. rewards: names of its parts."""
+
+    rewards: Sequence[str] = ()
+
+    @staticmethod
+    def of(train: TrainConfig, rollout: RolloutConfig) -> RewardObjective:
+        """Objective of a job."""
+        (kind,) = train.loss_types
+        name, over = KINDS.get(kind, (kind, "samples" if kind == "gspo" else "tokens"))
+        low = 0.2 if train.epsilon is None else train.epsilon
+        high = low if train.epsilon_high is None else train.epsilon_high
+        clip = (0.0, train.epsilon_high or MOST_CISPO) if kind == "cispo" else (1 - low, 1 + high)
+        beta, kl = (BETA if train.beta is None else train.beta, 0.0) if kind == "dro" else (BETA, train.beta or 0.0)
+        own = RewardObjective(name, clip, beta, over, rollout.max_new_tokens, kl)  # type: ignore[arg-type]
+        own.rewards = names_of(rollout.rewards)
+        return own
+
+    def facts(self, batch: Sequence[Sample]) -> Facts:
+        """Means over the completions of a global batch."""
+        by_name = {name: np.array([float(sample.columns[name]) for sample in batch]) for name in COLUMNS}
+        rewards, lost = by_name["reward"], by_name["lost"]
+        judged = rewards[lost == 0]
+        lengths = np.array([sample.num_labels for sample in batch])
+        idle = [float(sample.columns["advantages"]) == 0 for sample in batch]
+        found = {
+            "reward": float(judged.mean()) if len(judged) else np.nan,
+            "reward_std": float(judged.std(ddof=1)) if len(judged) > 1 else np.nan,
+            "frac_reward_zero_std": float(np.mean(idle)), "completions/mean_length": float(lengths.mean()),
+            "completions/clipped_ratio": float(by_name["cut"].mean()), "rollout/lost": float(lost.mean()),
+            "rollout/staleness": float(by_name["staleness"].mean()),
+            "sampling/sampling_logp_difference/mean": float(by_name["drift"].mean()),
+        }  # fmt: skip
+        for name in self.rewards:
+            own = np.array([float(sample.columns[f"rewards/{name}"]) for sample in batch])
+            found[f"rewards/{name}/mean"] = float(own[~np.isnan(own)].mean()) if (~np.isnan(own)).any() else np.nan
+        return found
+
+    def report(self, sums: Sequence[float], facts: Facts) -> dict[str, float]:
+        """Means over the labels of the global batch, and those of `facts`."""
+        told = {name: value for name, value in facts.items() if name not in ("units", "samples")}
+        return told | super().report(sums, facts)
+
+
+COLUMNS = ("reward", "drift", "cut", "lost", "staleness")

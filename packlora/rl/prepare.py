@@ -1,0 +1,63 @@
+"""A job that learns from rewards, checked before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from packlora.adapters.spec import AdapterSpec
+from packlora.config import JobConfig, Run
+from packlora.data.dataset import configured_steps
+from packlora.data.encode import Encoded
+from packlora.data.tokens import check_vocabulary
+from packlora.errors import InputError
+from packlora.rl.data import FOLDER, RolloutData, RolloutSamples
+from packlora.rl.prompts import read_prompts
+from packlora.rl.rewards import Rewards
+from packlora.terminal import Told
+
+
+def check_run(run: Run, processes: int) -> None:
+    """Raises InputError where a run of so many processes cannot generate."""
+    names = [job.name for job in run.jobs if job.rollout is not None]
+    if names and processes > 1:
+        raise InputError(
+            f"job {names[0]!r}: rollout generates on one process in this version, and {processes} were started; start one"
+        )
+    if names and run.sweep is not None:
+        raise InputError(f"job {names[0]!r}: rollout does not go with a sweep in this version; leave one of them out")
+
+
+def rollout_data(
+    run: Run, job: JobConfig, spec: AdapterSpec, tokenizer: Any, vocabulary: int, budget: int, longest: int,
+    max_steps: int | None, told: Told,
+) -> tuple[RolloutData, Encoded, int, list[str]]:  # fmt: skip
+    """Data of a job, a few samples as they may be, the most tokens of one, and notes.
+
+    Args:
+        budget: most tokens of a microbatch.
+        longest: most tokens that the model takes.
+
+    Raises:
+        InputError: a prompt, a reward or a number of tokens cannot be used.
+    """
+    new = job.rollout.max_new_tokens
+    if spec.peft.lora_dropout:
+        raise InputError(
+            f"job {job.name!r}: its adapter has lora_dropout {spec.peft.lora_dropout:g}, so that what is trained would not be "
+            "what has been drawn; set adapter.lora_dropout: 0"
+        )
+    most = min(job.data.max_length, budget, longest)
+    if new >= most:
+        raise InputError(
+            f"job {job.name!r}: rollout.max_new_tokens is {new}, and a sample has at most {most} tokens with its prompt "
+            "(data.max_length, a microbatch, or the model's context); lower the one or raise the other"
+        )
+    Rewards(job.rollout, job.name)
+    prompts, notes = read_prompts(job, tokenizer, most - new, told)
+    check_vocabulary(job.name, (prompt.ids for prompt in prompts), vocabulary, tokenizer)
+    seed, steps = run.seed_of(job), configured_steps(job.train, len(prompts) * job.rollout.num_generations)
+    samples = RolloutSamples(job, prompts, Path(run.output_dir) / job.name / FOLDER, seed, steps)
+    data = RolloutData(job.name, samples, job.train, seed, max_steps)
+    few = [sample for sample, _ in zip(samples, range(64), strict=False)]
+    return data, Encoded(few), max(len(prompt.ids) for prompt in prompts) + new, notes

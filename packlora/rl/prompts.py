@@ -1,0 +1,122 @@
+"""Prompts of a job that learns from rewards: rows of its data, rendered as training renders them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from packlora.config import JobConfig
+from packlora.data.prompts import prompt_ids
+from packlora.data.readers import files_of, values_of
+from packlora.data.rows import How, with_system
+from packlora.errors import InputError
+from packlora.terminal import Told
+
+FORMATS = "a row has a prompt, a text or a list of messages, or messages up to the one that is to be answered"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt. where: file and line. ids [T] int32: its tokens. said: text or messages, as rewards are given them. columns:
+    other fields of the row."""
+
+    where: str
+    ids: np.ndarray
+    said: str | list[dict[str, Any]]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_prompts(
+    job: JobConfig, tokenizer: Any, longest: int, told: Told, most: int | None = None
+) -> tuple[list[Prompt], list[str]]:
+    """Prompts of a job in the order of its data, and what should be known of them.
+
+    Args:
+        longest: most tokens of a prompt.
+        most: rows that are read; None: all.
+
+    Raises:
+        InputError: a file is missing or malformed, a row is no prompt or too long, or there are none.
+    """
+    out, skipped, dropped = list[Prompt](), list[str](), 0
+    for where, value in itertools.islice(_values(job), most):
+        try:
+            if isinstance(value, InputError):
+                raise value
+            prompt = _prompt(value, where, job, tokenizer)
+        except InputError as error:
+            if job.data.on_bad_row == "error":
+                raise
+            skipped.append(str(error).removeprefix(f"job {job.name!r}: "))
+            continue
+        if len(prompt.ids) > longest:
+            if job.data.truncate == "error":
+                raise InputError(
+                    f"job {job.name!r}: {where}: the prompt has {len(prompt.ids)} tokens, and {longest} leave room for "
+                    "rollout.max_new_tokens; shorten it, raise data.max_length, or set data.truncate: drop"
+                )
+            dropped += 1
+            continue
+        out.append(prompt)
+        told(f"job {job.name}: reading prompts", len(out))
+    if not out:
+        raise InputError(f"job {job.name!r}: its data has no prompts; {FORMATS}")
+    notes = [f"{dropped} prompts were dropped as too long"] if dropped else []
+    notes += [f"{len(skipped)} rows are no prompts and were left out, the first: {skipped[0]}"] if skipped else []
+    return out, [f"job {job.name!r}: {note}" for note in notes]
+
+
+def _values(job: JobConfig) -> Iterator[tuple[str, Any]]:
+    for source in job.data.train_sources:
+        how = How(source.columns, fields=True, subset=source.subset, split=source.split)
+        left = source.max_samples
+        for name in files_of(source.path, job.name):
+            for where, value in values_of(name, job.name, how):
+                if left == 0:
+                    break
+                left = left - 1 if left is not None else None
+                if source.columns and isinstance(value, Mapping):
+                    from packlora.data.foreign import renamed
+
+                    value = renamed(value, source.columns, f"job {job.name!r}: {where}")
+                yield where, value
+
+
+def _prompt(value: Any, where: str, job: JobConfig, tokenizer: Any) -> Prompt:
+    def bad(problem: str) -> InputError:
+        return InputError(f"job {job.name!r}: {where}: {problem}; {FORMATS}")
+
+    if not isinstance(value, Mapping):
+        raise bad(f"a row must be a mapping, found {type(value).__name__}")
+    key = "prompt" if value.get("prompt") is not None else "messages"
+    said = value.get(key)
+    asked: str | list[dict[str, Any]]
+    if isinstance(said, str) and said and key == "prompt":
+        asked = said
+    elif isinstance(said, list) and said and all(isinstance(one, Mapping) and "role" in one for one in said):
+        if said[-1]["role"] == "assistant":
+            raise bad(f"the last of its {key} is the assistant's, which has been answered already")
+        asked = with_system([dict(one) for one in said], job.data.system)
+    else:
+        raise bad(f"its {key} is {'missing' if said is None else 'empty or no text and no messages'}")
+    try:
+        ids = prompt_ids(asked, tokenizer, variables=job.data.chat_template_kwargs)
+    except InputError as error:
+        raise InputError(f"job {job.name!r}: {where}: {error}") from None
+    columns = {str(name): own for name, own in value.items() if name not in (key, "prompts", "completions")}
+    return Prompt(where, np.asarray(ids, np.int32), asked, columns)
+
+
+def fingerprint(prompts: list[Prompt]) -> str:
+    """Hash of tokens and columns; it tells whether the data has changed."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(prompt.ids.tobytes())
+        digest.update(json.dumps(dict(prompt.columns), sort_keys=True, default=repr).encode())
+    return digest.hexdigest()

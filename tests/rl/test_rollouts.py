@@ -1,0 +1,230 @@
+"""Jobs that learn from rewards, by the run file: together and alone, interrupted and resumed, beside completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import WORDS
+from test_training import adapter, distance, steps, train
+
+import packlora
+from packlora.errors import InputError
+
+REWARDS = """
+import math, time
+
+def brevity(prompts, completions, **columns):
+    return [-float(len(text.split())) for text in completions]
+
+def same(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+def wanted(prompts, completions, word, **columns):
+    return [float(text.split().count(one)) for text, one in zip(completions, word)]
+
+async def later(prompts, completions, **columns):
+    return [float(text.count("o")) for text in completions]
+
+def broken(prompts, completions, **columns):
+    if "the" in prompts[0]:
+        raise RuntimeError("no")
+    return [float("nan")] * len(completions)
+
+def huge(prompts, completions, **columns):
+    return [1e30 * (-1) ** n for n in range(len(completions))]
+
+def beyond(prompts, completions, **columns):
+    return [1e31] * len(completions)
+
+def slow(prompts, completions, **columns):
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """Rewards, and prompts."""
+    rewards, prompts = tmp_path / "rewards.py", tmp_path / "prompts.jsonl"
+    rewards.write_text(REWARDS)
+    lines = [{"prompt": " ".join(WORDS[n : n + 2 + n % 3]), "word": WORDS[n % 4]} for n in range(6)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(rewards), str(prompts)
+
+
+def job(name: str, files: tuple[str, str], reward: str = "brevity", seed: int = 1, **train_keys: Any) -> dict[str, Any]:
+    rollout = {"reward": f"{files[0]}:{reward}", "num_generations": 4, "max_new_tokens": 6}
+    rollout |= {key: train_keys.pop(key) for key in ("max_staleness", "reward_timeout", "scale_rewards") if key in train_keys}
+    keys = {"loss_type": "dapo", "global_batch_size": 8, "learning_rate": 1e-2, "max_steps": 4} | train_keys
+    return {
+        "name": name, "data": {"path": files[1]}, "adapter": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
+        "seed": seed, "rollout": rollout, "train": keys,
+    }  # fmt: skip
+
+
+def tree(base: str, out: Path, *jobs: dict[str, Any], **more: Any) -> dict[str, Any]:
+    common = {"base_model": base, "output_dir": str(out), "device": "cpu", "dtype": "float32", "save_every": 1}
+    return common | {"max_tokens_per_microbatch": 128, "jobs": list(jobs)} | more
+
+
+def of_job(out: Path, name: str) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in line.items() if k not in ("seconds", "elapsed")}
+        for line in steps(out)
+        if line.get("job") == name
+    ]
+
+
+def test_two_jobs_give_together_and_alone_and_interrupted_the_same_bits(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = job("brief", files), job("foxes", files, "later", 2, loss_type="grpo", beta=0.1, max_staleness=2)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "the", "completion": f" {word}"}) + "\n" for word in WORDS[:6]))
+    texts = {
+        "name": "texts", "data": {"path": str(rows)}, "adapter": {"r": 4, "lora_dropout": 0.1},
+        "train": {"global_batch_size": 2, "max_steps": 3},
+    }  # fmt: skip
+    together = tree(tiny_base("llama"), tmp_path / "together", first, second, texts)
+    result = train(together)
+    assert result.status == "done"
+    for own in (first, second):
+        train(tree(tiny_base("llama"), tmp_path / own["name"], own))
+        name = own["name"]
+        assert distance(adapter(tmp_path / "together", name), adapter(tmp_path / name, name)) == 0
+        assert [line["reward"] for line in of_job(tmp_path / "together", name)] == [
+            line["reward"] for line in of_job(tmp_path / name, name)
+        ]
+    parts = together | {"output_dir": str(tmp_path / "parts")}
+    train(parts, max_steps=1)
+    train(parts, resume=True, max_steps=3)
+    with Path(files[0]).open("a") as rewards:
+        rewards.write("# a comment\n")
+    capsys.readouterr()
+    train(parts, resume=True)
+    assert "its rewards have changed since step 3" in capsys.readouterr().out
+    for name in ("brief", "foxes", "texts"):
+        assert distance(adapter(tmp_path / "parts", name), adapter(tmp_path / "together", name)) == 0
+    last = of_job(tmp_path / "together", "foxes")[-1]
+    assert last["rollout/staleness"] == 2 and last["kl"] > 0
+    assert last["sampling/sampling_logp_difference/mean"] < 1e-4
+
+
+POISONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"reward": "broken"}, "done", "failed: RuntimeError: no; its completions teach nothing"),
+    ({"reward": "same"}, "done", "exactly 0 in 2 steps"),
+    ({"reward": "slow", "reward_timeout": 0.2, "max_steps": 1}, "done", "took more than 0.2 seconds"),
+    ({"reward": "huge", "scale_rewards": "none"}, "failed", "after step 0: gradient norm inf"),
+    ({"reward": "beyond"}, "done", "a reward is a number up to 1e+30, or None"),
+]
+
+
+def test_a_job_whose_rewards_fail_or_that_diverges_costs_its_neighbour_no_bit(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    healthy = job("brief", files, max_steps=2)
+    train(tree(tiny_base("llama"), tmp_path / "alone", healthy))
+    for number, (keys, status, said) in enumerate(POISONS):
+        out = tmp_path / str(number)
+        capsys.readouterr()
+        result = train(
+            tree(tiny_base("llama"), out, healthy, job("poison", files, **{"max_steps": 2, "seed": 3} | keys))
+        )
+        told = capsys.readouterr()
+        assert result["brief"].status == "done" and result["poison"].status == status, keys
+        assert said in told.out + told.err, keys
+        assert distance(adapter(out, "brief"), adapter(tmp_path / "alone", "brief")) == 0, keys
+
+
+def test_a_sampler_that_is_not_the_model_ends_the_job(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one with another adapter than the one that is trained."""
+    from packlora.rl import changes
+
+    original = changes.RolloutChanges._draw
+
+    def wrong(self: Any, wanted: Any) -> Any:
+        if any(step > 0 for _, step in wanted):
+            for own, _ in wanted:
+                own.adapter.flat.mul_(1.5)
+            found = original(self, wanted)
+            for own, _ in wanted:
+                own.adapter.flat.div_(1.5)
+            return found
+        return original(self, wanted)
+
+    monkeypatch.setattr(changes.RolloutChanges, "_draw", wrong)
+    asked = job("brief", files, learning_rate=0.1)
+    result = train(tree(tiny_base("llama"), tmp_path / "out", asked))
+    assert result["brief"].status == "failed" and "more than rounding" in str(result["brief"].failure)
+
+
+def test_a_function_in_python_is_given_the_columns_of_its_row_and_changes_what_is_written(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
+        seen.append({"prompts": prompts, **columns})
+        return [float(len(text)) for text in completions]
+
+    rows = [json.loads(line) for line in Path(files[1]).read_text().splitlines()]
+    keys = {
+        "num_generations": 4,
+        "max_new_tokens": 6,
+        "reward": [reward, f"{files[0]}:brevity"],
+        "reward_weights": [1, 2],
+    }
+    own = packlora.Job(
+        "mine", data=rows, adapter={"r": 4}, rollout=keys, loss_type="dr_grpo", global_batch_size=8, max_steps=1
+    )
+    result = packlora.Trainer(tiny_base("llama"), jobs=[own], output_dir=str(tmp_path / "out"), device="cpu").train()
+    assert result["mine"].status == "done"
+    assert len(seen) == 2 and {len(set(one["word"])) for one in seen} == {1} and len(seen[0]["prompts"]) == 4
+    (line,) = of_job(tmp_path / "out", "mine")
+    parts = line["rewards/reward/mean"] + 2 * line["rewards/brevity/mean"]
+    assert line["reward"] == pytest.approx(parts)
+    tree = json.loads((tmp_path / "out" / "mine" / "rollouts" / "step-1.json").read_text())
+    groups = [tree["completions"][first : first + 4] for first in (0, 4)]
+    for group in groups:
+        rewards = torch.tensor([one["reward"] for one in group], dtype=torch.float64)
+        wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-4)  # as TRL's GRPOTrainer has it
+        torch.testing.assert_close(torch.tensor([one["advantage"] for one in group]).double(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train": {"loss_type": "dpo"}}, "rollout is for trainer grpo, and this job's trainer is dpo"),
+        ({"train": {"global_batch_size": 6}}, "no whole groups of 4"),
+        ({"adapter": {"lora_dropout": 0.1}}, "lora_dropout is 0.1"),
+        ({"rollout": {"reward": "x"}}, "names a function in a file"),
+        ({"rollout": {"reward": "none.py:f"}}, "there is no file none.py"),
+        ({"rollout": {"reward_weights": [1.0, 2.0]}}, "2 numbers for 1 rewards"),
+        ({"rollout": {"max_new_tokens": 5000}}, "lower the one or raise the other"),
+        ({"rollout": {"max_new_token": 5}}, "max_new_tokens"),
+        ({"rollout": None}, "set rollout"),
+        ({"data": {"eval_split": 0.5}}, "data.eval_split does not go with rollout"),
+        ({"rows": '{"completion": "x"}'}, "line 1: its messages is missing; a row has a prompt"),
+        ({"rows": '{"messages": [{"role": "assistant", "content": "x"}]}'}, "has been answered already"),
+        ({"rows": '{"prompt": ["x"]}'}, "no text and no messages"),
+        ({"rows": ""}, "has no prompts"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_training(
+    change: dict[str, Any], said: str, files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    asked = job("brief", files)
+    if "rows" in change:
+        Path(files[1]).write_text(change["rows"] + "\n")
+    for section, keys in change.items():
+        if section != "rows":
+            asked[section] = None if keys is None else asked[section] | keys
+    with pytest.raises(InputError, match=said):
+        packlora.train(tree(tiny_base("llama"), tmp_path / "out", asked))
+    assert not (tmp_path / "out" / "run.json").exists()
