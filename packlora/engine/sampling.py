@@ -10,6 +10,7 @@ generate.py samples them by continuous batching, library_sampler.py by transform
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -17,6 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from packlora.engine.rows import NO_ADAPTER
+from packlora.errors import InputError
 
 Reason = Literal["stop", "length", "not finite"]
 """Why a sample ended: a stop token or string, its number of tokens, or logits that are NaN or infinite."""
@@ -58,6 +60,11 @@ class SampleRequest:
     top_sampled: int = 0
     prompt_targets: np.ndarray | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether scores of the prompt are requested."""
+        return self.prompt_logprobs or self.top_prompt > 0 or self.prompt_targets is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +149,42 @@ class Sampling(Protocol):
 
     def free(self) -> None:
         """Give the cache's memory back; samples that run are begun anew, and draw the same tokens."""
+
+
+def check_request(request: SampleRequest, vocabulary: int, context: int, has_tokenizer: bool) -> int:
+    """Tokens that the context leaves for a sample. Raises InputError, which names the field."""
+    prompt, targets = request.prompt, request.prompt_targets
+    room = context - len(prompt)
+    found = [
+        (not prompt, "prompt: it has no tokens; give at least one"),
+        (
+            any(not 0 <= token < vocabulary for token in prompt),
+            f"prompt: a token is not one of the vocabulary, 0 to {vocabulary - 1}",
+        ),
+        (room < 1, f"prompt: it has {len(prompt)} tokens, the model's context {context}, of which one is the answer's"),
+        (
+            request.max_tokens is not None and request.max_tokens < 1,
+            f"max_tokens: {request.max_tokens} is not 1 or more",
+        ),
+        (request.num_samples < 1, f"num_samples: {request.num_samples} is not 1 or more"),
+        (
+            not 0 <= request.temperature < math.inf,
+            f"temperature: {request.temperature} is not a number from 0 on",
+        ),
+        (not 0 < request.top_p <= 1, f"top_p: {request.top_p} is not above 0 and at most 1"),
+        (any(not text for text in request.stop_strings), "stop_strings: a text is empty"),
+        (bool(request.stop_strings) and not has_tokenizer, "stop_strings: there is no tokenizer for them"),
+        (min(request.top_prompt, request.top_sampled) < 0, "top_prompt, top_sampled: must be 0 or more"),
+        (
+            targets is not None and (targets.ndim != 2 or len(targets) != len(prompt) - 1 or targets.dtype != np.int64),
+            f"prompt_targets: must be int64 [{len(prompt) - 1}, K]",
+        ),
+        (
+            targets is not None and targets.size > 0 and (targets.min() < -1 or targets.max() >= vocabulary),
+            f"prompt_targets: a token is neither -1 nor one of the vocabulary, 0 to {vocabulary - 1}",
+        ),
+    ]
+    for wrong, what in found:
+        if wrong:
+            raise InputError(what)
+    return room
