@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from packlora.base.kv_cache import Decode, Pass, Prefill
 from packlora.base.mixers import mix_by_sample
 from packlora.base.rotary import rotate_by_sample
 from packlora.base.shape import attention_of_text, fast_towers, scaled_by_place
@@ -40,7 +41,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    sample_lengths: Sequence[int] | SampleBlocks | None = None,
+    sample_lengths: Sequence[int] | SampleBlocks | Pass | None = None,
     image_blocks: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
@@ -58,6 +59,10 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # squeezed, not indexed: the gradient of an index is a tensor of zeros with a copy in it, laid out as nobody wants it
     q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+    if isinstance(sample_lengths, Prefill | Decode):
+        if image_blocks is not None:
+            raise Unpackable(f"{type(module).__name__}: tokens that see later ones are not sampled from a cache")
+        return sample_lengths.attend(module, q, k, v, scale, sliding_window, softcap, s_aux)[None], None
     return packed_attention(q, k, v, sample_lengths, scale, sliding_window, softcap, image_blocks, s_aux)[None], None
 
 
@@ -127,7 +132,7 @@ def packed_logits(
     model: PreTrainedModel,
     input_ids_T: torch.Tensor,
     position_ids_T: torch.Tensor,
-    sample_lengths: Sequence[int],
+    sample_lengths: Sequence[int] | Pass,
     rows_L: torch.Tensor,
     images: Mapping[str, torch.Tensor] | None = None,
     routed: list[torch.Tensor] | None = None,
@@ -138,7 +143,7 @@ def packed_logits(
 
     Args:
         input_ids_T, position_ids_T: int64 [T]; positions begin at 0 in every sample. Positions may be [3, T].
-        sample_lengths: tokens of each sample, in the order of the row; their sum is T.
+        sample_lengths: tokens of each sample, in the order of the row; their sum is T. Or a pass over a cache (kv_cache.py).
         rows_L: int64 [L], places in the row.
         images: more of the model's keyword arguments, where samples have images.
         routed: gets what the routers of all layers give, [T, E] each; None where nobody wants it.
@@ -148,7 +153,7 @@ def packed_logits(
         position_ids=one_row(position_ids_T),
         use_cache=False,
         logits_to_keep=rows_L,
-        sample_lengths=tuple(sample_lengths),
+        sample_lengths=sample_lengths if isinstance(sample_lengths, Prefill | Decode) else tuple(sample_lengths),
         **_more(images, routed),
     )
     _take_routed(output, routed)

@@ -66,7 +66,7 @@ def own_logits(
         InputError: it does not give numbers.
     """
     model.eval()
-    second, first = _probe(model, 2), _probe(model, 1)
+    second, first = probe(model, 2), probe(model, 1)
     start, tokens = _late_start(longest, len(first)), max(longest.values(), default=0)
     limits = {
         name: module.floor_scale - 1 for name, module in scaled_by_place(model).items() if module.floor_scale <= tokens
@@ -82,7 +82,7 @@ def own_logits(
             with first_layers(model, layers):
                 short = _logits(model, second)  # first: frequencies may keep what a long sample made them
                 model.set_attn_implementation(attention_of_text(model, OWN_MASKS))
-                long = _logits(model, _probe(model, 4, tokens), own_masks=found, logits_to_keep=rows), short
+                long = _logits(model, probe(model, 4, tokens), own_masks=found, logits_to_keep=rows), short
             model.set_attn_implementation(attention_of_text(model, "eager"))
     positions = start + torch.arange(len(first), device=model.device)
     with cannot_be_packed(model, path, f"is not run by transformers at positions up to {start + len(first) - 1}"):
@@ -118,9 +118,9 @@ def check_packing(
             is not causal softmax attention with an optional window or cap, also not so at the length of the run's samples,
             or it draws random numbers.
     """
-    second = _probe(model, 2)
+    second = probe(model, 2)
     n = len(second)
-    pack, other = (Pack.of([_probe(model, seed), second], [_late_start(longest, n), 0]) for seed in (1, 3))
+    pack, other = (Pack.of([probe(model, seed), second], [_late_start(longest, n), 0]) for seed in (1, 3))
     with cannot_be_packed(model, path):
         given, beside = pack.logits(model), other.logits(model)
         same_bits = torch.equal(given[n:], beside[n:])
@@ -139,7 +139,7 @@ def check_packing(
     _check_limits(model, own.limits, path, longest)
     pairs = [(given[:n], own.late), (given[n:], own.second), (beside[n:], own.second)]
     if own.long is not None:
-        long = Pack.of([_probe(model, 4, max(longest.values())), second], [0, 0])
+        long = Pack.of([probe(model, 4, max(longest.values())), second], [0, 0])
         with cannot_be_packed(model, path), first_layers(model, own.layers):
             behind = long.logits(model)
         pairs += zip((behind[:n], behind[n:]), own.long, strict=True)
@@ -223,7 +223,7 @@ class Pack:
         return packed_logits(model, *self.inputs).double()
 
 
-def _probe(model: PreTrainedModel, seed: int, length: int | None = None) -> torch.Tensor:
+def probe(model: PreTrainedModel, seed: int, length: int | None = None) -> torch.Tensor:
     """A sample of random tokens, long enough to leave a short attention window."""
     config = model.config.get_text_config()
     if length is None:

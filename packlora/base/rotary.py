@@ -6,7 +6,7 @@ would change all its neighbours. Here each sample has those that it has alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -19,11 +19,21 @@ BY_LENGTH = ("dynamic", "longrope")
 
 def rotate_by_sample(model: torch.nn.Module) -> None:
     """Make every rotary embedding that depends on the largest position compute it sample by sample."""
+    for module in _by_length_of(model):
+        module.forward = MethodType(_by_sample(type(module).forward, _limit(module)), module)
+
+
+def depends_on_length(model: torch.nn.Module) -> bool:
+    """Whether the model has a rotary embedding whose frequencies depend on how long a sample is."""
+    return any(True for _ in _by_length_of(model))
+
+
+def _by_length_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         names = kinds.values() if isinstance(kinds, Mapping) else [kinds]
         if any(isinstance(name, str) and part in name for name in names for part in BY_LENGTH):
-            module.forward = MethodType(_by_sample(type(module).forward, _limit(module)), module)
+            yield module
 
 
 def _limit(module: torch.nn.Module) -> int:

@@ -1,0 +1,150 @@
+"""The two passes of sampling over one frozen model: packed prompts of several adapters, and one new token of each sample.
+
+Rows are ordered by adapter, so one pass of the adapters' operator serves all. On a CPU every adapter's rows are rounded up to
+a multiple of EVEN, and all rows to `fewest`: so a row has the same bits whatever rows there are beside it.
+
+Shapes: T tokens of a packed row, R rows of a decode pass, S slots, L rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from packlora.adapters.linear import Attached
+from packlora.adapters.owners import MIN_ROWS, TokenOwners
+from packlora.base.kv_cache import Decode, KeyValueCache, Prefill, kept_in
+from packlora.base.packing import packed_logits
+from packlora.engine.passes import one_error_for_memory
+from packlora.engine.rows import NO_ADAPTER
+from packlora.ops.attention.cached import EVEN, Visible
+
+VIEW = 64
+"""Multiple of which the places are that a decode pass looks at."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens that are prefilled for one or more samples. places: of those whose logits are wanted, in order."""
+
+    ids: Sequence[int]
+    adapter: int
+    slots: Sequence[int]
+    places: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """The last token of a sample, and its place; its logits are wanted."""
+
+    id: int
+    adapter: int
+    slot: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Runs both. All calls raise torch.OutOfMemoryError where memory runs out; nothing of the callers' has changed then.
+
+    fewest: rows of a pass at least.
+    """
+
+    model: PreTrainedModel
+    attached: Attached
+    fewest: int = MIN_ROWS
+    cache: KeyValueCache = field(default_factory=KeyValueCache)
+
+    @property
+    def _even(self) -> int:
+        return EVEN if self.model.device.type == "cpu" else 1
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
+        """Logits [places, V] of each prompt; its keys and values are in the cache then."""
+        ids: list[int] = []
+        lengths: list[int] = []
+        rows: list[int] = []
+        segments: list[tuple[int, int, int]] = []
+        label_segments: list[tuple[int, int, int]] = []
+        starts, found = dict[int, int](), dict[int, slice]()
+        for adapter, own in _by_adapter(range(len(prompts)), [prompt.adapter for prompt in prompts]):
+            first, first_row = len(ids), len(rows)
+            for at in own:
+                starts[at] = len(ids)
+                found[at] = slice(len(rows), len(rows) + len(prompts[at].places))
+                rows += [len(ids) + place for place in prompts[at].places]
+                ids += prompts[at].ids
+                lengths.append(len(prompts[at].ids))
+            if filler := -(len(ids) - first) % self._even:
+                ids += ids[first : first + filler]
+                lengths.append(filler)
+            rows += [rows[-1]] * (-(len(rows) - first_row) % self._even)
+            segments.append((adapter, first, len(ids)))
+            label_segments.append((adapter, first_row, len(rows)))
+        while len(ids) < self.fewest:
+            lengths.append(min(lengths[0], self.fewest - len(ids)))
+            ids += ids[: lengths[-1]]
+        rows += [0] * (self.fewest - len(rows))
+        kept = kept_in(
+            [prompts[at].slots for at in starts], [len(prompts[at].ids) for at in starts], [*starts.values()]
+        )
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        ids_T, positions_T, rows_L, *kept_N = self._send([ids, positions, rows, *kept])
+        owners = TokenOwners(len(ids), _owned(segments), label_rows=(_owned(label_segments), rows_L))
+        own_pass = Prefill(self.cache, tuple(lengths), *kept_N)
+        with one_error_for_memory(), self.attached.active(owners):
+            logits_LV = packed_logits(self.model, ids_T, positions_T, own_pass, rows_L)
+        return [logits_LV[found[at]] for at in range(len(prompts))]
+
+    @torch.no_grad()
+    def decode(self, tokens: Sequence[NextToken]) -> torch.Tensor:
+        """Logits [len(tokens), V]; the tokens' keys and values are in the cache then."""
+        rows: list[NextToken] = []
+        segments: list[tuple[int, int, int]] = []
+        row_of: dict[int, int] = {}
+        for adapter, own in _by_adapter(range(len(tokens)), [token.adapter for token in tokens]):
+            first = len(rows)
+            for at in own:
+                row_of[at] = len(rows)
+                rows.append(tokens[at])
+            rows += [rows[first]] * (-(len(rows) - first) % self._even)
+            segments.append((adapter, first, len(rows)))
+        rows += [NextToken(rows[0].id, NO_ADAPTER, rows[0].slot, rows[0].place)] * (self.fewest - len(rows))
+        rows_S, places_S = np.zeros(self.cache.slots, np.int64), np.zeros(self.cache.slots, np.int64)
+        for at, row in row_of.items():
+            rows_S[tokens[at].slot], places_S[tokens[at].slot] = row, tokens[at].place
+        length = min(-(-(int(places_S.max()) + 1) // VIEW) * VIEW, self.cache.length)
+        columns = [[row.id for row in rows], [row.place for row in rows], [row.slot for row in rows]]
+        wanted = [row_of[at] for at in range(len(tokens))]
+        ids_R, places_R, slots_R, rows_of, own_places, wanted_N = self._send([*columns, rows_S, places_S, wanted])
+        own_pass = Decode(self.cache, rows_of, slots_R, Visible(own_places, length))
+        every_R = torch.arange(len(rows), device=ids_R.device)
+        owned = _owned(segments)
+        owners = TokenOwners(len(rows), owned, label_rows=(owned, every_R))
+        with one_error_for_memory(), self.attached.active(owners):
+            logits_RV = packed_logits(self.model, ids_R, places_R, own_pass, every_R)
+        return logits_RV[wanted_N]
+
+    def _send(self, columns: Sequence[Sequence[int] | np.ndarray]) -> tuple[torch.Tensor, ...]:
+        """Columns as int64 tensors on the device, by one copy."""
+        host = torch.from_numpy(np.concatenate([np.asarray(column, np.int64) for column in columns]))
+        return host.to(self.model.device).split([len(column) for column in columns])
+
+
+def _by_adapter(numbers: Iterable[int], adapters: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Numbers of prompts or tokens by their adapters, those of the base model first."""
+    order = sorted(numbers, key=lambda at: adapters[at])
+    return [(adapter, list(own)) for adapter, own in groupby(order, key=lambda at: adapters[at])]
+
+
+def _owned(segments: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Segments of adapters alone."""
+    return tuple(segment for segment in segments if segment[0] != NO_ADAPTER)
