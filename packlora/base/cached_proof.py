@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.base.kv_cache import Decode, KeyValueCache, Prefill, kept_in
+from packlora.base.mixers import mixing_functions
 from packlora.base.packing import packed_logits
 from packlora.base.proof import PROBE_ERROR, difference, probe
 from packlora.base.rotary import depends_on_length
@@ -31,6 +32,8 @@ def why_not_cached(model: PreTrainedModel, own: torch.Tensor | None = None) -> s
     Args:
         own: see own_probe; None compares with the model's own packed rows.
     """
+    if names := sorted(name for _, name in mixing_functions(model)):
+        return f"it mixes tokens by a recurrence or a convolution ({', '.join(names)})"
     if depends_on_length(model):
         return "its rotary embedding depends on how long a sequence is"
     if any(hasattr(module, "floor_scale") for module in model.modules()):

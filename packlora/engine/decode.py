@@ -84,7 +84,7 @@ class Passes:
                 ids += prompts[at].ids
                 lengths.append(len(prompts[at].ids))
             if filler := -(len(ids) - first) % self._even:
-                ids += ids[first : first + filler]
+                ids += (ids[first:] * filler)[:filler]
                 lengths.append(filler)
             rows += [rows[-1]] * (-(len(rows) - first_row) % self._even)
             segments.append((adapter, first, len(ids)))

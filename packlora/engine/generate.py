@@ -111,14 +111,15 @@ class Sampler:
     def step(self) -> list[SampledToken]:
         """See Sampling."""
         running = list(self._running)
-        if entries := self._enter():
-            try:
+        entries = self._enter()
+        try:
+            if running:  # first, since it writes into slots that are not prefilled yet
+                self._take(running, self._passes.decode([_next_token(sample) for sample in running]))
+            if entries:
                 self._prefill(entries)
-            except BaseException:
-                self._leave_again(entries)
-                raise
-        if running:
-            self._take(running, self._passes.decode([_next_token(sample) for sample in running]))
+        except BaseException:
+            self._leave_again(entries)
+            raise
         out, self._out = self._out, []
         return out
 

@@ -1,0 +1,355 @@
+"""Sampling of many adapters in one batch, held against transformers' own generation, PEFT's models and whole forwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_model
+from sampling_cases import Case, case_of, full_logits, ids_of, prompt
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from packlora.adapters.linear import Attached
+from packlora.base.cached_proof import own_probe, why_not_cached
+from packlora.base.packing import prepare_model
+from packlora.engine.generate import Sampler, sample, sampler_for
+from packlora.engine.library_sampler import LibrarySampler
+from packlora.engine.sampling import SampledToken, SampleRequest
+from packlora.errors import InputError
+
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return case_of(tmp_path_factory.mktemp("exact"))
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    """In float32, and by two threads, whose products have other bits than one thread's for a few rows."""
+    torch.set_num_threads(2)
+    yield case_of(tmp_path_factory.mktemp("single"), ("lora", "dora", "some"), torch.float32)
+    torch.set_num_threads(1)
+
+
+def generated(model: Any, request: SampleRequest) -> list[int]:
+    """Tokens of transformers' own greedy generation."""
+    ids = torch.tensor([request.prompt])
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_tokens, do_sample=False,
+        eos_token_id=[*request.stop_tokens] or None, pad_token_id=0,
+    )  # fmt: skip
+    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def own_logprobs(model: Any, request: SampleRequest, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities [n, V] at the places of the new tokens, tempered."""
+    logits = full_logits(model, [*request.prompt, *tokens])[len(request.prompt) - 1 : -1]
+    return (logits / (request.temperature or 1.0)).log_softmax(-1)
+
+
+def check_logprobs(model: Any, request: SampleRequest, tokens: list[SampledToken]) -> None:
+    want = own_logprobs(model, request, ids_of(tokens))
+    for at, token in enumerate(tokens):
+        assert math.isclose(token.logprob, float(want[at, token.id]), abs_tol=1e-10, rel_tol=1e-10)
+
+
+def all_requests(case: Case, **how: Any) -> list[tuple[str, SampleRequest]]:
+    """Ragged prompts of the base and all adapters, whose samples end at different times."""
+    return [
+        (name, SampleRequest(prompt(10 * at + n, length), number, max_tokens=4 + 6 * n + at, **how))
+        for at, (name, number) in enumerate(case.numbers.items())
+        for n, length in enumerate((1, 7, 33))
+    ]
+
+
+@pytest.mark.parametrize(
+    "room",
+    [{}, {"rows": 3, "cache_tokens": 200}, {"fewest_rows": 1, "rows": 5}],
+    ids=["all at once", "three slots", "few rows"],
+)
+def test_greedy_tokens_of_mixed_adapters_are_those_of_peft_models(exact: Case, room: dict[str, int]) -> None:
+    requests = all_requests(exact, **GREEDY)
+    sampler = Sampler(exact.model, exact.attached, **room)
+    first = [sampler.submit(request) for _, request in requests[:8]]
+    early = [token for _ in range(3) for token in sampler.step()]  # the others come while these run
+    rest = [sampler.submit(request) for _, request in requests[8:]]
+    found: dict[int, list[SampledToken]] = {ticket: [] for ticket in (*first, *rest)}
+    for token in early:
+        found[token.ticket].append(token)
+    while sampler.waiting:
+        for token in sampler.step():
+            found[token.ticket].append(token)
+    assert sampler.step() == []
+    for (name, request), tokens in zip(requests, found.values(), strict=True):
+        assert ids_of(tokens) == generated(exact.peft[name], request)
+        assert [token.reason for token in tokens] == [None] * (len(tokens) - 1) + ["length"]
+        check_logprobs(exact.peft[name], request, tokens)
+
+
+def test_logprobs_are_of_the_tempered_distribution_and_of_the_prompt_as_whole_forwards_give_them(exact: Case) -> None:
+    requests = []
+    for name, number in exact.numbers.items():
+        ids, targets = prompt(number + 50, 9), np.full((8, 2), -1)
+        targets[2:, 0], targets[::3, 1] = 7, 300
+        requests.append(
+            (name, SampleRequest(ids, number, 6, 2, temperature=1.7, seed=number + 3, prompt_logprobs=True, top_prompt=3,
+                                 top_sampled=2, prompt_targets=targets))
+        )  # fmt: skip
+    for (name, request), samples in zip(
+        requests, sample(Sampler(exact.model, exact.attached), [one for _, one in requests]), strict=True
+    ):
+        assert ids_of(samples[0]) != ids_of(samples[1]), "samples of one prompt have generators of their own"
+        for tokens in samples:
+            check_logprobs(exact.peft[name], request, tokens)
+            logp = own_logprobs(exact.peft[name], request, ids_of(tokens))
+            for at, token in enumerate(tokens):
+                values, ids = logp[at].topk(2)
+                assert token.top is not None and token.top.ids.tolist() == [ids.tolist()]
+                np.testing.assert_allclose(token.top.logprobs[0], values.float(), rtol=1e-6)
+        (scores,) = (token.scores for tokens in samples for token in tokens if token.scores is not None)
+        logp = full_logits(exact.peft[name], request.prompt)[:-1].log_softmax(-1)
+        assert scores.logprobs is not None and scores.top is not None and scores.targets is not None
+        want = logp[torch.arange(8), torch.tensor(request.prompt[1:])].float()
+        assert np.isnan(scores.logprobs[0])
+        np.testing.assert_allclose(scores.logprobs[1:], want, rtol=1e-6)
+        np.testing.assert_allclose(scores.top.logprobs, logp.topk(3).values.float(), rtol=1e-6)
+        assert scores.top.ids.tolist() == logp.topk(3).indices.tolist()
+        named = request.prompt_targets
+        assert named is not None and (np.isnan(scores.targets) == (named < 0)).all()
+        np.testing.assert_allclose(scores.targets[2:, 0], logp[2:, 7].float(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.3), (20, 0.6), (1, 1.0)])
+def test_tokens_are_drawn_from_those_that_transformers_filters_leave(exact: Case, top_k: int, top_p: float) -> None:
+    request = SampleRequest(prompt(1, 5), 0, 12, 3, temperature=2.0, top_k=top_k, top_p=top_p, seed=4)
+    others = SampleRequest(prompt(2, 9), 1, 12, 3, temperature=2.0, seed=4)
+    whole = sample(Sampler(exact.model, exact.attached), [others])[0]
+    samples, beside = sample(Sampler(exact.model, exact.attached), [request, others])
+    assert [ids_of(tokens) for tokens in whole] == [ids_of(tokens) for tokens in beside]
+    drawn = set[int]()
+    for tokens in samples:
+        logp = own_logprobs(exact.peft["lora"], request, ids_of(tokens))
+        scores = logp if not top_k else TopKLogitsWarper(top_k)(None, logp)
+        scores = scores if top_p == 1 else TopPLogitsWarper(top_p)(None, scores)
+        for at, token in enumerate(tokens):
+            assert scores[at, token.id] > -math.inf
+            drawn.add(int((logp[at] > logp[at, token.id]).sum()))
+        check_logprobs(exact.peft["lora"], request, tokens)
+    assert max(drawn) > 0 or top_k == 1, "not the likeliest token alone is drawn"
+
+
+def test_bits_of_a_sample_do_not_depend_on_its_neighbours(single: Case) -> None:
+    """Alone, beside samples of other adapters, and beside more of its own; in batches of other sizes and other caches."""
+    how: dict[str, Any] = {"max_tokens": 9, "top_sampled": 3, "prompt_logprobs": True}
+    own = [SampleRequest(prompt(at, 3 + 5 * at), number, seed=at, **how) for at, number in enumerate((-1, 0, 1, 2))]
+    alone = [sample(Sampler(single.model, single.attached), [request])[0] for request in own]
+    others = [SampleRequest(prompt(90 + at, 2 + at % 30), at % 4 - 1, 3 + at, 1 + at % 3, seed=at) for at in range(24)]
+    for before, rows in ((5, 64), (19, 16)):
+        sampler = Sampler(single.model, single.attached, rows=rows)
+        together = sample(sampler, [*others[:before], *own[::-1], *others[before:]])
+        for want, got in zip(alone, together[before : before + 4][::-1], strict=True):
+            for one, other in zip(want[0], got[0], strict=True):
+                assert (one.id, one.logprob) == (other.id, other.logprob)
+                assert one.top is not None and other.top is not None
+                assert np.array_equal(one.top.logprobs, other.top.logprobs)
+                if one.scores is not None:
+                    assert other.scores is not None
+                    assert np.array_equal(one.scores.logprobs, other.scores.logprobs, equal_nan=True)
+
+
+def test_samples_of_a_prompt_share_one_prefill_and_sample_0_is_that_of_one_sample(single: Case) -> None:
+    rows: list[int] = []
+    hook = single.model.get_input_embeddings().register_forward_hook(lambda _m, _a, out: rows.append(out.shape[-2]))
+    request = SampleRequest(prompt(3, 60), 0, 4, 40, seed=5)
+    sampler = Sampler(single.model, single.attached)
+    (samples,) = sample(sampler, [request])
+    hook.remove()
+    assert rows == [60, 40, 40, 40]
+    assert len({tuple(ids_of(tokens)) for tokens in samples}) > 30
+    (((*one,),),) = sample(sampler, [SampleRequest(request.prompt, 0, 4, 1, seed=5)])
+    assert [(token.id, token.logprob) for token in one] == [(token.id, token.logprob) for token in samples[0]]
+    many = sample(Sampler(single.model, single.attached, rows=7), [request])[0]  # more samples than slots
+    assert [ids_of(tokens) for tokens in many] == [ids_of(tokens) for tokens in samples]
+
+
+def test_samples_end_at_stop_tokens_and_at_stop_strings_across_tokens(single: Case, tokenizer: Any) -> None:
+    sampler = Sampler(single.model, single.attached, tokenizer)
+    ids = prompt(8, 6)
+    ((tokens,),) = sample(sampler, [SampleRequest(ids, 1, 40, **GREEDY)])
+    whole = ids_of(tokens)
+    at = next(n for n in range(9, 40) if whole[n] not in whole[:n])
+    stopped = SampleRequest(ids, 1, 40, stop_tokens=frozenset({whole[at], 5}), **GREEDY)
+    ((tokens,),) = sample(sampler, [stopped])
+    assert ids_of(tokens) == whole[: at + 1] == generated(single.peft["dora"], stopped)
+    assert tokens[-1].reason == "stop" and all(token.reason is None for token in tokens[:-1])
+    assert tokens[-1].text == "", "there are no stop strings"
+    pieces = [tokenizer.decode([token]) for token in whole]
+    at = next(n for n in range(5, 38) if all(pieces[n : n + 3]) and "\ufffd" not in "".join(pieces[n : n + 3]))
+    stop = pieces[at][-1] + pieces[at + 1] + pieces[at + 2][0]  # of three tokens
+    assert stop not in "".join(pieces[: at + 2]), "it lies here first"
+    request = SampleRequest(ids, 1, 40, stop_strings=("never there", stop), **GREEDY)
+    ((tokens,),) = sample(sampler, [request])
+    assert ids_of(tokens) == whole[: at + 3] and tokens[-1].reason == "stop"
+    assert "".join(token.text for token in tokens) == "".join(pieces[: at + 3])
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2-window", "qwen3", "gemma2", "gemma3", "qwen3_5"])
+def test_each_family_samples_as_transformers_generates(family: str) -> None:
+    """Windows, caps and norms go through the cache; recurrences through transformers' own generation, which is said."""
+    model = tiny_model(family, torch.float64)
+    requests = [SampleRequest(prompt(4 + at, length), max_tokens=14, **GREEDY) for at, length in enumerate((3, 12, 20))]
+    want = [generated(model, request) for request in requests]
+    own = own_probe(model)
+    prepare_model(model, False)
+    sampling, reason = sampler_for(model, Attached([]), own=own)
+    if family == "qwen3_5":
+        assert isinstance(sampling, LibrarySampler) and reason is not None and "recurrence" in reason
+    else:
+        assert isinstance(sampling, Sampler) and reason is None
+    assert [ids_of(tokens) for (tokens,) in sample(sampling, requests)] == want
+
+
+def test_the_library_s_generation_draws_the_same_tokens(exact: Case) -> None:
+    """Same seeds, stops, filters and scores on a model that both can sample."""
+    requests = [
+        SampleRequest(prompt(4, 8), 1, 9, 3, temperature=1.3, seed=2, prompt_logprobs=True, top_sampled=1),
+        SampleRequest(prompt(5, 3), -1, 9, top_k=5, stop_tokens=frozenset(range(0, 320, 6)), seed=1),
+        SampleRequest(prompt(6, 3), 3, 5, **GREEDY),
+    ]
+    before = exact.model.config._attn_implementation
+    want = sample(LibrarySampler(exact.model, exact.attached), requests)
+    assert exact.model.config._attn_implementation == before
+    got = sample(Sampler(exact.model, exact.attached), requests)
+    for own, others in zip(got, want, strict=True):
+        for one, other in zip(own, others, strict=True):
+            assert ids_of(one) == ids_of(other) and [t.reason for t in one] == [t.reason for t in other]
+            np.testing.assert_allclose([t.logprob for t in one], [t.logprob for t in other], rtol=1e-6)  # float32
+    scores, own_scores = want[0][0][0].scores, got[0][0][0].scores
+    assert scores is not None and own_scores is not None and scores.logprobs is not None
+    np.testing.assert_allclose(scores.logprobs, own_scores.logprobs, rtol=1e-6)  # type: ignore[arg-type]
+
+
+def test_an_adapter_that_is_not_finite_ends_its_own_samples_alone(single: Case) -> None:
+    requests = [SampleRequest(prompt(at, 5 + at), at % 3 - 1 + (at % 3 == 1), 8, seed=at) for at in range(6)]
+    bad = [SampleRequest(prompt(9, 11), 2, 8, seed=at) for at in range(3)]
+    sampler = Sampler(single.model, single.attached, rows=9)
+    want = sample(sampler, requests)
+    weights = single.adapters[2].flat
+    kept = weights.clone()
+    try:
+        tickets = [sampler.submit(request) for request in (*requests, *bad)]
+        sampler.step()
+        weights.fill_(float("nan"))  # between two steps
+        found: dict[int, list[SampledToken]] = {ticket: [] for ticket in tickets}
+        while sampler.waiting:
+            for token in sampler.step():
+                found[token.ticket].append(token)
+        for ticket in tickets[6:]:
+            (token,) = found[ticket]
+            assert token.reason == "not finite" and math.isnan(token.logprob)
+        for ticket, (tokens,) in zip(tickets[:6], want, strict=True):
+            assert [(t.id, t.logprob) for t in found[ticket]] == [(t.id, t.logprob) for t in tokens[1:]]
+        again = sample(sampler, requests)  # in the slots that the others had
+        assert [[(t.id, t.logprob) for t in tokens] for (tokens,) in again] == [
+            [(t.id, t.logprob) for t in tokens] for (tokens,) in want
+        ]
+    finally:
+        weights.copy_(kept)
+
+
+def test_tokens_follow_the_weights_as_they_are_and_say_their_version(exact: Case) -> None:
+    request = SampleRequest(prompt(2, 6), 0, 6, **GREEDY)
+    sampler = Sampler(exact.model, exact.attached)
+    ticket = sampler.submit(request)
+    other = sampler.submit(SampleRequest(prompt(2, 6), 1, 6, **GREEDY))
+    sampler.publish(0, 4)
+    tokens = [*sampler.step(), *sampler.step()]
+    weights = exact.adapters[0].flat
+    kept = weights.clone()
+    try:
+        weights.zero_()
+        sampler.publish(0, 5)
+        tokens += sampler.step()
+        sampler.cancel(other)
+        while sampler.waiting:
+            tokens += sampler.step()
+    finally:
+        weights.copy_(kept)
+    own = [token for token in tokens if token.ticket == ticket]
+    assert [token.version for token in own] == [4, 4, 5, 5, 5, 5]
+    assert [token.version for token in tokens if token.ticket == other] == [0, 0, 0], "it was cancelled"
+    plain = generated(exact.peft["lora"], request)
+    assert ids_of(own)[:2] == plain[:2] and ids_of(own) != plain
+
+
+def test_memory_can_be_freed_and_a_prefill_can_fail_without_a_change_of_tokens(
+    exact: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [SampleRequest(prompt(at, 4 + at), at - 1, 8, 2, seed=at) for at in range(4)]
+    want = [
+        [ids_of(tokens) for tokens in samples] for samples in sample(Sampler(exact.model, exact.attached), requests)
+    ]
+    sampler = Sampler(exact.model, exact.attached)
+    found = {sampler.submit(request): [[], []] for request in requests}  # type: dict[int, list[list[int]]]
+    steps = 0
+    while sampler.waiting:
+        steps += 1
+        if steps == 3:
+            sampler.free()
+            assert not sampler._passes.cache.layers
+        if steps in (1, 3):
+            with monkeypatch.context() as patched:
+                patched.setattr(exact.model, "forward", out_of_memory)
+                with pytest.raises(torch.OutOfMemoryError):
+                    sampler.step()
+        for token in sampler.step():
+            found[token.ticket][token.sample].append(token.id)
+    assert [*found.values()] == want
+
+
+def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+
+def test_requests_that_cannot_be_served_are_refused_in_words(exact: Case) -> None:
+    sampler = Sampler(exact.model, exact.attached, context=64)
+    ids = prompt(0, 5)
+    for request, said in (
+        (SampleRequest(()), "prompt: it has no tokens"),
+        (SampleRequest((3, 320)), "0 to 319"),
+        (SampleRequest(prompt(0, 64)), "the model's context 64"),
+        (SampleRequest(ids, max_tokens=0), "max_tokens: 0"),
+        (SampleRequest(ids, num_samples=0), "num_samples: 0"),
+        (SampleRequest(ids, temperature=-1.0), "temperature: -1.0"),
+        (SampleRequest(ids, temperature=math.nan), "temperature: nan"),
+        (SampleRequest(ids, top_p=0.0), "top_p: 0.0"),
+        (SampleRequest(ids, stop_strings=("a",)), "stop_strings: there is no tokenizer"),
+        (SampleRequest(ids, stop_strings=("",)), "stop_strings: a text is empty"),
+        (SampleRequest(ids, top_sampled=-1), "top_sampled: must be 0 or more"),
+        (SampleRequest(ids, prompt_targets=np.zeros((5, 1), np.int64)), "prompt_targets: must be int64 [4, K]"),
+        (SampleRequest(ids, prompt_targets=np.full((4, 1), 320)), "prompt_targets: a token"),
+    ):
+        with pytest.raises(InputError) as refused:
+            sampler.submit(request)
+        assert said in str(refused.value)
+    assert not sampler.waiting
+    ((tokens,),) = sample(sampler, [SampleRequest(ids)])
+    assert len(tokens) == 59, "as many as the context has room for"
+
+
+def test_a_model_whose_cache_is_another_is_found_before_anything_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    prepare_model(model, False)
+    assert "rotary embedding" in str(why_not_cached(model))
+    model = tiny_model("llama")
+    prepare_model(model, False)
+    assert why_not_cached(model) is None
+    model.model.layers[1].self_attn.register_forward_hook(lambda _m, _a, out: (out[0].roll(1, 1), *out[1:]))
+    assert "other logits than whole rows" in str(why_not_cached(model))
