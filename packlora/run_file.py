@@ -195,6 +195,14 @@ def _find_files(run_file: Path, job: JobConfig, absolute: bool = False) -> None:
     job.data.eval_path = _each(job.data.eval_path, found)
     job.data.chat_template = _each(job.data.chat_template, lambda path: path if path in TEMPLATES else found(path))
     job.adapter.init_from = _each(job.adapter.init_from, found)
+
+    def found_code(spec: str) -> str:
+        file, colon, name = spec.rpartition(":")
+        return f"{found(file)}:{name}" if colon and file.endswith(".py") else spec
+
+    job.train.objective = _each(job.train.objective, found_code)
+    if job.rollout is not None:
+        job.rollout.reward = _each(job.rollout.reward, found_code)
     if job.train.reference != BASE:
         job.train.reference = _each(job.train.reference, found)
 

@@ -165,7 +165,7 @@ class RolloutChanges(Changes):
 
     def _sampling(self) -> Any:
         if self._sampler is None:
-            self._sampler = sampler_for(self.base.model, self.single.attached, self.base.tokenizer)
+            self._sampler, _ = sampler_for(self.base.model, self.single.attached, self.base.tokenizer)
         return self._sampler
 
     def _ends_of(self, job: Job) -> frozenset[int]:

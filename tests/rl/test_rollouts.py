@@ -58,7 +58,9 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def job(name: str, files: tuple[str, str], reward: str = "brevity", seed: int = 1, **train_keys: Any) -> dict[str, Any]:
     rollout = {"reward": f"{files[0]}:{reward}", "num_generations": 4, "max_new_tokens": 6}
-    rollout |= {key: train_keys.pop(key) for key in ("max_staleness", "reward_timeout", "scale_rewards") if key in train_keys}
+    rollout |= {
+        key: train_keys.pop(key) for key in ("max_staleness", "reward_timeout", "scale_rewards") if key in train_keys
+    }
     keys = {"loss_type": "dapo", "global_batch_size": 8, "learning_rate": 1e-2, "max_steps": 4} | train_keys
     return {
         "name": name, "data": {"path": files[1]}, "adapter": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
