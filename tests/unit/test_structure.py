@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 GROUND = {
-    "changes", "config", "errors", "files", "form", "given", "lora_config", "modality", "patterns", "renaming", "result",
-    "run_file", "seeding", "starts", "terminal",
+    "changes", "config", "errors", "files", "form", "functions", "given", "lora_config", "modality", "patterns", "renaming",
+    "result", "run_file", "seeding", "starts", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""
 FACE = {"", "cli", "command_line", "__main__", "callbacks", "events"}
@@ -34,6 +34,7 @@ MAY_USE: dict[str, set[str]] = {
 MAY_USE["codes"] = {"ops", "base", "live"}
 MAY_USE["images"] = {"ops", "adapters", "base", "data"}
 MAY_USE["sweep"] = {*MAY_USE["runtime"], "runtime"}
+MAY_USE["rl"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["tune"] = {*MAY_USE}
 MAY_USE["commands"] = {*MAY_USE}
 MAY_USE["export"] = MAY_USE["answers"] = {*MAY_USE}
