@@ -39,16 +39,15 @@ from packlora.base.proof import Pack, check_packing, depends_on_others, own_logi
 from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
-from packlora.errors import InputError
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.parallel.adapter import joined
 from packlora.parallel.agreement import together
 from packlora.parallel.cut import fill
 from packlora.parallel.experts import experts_of, shard_experts
 from packlora.parallel.mesh import OneProcess
-from packlora.parallel.meta import run_on_meta
 from packlora.parallel.pipeline import Links
 from packlora.parallel.sharded import Shards, empty_model
+from packlora.parallel.stage_checks import check_layers, ends_of, layer_chain
 from packlora.parallel.tensor import shard
 
 
@@ -283,7 +282,7 @@ def cut(model: PreTrainedModel, links: Links, counts: Sequence[int]) -> Stage:
     """
     layers = decoder_layers(model)
     width, dtype, tuples = layer_chain(model)
-    _check_layers(model, sum(counts))
+    check_layers(model, sum(counts))
     first = sum(counts[: links.stage])
     stage = Stage(links, range(first, first + counts[links.stage]), width, dtype)
     stage.at_end = ends_of(model)
@@ -304,82 +303,6 @@ def _routes(model: PreTrainedModel) -> bool:
     asked = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits", [])
     kinds = [getattr(one, "target_class", one) for one in (asked if isinstance(asked, list) else [asked])]
     return any(isinstance(module, kind) for kind in kinds if isinstance(kind, type) for module in model.modules())
-
-
-def _what(model: PreTrainedModel) -> str:
-    """How messages begin."""
-    return f"parallel.pipeline: a {model.config.model_type} model"
-
-
-def layer_chain(model: PreTrainedModel) -> tuple[int, torch.dtype, list[bool]]:
-    """Width and dtype of the hidden states that the decoder's layers hand from one to the next, and which give them in a tuple.
-
-    Args:
-        model: may be without weights.
-
-    Raises:
-        InputError: they do something else.
-    """
-    layers = list(decoder_layers(model).values())
-    given: dict[int, Any] = {}
-    got: dict[int, Any] = {}
-
-    def before(number: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[number] = args[0] if args else kwargs.get("hidden_states")
-
-    def after(number: int, _: torch.nn.Module, args: Any, output: Any) -> None:
-        got[number] = output
-
-    hooks = [layer.register_forward_pre_hook(partial(before, n), with_kwargs=True) for n, layer in enumerate(layers)]
-    hooks += [layer.register_forward_hook(partial(after, number)) for number, layer in enumerate(layers)]
-    run_on_meta(model, hooks, _what(model))
-    tuples = [isinstance(got.get(number), tuple) for number in range(len(layers))]
-    handed: torch.Tensor | None = None
-    for number in range(len(layers)):
-        x, y = given.get(number), got.get(number)
-        y = y[0] if isinstance(y, tuple) else y
-        if not _alike(x, y) or (handed is not None and x is not handed):
-            raise InputError(
-                f"{_what(model)} cannot be cut into stages: its layers do not hand hidden states [1, tokens, width] from one "
-                f"to the next (layer {number})"
-            )
-        handed = y
-    if handed is None or decoder_of(model) is model:
-        raise InputError(f"{_what(model)} cannot be cut into stages: it has no list of layers in a decoder of its own")
-    return handed.shape[-1], handed.dtype, tuples
-
-
-def _alike(x: Any, y: Any) -> bool:
-    """Whether both are hidden states, of the same shape and dtype."""
-    tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
-    return tensors and x.ndim == 3 and x.shape == y.shape and x.dtype == y.dtype
-
-
-def ends_of(model: PreTrainedModel) -> dict[str, bool]:
-    """Whether a module runs behind the last layer of the decoder, by path, for all that run before the first layer or behind
-    the last one and so belong to the first or the last stage. Modules inside of layers are none of them.
-
-    Args:
-        model: whole, may be without weights.
-    """
-    layers = [*decoder_layers(model).values()]
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    begun, ran = [0], dict[str, set[int]]()
-
-    def note(path: str, *_: Any) -> None:
-        ran.setdefault(path, set()).add(begun[0])
-
-    def begin(*_: Any) -> None:
-        begun[0] += 1
-
-    hooks = [layer.register_forward_pre_hook(begin) for layer in layers]
-    hooks += [
-        module.register_forward_pre_hook(partial(note, path))
-        for path, module in model.named_modules()
-        if id(module) not in inside and not list(module.children())
-    ]
-    run_on_meta(model, hooks, _what(model))
-    return {path: at == {len(layers)} for path, at in ran.items() if at in ({0}, {len(layers)})}
 
 
 def across_stages(adapters: Sequence[Adapter], links: Links) -> dict[str, AcrossStages]:
@@ -433,31 +356,3 @@ class AcrossStages:
     def everywhere(self, own: Mapping[str, int]) -> Mapping[str, int]:
         """See AdapterState.everywhere."""
         return {name: number for numbers in self.links.gather(dict(own)) for name, number in numbers.items()}
-
-
-def check_stages(model: PreTrainedModel, layers: int, adapted: Mapping[str, Sequence[str]]) -> None:
-    """Refuse what cannot be trained in stages, before anything is loaded.
-
-    Args:
-        model: may be without weights.
-        layers: that its configuration says it has.
-        adapted: by job the paths of the modules that it trains something on.
-
-    Raises:
-        InputError: naming the model or the job and its module.
-    """
-    layer_chain(model)
-    _check_layers(model, layers)
-    inside, ends = tuple(f"{path}." for path in decoder_layers(model)), ends_of(model)
-    for job, paths in adapted.items():
-        if found := [path for path in paths if not path.startswith(inside) and path not in ends]:
-            raise InputError(
-                f"job {job!r}: {found[0]} is neither in a layer of the decoder nor before or behind all of them, and so on no "
-                "stage of a pipeline (parallel.pipeline); leave it out"
-            )
-
-
-def _check_layers(model: PreTrainedModel, layers: int) -> None:
-    found = len(decoder_layers(model))
-    if found != layers:
-        raise InputError(f"{_what(model)} has {found} layers in its list of layers, and {layers} in its configuration")

@@ -16,7 +16,6 @@ Files hold whole tensors, however many processes have slices of the job: it goes
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import stat
 from collections.abc import Callable, Mapping
@@ -26,13 +25,9 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from packlora.adapters.files import CONFIG, WEIGHTS, keyed, load_adapter, save_adapter, write_card
+from packlora.adapters.files import CONFIG, WEIGHTS, keyed, save_adapter, write_card
 from packlora.engine.memory import launched
-from packlora.engine.optimizer import MOMENTS, FlatAdamW
-from packlora.errors import InputError
 from packlora.files import (
     digest,
     leftovers,
@@ -170,7 +165,7 @@ def tidy(folder: Path, job: str, run: str, keep: int) -> str | None:
         What the user should know.
     """
     own = _own(folder, job, run)
-    if len(own) > keep and _is_whole(own[-1], job, run):
+    if len(own) > keep and is_whole(own[-1], job, run):
         _rotate(folder, job, run, own[-1], keep)
         own = own[:-keep]
     else:
@@ -282,224 +277,10 @@ def _read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"{file} is damaged: {error.errors()[0]['msg']}") from None
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
-
-
-def restore(
-    folder: Path, job: Job, run: str, reached: int, start: int | None = None, is_judged: bool = False
-) -> str | None:
-    """Continue a job from its newest checkpoint in <folder>, if there is one; recognise a job that has ended.
-
-    Args:
-        folder: of the job; need not exist.
-        job: fresh; takes the state.
-        run: id of the run.
-        reached: step of the newest checkpoint that the run has written of this job, 0 for none.
-        start: continue from the checkpoint of this step instead; 0 begins anew.
-        is_judged: whether its evaluations decide something, so that all of its log history must be there.
-
-    Returns:
-        What the user should know.
-
-    Raises:
-        InputError: the checkpoint is damaged or not of this job, or all are gone; the message says what is whole.
-    """
-    remedy = f"--resume --from {job.name}="
-    has_ended = (folder / MANIFEST).exists()
-    note = None
-    if start is None and has_ended:
-        try:
-            if _ended(folder, job, run):
-                return None
-        except Damaged as error:
-            note = str(error)
-    found = steps(folder)
-    step = start if start is not None else max(found, default=0)
-    if step == 0:
-        if start is None and (reached > 0 or has_ended):
-            was = f"it had a checkpoint at step {reached}" if reached else "it has ended"
-            raise InputError(
-                f"job {job.name!r}: {folder} has no checkpoint, but {was}; going on would begin at step 1 and overwrite its "
-                f"adapter. Put the checkpoints back, take another output_dir, or begin again with {remedy}0"
-                + (f" ({note})" if note else "")
-            )
-        return None
-    path = folder / f"{PREFIX}{step}"
-    try:
-        manifest = check(path, job.name, run, step)
-        lost = _read_checkpoint(path, job, manifest, sent_back=start is not None, is_judged=is_judged)
-    except Damaged as error:
-        older = [own for own in reversed(found) if own < step]
-        whole = next((own for own in older if _is_whole(folder / f"{PREFIX}{own}", job.name, run)), 0)
-        says = f"checkpoint-{whole} is whole: go on from it with {remedy}{whole}"
-        if not whole:
-            says = f"no older checkpoint is whole; begin this job again with {remedy}0"
-        raise InputError(f"job {job.name!r}: {error}; {says}") from None
-    told = [lost] if lost else []
-    if note is not None:
-        how = "is written again" if step >= job.data.num_steps else "is no longer used, and training goes on"
-        told.append(f"{note}; the finished adapter {how} from {path.name}")
-    elif start is None and step < reached:
-        told.append(
-            f"its newest checkpoint, {folder / PREFIX}{reached}, is gone; it goes on from {path.name}, and takes the steps "
-            "since then again"
-        )
-    return f"job {job.name!r}: {'; '.join(told)}" if told else None
-
-
-def standing(folder: Path, job: str, run: str, num_steps: int) -> tuple[str, int, str | None]:
-    """How a job of so many steps stands that is not trained now: (done, failed or stopped; its step; why it failed)."""
-    try:
-        check(folder, job, run)
-    except Damaged:
-        return "stopped", max(steps(folder), default=0), None
-    state = _read_state(folder / STATE)
-    status, step = state["status"], state["global_step"]
-    goes_on = status == "done" and step < num_steps and state.get("stopped") is None
-    return "stopped" if goes_on else status, step, state["failure"]
-
-
-def _is_whole(path: Path, job: str, run: str) -> bool:
+def is_whole(path: Path, job: str, run: str) -> bool:
     """Whether a checkpoint is."""
     try:
         check(path, job, run, int(path.name.removeprefix(PREFIX)))
     except Damaged:
         return False
     return True
-
-
-def _ended(folder: Path, job: Job, run: str) -> bool:
-    """Take the state of a job that has nothing left to do, from its finished files. False where it has.
-
-    Raises:
-        Damaged: they are not what was written.
-    """
-    check(folder, job.name, run)
-    state = _read_state(folder / STATE)
-    if state["status"] == "failed" or state["global_step"] >= job.data.num_steps or state.get("stopped") is not None:
-        load_adapter(folder, job.adapter)
-        _take_state(job, state)
-        return True
-    return False
-
-
-def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool, is_judged: bool) -> str | None:
-    """Restore a job from files that have been checked. sent_back: a job that was asked to end goes on all the same.
-
-    Returns:
-        What the user should know.
-
-    Raises:
-        Damaged: a piece of the log history is not what was written, and is_judged.
-    """
-    state = _read_state(path / STATE)
-    lines, lost = history.read(path.parent, state.get(EARLIER))
-    if lost is not None and is_judged:
-        raise Damaged(f"{lost} is not what was written, and evaluations that it holds decide how the job goes on")
-    load_adapter(path, job.adapter)
-    _take_state(job, {**state, "stopped": None} if sent_back else state)
-    job.log_history = lines + job.log_history
-    job.pieces = Pieces(len(lines), state.get(EARLIER), int(lost.name.partition("-")[0]) if lost is not None else 0)
-    _restore_optimizer(path / OPTIMIZER, job)
-    if LAST_GOOD in manifest.files:
-        job.state.last_good = _flat(path / LAST_GOOD, job)
-    if BEST in manifest.files:
-        job.best = _flat(path / BEST, job)
-    job.status = "running"
-    if lost is None:
-        return None
-    upto = job.pieces.lost
-    return f"{lost} is not what was written: the log history lacks the steps up to {upto}, which no number depends on"
-
-
-def _flat(file: Path, job: Job) -> torch.Tensor:
-    """Other values of an adapter, like adapter.flat."""
-    names, tensors = {name: name for name in job.adapter.whole_shapes}, _load_tensors(file, job)
-    whole = {name: tensors[key] for key, name in keyed(job.adapter, names).items()}
-    flat = torch.zeros_like(job.adapter.flat)
-    views = job.adapter.layout.views(flat)
-    for name, own in job.adapter.own_of(whole).items():
-        views[name].copy_(own)
-    return flat
-
-
-def go_back(folder: Path, step: int) -> list[str]:
-    """Put checkpoints beyond `step` aside, under another name, and forget that the job has ended: it was sent back to `step`.
-
-    Returns:
-        The new names.
-    """
-    for name in (MANIFEST, STATE):
-        (folder / name).unlink(missing_ok=True)
-    put = []
-    for later in steps(folder):
-        if later > step:
-            path = folder / f"{PREFIX}{later}"
-            aside = folder / f"{DISCARDED}{path.name}"
-            if aside.exists():
-                remove_folder(aside)
-            path.rename(aside)
-            put.append(aside.name)
-    return put
-
-
-def _load_tensors(file: Path, job: Job) -> dict[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(file)
-        return tensors
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"job {job.name!r}: cannot read {file}: {error}") from None
-
-
-def _restore_optimizer(file: Path, job: Job) -> None:
-    """Every parameter must have its state, of its shape, and nothing else may be there."""
-    state: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in _load_tensors(file, job).items():
-        name, _, leaf = key.rpartition("/")
-        state.setdefault(name, {})[leaf] = value
-    shapes = job.adapter.whole_shapes
-    if state.keys() != shapes.keys() - job.state.untrained:
-        odd = sorted(state.keys() ^ (shapes.keys() - job.state.untrained))[0]
-        raise InputError(f"job {job.name!r}: {file} does not fit the adapter: {odd} is in only one of them")
-    if isinstance(job.state.optimizer, FlatAdamW):
-        _take_slices(file, job, state)
-    try:
-        job.state.optimizer.load(state)
-    except ValueError as error:
-        raise InputError(f"job {job.name!r}: {file}: {error}") from None
-    job.state.untrained &= job.state.parameters.keys()
-
-
-def _take_slices(file: Path, job: Job, state: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Cut whole moments by parameter to what is here, in place."""
-    shapes = job.adapter.whole_shapes
-    for name, moments in state.items():
-        for leaf, value in moments.items():
-            if leaf != "step" and value.shape != shapes[name]:
-                raise InputError(
-                    f"job {job.name!r}: {file}: {name}/{leaf} is {tuple(value.shape)}, should be {shapes[name]}"
-                )
-    for leaf in MOMENTS:
-        for name, own in job.adapter.own_of({name: moments[leaf] for name, moments in state.items()}).items():
-            state[name][leaf] = own
-
-
-def _take_state(job: Job, state: dict[str, Any]) -> None:
-    job.step, job.status, job.failure = state["global_step"], state["status"], state["failure"]
-    job.tokens_seen, job.log_history = state["num_input_tokens_seen"], state["log_history"]
-    job.state.untrained = set(state["untrained"])
-    if state.get("stopped") is not None:
-        job.stop(state["stopped"])
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """The trainer_state.json of a job that has ended. Raises InputError."""
-    return _read_state(folder / STATE)
-
-
-def _read_state(file: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {file}: {error}") from None
-    return state

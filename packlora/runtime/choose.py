@@ -18,7 +18,7 @@ from packlora.errors import InputError
 from packlora.parallel import layout as layouts
 from packlora.parallel.experts import check_experts
 from packlora.parallel.layout import Layout, Prediction, Wave
-from packlora.parallel.stages import check_stages
+from packlora.parallel.stage_checks import check_stages
 from packlora.runtime import estimate, profiler, profiles
 from packlora.runtime.prepared_job import PreparedJob, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun

@@ -37,7 +37,7 @@ from packlora.report.events import (
 from packlora.report.journal import EDITION, JOURNAL, RECORD, Journal, copied, fold, merged
 from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
-from packlora.runtime import checkpoint
+from packlora.runtime import restoring
 from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -272,11 +272,11 @@ def left_out_results(
     best = {job.name for job in run.jobs if job.train.load_best_model_at_end}
     for name, why in left_out.items():
         folder = Path(run.output_dir) / name
-        status, step, failure = checkpoint.standing(folder, name, record["id"], record["jobs"][name]["steps"])
+        status, step, failure = restoring.standing(folder, name, record["id"], record["jobs"][name]["steps"])
         if status == "stopped":
             out[name] = JobResult(status, step, folder, why)
             continue
-        state = checkpoint.read_state(folder)
+        state = restoring.read_state(folder)
         kept = state.get("best_global_step") if name in best and status == "done" else None
         out[name] = JobResult(status, step, folder, failure, **_told(state["log_history"], step, kept))
         tokens += state["num_input_tokens_seen"]

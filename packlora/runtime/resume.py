@@ -23,7 +23,7 @@ from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
 from packlora.given import given
 from packlora.report.follow import Line
 from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
-from packlora.runtime import checkpoint, history
+from packlora.runtime import checkpoint, history, restoring
 from packlora.runtime.job import Job
 
 FREE_TO_CHANGE = {
@@ -261,7 +261,7 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
         folder, reached = output_dir / job.name, saved.saved.get(job.name, 0)
         try:
             is_judged = job.config.train.needs_evaluations or saved.config.compares
-            note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
+            note = restoring.restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
             notes += [note] if note else []
             problems += _other_files(job, saved.jobs.get(job.name))
         except InputError as error:
@@ -318,7 +318,7 @@ def put_aside(
     for job in jobs:
         folder = output_dir / job
         if job in starts and folder.exists():
-            aside = checkpoint.go_back(folder, starts[job])
+            aside = restoring.go_back(folder, starts[job])
             became = f"; what lay beyond is now {', '.join(aside)}" if aside else ""
             notes.append(f"job {job!r} goes on from step {starts[job]}, as --from says{became}")
         remove_leftovers(folder)

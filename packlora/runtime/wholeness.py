@@ -14,7 +14,7 @@ from packlora.base.device import choose_device
 from packlora.config import CUT_OPTIMS
 from packlora.errors import InputError
 from packlora.parallel.experts import check_experts, experts_of
-from packlora.parallel.stages import check_stages
+from packlora.parallel.stage_checks import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun

@@ -26,7 +26,7 @@ from packlora.config import JobConfig, Run
 from packlora.errors import InputError, quoted
 from packlora.files import write_folder, write_json
 from packlora.run_file import parse_jobs
-from packlora.runtime import checkpoint
+from packlora.runtime import checkpoint, restoring
 from packlora.runtime.job import Job, sign_of
 from packlora.runtime.windows import window_of
 from packlora.seeding import stable_hash
@@ -192,7 +192,7 @@ class Sweep:
         """How candidates stand that have left, from their folders."""
         for name in names:
             if name in self.trials:
-                state = checkpoint.read_state(output_dir / name)
+                state = restoring.read_state(output_dir / name)
                 self.trials[name].see(state["global_step"], state["status"], state["max_steps"], state["log_history"])
 
     def _next(self, count: int) -> list[tuple[JobConfig, dict[str, Any]]]:

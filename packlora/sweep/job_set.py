@@ -11,7 +11,7 @@ from packlora.config import Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.parallel.layout import Layout
-from packlora.runtime import checkpoint
+from packlora.runtime import restoring
 from packlora.runtime.job import Job
 from packlora.runtime.resume import SavedRun
 from packlora.runtime.windows import last_round, slowest, window_of
@@ -64,7 +64,7 @@ class ChangedJobSet(JobSet):
         for job in self.run.trained:
             known = self.saved.jobs.get(job.name)
             steps = configured_steps(job.train, known.samples) if known is not None else 1
-            status, step, _ = checkpoint.standing(folder / job.name, job.name, self.saved.id, steps)
+            status, step, _ = restoring.standing(folder / job.name, job.name, self.saved.id, steps)
             if job.name in starts or status == "stopped":
                 first = min(first, joined.get(job.name, 0) + starts.get(job.name, step))
             elif job.name in self.left:

@@ -152,7 +152,7 @@ class Members:
                         f"job {item.config.name!r}: {found}, but every device has a part of the base model; leave that out"
                     )
         if storage.is_stage and self.prepared.encoder is not None:
-            from packlora.parallel.stages import check_stages
+            from packlora.parallel.stage_checks import check_stages
 
             adapted = {item.config.name: list(item.spec.modules) for item in items}
             check_stages(self.prepared.encoder.skeleton, self.prepared.shape.layers, adapted)

@@ -336,7 +336,7 @@ FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("exchanged", "packlora.parallel.adapter.SharedGradient._added", nothing),
 ]
 MORE_FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
-    ("pipeline", "packlora.runtime.checkpoint._restore_optimizer", nothing),
+    ("pipeline", "packlora.runtime.restoring._restore_optimizer", nothing),
     ("tensor", "packlora.parallel.sequence.summed_tokens", itself),
     ("shared jobs", "packlora.engine.collate.packed_token_keys", by_process),
     ("sharded", "packlora.parallel.replicas.Replicas.add", nothing),

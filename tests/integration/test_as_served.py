@@ -25,7 +25,8 @@ from packlora.errors import InputError
 from packlora.export import as_served, export
 from packlora.export import merge as merging
 from packlora.export.export import export_adapter
-from packlora.export.merge import Merged, merge_adapter
+from packlora.export.merge import merge_adapter
+from packlora.export.merged import Merged
 
 Base = Callable[..., str]
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}

@@ -22,7 +22,8 @@ from packlora.errors import InputError
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import started
 from packlora.parallel.pipeline import Links
-from packlora.parallel.stages import Stage, check_stages, ends_of, layer_chain, load_stage
+from packlora.parallel.stage_checks import check_stages, ends_of, layer_chain
+from packlora.parallel.stages import Stage, load_stage
 
 MORE = {
     **MORE_FAMILIES,

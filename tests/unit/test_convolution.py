@@ -24,7 +24,7 @@ from packlora.base.weight_files import WeightFiles
 from packlora.commands.adapter_folder import AdapterFolder
 from packlora.errors import InputError
 from packlora.export.export import _check_plain
-from packlora.export.merge import Merged
+from packlora.export.merged import Merged
 from packlora.images.owners import ImageOwners, OwnedImage
 from packlora.ops.dropout import dropout
 from packlora.ops.dropout.keys import layer_salt

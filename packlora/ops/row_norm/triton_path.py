@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from packlora.ops.gpu import capability, has_copy_engine, on_device, processors
 from packlora.ops.launcher import Descriptor, launch
 from packlora.ops.recent import Recent
-from packlora.ops.row_norm.kernels import fingerprint, norm, wide
+from packlora.ops.row_norm.kernels import fingerprint, norm, squares, wide
 from packlora.ops.row_norm.kernels.common import COLUMNS
 from packlora.ops.row_norm.reference import NORM_EPS
 from packlora.ops.row_norm.tables import (
@@ -45,7 +45,7 @@ def squared_row_norm(weight_NK: torch.Tensor, out: torch.Tensor) -> None:
     N, K = weight_NK.shape
     with on_device(weight_NK.device):
         launch(
-            norm.square_kernel, (cdiv(N, 4),), (weight_NK, out, N, K, weight_NK.stride(0)),
+            squares.square_kernel, (cdiv(N, 4),), (weight_NK, out, N, K, weight_NK.stride(0)),
             BM=4, BK=1024, num_warps=4, num_stages=4,
         )  # fmt: skip
 
@@ -227,7 +227,7 @@ class Batch:
                 BLOCK=256, num_warps=1, num_stages=1,
             )  # fmt: skip
             self._launch(
-                norm.squares_kernel, "finish", out, (W,), "squares",
+                squares.squares_kernel, "finish", out, (W,), "squares",
                 ALIGNED=self.aligned, SPAN=SIZES[self.block].finish_m, BM=4, BK=1024, num_warps=4, num_stages=3,
             )  # fmt: skip
         return out
