@@ -1,9 +1,9 @@
 """`packlora generate` and `packlora chat`: what adapters answer, several from one loaded base model.
 
 All that is asked at once is sampled in one batch (engine/generate.py); questions with images, and models whose cache is not
-of keys and values alone, by transformers' own `generate`. A prompt is rendered and tokenized as in training (data/encode.py): by
-the tokenizer's chat template, or as plain text where there is none or where it is asked for. An answer ends where training ends
-a turn, or where the model's generation settings say.
+of keys and values alone, by transformers' own `generate`. A prompt is rendered and tokenized as in training (data/encode.py):
+by the tokenizer's chat template, or as plain text where there is none or where it is asked for. An answer ends where training
+ends a turn, or where the model's generation settings say.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from packlora.codes.plugin import Form, form_of_answers
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template, templated
-from packlora.engine.generate import sample, sampler_for
+from packlora.engine.generate import Sampler, sample, sampler_for
 from packlora.engine.library_sampler import LibrarySampler, settings_that_change
 from packlora.engine.rows import NO_ADAPTER
-from packlora.engine.sampling import AnySampler, SampleRequest
+from packlora.engine.sampling import SampleRequest
 from packlora.errors import InputError, quoted
 from packlora.images.asked import AskedImages
 from packlora.runtime.continued import resolve_folder
@@ -75,7 +75,7 @@ class Speakers:
     ends: list[int]
     """Tokens that end an answer."""
     images: AskedImages
-    sampler: AnySampler
+    sampler: Sampler | LibrarySampler
     seeing: LibrarySampler
     """Sampling of questions with images."""
     templates: dict[str, str] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def load_speakers(
     by_name = {adapter.name: adapter for adapter in adapters}
     settings = model.generation_config
     seen_by = LibrarySampler(model, attached, tokenizer, context, settings)
-    sampler: AnySampler = seen_by
+    sampler: Sampler | LibrarySampler = seen_by
     if own is not None:
         sampler, _ = sampler_for(model, attached, tokenizer, own, settings, context=context, fewest_rows=1)
     return Speakers(model, tokenizer, by_name, context, ends, seeing, sampler, seen_by, templates)

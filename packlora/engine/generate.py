@@ -21,7 +21,7 @@ from packlora.engine.decode import NextToken, Passes, Prompt
 from packlora.engine.draw import draw, prompt_scores
 from packlora.engine.growing import Growing
 from packlora.engine.library_sampler import LibrarySampler, settings_that_change
-from packlora.engine.sampling import AnySampler, PromptScores, SampledToken, SampleRequest, check_request
+from packlora.engine.sampling import Sampling, PromptScores, SampledToken, SampleRequest, check_request
 
 PREFILL_TOKENS = 2048
 """Most tokens of prompts that are prefilled in one pass, where there are several."""
@@ -85,11 +85,11 @@ class Sampler:
 
     @property
     def waiting(self) -> int:
-        """See AnySampler."""
+        """See Sampling."""
         return sum(len(entry.samples) for entry in self._queue) + len(self._running) + bool(self._out)
 
     def submit(self, request: SampleRequest) -> int:
-        """See AnySampler."""
+        """See Sampling."""
         room = check_request(request, self.vocabulary, self.context, self.tokenizer is not None)
         if request.arguments:
             raise ValueError("arguments of the model are for transformers' own generation alone")
@@ -99,17 +99,17 @@ class Sampler:
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """See AnySampler."""
+        """See Sampling."""
         self._running = [sample for sample in self._running if sample.ticket != ticket]
         self._out = [token for token in self._out if token.ticket != ticket]
         self._queue = deque(entry for entry in self._queue if entry.samples[0].ticket != ticket)
 
     def publish(self, adapter: int, version: int) -> None:
-        """See AnySampler."""
+        """See Sampling."""
         self._versions[adapter] = version
 
     def step(self) -> list[SampledToken]:
-        """See AnySampler."""
+        """See Sampling."""
         running = list(self._running)
         entries = self._enter()
         try:
@@ -124,7 +124,7 @@ class Sampler:
         return out
 
     def free(self) -> None:
-        """See AnySampler."""
+        """See Sampling."""
         again = [_Entry(one.request, (*one.request.prompt, *one.ids), [one], False) for one in self._running]
         self._queue.extendleft(reversed(again))
         self._running = []
@@ -221,7 +221,7 @@ class Sampler:
 def sampler_for(
     model: PreTrainedModel, attached: Attached, tokenizer: Any = None, own: torch.Tensor | None = None,
     settings: GenerationConfig | None = None, **room: int,
-) -> tuple[AnySampler, str | None]:  # fmt: skip
+) -> tuple[Sampler | LibrarySampler, str | None]:  # fmt: skip
     """A Sampler where the model's cache is keys and values of tokens alone, else transformers' own generation, request by
     request, and why.
 
@@ -237,7 +237,7 @@ def sampler_for(
     return LibrarySampler(model, attached, tokenizer, room.get("context"), settings), reason
 
 
-def sample(sampler: AnySampler, requests: Sequence[SampleRequest]) -> list[list[list[SampledToken]]]:
+def sample(sampler: Sampling, requests: Sequence[SampleRequest]) -> list[list[list[SampledToken]]]:
     """Submit requests and wait for all: by request and sample its tokens.
 
     Raises:

@@ -65,22 +65,22 @@ class LibrarySampler:
 
     @property
     def waiting(self) -> int:
-        """See AnySampler."""
+        """See Sampling."""
         return sum(map(len, self._queue))
 
     def submit(self, request: SampleRequest) -> int:
-        """See AnySampler."""
+        """See Sampling."""
         room = check_request(request, self.vocabulary, self.context, self.tokenizer is not None)
         ticket, self._tickets = self._tickets, self._tickets + 1
         self._queue.append(Growing.of(ticket, request, room, self.tokenizer))
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """See AnySampler."""
+        """See Sampling."""
         self._queue = deque(samples for samples in self._queue if samples[0].ticket != ticket)
 
     def publish(self, adapter: int, version: int) -> None:
-        """See AnySampler."""
+        """See Sampling."""
         self._versions[adapter] = version
 
     def free(self) -> None:
@@ -88,7 +88,7 @@ class LibrarySampler:
 
     @torch.no_grad()
     def step(self) -> list[SampledToken]:
-        """See AnySampler; all tokens of one request."""
+        """See Sampling; all tokens of one request."""
         if not self._queue:
             return []
         samples = self._queue[0]

@@ -1,6 +1,6 @@
 """Values of sampling: what is requested of an adapter, or of the base model, and what comes back token by token.
 
-generate.py samples them by continuous batching, library_sampler.py by transformers' own generation. Both are a `AnySampler`.
+generate.py samples them by continuous batching, library_sampler.py by transformers' own generation. Both are a `Sampling`.
 
     ticket = sampler.submit(SampleRequest(prompt=ids, adapter=3, max_tokens=64, seed=1))
     while sampler.waiting:
@@ -97,7 +97,7 @@ class SampledToken:
     logprob: of the tempered distribution over all tokens, before top_k and top_p; at temperature 0 of the model's own.
     text: text that became complete with it, for requests with stop_strings; else empty.
     reason: why the sample ends with this token; None: it goes on.
-    version: of the adapter's weights by which it was drawn, see AnySampler.publish.
+    version: of the adapter's weights by which it was drawn, see Sampling.publish.
     top: the likeliest tokens [1, k] of the same distribution, where requested.
     scores: of the prompt, with the first token of sample 0.
     """
@@ -113,7 +113,7 @@ class SampledToken:
     scores: PromptScores | None = None
 
 
-class AnySampler(Protocol):
+class Sampling(Protocol):
     """Samples for the thread that owns the model: no other forward may run during `step`.
 
     Adapters may step, come and go between two calls of `step`; tokens that follow are drawn by the weights as they are then,
