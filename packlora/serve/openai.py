@@ -156,10 +156,17 @@ class _Choice:
     text: str = ""
     told: int = 0
     tokens: list[SampledToken] = field(default_factory=list)
+    """Tokens without one that ends the answer."""
+    sampled: int = 0
     finish: str | None = None
+
+    def newest(self, token: SampledToken) -> list[SampledToken]:
+        """The newest token, unless it ends the answer."""
+        return [token] if self.tokens and self.tokens[-1] is token else []
 
     def take(self, token: SampledToken, ends: frozenset[int]) -> str:
         """The text that can be sent with a new token."""
+        self.sampled += 1
         is_end = token.reason == "stop" and token.id in ends
         if not is_end:
             self.tokens.append(token)
@@ -191,10 +198,10 @@ class _Asked:
     @property
     def usage(self) -> dict[str, int]:
         asked = sum(map(len, self.prompts))
-        made = sum(len(choice.tokens) + (choice.finish == "stop") for choice in self.choices)
+        made = sum(choice.sampled for choice in self.choices)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
-    async def run(self, backend: Backend, owner: str) -> AsyncIterator[tuple[int, SampledToken, str]]:
+    async def run(self, backend: Backend, owner: str) -> AsyncGenerator[tuple[int, SampledToken, str]]:
         """Number of the choice, its new token, and the text that can be sent with it."""
         own = self.fields
         for number, ids in enumerate(self.prompts):
@@ -234,16 +241,19 @@ def _pairs(top: Likeliest | None) -> list[tuple[int, float]]:
     return [] if top is None else list(zip(top.ids[0].tolist(), top.logprobs[0].tolist(), strict=True))
 
 
-def _events(bodies: AsyncIterator[Mapping[str, Any]]) -> StreamingResponse:
-    """Server-sent events; an error after the first is an event too."""
+async def _events(bodies: AsyncGenerator[dict[str, Any]]) -> Response:
+    """Server-sent events. An error before the first is raised; a later one is an event."""
+    first = await anext(bodies)
 
     async def lines() -> AsyncIterator[str]:
+        yield f"data: {json.dumps(first)}\n\n"
         try:
             async for body in bodies:
                 yield f"data: {json.dumps(body)}\n\n"
-        except (_Problem, InputError) as error:
-            problem = error if isinstance(error, _Problem) else _Problem(str(error))
+        except _Problem as problem:
             yield f"data: {json.dumps(problem.body)}\n\n"
+        finally:
+            await bodies.aclose()
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -261,7 +271,7 @@ async def _chat(backend: Backend, owner: str, request: Request) -> Response:
     asked = _Asked(model, [ids], fields)
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": fields.model}
     if fields.stream:
-        return _events(_chat_chunks(asked, head | {"object": "chat.completion.chunk"}, backend, owner))
+        return await _events(_chat_chunks(asked, head | {"object": "chat.completion.chunk"}, backend, owner))
     async for _ in asked.run(backend, owner):
         pass
     choices = [
@@ -277,7 +287,7 @@ async def _chat(backend: Backend, owner: str, request: Request) -> Response:
 
 async def _chat_chunks(
     asked: _Asked, head: Mapping[str, Any], backend: Backend, owner: str
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any]]:
     fields = asked.fields
     begun = set[int]()
     async for at, token, text in asked.run(backend, owner):
@@ -286,7 +296,7 @@ async def _chat_chunks(
         if at not in begun:
             delta["role"] = "assistant"
             begun.add(at)
-        own = choice.tokens[-1:] if choice.tokens[-1:] == [token] else []
+        own = choice.newest(token)
         logprobs = _chat_logprobs(asked.model.tokenizer, own) if fields.logprobs else None
         body = {"index": at, "delta": delta, "logprobs": logprobs, "finish_reason": choice.finish}
         yield {**head, "choices": [body]}
@@ -309,7 +319,7 @@ async def _completions(backend: Backend, owner: str, request: Request) -> Respon
         "id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()), "model": fields.model,
     }  # fmt: skip
     if fields.stream:
-        return _events(_text_chunks(asked, head, backend, owner))
+        return await _events(_text_chunks(asked, head, backend, owner))
     scores: dict[int, SampledToken] = {}
     async for at, token, _ in asked.run(backend, owner):
         if token.scores is not None:
@@ -348,11 +358,11 @@ def _text_logprobs(
 
 async def _text_chunks(
     asked: _Asked, head: Mapping[str, Any], backend: Backend, owner: str
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any]]:
     fields = asked.fields
     async for at, token, text in asked.run(backend, owner):
         choice = asked.choices[at]
-        own = choice.tokens[-1:] if choice.tokens[-1:] == [token] else []
+        own = choice.newest(token)
         rows = [(one.id, one.logprob, one.top) for one in own]
         logprobs = (
             _text_logprobs(asked.model.tokenizer, rows, choice.told - len(text))

@@ -163,9 +163,8 @@ class CompletionFields(Fields):
 def refusal_of(error: ValidationError) -> tuple[str, int, str | None]:
     """Text, HTTP status and field of the first thing that is wrong."""
     first = error.errors(include_url=False, include_input=True)[0]
-    path = ".".join(
-        str(part) for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part in ("str", "int")))
-    )
+    own = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "str", "int"))]
+    path = ".".join(own)
     text = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{path}: {text}" if path else text, 400, path or text.partition(":")[0]
