@@ -1,8 +1,9 @@
 """`packlora generate` and `packlora chat`: what adapters answer, several from one loaded base model.
 
-transformers' own `generate` on the base model with packlora's adapters attached. A prompt is rendered and tokenized as in
-training (data/encode.py): by the tokenizer's chat template, or as plain text where there is none or where it is asked for. An
-answer ends where training ends a turn, or where the model's generation settings say.
+All that is asked at once is sampled in one batch (engine/generate.py); questions with images, and models whose cache is not
+of keys and values alone, by transformers' own `generate`. A prompt is rendered and tokenized as in training (data/encode.py):
+by the tokenizer's chat template, or as plain text where there is none or where it is asked for. An answer ends where training
+ends a turn, or where the model's generation settings say.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ import torch
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.files import load_adapter, read_trained_on
-from packlora.adapters.linear import Attached
+from packlora.base.cached_proof import other_cache, own_probe
 from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
 from packlora.base.own_tokenizer import own_template, unused_note
+from packlora.base.packing import prepare_model
 from packlora.base.shape import context_of
 from packlora.codes.plugin import Form, form_of_answers
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template, templated
+from packlora.engine.generate import Sampler, sample, sampler_for
+from packlora.engine.library_sampler import LibrarySampler, settings_that_change
+from packlora.engine.rows import NO_ADAPTER
+from packlora.engine.sampling import SampleRequest
 from packlora.errors import InputError, quoted
 from packlora.images.asked import AskedImages
 from packlora.runtime.continued import resolve_folder
@@ -44,10 +50,14 @@ COMMANDS = {
 OF_IMAGES = {f"{IMAGE} FILE": "shows an image with the next line"}
 
 
+Said = str | list[dict[str, Any]]
+"""Plain text, or the messages of a conversation."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling settings of an answer. temperature 0 takes the likeliest token each time; else tokens are drawn from all of
-    them."""
+    them. seed: an answer depends on it and on its own question, not on what else is asked."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -60,12 +70,14 @@ class Speakers:
 
     model: Any
     tokenizer: Any
-    attached: Attached
     adapters: dict[str, Adapter]
     context: int
     ends: list[int]
     """Tokens that end an answer."""
     images: AskedImages
+    sampler: Sampler | LibrarySampler
+    seeing: LibrarySampler
+    """Sampling of questions with images."""
     templates: dict[str, str] = field(default_factory=dict)
     """Chat templates of adapters that were trained with another one than the base's, by name."""
 
@@ -73,8 +85,12 @@ class Speakers:
         """The base's tokenizer with the chat template of an adapter, or of BASE."""
         return templated(self.tokenizer, self.templates.get(name))
 
-    def answer(self, name: str, said: str | list[dict[str, Any]], sampling: Sampling, paths: Sequence[str] = ()) -> str:
-        """Generate the answer of an adapter, or of BASE.
+    def answer(self, name: str, said: Said, how: Sampling, paths: Sequence[str] = ()) -> str:
+        """Generate the answer of an adapter, or of BASE. Arguments and errors as those of `question`."""
+        return self.answers([self.question(name, said, how, paths)])[0]
+
+    def question(self, name: str, said: Said, how: Sampling, paths: Sequence[str] = ()) -> SampleRequest:
+        """What an adapter, or BASE, is asked.
 
         Args:
             said: plain text that is continued, or the messages of a conversation.
@@ -85,25 +101,21 @@ class Speakers:
                 model.
         """
         ids, seen = self._inputs(said, paths, self.tokenizer_of(name))
-        room = self.context - ids.shape[1]
-        if room < 1:
+        if self.context - ids.shape[1] < 1:
             shown = f", {self.images.tokens_of(ids)} of them of images; use smaller ones" if paths else ""
             raise InputError(f"the prompt has {ids.shape[1]} tokens, the model's context {self.context}{shown}")
-        settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if sampling.temperature > 0:
-            settings = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
-        torch.manual_seed(sampling.seed)
-        owner = self.attached.only(self.adapters[name].number) if name != BASE else contextlib.nullcontext()
-        with torch.no_grad(), owner:
-            out = self.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(room, sampling.max_new_tokens), **seen,
-                eos_token_id=self.ends or None, pad_token_id=self.tokenizer.pad_token_id or (self.ends or [0])[0], **settings,
-            )  # fmt: skip
-        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        return SampleRequest(
+            tuple(ids[0].tolist()), self.adapters[name].number if name != BASE else NO_ADAPTER, how.max_new_tokens,
+            temperature=how.temperature, seed=how.seed, stop_tokens=frozenset(self.ends), arguments=seen,
+        )  # fmt: skip
 
-    def _inputs(
-        self, said: str | list[dict[str, Any]], paths: Sequence[str], tokenizer: Any
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def answers(self, questions: Sequence[SampleRequest]) -> list[str]:
+        """Generate answers to all of these, in one batch where none has images."""
+        sampler = self.seeing if any(question.arguments for question in questions) else self.sampler
+        found = [[token.id for token in tokens] for (tokens,) in sample(sampler, questions)]
+        return [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
+
+    def _inputs(self, said: Said, paths: Sequence[str], tokenizer: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Token ids [1, T], and the model's arguments for the images."""
         if paths and isinstance(said, list):
             return self.images.inputs(said, paths, tokenizer, self.model)
@@ -176,6 +188,8 @@ def load_speakers(
         seeing.look(image, "--image", tokenizer)
     with of_the_base():
         model = found.load()
+    if (own := _probed(model)) is not None:
+        prepare_model(model, False)
     names = _names(folders)
     specs = {name: resolve_folder(folder, model, name) for name, folder in names.items()}
     attached, adapters = attach(model, specs, 0)
@@ -194,7 +208,22 @@ def load_speakers(
     known = [tokenizer, *(templated(tokenizer, text) for text in templates.values())]
     ends = sorted({end for one in known for end in answer_ends(one, model.generation_config.eos_token_id)})
     by_name = {adapter.name: adapter for adapter in adapters}
-    return Speakers(model, tokenizer, attached, by_name, context, ends, seeing, templates)
+    settings = model.generation_config
+    seen_by = LibrarySampler(model, attached, tokenizer, context, settings)
+    sampler: Sampler | LibrarySampler = seen_by
+    if own is not None:
+        sampler, _ = sampler_for(model, attached, tokenizer, own, settings, context=context, fewest_rows=1)
+    return Speakers(model, tokenizer, by_name, context, ends, seeing, sampler, seen_by, templates)
+
+
+def _probed(model: Any) -> torch.Tensor | None:
+    """Logits that show whether the model can be sampled from a cache of keys and values; None where it cannot."""
+    if settings_that_change(model.generation_config) or other_cache(model):
+        return None
+    try:
+        return own_probe(model)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        return None  # what it needs beside tokens, or what it lacks, is said where it answers
 
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:
@@ -207,7 +236,7 @@ def _names(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def generate(
-    folder: Path, prompt: str, system: str | None, raw: bool, sampling: Sampling,
+    folder: Path, prompt: str, system: str | None, raw: bool, how: Sampling,
     base_model: str | None = None, dtype: str = "auto", device: str = "auto", images: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """The answer of one adapter.
@@ -225,7 +254,7 @@ def generate(
     talk = Talk(system, raw or not tokenizer.chat_template)
     if not talk.raw:
         Template(tokenizer).check_new(prompt, "go on from it by --raw")
-    return speakers.answer(name, talk.asked(prompt, images), sampling, images)
+    return speakers.answer(name, talk.asked(prompt, images), how, images)
 
 
 @dataclass(slots=True)
@@ -272,7 +301,7 @@ def _turn(text: str, images: Sequence[str]) -> dict[str, Any]:
 
 
 def chat(
-    folders: Sequence[Path], with_base: bool, system: str | None, sampling: Sampling,
+    folders: Sequence[Path], with_base: bool, system: str | None, how: Sampling,
     base_model: str | None = None, dtype: str = "auto", device: str = "auto", lines: Iterable[str] | None = None,
     images: Sequence[str] = (),
 ) -> None:  # fmt: skip
@@ -287,7 +316,7 @@ def chat(
     speakers = load_speakers(folders, base_model, dtype, device, images)
     names = [BASE] * with_base + list(speakers.adapters)
     raw = {name: not speakers.tokenizer_of(name).chat_template for name in names}
-    conversation = Conversation(speakers, sampling, raw)
+    conversation = Conversation(speakers, how, raw)
     if any(raw.values()) and images:
         Talk(system, True).asked("a", images)
     conversation.begin(system)  # errors of the template come before the first input
@@ -309,7 +338,7 @@ class Conversation:
     that go with the next turn."""
 
     speakers: Speakers
-    sampling: Sampling
+    how: Sampling
     raw: Mapping[str, bool]
     system: str | None = None
     talks: dict[str, Talk] = field(default_factory=dict)
@@ -349,16 +378,16 @@ class Conversation:
             say(f"{command} {what}")
 
     def _answer(self, text: str) -> None:
-        out = standard_output()
+        out, questions = standard_output(), {}
         for name in self.raw:
             talk = self.talks[name]
             try:
                 paths = [*talk.images, *self.seen]
-                answer = self.speakers.answer(name, talk.asked(text, self.seen), self.sampling, paths)
+                questions[name] = self.speakers.question(name, talk.asked(text, self.seen), self.how, paths)
             except InputError as error:
                 say(f"{name}: {error}; {RESET} begins anew")
-                continue
-            talk.goes_on(text, self.seen, answer)
+        for name, answer in zip(questions, self.speakers.answers([*questions.values()]), strict=True):
+            self.talks[name].goes_on(text, self.seen, answer)
             out.write(on(out, (f"{name}: " if len(self.raw) > 1 else "") + answer) + "\n")
-            out.flush()
+        out.flush()
         self.seen = []

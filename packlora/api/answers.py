@@ -50,7 +50,7 @@ def generate(
     (name,) = speakers.adapters
     talk = Talk(system, raw or not speakers.tokenizer.chat_template)
     said = [talk.asked(prompt, ()) if isinstance(prompt, str) else prompt for prompt in asked]
-    return [speakers.answer(name, one, Sampling(**sampling)) for one in said]
+    return speakers.answers([speakers.question(name, one, Sampling(**sampling)) for one in said])
 
 
 def merge(adapter: Adapter, out: str | Path, **settings: Any) -> Path:

@@ -10,13 +10,26 @@ from transformers import PreTrainedModel
 from packlora.base.kv_cache import Decode, KeyValueCache, Prefill, kept_in
 from packlora.base.mixers import mixing_functions
 from packlora.base.packing import packed_logits
-from packlora.base.proof import PROBE_ERROR, difference, probe
+from packlora.base.proof import PROBE_ERROR, PROBE_TOKENS, difference, probe
 from packlora.base.rotary import depends_on_length
 from packlora.errors import Unpackable
 from packlora.ops.attention.cached import Visible
 
+TOKENS = 12
+"""Tokens of a probe, where the model's attention has no short window."""
 STEPS = 3
 """Tokens of a probe that are run one by one."""
+
+
+def other_cache(model: PreTrainedModel) -> str | None:
+    """Explain in words why a model's cache is more than keys and values of tokens, where its modules show that."""
+    if names := sorted(name for _, name in mixing_functions(model)):
+        return f"it mixes tokens by a recurrence or a convolution ({', '.join(names)})"
+    if depends_on_length(model):
+        return "its rotary embedding depends on how long a sequence is"
+    if any(hasattr(module, "floor_scale") for module in model.modules()):
+        return "its attention scales queries by their places"
+    return None
 
 
 @torch.no_grad()
@@ -32,12 +45,8 @@ def why_not_cached(model: PreTrainedModel, own: torch.Tensor | None = None) -> s
     Args:
         own: see own_probe; None compares with the model's own packed rows.
     """
-    if names := sorted(name for _, name in mixing_functions(model)):
-        return f"it mixes tokens by a recurrence or a convolution ({', '.join(names)})"
-    if depends_on_length(model):
-        return "its rotary embedding depends on how long a sequence is"
-    if any(hasattr(module, "floor_scale") for module in model.modules()):
-        return "its attention scales queries by their places"
+    if (reason := other_cache(model)) is not None:
+        return reason
     probes = _probes(model)
     lengths = [len(ids) - STEPS for ids in probes]
     cache = KeyValueCache()
@@ -63,8 +72,10 @@ def why_not_cached(model: PreTrainedModel, own: torch.Tensor | None = None) -> s
 
 
 def _probes(model: PreTrainedModel) -> list[torch.Tensor]:
-    first, second = (probe(model, seed) for seed in (5, 6))
-    return [first, second[:-2]]
+    """Two short samples, which leave a short attention window."""
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+    length = TOKENS + (window if window <= PROBE_TOKENS else 0)
+    return [probe(model, 5, length), probe(model, 6, length - 2)]
 
 
 def _packed(

@@ -54,7 +54,7 @@ class NextToken:
 class Passes:
     """Runs both. All calls raise torch.OutOfMemoryError where memory runs out; nothing of the callers' has changed then.
 
-    fewest: rows of a pass at least.
+    fewest: rows of a pass at least; with 1 no rows are rounded up.
     """
 
     model: PreTrainedModel
@@ -64,7 +64,7 @@ class Passes:
 
     @property
     def _even(self) -> int:
-        return EVEN if self.model.device.type == "cpu" else 1
+        return EVEN if self.model.device.type == "cpu" and self.fewest > 1 else 1
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from packlora.engine.decode import NextToken, Passes, Prompt
 from packlora.engine.draw import draw, prompt_scores
 from packlora.engine.growing import Growing
 from packlora.engine.library_sampler import LibrarySampler, settings_that_change
-from packlora.engine.sampling import PromptScores, SampledToken, SampleRequest, Sampling, check_request
+from packlora.engine.sampling import Sampling, PromptScores, SampledToken, SampleRequest, check_request
 
 PREFILL_TOKENS = 2048
 """Most tokens of prompts that are prefilled in one pass, where there are several."""
@@ -221,7 +221,7 @@ class Sampler:
 def sampler_for(
     model: PreTrainedModel, attached: Attached, tokenizer: Any = None, own: torch.Tensor | None = None,
     settings: GenerationConfig | None = None, **room: int,
-) -> tuple[Sampling, str | None]:  # fmt: skip
+) -> tuple[Sampler | LibrarySampler, str | None]:  # fmt: skip
     """A Sampler where the model's cache is keys and values of tokens alone, else transformers' own generation, request by
     request, and why.
 
@@ -237,7 +237,7 @@ def sampler_for(
     return LibrarySampler(model, attached, tokenizer, room.get("context"), settings), reason
 
 
-def sample(sampling: Sampling, requests: Sequence[SampleRequest]) -> list[list[list[SampledToken]]]:
+def sample(sampler: Sampling, requests: Sequence[SampleRequest]) -> list[list[list[SampledToken]]]:
     """Submit requests and wait for all: by request and sample its tokens.
 
     Raises:
@@ -246,15 +246,15 @@ def sample(sampling: Sampling, requests: Sequence[SampleRequest]) -> list[list[l
     tickets: dict[int, list[list[SampledToken]]] = {}
     try:
         for request in requests:
-            tickets[sampling.submit(request)] = [[] for _ in range(request.num_samples)]
+            tickets[sampler.submit(request)] = [[] for _ in range(request.num_samples)]
         going = sum(map(len, tickets.values()))
         while going:
-            for token in sampling.step():
+            for token in sampler.step():
                 if token.ticket in tickets:
                     tickets[token.ticket][token.sample].append(token)
                     going -= token.reason is not None
     except BaseException:
         for ticket in tickets:
-            sampling.cancel(ticket)
+            sampler.cancel(ticket)
         raise
     return list(tickets.values())

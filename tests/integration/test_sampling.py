@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from sampling_cases import Case, case_of, full_logits, ids_of, prompt
+from seeds import SOAK
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from packlora.adapters.linear import Attached
@@ -31,8 +32,8 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """In float32, and by two threads, whose products have other bits than one thread's for a few rows."""
-    torch.set_num_threads(2)
+    """In float32; in a soak by two threads, whose products have other bits than one thread's for a few rows."""
+    torch.set_num_threads(2 if SOAK else 1)
     yield case_of(tmp_path_factory.mktemp("single"), ("lora", "dora", "some"), torch.float32)
     torch.set_num_threads(1)
 

@@ -1,0 +1,172 @@
+"""Fields of an OpenAI-style request. What would change an answer and is not served is refused; other unknown fields, which
+clients send in numbers, are ignored.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+MOST_CHOICES, MOST_PROMPTS, MOST_STOPS, MOST_LIKELIEST = 128, 64, 16, 20
+Ids = list[Annotated[int, Field(ge=0)]]
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "logit_bias": (None, {}), "tools": (None, []),
+    "functions": (None, []), "response_format": (None, {"type": "text"}), "suffix": (None, ""), "best_of": (None, 1),
+    "audio": (None,), "prediction": (None,), "guided_json": (None,), "repetition_penalty": (None, 1, 1.0),
+}  # fmt: skip
+"""Fields that are not served, with the values that change nothing."""
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Fields(BaseModel):
+    """Fields of both kinds of completion."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = 0
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    logprobs: bool | int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_served(cls, tree: Any) -> Any:
+        if isinstance(tree, dict):
+            for name, harmless in UNSERVED.items():
+                if name in tree and tree[name] not in harmless:
+                    raise ValueError(f"{name}: {tree[name]!r} is not served; leave it out")
+            return {key: value for key, value in tree.items() if value is not None}
+        return tree
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings."""
+        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if text]
+
+    @property
+    def own_seed(self) -> int:
+        """The seed, or one that is drawn where none is given."""
+        return secrets.randbits(48) if self.seed is None else self.seed
+
+    @property
+    def most_tokens(self) -> int | None:
+        """New tokens at most; None: as the context has room for."""
+        return None if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def likeliest(self) -> int:
+        """Likeliest tokens that are wanted at each place."""
+        return 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted."""
+        return False
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _of_texts(self) -> _Message:
+        if isinstance(self.content, list):
+            other = [block.get("type") for block in self.content if not isinstance(block.get("text"), str)]
+            if other:
+                raise ValueError(f"a block of type {other[0]!r} is not served; blocks of type 'text' are")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(block["text"] for block in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatFields(Fields):
+    """Fields of a chat completion."""
+
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] = 0
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """New tokens at most; None: as the context has room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likeliest(self) -> int:
+        """Likeliest tokens that are wanted at each place."""
+        return self.top_logprobs if self.logprobs else 0
+
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """The conversation as chat templates take it."""
+        return [message.plain() for message in self.messages]
+
+
+class CompletionFields(Fields):
+    """Fields of a text completion. A prompt is a text or token ids."""
+
+    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _streams_no_echo(self) -> CompletionFields:
+        if self.echo and self.stream:
+            raise ValueError("echo: a stream has no echo; leave one of both out")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 is for echo alone")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts."""
+        own: Any = self.prompt
+        is_one = isinstance(own, str) or (len(own) > 0 and isinstance(own[0], int))
+        return [own] if is_one else list(own)
+
+    @property
+    def likeliest(self) -> int:
+        """Likeliest tokens that are wanted at each place."""
+        return self.logprobs or 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted."""
+        return self.echo and self.logprobs is not None
+
+
+def refusal_of(error: ValidationError) -> tuple[str, int, str | None]:
+    """Text, HTTP status and field of the first thing that is wrong."""
+    first = error.errors(include_url=False, include_input=True)[0]
+    own = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "str", "int"))]
+    path = ".".join(own)
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{path}: {text}" if path else text, 400, path or text.partition(":")[0]
+    found = "" if first["type"] in ("missing", "json_invalid") else f"; found {str(first['input'])[:80]!r}"
+    return f"{path or 'body'}: {text}{found}", 400, path or None
