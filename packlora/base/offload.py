@@ -83,7 +83,8 @@ class _Held:
         """The tensor on the device; the one before is on its way then."""
         self.fetch()
         self._wait()
-        if (before := self.before and self.before()) is not None:
+        before = None if self.before is None else self.before()
+        if before is not None:
             before.fetch()
         found, self._here = self._here, None
         assert found is not None

@@ -107,7 +107,7 @@ def checkpoint_layers(model: PreTrainedModel, how: bool | str) -> None:
         if isinstance(module, GradientCheckpointingLayer) or getattr(module, "gradient_checkpointing", False):
             module.training = True
             if held is not None:
-                module._gradient_checkpointing_func = held  # type: ignore[assignment]
+                module._gradient_checkpointing_func = held
 
 
 def _drop_dropout(model: PreTrainedModel) -> bool:

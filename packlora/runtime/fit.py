@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import BUDGETS
 from packlora.runtime.profiles import ROOM_SHARE
 
-CHECKPOINTING = (False, True, "offload")
+CHECKPOINTING: tuple[bool | Literal["offload"], ...] = (False, True, "offload")
 """Values of gradient_checkpointing, each with less memory than the one before."""
 QUANTIZATION = (None, "int8", "nf4")
 GIB = 2**30
@@ -57,6 +57,7 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
     out = known[taken.get("quantization")]
     if "gradient_checkpointing" in chosen:
         out.run = out.run.with_chosen({"gradient_checkpointing": chosen["gradient_checkpointing"]})
+    out.budget = chosen.get(MICROBATCH, out.budget)
     if chosen:
         out.warnings.append(_why(chosen, first, size, room))
     elif size > ROOM_SHARE * room:
@@ -111,7 +112,7 @@ def predicted(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | None
     return sum(memory_parts(run, prepared, min(tokens, whole), kernels).values())
 
 
-def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: bool | str) -> str:
+def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any) -> str:
     """Words for an error: what to do where a microbatch of so many tokens ran out of memory and no key may be changed.
 
     Args:
@@ -128,8 +129,8 @@ def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: boo
         size = predicted(run.model_copy(update={"gradient_checkpointing": how}), prepared, budget)
         if size <= ROOM_SHARE * room:
             own = words({MICROBATCH: budget, "gradient_checkpointing": how})
-            by_itself = ", and fit: memory finds it where these keys are left out" if run.fit == "off" else ""
-            return f"{' or '.join(remedies)}: {own} is predicted to fit ({_of(size, room)}){by_itself}"
+            fits = f"Predicted to fit, {_of(size, room)}: {own}; fit: memory takes it where that is left out"
+            return f"{' or '.join(remedies)}. {fits}"
     quantise = ["set quantization: nf4"] if prepared.form is None else ["take a smaller base model"]
     return " or ".join([*remedies, *quantise, "shorten the samples (data.max_length)"])
 
