@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 import packlora
-from packlora.command_line import App, again, alone, guarded, loading, loads, speaks, without_resume
+from packlora.command_line import App, RunFile, Set, again, alone, guarded, loading, loads, speaks, without_resume
 from packlora.errors import InputError
 from packlora.terminal import say, show, tame_streams
 
@@ -25,13 +25,8 @@ app = App(
     pretty_exceptions_enable=False,
 )
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a key, e.g. jobs.0.train.learning_rate=1e-4. May be repeated."
-    ),
-]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run that trains now.")]
+MaxSteps = Annotated[int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")]
 
 
 @app.command()
@@ -47,9 +42,7 @@ def train(
             help="With --resume: go on from this checkpoint instead of the newest. May be repeated.",
         ),
     ] = None,
-    max_steps: Annotated[
-        int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")
-    ] = None,
+    max_steps: MaxSteps = None,
 ) -> None:
     """Train all jobs of a run file together."""
 
@@ -113,9 +106,6 @@ def report(run: Watched) -> None:
     guarded(action, light=True)
 
 
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run that trains now.")]
-
-
 @app.command()
 def add(
     run_dir: RunDir,
@@ -167,7 +157,9 @@ def clone(
 
 @app.command()
 def plan(
-    run: RunFile,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN.yaml|MODEL", help="The run file; with --gpu the folder or name of a model.")
+    ],
     overrides: Set = None,
     stages: Annotated[int, typer.Option(min=1, help="Plan for a pipeline of so many devices.")] = 1,
     gpus: Annotated[
@@ -177,10 +169,20 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also draw the simulated timeline (.png, .svg, .pdf).")
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="MEMORY", help='Of a MODEL: which settings fit on a card of so much, "24 GB".')
+    ] = None,
+    rank: Annotated[int, typer.Option("--r", min=1, max=2**16, help="With --gpu: rank of the adapter.")] = 16,
+    length: Annotated[int, typer.Option(min=2, max=2**24, help="With --gpu: tokens of a sample.")] = 2048,
 ) -> None:
     """Show what a run would do, without training: samples, microbatches, predicted time and memory."""
 
     def action() -> None:
+        if gpu is not None:
+            from packlora.commands.plan_model import print_card
+
+            refused = {"--set": overrides, "--stages": stages > 1, "--gpus": gpus, "--plot": plot}
+            return print_card(str(run), gpu, rank, length, json_file, [key for key, value in refused.items() if value])
         from packlora.run_file import load_run
 
         config = load_run(run, overrides)
@@ -442,9 +444,7 @@ def demo(
     output_dir: Annotated[
         Path, typer.Option(help="Folder of the run; where one is finished already, a numbered one beside it.")
     ] = Path("runs/demo"),
-    max_steps: Annotated[
-        int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")
-    ] = None,
+    max_steps: MaxSteps = None,
 ) -> None:
     """Train four adapters on three real data sets with a real small model, and show what they learnt."""
 

@@ -13,7 +13,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import typer
 import typer.core
@@ -22,6 +23,13 @@ from packlora.errors import InputError, ProcessError, WriteError, unwritten
 from packlora.terminal import say, settle
 
 F = TypeVar("F", bound=Callable[..., Any])
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a key, e.g. jobs.0.train.learning_rate=1e-4. May be repeated."
+    ),
+]
 
 
 def _without_types(params: Any) -> Any:

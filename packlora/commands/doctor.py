@@ -1,12 +1,12 @@
-"""`packlora doctor`: versions, devices, and which features can be used here, with reasons for the others."""
+"""`packlora doctor`, on one screen: versions, devices, optional packages, and what is fast here, what is slow, and why."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.base.demo_model import DEMO_MODEL, PACKAGE, cache_folder
-from packlora.ops.gpu import HAS_TRITON
+from packlora.commands.speed import verdicts
 from packlora.report.screen import Screen
 from packlora.runtime.record import processor_name, versions
-from packlora.tune.kernels import described_sizes
 
 OPTIONAL = {
     "bitsandbytes": (
@@ -44,40 +43,21 @@ OPTIONAL = {
 
 def print_doctor() -> bool:
     """Print everything; True if packlora can train here."""
-    table = Table(box=None, pad_edge=False, show_header=False)
+    console, table = Screen(), Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, found in versions().items():
-        table.add_row(name, found)
-    table.add_row("system", f"{platform.system()} {platform.release()} {platform.machine()}")
-    table.add_row("processor", f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use")
-    capability = torch.backends.cpu.get_cpu_capability()
-    table.add_row("", f"instructions: {capability}; bfloat16 {_cpu_bfloat16()}")
-    table.add_row("memory", _memory())
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            table.add_row(
-                f"cuda:{index}",
-                f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}",
-            )
-            table.add_row("", f"sizes of kernels: {described_sizes(torch.device('cuda', index))}")
-    else:
-        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        table.add_row("GPU", f"none usable (torch built {built}); training runs on the CPU")
-    table.add_row("quick launches", quick_launches())
-    cached = (cache_folder() / DEMO_MODEL / "config.json").exists()
-    packaged = importlib.util.find_spec(PACKAGE) is not None
-    state = (
-        "converted" if cached else "installed, converted at first use" if packaged else "fetched with pip at first use"
-    )
-    table.add_row(DEMO_MODEL, f"{state} ({cache_folder() / DEMO_MODEL})")
-    for module, (package, purpose) in OPTIONAL.items():
-        there = importlib.util.find_spec(module) is not None
-        found = "installed" if there else f"not installed, pip install {package}"
-        table.add_row(module, Text(f"{found}: {purpose}"))  # brackets would be markup
-    console = Screen()
+    for name, text in [*_machine(), *_packages()]:
+        table.add_row(name, Text(text))  # brackets would be markup
     console.print(table)
+    console.print()
+    speeds = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(2):
+        speeds.add_column(no_wrap=True)
+    speeds.add_column(overflow="fold")
+    for one in verdicts():
+        speeds.add_row(Text(one.speed, style="green" if one.speed == "fast" else "yellow"), one.what, Text(one.why))
+    console.print(speeds)
+    console.print()
     problems = _problems()
     for problem in problems:
         console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)
@@ -87,16 +67,30 @@ def print_doctor() -> bool:
     return not problems
 
 
-def quick_launches() -> str:
-    """Whether kernels are launched again without Triton's own door, which takes the host longer; if not, why."""
-    if not torch.cuda.is_available():
-        return "off: no GPU is usable"
-    if not HAS_TRITON:
-        return "off: the triton package is not installed"
-    from packlora.ops import launcher
+def _machine() -> Iterator[tuple[str, str]]:
+    """Rows on what there is: versions, processor, memory, GPUs."""
+    yield "versions", ", ".join(f"{name} {found}" for name, found in versions().items())
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield "processor", f"{processor_name()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    yield "memory", _memory()
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
+    cached = (cache_folder() / DEMO_MODEL / "config.json").exists()
+    packaged = importlib.util.find_spec(PACKAGE) is not None
+    state = (
+        "converted" if cached else "installed, converted at first use" if packaged else "fetched with pip at first use"
+    )
+    yield DEMO_MODEL, f"{state} ({cache_folder() / DEMO_MODEL})"
 
-    reason = launcher.why_usual()
-    return "on: what Triton passes to a kernel is known here" if reason is None else f"off: {reason}"
+
+def _packages() -> Iterator[tuple[str, str]]:
+    """Rows on optional packages: one of those that are there, and one of each that is not."""
+    there = [module for module in OPTIONAL if importlib.util.find_spec(module) is not None]
+    yield "installed", ", ".join(there) or "no optional package"
+    for module, (package, purpose) in OPTIONAL.items():
+        if module not in there:
+            yield module, f"not installed, pip install {package}: {purpose}"
 
 
 def _problems() -> list[str]:
@@ -118,14 +112,6 @@ def _problems() -> list[str]:
         if not requirement.specifier.contains(found.partition("+")[0], prereleases=True):
             out.append(f"{requirement.name} {found} does not satisfy {requirement}")
     return out
-
-
-def _cpu_bfloat16() -> str:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return "support unknown"
-    return "in hardware" if "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags else "emulated (slow)"
 
 
 def _memory() -> str:

@@ -12,25 +12,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from rich.console import JustifyMethod
-from rich.table import Table
 from rich.text import Text
 
 import packlora
 from packlora.base.device import choose_device
 from packlora.commands.plan_layouts import HEADINGS, Layouts, figures_of, sentences, table
+from packlora.commands.plan_tables import job_figures, print_jobs, print_table
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.report.gantt import draw
-from packlora.report.progress import GAP, NAME, duration
+from packlora.report.progress import duration
 from packlora.report.screen import Screen
 from packlora.runtime import estimate, profiler
 from packlora.runtime.choose import choose
+from packlora.runtime.fit import fitted
 from packlora.runtime.prepare import prepare
-from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Prediction
 from packlora.runtime.profiles import Profile
@@ -47,12 +45,8 @@ MOSTLY = 0.8
 """Share of the free memory from which on frozen weights leave too little room for anything else."""
 FULL = 0.95
 """Fill from which on a microbatch counts as full."""
-BLOCKS = "▁▂▃▄▅▆▇█"
-CELLS = 16
 NAMED = 12
 """Jobs whose groups are listed by name, and groups that are listed at all."""
-LEFT = ("job", "adapter", "method", "lengths", "")
-"""Headings of columns that stand on the left; numbers beside them do not count."""
 DRAWN = 48
 """Microbatches in the picture."""
 
@@ -209,7 +203,8 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     run = begun(run)[0]
     if gpus is not None and run.dtype == "auto" and run.device != "cpu":  # also where there are none
         run = run.model_copy(update={"dtype": "bfloat16"})
-    prepared, tensor = prepare(run, reader=Reader(told)), run.parallel.tensor
+    prepared, tensor = _prepared(run, stages == 1 and gpus is None, told), run.parallel.tensor
+    run = prepared.run
     if gpus is not None and (run.parallel.in_parts is not None or run.parallel.is_sharded):
         run.parallel.check(gpus)
     if run.parallel.expert > 1 and gpus is None:
@@ -249,6 +244,12 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     return PlannedRun(prepared, known, stages, methods, shown, budgets, layouts)
 
 
+def _prepared(run: Run, alone: bool, told: Told) -> PreparedRun:
+    """The run as training would prepare it. alone: on one device, so that `fit` chooses."""
+    prepared, device = prepare(run, reader=Reader(told)), choose_device(run.device)
+    return fitted(prepared, device, prepare) if alone and device.type == "cuda" and run.fit != "off" else prepared
+
+
 def print_plan(
     run: Run, stages: int = 1, json_file: Path | None = None, plot: Path | None = None, gpus: int | None = None
 ) -> None:
@@ -276,38 +277,6 @@ def _write(path: Path, write: Any) -> None:
         raise InputError(f"cannot write {path}: {error}") from None
 
 
-# --- jobs --------------------------------------------------------------------------------------------------------------
-
-
-def job_figures(job: PreparedJob) -> dict[str, Any]:
-    """Figures of a job for the table and the JSON."""
-    lengths, peft = job.data.planned.lengths, job.spec.peft
-    counts, edges = np.histogram(np.log2(lengths), bins=24)
-    return {
-        "name": job.config.name,
-        "adapter": ("DoRA" if peft.use_dora else "rsLoRA" if peft.use_rslora else "LoRA") + f" r {peft.r}",
-        "trainable_parameters": job.trainable,
-        "samples": len(lengths),
-        "lengths": {
-            "mean": float(lengths.mean()), "p50": float(np.percentile(lengths, 50)),
-            "p95": float(np.percentile(lengths, 95)), "max": int(lengths.max()), "min": int(lengths.min()),
-            "histogram": {"edges": np.exp2(edges).round(1).tolist(), "counts": counts.tolist()},
-        },
-        "global_batch_size": job.config.train.global_batch_size,
-        "steps": job.data.num_steps,
-        "tokens": job.data.tokens,
-        "label_share": job.data.label_share,
-    }  # fmt: skip
-
-
-def sparkline(lengths: Sequence[int] | np.ndarray, low: int, high: int, cells: int = CELLS) -> str:
-    """Blocks for the number of lengths between low and high, on a logarithmic scale; a cell with any shows a block."""
-    edges = np.log2([low, max(high, low + 1)])
-    counts, _ = np.histogram(np.log2(lengths), bins=cells, range=(float(edges[0]), float(edges[1])))
-    top = counts.max()
-    return "".join(" " if n == 0 else BLOCKS[round(n / top * (len(BLOCKS) - 1))] for n in counts.tolist())
-
-
 # --- printing ----------------------------------------------------------------------------------------------------------
 
 
@@ -331,7 +300,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
         head = estimate.head_in_layers(run, prepared)
         say(f"stages of {counts} layers; the output layer and the loss take as long as {head:.2f} of them, {how}")
     console.print()
-    _print_jobs(prepared, console)
+    print_jobs(prepared, console)
     console.print()
     used = plan.methods[-1]
     if len(prepared.jobs) > 1:
@@ -369,7 +338,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
     if plan.layouts is not None:
         console.print()
         say(f"on {plan.layouts.devices} devices:")
-        _print_table(console, HEADINGS, table(plan.layouts))
+        print_table(console, HEADINGS, table(plan.layouts))
         for sentence in sentences(plan.layouts, NAMED):
             say(sentence)
 
@@ -380,48 +349,6 @@ def _origin(known: Profile) -> str:
             f"those of {sum(point.seconds is not None for point in known.points)} microbatches measured on this device"
         )
     return "estimated from the model's shape and the speed of one matrix product on this machine"
-
-
-def _print_table(console: Screen, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table; where the console is too narrow, several below each other, each with the first column."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    parts = [[0]]
-    for index in range(1, len(headings)):
-        needed = min(widths[0], NAME) + sum(GAP + widths[column] for column in (*parts[-1][1:], index))
-        if needed > console.width and len(parts[-1]) > 1:
-            parts.append([0])
-        parts[-1].append(index)
-    for part in parts:
-        if part is not parts[0]:
-            console.print()
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in part:
-            side: JustifyMethod = "left" if headings[column].strip("0123456789 ") in LEFT else "right"
-            table.add_column(headings[column], justify=side, no_wrap=column > 0, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(row[column]) for column in part))
-        console.print(table)
-
-
-def _print_jobs(prepared: PreparedRun, console: Screen) -> None:
-    low = min(int(job.data.planned.lengths.min()) for job in prepared.jobs)
-    high = max(int(job.data.planned.lengths.max()) for job in prepared.jobs)
-    scale = f"{low} lengths {high}"
-    rows = []
-    for job in prepared.jobs:
-        own = job_figures(job)
-        lengths = own["lengths"]
-        rows.append((
-            own["name"], own["adapter"], f"{own['trainable_parameters'] / 1e6:.2f} M", str(own["samples"]),
-            str(own["global_batch_size"]), str(own["steps"]), f"{own['tokens']:,}", f"{own['label_share']:.0%}",
-            f"{lengths['mean']:.0f}", f"{lengths['p50']:.0f}", f"{lengths['p95']:.0f}", str(lengths["max"]),
-            sparkline(job.data.planned.lengths, low, high),
-        ))  # fmt: skip
-    headings = (
-        "job", "adapter", "trainable", "samples", "batch", "steps", "tokens", "labels", "mean", "p50", "p95", "max",
-        scale if len(scale) <= CELLS else "lengths",
-    )  # fmt: skip
-    _print_table(console, headings, rows)
 
 
 def _print_methods(methods: Sequence[Figures], console: Screen) -> None:
@@ -438,7 +365,7 @@ def _print_methods(methods: Sequence[Figures], console: Screen) -> None:
         )
         for own in methods
     ]  # fmt: skip
-    _print_table(console, headings, rows)
+    print_table(console, headings, rows)
 
 
 def _remedy(run: Run, prepared: PreparedRun, parts: Mapping[str, int], room: int) -> str:
@@ -459,4 +386,4 @@ def _print_budgets(budgets: Sequence[Prediction], chosen: int, console: Screen) 
         )
         for each in budgets
     ]  # fmt: skip
-    _print_table(console, ("tokens", "microbatches", "tokens/s", "memory GiB", ""), rows)
+    print_table(console, ("tokens", "microbatches", "tokens/s", "memory GiB", ""), rows)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from packlora.changes import plugin
 from packlora.config.computing import PlansConfig, QuantizationConfig, ScheduleConfig
@@ -43,8 +44,12 @@ class Run(Strict):
     max_tokens_per_microbatch: int | Literal["auto"] = 4096
     """Most tokens, of all jobs together, in one forward and backward: decides memory and speed, not results. auto: by
     measurements on a GPU, 2048 on a CPU, at least the longest sample."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward instead of keeping them: less memory, more time."""
+    gradient_checkpointing: bool | Literal["offload"] = False
+    """Compute activations again in the backward instead of keeping them: less memory, more time. offload: what is kept of each
+    layer, its input, lies in the memory of the host until then. The numbers are the same."""
+    fit: Literal["memory", "auto", "off"] = "memory"
+    """Choice of what is not written, so that the run fits into the free memory of one GPU. memory: the size of microbatches and
+    gradient_checkpointing, which change no number. auto: also quantization. off: nothing."""
     save_every: int = Field(50, ge=0)
     """Optimizer steps of a job between its checkpoints; 0 only at the end."""
     save_total_limit: int | None = Field(2, ge=1)
@@ -77,6 +82,20 @@ class Run(Strict):
     """Search for the best values of a job's keys."""
     jobs: list[JobConfig] = Field(min_length=1)
     """The adapters to train, at least one, all at the same time."""
+
+    _chosen: frozenset[str] = PrivateAttr(frozenset())
+    """Keys whose values `fit` chose."""
+
+    def leaves(self, key: str) -> bool:
+        """Whether `fit` may choose the value of a key: it is not written."""
+        return self.fit != "off" and (key not in self.model_fields_set or key in self._chosen)
+
+    def with_chosen(self, chosen: Mapping[str, Any]) -> Run:
+        """A copy with values that `fit` chose, of keys that are not written."""
+        values = {key: value for key, value in chosen.items() if self.leaves(key)}
+        copy = self.model_copy(update=values)
+        copy._chosen = self._chosen | values.keys()
+        return copy
 
     @property
     def trained(self) -> list[JobConfig]:

@@ -18,7 +18,7 @@ of the adapter's next step, or is told when the pipeline is dry; both come befor
 Replicas of the model run their own microbatches of a slot. They add up gradients before a step. The processes of a stage that
 is cut have the same microbatches and the same sums.
 
-Errors: MemoryError where memory runs out and no smaller budget is left; ProcessError where another process ended.
+Errors: MemoryError where memory runs out and nothing is left that may be changed; ProcessError where another process ended.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class Engine:
         one = _Inside(slot)
         if self.group.stages > 1 and slot.parts:
             forward = partial(self.executor.forward, slot.parts)
-            one.pending = self.budget.attempt(num_tokens(slot.parts), forward)
+            one.pending = self.budget.attempt(num_tokens(slot.parts), forward, trains=True)
         return one
 
     def _backward(self, one: _Inside, slots: Slots) -> None:
@@ -231,7 +231,7 @@ class Engine:
         run = partial(run_microbatch, self.executor, parts)
         if self.group.stages > 1:
             run = partial(self.executor.backward, pending)
-        result = self.budget.attempt(tokens := num_tokens(parts), run)
+        result = self.budget.attempt(tokens := num_tokens(parts), run, trains=True)
         one.lacking = tokens if result is None else 0
         return result
 

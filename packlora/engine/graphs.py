@@ -37,6 +37,7 @@ MOST = 32
 TRIES = 3
 """How often memory may run out before a run goes on without graphs."""
 NO_GRAPHS = "no CUDA graphs, so the host may be what takes the time"
+CHECKPOINTS = "gradient_checkpointing recomputes activations from the host"
 T = TypeVar("T")
 
 
@@ -184,6 +185,13 @@ class GraphedDevice:
 
     def idle(self, backward: bool) -> None:
         self.single.idle(backward)
+
+    def checkpointed(self) -> None:
+        """See Executor: what was recorded keeps activations, so its memory is freed."""
+        if self.why_not is None:
+            self.why_not = CHECKPOINTS
+            self.tell(f"{NO_GRAPHS}: {CHECKPOINTS}")
+        self._drop()
 
     def plans(self) -> list[dict[str, Any]]:
         return self.single.plans()

@@ -5,45 +5,68 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+ADVICE = "lower max_tokens_per_microbatch or set gradient_checkpointing: true"
 T = TypeVar("T")
 
 
 class TokenBudget:
-    """Tokens of a microbatch."""
+    """Tokens of a microbatch, and what else can be done where memory runs out.
 
-    def __init__(self, tokens: int, longest: int, is_auto: bool, device: torch.device) -> None:
-        """longest: tokens of the longest sample. is_auto: whether the budget may be lowered; else it is the user's."""
+    Args:
+        longest: tokens of the longest sample.
+        is_auto: whether the budget may be lowered; else it is the user's.
+        measures: values of gradient_checkpointing that may be taken where no lower budget is left, in their order.
+        advice: what to do where nothing is left, by the tokens of the microbatch that did not fit.
+    """
+
+    def __init__(
+        self, tokens: int, longest: int, is_auto: bool, device: torch.device, measures: Sequence[bool | str] = (),
+        advice: Callable[[int], str] = lambda tokens: ADVICE,
+    ) -> None:  # fmt: skip
         self.tokens = tokens
         self.held_out = tokens
         """The same for evaluations, which may come in the middle of a window."""
+        self.measures, self._advice = list(measures), advice
         self._longest, self._is_auto, self.device = longest, is_auto, device
+
+    @property
+    def settings(self) -> tuple[int, int]:
+        """State for which windows are planned; it changes where memory has run out in training."""
+        return self.tokens, len(self.measures)
 
     def take(self, longest: int) -> None:
         """There is a sample of so many tokens now."""
         self._longest = max(self._longest, longest)
+        self.tokens = max(self.tokens, longest)
 
-    def attempt(self, tokens: int, compute: Callable[[], T]) -> T | None:
-        """Result of `compute`, or None where a microbatch of so many tokens does not fit and a smaller one can be tried.
+    def attempt(self, tokens: int, compute: Callable[[], T], trains: bool = False) -> T | None:
+        """Result of `compute`, or None where a microbatch of so many tokens does not fit and the run can go on all the same.
 
         With None, nothing refers to the error any more, nor to what it held in memory.
 
+        Args:
+            trains: whether activations are kept for a backward, so that `measures` may help.
+
         Raises:
-            MemoryError: out of memory, and there is no lower budget to go on with.
+            MemoryError: out of memory, and there is nothing left that may be changed.
         """
         try:
             return compute()
         except torch.OutOfMemoryError as error:
-            if self._is_auto and self.below(tokens) < tokens:
+            if self.can_lower(tokens) or (trains and self.measures):
                 return None
             raise MemoryError(
-                f"out of memory on {self.device} in a microbatch of {tokens} tokens; lower "
-                "max_tokens_per_microbatch or set gradient_checkpointing: true"
+                f"out of memory on {self.device} in a microbatch of {tokens} tokens; {self._advice(tokens)}"
             ) from error
+
+    def can_lower(self, tokens: int) -> bool:
+        """Whether a smaller microbatch may be tried after one of so many tokens did not fit."""
+        return self._is_auto and self.below(tokens) < tokens
 
     def below(self, tokens: int) -> int:
         """The budget to try after a microbatch of so many tokens did not fit; no less than the longest sample."""
@@ -120,8 +143,9 @@ def memory_now(device: torch.device) -> int:
 def memory_room(device: torch.device) -> int:
     """Bytes that the process may have on the device, what it has already included."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+        return min(free + torch.cuda.memory_reserved(device), int(allowed))
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)

@@ -65,6 +65,9 @@ class Executor(Protocol):
     def idle(self, backward: bool) -> None:
         """A process of several runs this while others run a microbatch, forward alone or backward too, and it has none."""
 
+    def checkpointed(self) -> None:
+        """The layers of the model are computed again in the backward from now on. Between two microbatches."""
+
     def plans(self) -> list[dict[str, Any]]:
         """How layers were computed, for run.json."""
 
@@ -168,6 +171,9 @@ class SingleDevice:
 
     def idle(self, backward: bool) -> None:
         self.base.storage.idle(self.attached, backward)
+
+    def checkpointed(self) -> None:
+        """Nothing."""
 
     def plans(self) -> list[dict[str, Any]]:
         return [line for chooser in self.attached.choosers for line in chooser.record()]

@@ -267,5 +267,8 @@ class StageDevice:
     def idle(self, backward: bool) -> None:
         """Nothing: the stages have the same microbatches."""
 
+    def checkpointed(self) -> None:
+        """Nothing."""
+
     def plans(self) -> list[dict[str, Any]]:
         return [line for chooser in self.attached.choosers for line in chooser.record()]

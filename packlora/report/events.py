@@ -202,18 +202,21 @@ class SavePointReached:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRanOut:
-    """A microbatch of so many tokens did not fit; the rest is planned with another token budget."""
+    """A microbatch of so many tokens did not fit; the rest is planned with another token budget, or computed with gradient
+    checkpointing, by this value of the key."""
 
     tokens: int
     budget_before: int
     budget: int
+    gradient_checkpointing: bool | str | None = None
 
     @property
     def text(self) -> str:
-        return (
-            f"out of memory in a microbatch of {self.tokens} tokens: max_tokens_per_microbatch, which is auto, goes from "
-            f"{self.budget_before} to {self.budget}"
-        )
+        out = f"out of memory in a microbatch of {self.tokens} tokens: "
+        if self.gradient_checkpointing is not None:
+            value = str(self.gradient_checkpointing).lower()
+            return out + f"gradient_checkpointing is {value} from now on, which takes time and changes no number"
+        return out + f"max_tokens_per_microbatch goes from {self.budget_before} to {self.budget}"
 
 
 @dataclass(frozen=True, slots=True)

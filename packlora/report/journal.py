@@ -18,7 +18,7 @@ from packlora.report.follow import Line
 
 RECORD, JOURNAL = "run.json", "journal.jsonl"
 EDITION = "edition"
-LISTS, TABLES = ("warnings", "changes"), ("saved", "jobs")
+LISTS, TABLES = ("warnings", "changes"), ("saved", "jobs", "fit")
 """Keys of run.json to which a line adds. "joined" adds to the jobs of its configuration; "budget" is that of its schedule."""
 
 
@@ -34,7 +34,7 @@ def fold(record: dict[str, Any], line: Mapping[str, Any]) -> None:
     for key in LISTS:
         record[key] += line.get(key, ())
     for key in TABLES:
-        record[key] |= line.get(key, {})
+        record[key] = record.get(key, {}) | line.get(key, {})
     record["config"]["jobs"] += line.get("joined", ())
     if "budget" in line:
         record["schedule"]["budget"] = line["budget"]
@@ -54,7 +54,7 @@ def merged(line: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 def copied(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record that can be folded without a change of the first."""
     config, schedule = record["config"], record["schedule"]
-    own = {key: [*record[key]] for key in LISTS} | {key: {**record[key]} for key in TABLES}
+    own = {key: [*record[key]] for key in LISTS} | {key: {**record.get(key, {})} for key in TABLES}
     return {**record, **own, "config": {**config, "jobs": [*config["jobs"]]}, "schedule": {**schedule}}
 
 

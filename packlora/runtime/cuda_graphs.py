@@ -11,7 +11,7 @@ from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
 from packlora.base.shape import plain_head
 from packlora.config import Run
-from packlora.engine.graphs import NO_GRAPHS, GraphedDevice
+from packlora.engine.graphs import CHECKPOINTS, NO_GRAPHS, GraphedDevice
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.engine.recorded import LEAST_TOKENS, Buffers
 from packlora.errors import InputError
@@ -73,7 +73,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if base.modality is not None:
         return "microbatches have images, which the host decodes and of which each has a size of its own"
     if run.gradient_checkpointing:
-        return "gradient_checkpointing recomputes activations from the host"
+        return CHECKPOINTS
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
     for job in jobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,8 @@ class PreparedRun:
     with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path. form: of the base
     model's linear layers, as the run file asks or as they are saved; None of floats. encoder: makes samples of data, also those
     of jobs that join later. modality: what the model reads beside texts, where the data has some of it.
-    head_in_layers: HeadCost.in_layers of the base model, None where that was not measured.
+    head_in_layers: HeadCost.in_layers of the base model, None where that was not measured. fit: what `fit` chose, by key, and
+    the bytes that it predicts.
     """
 
     run: Run
@@ -36,6 +38,7 @@ class PreparedRun:
     encoder: Encoder | None = None
     modality: Modality | None = None
     head_in_layers: float | None = None
+    fit: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def in_codes(self) -> tuple[int, int]:

@@ -144,6 +144,7 @@ def run_record(
             "layout": "one device" if layout is None or layout.processes == 1 else asdict(layout),
             "profile": known.describe(),
         },
+        "fit": dict(prepared.fit),
         "warnings": warnings,
         "result": None,
     }
@@ -188,7 +189,7 @@ class RunRecord:
                 self._add({"saved": {job: step}})
                 self._write()  # before anybody can miss it: a job whose checkpoints are gone is not begun again
             case MemoryRanOut():
-                self._add({"warnings": [event.text], "budget": event.budget})
+                self._add({"warnings": [event.text], "budget": event.budget, "fit": _fitted(event)})
                 self._write()
             case SavePointReached() if self._news:
                 self._write()
@@ -223,6 +224,12 @@ class RunRecord:
             fold(whole, more)
             self._size, self._paid = write_record(self.output_dir, whole), 0
         self._news = {}
+
+
+def _fitted(event: MemoryRanOut) -> dict[str, Any]:
+    """Choice that was made while training, see SavedRun.fit."""
+    taken = event.gradient_checkpointing
+    return {"max_tokens_per_microbatch": event.budget} | ({} if taken is None else {"gradient_checkpointing": taken})
 
 
 def result_record(event: RunEnded) -> dict[str, Any]:

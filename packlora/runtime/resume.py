@@ -9,14 +9,14 @@ import re
 from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from packlora.adapters.files import WEIGHTS
 from packlora.base.fingerprint import Fingerprint
 from packlora.changes import new_jobs, plugin, whole_run
-from packlora.config import Run
+from packlora.config import QuantizationConfig, Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
@@ -29,7 +29,7 @@ from packlora.runtime.job import Job
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
     "max_tokens_per_microbatch", "schedule", "liger", "keep_outputs", "cuda_graphs", "plans", "parallel",
-    "trackers", "sample_prompts", "sample_max_new_tokens",
+    "trackers", "sample_prompts", "sample_max_new_tokens", "fit",
 }  # fmt: skip
 """Keys of the run file that may differ when a run is resumed; of a job also how long it trains. Less in a sweep (_changes)."""
 
@@ -55,6 +55,24 @@ class _SavedModel(BaseModel):
     fingerprint: Fingerprint
 
 
+class _SavedFit(BaseModel):
+    """Choices of `fit`, before and while the run trained; None: none was made."""
+
+    model_config = ConfigDict(strict=True)
+
+    max_tokens_per_microbatch: int | None = Field(None, ge=1, le=2**31)
+    gradient_checkpointing: bool | Literal["offload"] | None = None
+    quantization: Literal["int8", "nf4"] | None = None
+    predicted_bytes: int | None = None
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Values of the keys of a run that are more than the size of microbatches."""
+        out: dict[str, Any] = {"gradient_checkpointing": self.gradient_checkpointing}
+        out["quantization"] = None if self.quantization is None else QuantizationConfig(method=self.quantization)
+        return {key: value for key, value in out.items() if value is not None}
+
+
 class SavedRun(BaseModel):
     """Content that a run.json must have for its run to be continued. clock: see moment_of. saved: of each job its newest step.
     edition: see report/journal.py. changes: sweep/changes.py, Change."""
@@ -73,6 +91,7 @@ class SavedRun(BaseModel):
     model: _SavedModel
     saved: dict[str, int]
     changes: list[Any] = Field(default_factory=list)
+    fit: _SavedFit = Field(default_factory=_SavedFit)
 
     @property
     def began(self) -> datetime:
@@ -123,7 +142,7 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
             f"output_dir {folder} already holds a run; continue it with --resume, or choose another folder"
         )
     saved = _read_saved(folder / "run.json")
-    run, new = whole_run(run, saved), new_jobs(run, saved)
+    run, new = whole_run(run.with_chosen(saved.fit.keys), saved), new_jobs(run, saved)
     trained = {job.name for job in run.trained}
     changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"), len(new), trained)
     if run.compares and run.eval_every != saved.config.eval_every:

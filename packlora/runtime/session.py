@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib import import_module
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packlora.base.device import usual_dtype
+from packlora.base.device import choose_device, usual_dtype
 from packlora.base.model import Base
 from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
@@ -67,6 +67,10 @@ from packlora.terminal import Activity, Told, in_notebook, silent
 
 if TYPE_CHECKING:
     from packlora.engine.stage_passes import StageDevice
+
+
+FITTED = ("cuda",)
+"""Kinds of devices whose free memory settings are chosen for before the model is loaded."""
 
 
 @dataclass(slots=True)
@@ -142,10 +146,13 @@ class Session:
         if run.generates:
             import_module("packlora.rl.prepare").check_run(run, mesh.size)
         self.saved = together(mesh, self._saved)
+        if self.saved is not None:
+            run = run.with_chosen(self.saved.fit.keys)
         self.job_set = together(mesh, lambda: job_set(run, self.saved))
         self.run = run = self.job_set.run
         self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
         self.starts, prepared = together(mesh, self._prepare)
+        self.run = run = prepared.run
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
         own, group = self._share_out(prepared), self.placement.group
@@ -228,11 +235,25 @@ class Session:
         starts = starting_steps(self.run, self.resume_from, self.job_set.left)
         gone, budgets = self.job_set.gone(starts), self.job_set.budgets
         with self._told() as self.reader.told:
-            more = (self.reader, gone, budgets, self.moment)
-            prepared = prepare(self.run, self.max_steps, self.saved is not None, *more)
+            more = (self.max_steps, self.saved is not None, self.reader, gone, budgets, self.moment)
+            prepared = self._fitted(prepare(self.run, *more), lambda run: prepare(run, *more))
         self.reader.forget()
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
+
+    def _fitted(self, prepared: PreparedRun, again: Callable[[Run], PreparedRun]) -> PreparedRun:
+        """The run with what `fit` chooses; what it chose in an earlier session stands."""
+        run, saved, device = prepared.run, self.saved, choose_device(self.run.device)
+        if saved is not None:
+            prepared.fit = saved.fit.model_dump(exclude_none=True)
+        elif run.fit != "off" and self.mesh.size == 1 and device.type in FITTED:
+            from packlora.runtime.fit import fitted
+
+            prepared = fitted(prepared, device, again)
+        tokens = prepared.fit.get("max_tokens_per_microbatch")
+        if tokens is not None and run.leaves("max_tokens_per_microbatch"):
+            prepared.budget = max(min(prepared.budget, tokens), prepared.longest)
+        return prepared
 
     def _sample(self, trainer: Trainer) -> None:
         """Let the adapters of these jobs write texts."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from packlora.base.model import Base
+from packlora.base.packing import checkpoint_layers
 from packlora.changes import Changes
 from packlora.config import Run
 from packlora.engine.engine import Done, Engine, StepDone
@@ -97,9 +98,7 @@ class Trainer:
         self.changes = changes or Changes()
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
-        # where others have parts of the model, nobody can go on alone
-        is_auto = run.max_tokens_per_microbatch == "auto" and base.storage.is_whole
-        self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
+        self.budget = _budget(run, prepared, base)
         self.evaluator = Evaluator(Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every)
         self.engine, self.cost, self.times = Engine(executor, group, self.budget), cost, times
         self.by_name: dict[str, Job] = {}
@@ -146,11 +145,11 @@ class Trainer:
 
     def _train_windows(self) -> None:
         """Train on the windows that are left, or until they must be planned again because microbatches are too large."""
-        group, budget, capacity = self.team.group, self.budget, self.budget.tokens
+        group, budget, capacity, settings = self.team.group, self.budget, self.budget.tokens, self.budget.settings
         parts = (self.run, self.jobs, planned(capacity, group.size), self.profile, self.events, group)
         with planned_windows(*parts, self.changes, self.cost) as plan:
             stream = Stream(plan, self.by_name, self.team, capacity, self.evaluator, self.tally)
-            while self._goes_on() and budget.tokens == capacity:
+            while self._goes_on() and budget.settings == settings:
                 assert not plan.has_ended, "the plan has ended, but a job has not"
                 self.run_slots(stream)
 
@@ -171,7 +170,7 @@ class Trainer:
     def _take(self, done: Done, stream: Stream) -> None:
         """Count what came of a slot: tokens, then steps."""
         if done.lacking:
-            self._lower_budget(done.lacking)
+            self._go_on_with_less(done.lacking)
             return
         stream.is_ending |= done.asked
         for microbatch in self.tally.done(done.slot):
@@ -225,15 +224,22 @@ class Trainer:
         self._follow()
         self.events.emit(SavePointReached())
 
-    def _lower_budget(self, tokens: int) -> None:
-        """After memory ran out: nothing of the present global batches is kept, and what follows is planned with less."""
+    def _go_on_with_less(self, tokens: int) -> None:
+        """After memory ran out: nothing of the present global batches is kept. What follows is planned in smaller microbatches,
+        or, where these hold one sample each, with gradient checkpointing. All processes decide alike."""
         for job in self.jobs:
             job.discard()
         self.tally.began.clear()
-        before, self.budget.tokens = self.budget.tokens, self.budget.below(tokens)
+        before, taken = self.budget.tokens, None
+        if self.budget.can_lower(tokens):
+            self.budget.tokens = self.budget.below(tokens)
+        else:
+            taken = self.budget.measures.pop(0)
+            checkpoint_layers(self.base.model, taken)
+            self.executor.checkpointed()
         free_memory(self.base.device)
         remember_failure(self.run, self.prepared, self.base, tokens)
-        self.events.emit(MemoryRanOut(tokens, before, self.budget.tokens))
+        self.events.emit(MemoryRanOut(tokens, before, self.budget.tokens, taken))
 
     def _after_steps(self, stepped: Sequence[Job]) -> None:
         """Failures, evaluations and checkpoints of the jobs for which something is due, together where they have stepped
@@ -316,6 +322,27 @@ class Trainer:
         result = _result(self.run, self.folder, ends, status, seconds, self.tally.tokens, self.stop.signal)
         self.events.emit(RunEnded(result, self.elapsed_before + seconds, tokens, peak_memory(self.base.device)))
         return result
+
+
+def _budget(run: Run, prepared: PreparedRun, base: Base) -> TokenBudget:
+    """Tokens of a microbatch, and what may be changed where memory runs out: nothing that is written in the run file, and
+    nothing where others have parts of the model, since no process can go on alone."""
+
+    whole = base.storage.is_whole
+    is_auto = whole and (run.max_tokens_per_microbatch == "auto" or run.leaves("max_tokens_per_microbatch"))
+    steps: list[bool | str] = [False, True, "offload"] if base.device.type == "cuda" else [False, True]
+    measures = steps[steps.index(run.gradient_checkpointing) + 1 :] if run.gradient_checkpointing in steps else []
+    if not (whole and run.leaves("gradient_checkpointing") and base.model.supports_gradient_checkpointing):
+        measures = []
+
+    def advice(tokens: int) -> str:
+        from packlora.runtime.fit import would_fit
+
+        taken = len(measures) - len(budget.measures)
+        return would_fit(prepared, base.device, tokens, [run.gradient_checkpointing, *measures][taken])
+
+    budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device, measures, advice)
+    return budget
 
 
 def _is_due(job: Job, save_every: int, evaluator: Evaluator, stop: StopRequest) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_progress import job, shown, stepped
 
-from packlora.commands import plan
+from packlora.commands import plan_tables
 from packlora.errors import InputError
 from packlora.report import summary
 from packlora.report.events import JobDone, Note
@@ -95,7 +95,7 @@ ROWS = [("colours", "16", "2,388", "123456789", "▁▂▃▄▅▆▇█" * 2),
 
 def printed(width: int) -> list[str]:
     out = io.StringIO()
-    plan._print_table(Screen(file=out, force_terminal=True, no_color=True, width=width), HEADINGS, ROWS)
+    plan_tables.print_table(Screen(file=out, force_terminal=True, no_color=True, width=width), HEADINGS, ROWS)
     return [line.rstrip() for line in out.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from packlora.commands.doctor import quick_launches
+from packlora.commands.speed import quick_launches
 from packlora.ops import launcher
 from packlora.ops.launcher import CachedLaunch, Descriptor, Passage, launch, launched
 
@@ -266,5 +266,5 @@ def test_doctor_says_whether_launches_are_quick_and_if_not_why(monkeypatch: pyte
     for reason, told in ((None, "on"), ("triton 9.9: it passes a moon", "off: triton 9.9: it passes a moon")):
         monkeypatch.setattr(launcher, "why_usual", lambda reason=reason: reason)
         assert quick_launches().startswith(told)
-    monkeypatch.setattr("packlora.commands.doctor.HAS_TRITON", False)
+    monkeypatch.setattr("packlora.commands.speed.HAS_TRITON", False)
     assert quick_launches() == "off: the triton package is not installed"

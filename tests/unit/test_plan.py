@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packlora.commands import plan
-from packlora.commands.plan import BLOCKS, figures, sparkline
+from packlora.commands import plan, plan_tables
+from packlora.commands.plan import figures
+from packlora.commands.plan_tables import BLOCKS, sparkline
 from packlora.config import TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
@@ -90,7 +91,7 @@ def test_64_jobs_of_100_000_samples_are_planned_in_seconds() -> None:
 def test_a_sparkline_shows_where_lengths_are() -> None:
     assert sparkline([1] * 9 + [1000], 1, 1000, 4) == BLOCKS[-1] + "  " + BLOCKS[1]
     assert sparkline([1, 2, 4, 8], 1, 8, 3) == "▅▅█"
-    assert len(sparkline([7, 7], 7, 7)) == plan.CELLS
+    assert len(sparkline([7, 7], 7, 7)) == plan_tables.CELLS
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

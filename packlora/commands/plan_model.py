@@ -1,0 +1,197 @@
+"""`packlora plan MODEL --gpu "24 GB"`: which settings of a LoRA job fit on a card, by the estimate, without a run file.
+
+Of the model its config.json is enough. Owns the settings that are listed and the table; the estimate is runtime/estimate.py's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.text import Text
+
+from packlora.base.load import load_skeleton
+from packlora.commands.plan_tables import print_table
+from packlora.config import QuantizationConfig
+from packlora.data.dataset import JobData
+from packlora.data.encode import Encoded, Sample
+from packlora.errors import InputError, quoted
+from packlora.files import write_json
+from packlora.form import is_stored
+from packlora.report.screen import Screen
+from packlora.run_file import run_from
+from packlora.runtime.estimate import memory_parts
+from packlora.runtime.fit import CHECKPOINTING, GIB, QUANTIZATION, words
+from packlora.runtime.prepare import adapter_config, adapter_spec
+from packlora.runtime.prepared_job import ModelShape, PreparedJob, products_kept, trainable_parameters
+from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.profiles import ROOM_SHARE
+
+CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(g|gb|gib)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Settings of a run, and their memory on a card.
+
+    keys: of a run file. parts: bytes by what holds them, in a microbatch of one sample. tokens: most of a microbatch that fits;
+    0 where none does.
+    """
+
+    keys: dict[str, Any]
+    parts: dict[str, int]
+    tokens: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Settings of a model on a card.
+
+    room: bytes of the card. length: tokens of a sample.
+    """
+
+    model: str
+    shape: ModelShape
+    room: int
+    rank: int
+    length: int
+    settings: tuple[Setting, ...]
+
+    @property
+    def taken(self) -> dict[str, Setting | None]:
+        """Settings that `fit` takes, by its value: the first that fit, which are listed from the fastest on."""
+        fitting = [one for one in self.settings if one.fits]
+        exact = [one for one in fitting if "quantization" not in one.keys]
+        return {"memory": exact[0] if exact else None, "auto": fitting[0] if fitting else None}
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [{**asdict(one), "peak_bytes": one.peak, "fits": one.fits} for one in self.settings]
+        own = {"base_model": self.model, "card_bytes": self.room, "r": self.rank, "length": self.length}
+        taken = {key: None if one is None else one.keys for key, one in self.taken.items()}
+        return {**own, "shape": asdict(self.shape), "settings": rows, "taken": taken}
+
+
+def card_bytes(text: str) -> int:
+    """Bytes of a card as its vendor counts them, in units of 2**30: "24 GB". Raises InputError."""
+    found = CARD.fullmatch(text.strip())
+    if found is None or not 1 <= float(found[1]) <= 10_000:
+        raise InputError(f'--gpu is {quoted(text)}; give the memory of a card from 1 to 10000 GB, such as "24 GB"')
+    return int(float(found[1]) * GIB)
+
+
+def settings_of(model: str, room: int, rank: int = 16, length: int = 2048) -> Card:
+    """Settings of a LoRA job on all linear layers, and whether they fit.
+
+    Args:
+        model: folder or hub id with a config.json.
+        room: bytes of the card.
+        length: tokens of each sample, all of which are learnt.
+
+    Raises:
+        InputError: there is no such model, or none that is trained here.
+    """
+    job = {"name": "a", "data": {"path": "-"}, "adapter": {"r": rank}, "train": {"global_batch_size": 1}}
+    tree = {"base_model": model, "output_dir": "-", "dtype": "bfloat16", "device": "cpu", "jobs": [job]}
+    run = run_from(tree)
+    skeleton, config = load_skeleton(run), run.jobs[0]
+    spec = adapter_spec(config, adapter_config(config, run), skeleton)
+    trainable, products = trainable_parameters(spec, skeleton), products_kept(spec, skeleton)
+    samples = [Sample(np.zeros(length, np.int32), np.arange(length) > 0)]
+    data = JobData("a", samples, config.train, 0)
+    made = PreparedJob(config, data, Encoded(samples), Encoded([]), spec, trainable, trainable, products=products)
+    prepared = PreparedRun(run, None, length, ModelShape.of(skeleton), [made])
+    checkpointing = CHECKPOINTING if skeleton.supports_gradient_checkpointing else CHECKPOINTING[:1]
+    out = []
+    for method in QUANTIZATION if not is_stored(skeleton.config) else QUANTIZATION[:1]:
+        prepared.form = _form(skeleton, method, model)
+        for how in checkpointing:
+            own = run.model_copy(update={"gradient_checkpointing": how})
+            keys = {"quantization": method} if method is not None else {}
+            keys |= {"gradient_checkpointing": how} if how else {}
+            one, two = (memory_parts(own, prepared, count, kernels=True) for count in (length, 2 * length))
+            each = (sum(two.values()) - sum(one.values())) / length
+            most = int(length + (ROOM_SHARE * room - sum(one.values())) / each)
+            out.append(Setting(keys, one, most if most >= length else 0))
+    return Card(model, prepared.shape, room, rank, length, tuple(out))
+
+
+def _form(skeleton: Any, method: str | None, path: str) -> Any:
+    """Form of the linear layers; None of floats."""
+    if method is None and not is_stored(skeleton.config):
+        return None
+    from packlora.codes.load import codes_in
+    from packlora.codes.plugin import Form
+    from packlora.codes.stored import check_stored
+
+    asked = check_stored(None, skeleton.config, path) if method is None else QuantizationConfig(method=method)  # type: ignore[arg-type]
+    assert asked is not None
+    return Form(asked, None, codes_in(skeleton, asked, path, torch.bfloat16))
+
+
+def print_card(
+    model: str, gpu: str, rank: int, length: int, json_file: Path | None = None, refused: Sequence[str] = ()
+) -> None:
+    """Print the table, and write it as JSON where a file is given.
+
+    Args:
+        refused: options of a run file that were given as well.
+
+    Raises:
+        InputError: as settings_of, or options do not go together.
+    """
+    if refused:
+        raise InputError(f"--gpu is of a model, without a run file; {refused[0]} is of a run; leave one of them out")
+    found, console = settings_of(model, card_bytes(gpu), rank, length), Screen()
+    if not console.is_terminal:
+        console = Screen(width=160)
+
+    def say(text: str) -> None:
+        console.print(Text(text), soft_wrap=not console.is_terminal)
+
+    shape = found.shape
+    say(
+        f"{model}: {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers; LoRA r {rank} on all linear layers, "
+        f"samples of {length} tokens, bfloat16"
+    )
+    say(
+        f"a card of {found.room / GIB:.0f} GB: {ROOM_SHARE * found.room / GIB:.1f} GiB are planned with, the rest is the "
+        "allocator's and CUDA's own; never measured by this command"
+    )
+    rows = [
+        (
+            words(one.keys) or "defaults", *(f"{size / GIB:.2f}" for size in one.parts.values()), f"{one.peak / GIB:.1f}",
+            f"{one.tokens:,}" if one.fits else "-", "" if one.fits else "does not fit",
+        )
+        for one in found.settings
+    ]  # fmt: skip
+    names = [name.replace("adapters and optimizer", "adapters") for name in found.settings[0].parts]
+    console.print()
+    print_table(console, ("settings", *names, "peak GiB", "most tokens", ""), rows)
+    console.print()
+    for key, one in found.taken.items():
+        if one is None:
+            say(f"fit: {key} has nothing that fits; take a smaller model, shorter samples, or several cards (parallel)")
+        else:
+            say(
+                f"fit: {key} takes {words(one.keys) or 'the defaults'}: {one.peak / GIB:.1f} GiB for one sample at a time"
+            )
+    if json_file is not None:
+        try:
+            write_json(json_file, found.to_json())
+        except OSError as error:
+            raise InputError(f"cannot write {json_file}: {error}") from None
+        say(f"wrote {json_file}")

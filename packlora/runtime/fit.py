@@ -1,0 +1,156 @@
+"""Settings with which a run fits into the free memory of one GPU: `fit` of the run file.
+
+The choice is by the estimate (estimate.py), before the model is loaded: smaller microbatches first, then gradient
+checkpointing, then its offload, then, for `fit: auto`, a base of int8 or nf4. It never touches a key that is written. The
+trainer owns what happens where memory runs out in training all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+from packlora.config import Run
+from packlora.engine.memory import memory_room
+from packlora.errors import InputError
+from packlora.form import is_stored
+from packlora.given import given
+from packlora.runtime.estimate import memory_parts
+from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.profiler import BUDGETS
+from packlora.runtime.profiles import ROOM_SHARE
+
+CHECKPOINTING: tuple[bool | Literal["offload"], ...] = (False, True, "offload")
+"""Values of gradient_checkpointing, each with less memory than the one before."""
+QUANTIZATION = (None, "int8", "nf4")
+GIB = 2**30
+MICROBATCH = "max_tokens_per_microbatch"
+
+
+def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], PreparedRun]) -> PreparedRun:
+    """The run with the first settings that fit, in the order of what they cost; with the last ones where none does. What was
+    chosen, and what is predicted, is in its `fit` and in a warning.
+
+    Args:
+        again: prepares the run once more, with a quantised base.
+    """
+    room, run = memory_room(device), prepared.run
+    known: dict[str | None, PreparedRun] = {None: prepared}
+    first: tuple[dict[str, Any], int] | None = None
+    for own in _settings(prepared):
+        method = own.get("quantization")
+        if method not in known:
+            try:
+                known[method] = again(run.with_chosen({"quantization": quantization(method)}))
+            except InputError:  # not on this device, or not beside something else of the run
+                continue
+        changed = run.model_copy(update={"gradient_checkpointing": own["gradient_checkpointing"]})
+        taken, size = own, predicted(changed, known[method], own[MICROBATCH])
+        first = first or (own, size)
+        if size <= ROOM_SHARE * room:
+            break
+    assert first is not None
+    chosen = {key: value for key, value in taken.items() if value != first[0][key]}
+    out = known[taken.get("quantization")]
+    if "gradient_checkpointing" in chosen:
+        out.run = out.run.with_chosen({"gradient_checkpointing": chosen["gradient_checkpointing"]})
+    out.budget = chosen.get(MICROBATCH, out.budget)
+    if chosen:
+        out.warnings.append(_why(chosen, first, size, room))
+    elif size > ROOM_SHARE * room:
+        out.warnings.append(f"fit: {_of(size, room)} are predicted, which may be too much; nothing is left to choose")
+    out.fit = {**chosen, "predicted_bytes": size}
+    return out
+
+
+def _settings(prepared: PreparedRun) -> Iterator[dict[str, Any]]:
+    """Settings that may be taken: first those of the run file and the defaults, then what costs more and needs less."""
+    run, budget, longest = prepared.run, prepared.budget, prepared.longest
+    budgets, checkpointing, methods = [budget], [run.gradient_checkpointing], list[str | None]([None])
+    if run.leaves(MICROBATCH):
+        budgets = sorted({budget, longest, *(own for own in BUDGETS if longest < own < budget)}, reverse=True)
+    elif run.max_tokens_per_microbatch == "auto":
+        budgets = [longest]  # larger ones are measured
+    if run.leaves("gradient_checkpointing") and can_checkpoint(prepared):
+        checkpointing = list(CHECKPOINTING)
+    if run.fit == "auto" and run.leaves("quantization") and _can_quantise(prepared):
+        methods = list(QUANTIZATION)
+    for method, how, tokens in product(methods, checkpointing, budgets):
+        own: dict[str, Any] = {MICROBATCH: tokens, "gradient_checkpointing": how}
+        yield own if run.fit != "auto" else {**own, "quantization": method}
+
+
+def can_checkpoint(prepared: PreparedRun) -> bool:
+    """Whether the layers of the base model can be computed again in the backward."""
+    return prepared.encoder is None or bool(prepared.encoder.skeleton.supports_gradient_checkpointing)
+
+
+def _can_quantise(prepared: PreparedRun) -> bool:
+    """Whether the base is saved as floats, and nothing that is written speaks against codes."""
+    if prepared.encoder is None or given().model is not None or is_stored(prepared.encoder.skeleton.config):
+        return False
+    try:
+        prepared.run.check_quantized("fit: auto", made=True)
+    except ValueError:
+        return False
+    return True
+
+
+def quantization(method: str | None) -> Any:
+    """Value of the key for a method."""
+    from packlora.config import QuantizationConfig
+
+    return None if method is None else QuantizationConfig(method=method)  # type: ignore[arg-type]
+
+
+def predicted(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | None = None) -> int:
+    """Bytes at the peak of a microbatch of so many tokens, or of all tokens of the run where these are fewer."""
+    whole = sum(int(job.data.planned.lengths.sum()) for job in prepared.jobs)
+    return sum(memory_parts(run, prepared, min(tokens, whole), kernels).values())
+
+
+def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any) -> str:
+    """Words for an error: what to do where a microbatch of so many tokens ran out of memory and no key may be changed.
+
+    Args:
+        now: value of gradient_checkpointing by now.
+    """
+    room, run, longest = memory_room(device), prepared.run, prepared.longest
+    remedies = ["lower max_tokens_per_microbatch"] * (longest < tokens)
+    remedies += ["set gradient_checkpointing: true"] * (now is False and can_checkpoint(prepared))
+    remedies += ["set gradient_checkpointing: offload"] * (now is True and device.type == "cuda")
+    budgets = [tokens, longest] if longest < tokens else [tokens]
+    for how, budget in product(CHECKPOINTING[CHECKPOINTING.index(now) :], budgets):
+        if (how, budget) == (now, tokens) or (how == "offload" and device.type != "cuda"):
+            continue
+        size = predicted(run.model_copy(update={"gradient_checkpointing": how}), prepared, budget)
+        if size <= ROOM_SHARE * room:
+            own = words({MICROBATCH: budget, "gradient_checkpointing": how})
+            fits = f"Predicted to fit, {_of(size, room)}: {own}; fit: memory takes it where that is left out"
+            return f"{' or '.join(remedies)}. {fits}"
+    quantise = ["set quantization: nf4"] if prepared.form is None else ["take a smaller base model"]
+    return " or ".join([*remedies, *quantise, "shorten the samples (data.max_length)"])
+
+
+# --- words -----------------------------------------------------------------------------------------------------------------
+
+
+def words(own: Mapping[str, Any]) -> str:
+    """Settings as they stand in a run file."""
+    shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in own.items()}
+    return ", ".join(f"{key}: {value}" for key, value in shown.items())
+
+
+def _of(size: int, room: int) -> str:
+    return f"{size / GIB:.1f} of {ROOM_SHARE * room / GIB:.1f} GiB"
+
+
+def _why(chosen: Mapping[str, Any], first: tuple[Mapping[str, Any], int], size: int, room: int) -> str:
+    cost = "no number changes" if "quantization" not in chosen else "the base is rounded, so numbers change"
+    text = f"fit: {words(chosen)}, since {_of(first[1], room)} would be needed with {words(first[0])}; "
+    if size > ROOM_SHARE * room:
+        return text + f"{_of(size, room)} are predicted, which may be too much"
+    return text + f"{_of(size, room)} are predicted, {cost}"
