@@ -94,14 +94,24 @@ class JobSet:
 def job_set(run: Any, saved: Any) -> JobSet:
     """Jobs of a run, by its file and by what run.json says of a run that is continued, or None. Raises InputError."""
     if not run.compares and (saved is None or _is_as_begun(run, saved)):
-        return JobSet(run)
+        return JobSet(run if saved is None else whole_run(run, saved))
     found: JobSet = plugin("job_set").ChangedJobSet(run, saved)
     return found
 
 
 def whole_run(run: Any, saved: Any) -> Any:
-    """A run file that continues a run, with the jobs that have joined since it began."""
-    return run if _is_as_begun(run, saved) else plugin("changes").whole_run(run, saved)
+    """A run file that continues a run, with the jobs that have joined since it began. Jobs to which the file gives no learning
+    rate keep the one that run.json records: their trainer's default was another one in earlier versions."""
+    found = run if _is_as_begun(run, saved) else plugin("changes").whole_run(run, saved)
+    begun_with = {job.name: job.train.learning_rate for job in saved.config.jobs}
+    kept = [_at_rate(job, begun_with.get(job.name, job.train.learning_rate)) for job in found.jobs]
+    return found.model_copy(update={"jobs": kept})
+
+
+def _at_rate(job: Any, rate: float) -> Any:
+    if "learning_rate" in job.train.model_fields_set or job.train.learning_rate == rate:
+        return job
+    return job.model_copy(update={"train": job.train.model_copy(update={"learning_rate": rate})})
 
 
 def new_jobs(run: Any, saved: Any) -> list[str]:

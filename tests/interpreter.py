@@ -5,6 +5,7 @@ nothing is remembered."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ def make_fast() -> None:
         return original(function)
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, patched
-    if not SOAK:
+    if not SOAK and "scope" in inspect.signature(interpreter._patch_attr).parameters:  # from Triton 3.6 on
         builder = interpreter.interpreter_builder
         builder.options = replace(builder.options, sanitize_overflow=False)
         _remember_types()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from packlora.base.demo_model import DEMO_MODEL, check_place
 from packlora.config import DataConfig, TrainConfig
+from packlora.config.train import LEARNING_RATES, Trainer
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
@@ -37,7 +38,7 @@ jobs:                       # all of them are trained at once, on one base model
     train:{trainer}
       global_batch_size: {batch}
       num_train_epochs: 3
-      learning_rate: {rate}
+      learning_rate: {rate}         # docs/settings.md
       lr_scheduler_type: cosine
       warmup_ratio: 0.03
       # eval_steps: 50              # with eval_split
@@ -85,7 +86,7 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
         truncate=DROPS if max(map(characters, rows)) > CHARACTERS * LENGTH else SAYS_TRUNCATE,
         length=LENGTH,
         batch=min(len(rows), TrainConfig.model_fields["global_batch_size"].default),
-        rate="2e-4" if trainer == "sft" else "1e-5",
+        rate=f"{LEARNING_RATES[trainer]:.0e}".replace("e-0", "e-"),
         trainer=f"\n      trainer: {trainer}              # docs/preference.md" * (trainer != "sft"),
     )  # fmt: skip
     try:
@@ -100,7 +101,15 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
 def _check_rows(rows: Sequence[Row], base_model: str) -> None:
     """Raises InputError where no one job takes all rows, or the base model cannot see what they hold."""
     wanted = trainer_of(rows[0])
+    if wanted == "kto" and len(rows) == 1:
+        raise InputError(
+            f"{rows[0].where}: {kind_of(rows[0])}; kto compares samples with one another and takes at least 2"
+        )
     for row in rows:
+        if row.completion == "":
+            raise InputError(
+                f"{row.where}: the completion is empty, so there is nothing to learn from; leave the row out"
+            )
         if (found := trainer_of(row)) != wanted:
             raise InputError(
                 f"{row.where}: {kind_of(row)}, for trainer {found}, but {rows[0].where}: {kind_of(rows[0])}, for {wanted}; "
@@ -121,7 +130,7 @@ def characters(row: Row) -> int:
     return sum(len(text) for text in texts if text) + sum(len(str(one.get("content"))) for one in row.messages or ())
 
 
-def trainer_of(row: Row) -> str:
+def trainer_of(row: Row) -> Trainer:
     """Trainer that takes rows like this one."""
     if row.pair is not None:
         return "dpo"

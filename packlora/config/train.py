@@ -58,6 +58,9 @@ OF_A_BATCH = {
 """Loss types of TRL that this version does not support, and the reasons."""
 TRAINER_OF_LOSS: tuple[Trainer, ...] = get_args(Trainer)
 """Values of loss_type that name a trainer, with its first loss; they set `trainer` where that is not written."""
+LEARNING_RATES: dict[Trainer, float] = {"sft": 2e-4, "dpo": 5e-6, "kto": 5e-6, "orpo": 5e-6}
+"""Learning rate of a job that gives none, by trainer; docs/settings.md has the reasons."""
+BY_TRAINER: Any = None
 BASE = "base"
 """Value of `reference` that means the base model without an adapter."""
 TRAINER_KEYS: dict[str, tuple[str, ...]] = {
@@ -72,7 +75,9 @@ HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
 
 
 def with_trainer(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Keys of training with the trainer that a loss is named after. Raises ValueError where another trainer is written."""
+    """Keys of training with the trainer that a loss is named after, and without a learning rate that is null. Raises ValueError
+    where another trainer is written."""
+    keys = {key: value for key, value in keys.items() if key != "learning_rate" or value is not None}
     loss = keys.get("loss_type")
     if isinstance(loss, str) and loss in LOSS_TYPES["grpo"] and keys.get("trainer", "grpo") == "grpo":
         return {**keys, "trainer": "grpo"}
@@ -86,6 +91,12 @@ def with_trainer(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**keys, "trainer": loss, "loss_type": None}
 
 
+def _or_null(schema: dict[str, Any]) -> None:
+    """Let a key be null in the JSON schema too."""
+    number = {key: schema.pop(key) for key in ("type", "exclusiveMinimum", "maximum")}
+    schema["anyOf"] = [number, {"type": "null"}]
+
+
 class TrainConfig(Strict):
     """Optimization of one job; the meaning of every key is that of transformers' TrainingArguments."""
 
@@ -97,8 +108,8 @@ class TrainConfig(Strict):
     """Optimizer steps; -1 lets num_train_epochs decide, a positive number overrides it."""
     optim: Optim = "adamw_torch"
     """The optimizer. Those with 8bit, paged or lion in their names are bitsandbytes'."""
-    learning_rate: float = Field(2e-4, gt=0, le=1e30)
-    """The largest one of the schedule."""
+    learning_rate: float = Field(BY_TRAINER, gt=0, le=1e30, json_schema_extra=_or_null)
+    """The largest one of the schedule; null: by the trainer, 2e-4 for sft and 5e-6 for dpo, kto and orpo."""
     lr_scheduler_type: Scheduler = "constant"
     """Schedule of the learning rate, by transformers' name."""
     lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -186,6 +197,12 @@ class TrainConfig(Strict):
     @classmethod
     def _trainer_of_the_loss(cls, value: Any) -> Any:
         return with_trainer(value) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="after")
+    def _rate_of_the_trainer(self) -> TrainConfig:
+        if "learning_rate" not in self.model_fields_set:  # an assignment would count as given by the run file
+            self.__dict__["learning_rate"] = LEARNING_RATES[self.trainer]
+        return self
 
     @field_validator("objective")
     @classmethod

@@ -150,7 +150,8 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
     changed += [] if "seed" in changed else _other_seeds(saved, run)
     if changed:
         raise InputError(
-            f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
+            f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed; "
+            "put that back, or start a new run in another output_dir"
         )
     if missing := sorted(trained - saved.jobs.keys() - set(new)):
         raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
@@ -390,7 +391,8 @@ def same_data(saved: SavedRun, record: dict[str, Any]) -> None:
         if before.data_hash != now["data_hash"]:
             raise InputError(
                 f"job {name!r}: its data has changed since the run began ({before.samples} training and "
-                f"{before.eval_samples} held-out samples then, {now['samples']} and {now['eval_samples']} now)"
+                f"{before.eval_samples} held-out samples then, {now['samples']} and {now['eval_samples']} now); put the "
+                "data back, or start a new run in another output_dir"
             )
 
 

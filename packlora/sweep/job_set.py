@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packlora.changes import JobSet, new_jobs
+from packlora.changes import JobSet, new_jobs, whole_run
 from packlora.config import Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
@@ -16,7 +16,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.resume import SavedRun
 from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.sweep.candidates import Sweep, begun
-from packlora.sweep.changes import Change, joined_rounds, leaves, place, whole_run
+from packlora.sweep.changes import Change, joined_rounds, leaves, place
 from packlora.sweep.open_members import OpenMembers
 
 CLOSED = (

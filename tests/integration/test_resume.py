@@ -843,3 +843,22 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run_and_is_tried_again_and_
     assert [text for text in told if "removed" in text] == [
         f"job 'a': {out / 'a' / name} cannot be removed; the run does not need it any more" for name in left
     ]
+
+
+def test_a_run_of_an_earlier_default_learning_rate_goes_on_with_what_it_recorded(begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    record = tmp_path / "out" / "run.json"
+    for job in tree["jobs"]:  # as where the default was 3e-3 when the run began
+        del job["train"]["learning_rate"]
+    assert Run.model_validate(tree).jobs[0].train.learning_rate == 2e-4
+    train(tree, resume=True)
+    assert [job["train"]["learning_rate"] for job in json.loads(record.read_text())["config"]["jobs"]] == [3e-3] * 2
+    assert {line["lr"] for line in lines(tmp_path / "out" / "metrics.jsonl")} == {3e-3}
+
+
+def test_a_learning_rate_that_the_run_file_gives_is_never_replaced_by_the_recorded_one(
+    begun: Copy, tmp_path: Path
+) -> None:
+    tree = begun(tmp_path)
+    tree["jobs"][1]["train"]["learning_rate"] = 2e-4
+    assert "job 'b' train.learning_rate changed" in refusal(tree)

@@ -454,6 +454,14 @@ def test_random_candidates_that_are_drawn_twice_are_told(tree: Tree) -> None:
     assert note == "sweep: 3 of 5 random candidates have the values of an earlier one, so they are the same job again"
 
 
+def test_candidates_of_two_trainers_have_each_its_usual_learning_rate_where_the_file_gives_none(tree: Tree) -> None:
+    run = tree(parameters={"train.trainer": ["sft", "dpo"]})
+    for one in run["jobs"]:
+        one.get("train", {}).pop("learning_rate", None)
+    joined = [change.join for change in Sweep(Run.model_validate(run)).begin()]
+    assert [job.train.learning_rate for job in joined if job is not None] == [2e-4, 5e-6]
+
+
 def test_random_draws_are_in_their_ranges_and_the_same_every_time(tree: Tree) -> None:
     ranges = {
         "train.learning_rate": {"min": 1e-5, "max": 1e-3, "log": True}, "adapter.r": {"min": 2, "max": 9},

@@ -348,6 +348,28 @@ def test_a_number_in_scientific_notation_needs_no_point(tmp_path: Path, text: st
     assert load(tmp_path, TEXT + f"    train: {{learning_rate: {text}}}\n").jobs[0].train.learning_rate == number
 
 
+@pytest.mark.parametrize(
+    ("train", "rate"),
+    [
+        ("{}", 2e-4), ("{trainer: dpo}", 5e-6), ("{loss_type: kto}", 5e-6), ("{trainer: dpo, loss_type: [sigmoid, sft]}", 5e-6),
+        ("{loss_type: orpo, learning_rate: null}", 5e-6), ("{trainer: dpo, learning_rate: 2e-4}", 2e-4),
+    ],
+)  # fmt: skip
+def test_the_usual_learning_rate_is_the_trainer_s_and_one_that_is_given_wins(
+    tmp_path: Path, train: str, rate: float
+) -> None:
+    (job,) = load(tmp_path, TEXT + f"    train: {train}\n").jobs
+    assert job.train.learning_rate == rate == job.model_dump(mode="json")["train"]["learning_rate"]
+    job.train.warmup_ratio = 0.0  # an assignment checks all keys again
+    assert job.train.learning_rate == rate
+
+
+def test_the_end_of_a_schedule_is_compared_with_the_trainer_s_learning_rate(tmp_path: Path) -> None:
+    low = "lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1e-5}"
+    assert load(tmp_path, TEXT + f"    train: {{{low}}}\n").jobs[0].train.learning_rate == 2e-4
+    assert "over the learning rate, 5e-06" in load_refusal(tmp_path, TEXT + f"    train: {{trainer: dpo, {low}}}\n")
+
+
 def test_a_quoted_number_stays_a_text(tmp_path: Path) -> None:
     assert "found '2e-4'" in load_refusal(tmp_path, TEXT + "    train: {learning_rate: '2e-4'}\n")
 

@@ -133,3 +133,17 @@ def test_every_test_that_the_promises_name_is_there() -> None:
         for named, test in found:
             file = named or file
             assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.M), (file, test)
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    """Every three words in a row, but where … stands for what differs; rows of other programs begin with their name."""
+    literals = re.compile(r"""["']\s*\n\s*f?["']""")
+    source = " ".join(literals.sub("", file.read_text()) for file in sorted((ROOT / "packlora").rglob("*.py")))
+    rows = [row for row in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines() if row.startswith("| `")]
+    messages = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    for message in messages:
+        for part in re.split(r"…|'[^']*'|\b[\d.]+\b", message):
+            words = part.split()
+            for three in zip(words, words[1:], words[2:], strict=False):
+                assert " ".join(three) in source, (message, three)
+    assert len(messages) > 40

@@ -19,6 +19,7 @@ import packlora
 from packlora.cli import app
 from packlora.commands.init import write_run_file
 from packlora.commands.schema import run_file_schema
+from packlora.config.train import LEARNING_RATES
 from packlora.errors import InputError
 from packlora.run_file import _parse_yaml, expanded, load_run, parse_run
 
@@ -79,13 +80,18 @@ def test_init_names_the_trainer_that_takes_the_rows(
 ) -> None:
     (tmp_path / "d.jsonl").write_text(2 * (json.dumps(row) + "\n"))
     assert said in write_run_file(tmp_path / "d.jsonl", tmp_path / "run.yaml")
-    assert load_run(tmp_path / "run.yaml").jobs[0].train.trainer == trainer
+    train = load_run(tmp_path / "run.yaml").jobs[0].train
+    assert (train.trainer, train.learning_rate) == (trainer, LEARNING_RATES[train.trainer])
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("", "has no rows"), ('{"a": 1}\n', "line 1: found a"), (None, "does not exist"), ("{", "not valid JSON")],
-)
+    [
+        ("", "has no rows"), ('{"a": 1}\n', "line 1: found a"), (None, "does not exist"), ("{", "not valid JSON"),
+        ('{"prompt": "a", "completion": ""}\n', "line 1: the completion is empty"),
+        ('{"prompt": "a", "completion": "b", "label": true}\n', "kto compares .* takes at least 2"),
+    ],
+)  # fmt: skip
 def test_init_refuses_what_is_no_data_and_writes_nothing(content: str | None, said: str, tmp_path: Path) -> None:
     data, out = tmp_path / "d.jsonl", tmp_path / "run.yaml"
     if content is not None:
