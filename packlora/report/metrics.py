@@ -206,11 +206,11 @@ def metric_lines(
 
 
 def told_in(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of a job's objective and terms in a step's line of a log history."""
+    """Metrics of a job's objective, terms and loss scale in a step's line of a log history."""
     return {
         key: value
         for key, value in line.items()
-        if key.startswith(("rewards/", "logps/", "objective/")) or key in ("kl", "aux_loss")
+        if key.startswith(("rewards/", "logps/", "objective/")) or key in ("kl", "aux_loss", "loss_scale", "overflow")
     }
 
 

@@ -488,6 +488,8 @@ def _take_state(job: Job, state: dict[str, Any]) -> None:
     job.step, job.status, job.failure = state["global_step"], state["status"], state["failure"]
     job.tokens_seen, job.log_history = state["num_input_tokens_seen"], state["log_history"]
     job.state.untrained = set(state["untrained"])
+    if job.scale is not None and "loss_scale" in state:
+        job.scale.load(state["loss_scale"])
     if state.get("stopped") is not None:
         job.stop(state["stopped"])
 

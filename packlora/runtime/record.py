@@ -293,6 +293,7 @@ def _told(history: Sequence[Mapping[str, Any]], step: int, best: int | None) -> 
         "eval_after": known[after] if after else None,
         "metrics": _metrics(history, after),
         "idle_since": idle_since([line for line in history if line["step"] <= step]),
+        "overflows": sum(line.get("overflow", 0) for line in history if line["step"] <= step),
     }
 
 
