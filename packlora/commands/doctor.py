@@ -122,7 +122,7 @@ def _problems() -> list[str]:
 
 def _cpu_bfloat16() -> str:
     try:
-        flags = Path("/proc/cpuinfo").read_text()
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return "support unknown"
     return "in hardware" if "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags else "emulated (slow)"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import stat
 from collections.abc import Callable, Mapping
@@ -438,7 +439,7 @@ def go_back(folder: Path, step: int) -> list[str]:
             aside = folder / f"{DISCARDED}{path.name}"
             if aside.exists():
                 remove_folder(aside)
-            path.rename(aside)
+            os.replace(path, aside)
             put.append(aside.name)
     return put
 

@@ -348,7 +348,7 @@ def source_commit() -> str | None:
 def processor_name() -> str:
     """The CPU's model, as the system names it."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
