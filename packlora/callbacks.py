@@ -8,14 +8,13 @@ Works with any Trainer (TRL's too), accelerated model or not, so that the two ca
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from packlora.portable import peak_resident
 from packlora.report import events
 
 
@@ -86,5 +85,4 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
 def _peak_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_resident()

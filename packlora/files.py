@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import hashlib
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packlora.errors import InputError
+from packlora.portable import fcntl, flags, held, open_folder, replace, sync
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)  # the system gives no file for a full disk
         raise
-    os.replace(temporary, path)
+    replace(temporary, path)
     sync(path.parent)
 
 
@@ -80,11 +80,11 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     sync(temporary)
     if path.exists():  # a folder cannot be renamed onto a filled one
         shutil.rmtree(old, ignore_errors=True)
-        os.replace(path, old)
-        os.replace(temporary, path)
+        replace(path, old)
+        replace(temporary, path)
         shutil.rmtree(old, ignore_errors=True)
     else:
-        os.replace(temporary, path)
+        replace(temporary, path)
     sync(path.parent)
 
 
@@ -105,7 +105,7 @@ def remove_folder(path: Path) -> None:
     """Delete a folder; a crash in the middle leaves it whole or under a temporary name."""
     old = path.with_name(REMOVED + path.name)
     shutil.rmtree(old, ignore_errors=True)
-    os.replace(path, old)
+    replace(path, old)
     sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -119,7 +119,7 @@ def put_back(folder: Path) -> None:
 def _put_back(old: Path) -> None:
     path = old.with_name(old.name.removeprefix(REPLACED))
     if os.path.lexists(old) and not os.path.lexists(path):
-        os.replace(old, path)
+        replace(old, path)
         sync(path.parent)
 
 
@@ -184,13 +184,20 @@ def lock_folder(folder: Path) -> Iterator[None]:
         InputError: another process has it, or its lock is not a file of its own.
     """
     path, in_use = folder / LOCK, InputError(f"{folder} is in use by another run of packlora")
+    if fcntl is None:
+        with held(path) as ours:
+            if not ours:
+                raise in_use
+            yield
+        return
     try:  # a link is not followed: what it leads to is not ours
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        handle = os.open(path, flags("O_RDWR", "O_CREAT", "O_NOFOLLOW", "O_NONBLOCK"), 0o666)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
         raise InputError(f"cannot lock {folder}: {path} is not a plain file ({error.strerror}); remove it") from None
-    itself = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    itself = open_folder(folder)
+    assert itself is not None  # where there is fcntl
     try:
         try:  # the folder too: another program may remove the file as a leftover
             fcntl.flock(itself, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,8 +226,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds a lock on a file or a folder, as lock_folder has it."""
+    if fcntl is None:
+        with held(path) if path.is_file() else contextlib.nullcontext(True) as free:
+            return not free
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, flags("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK"))
     except OSError:
         return False
     try:
@@ -242,16 +252,22 @@ class KeptFolder:
     """A folder that must stay where it is while it is written to."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.path, self._found = path, path.stat()
+        self._handle = open_folder(path)
+        """While it is open, nothing else gets the folder's number."""
 
     def check(self) -> None:
         """Raises FolderGoneError."""
-        if not _same(self._handle, self.path.stat):
+        try:
+            is_there = os.path.samestat(self._found, self.path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        if not is_there:
             raise FolderGoneError(f"{self.path} was deleted, moved or replaced while the run was writing to it")
 
     def __del__(self) -> None:
-        os.close(self._handle)
+        if self._handle is not None:
+            os.close(self._handle)
 
 
 def _same(handle: int, at_path: Callable[[], os.stat_result]) -> bool:
@@ -275,15 +291,6 @@ def remove_leftovers(folder: Path, of: str = "") -> None:
 def leftovers(folder: Path, of: str = "") -> list[Path]:
     """Files that a crash or an error left directly in `folder` and whose names contain `of`."""
     return [path for path in folder.glob(f"{TEMPORARY}*") if of in path.name]
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def from_everywhere(base_model: str) -> str:

@@ -37,6 +37,8 @@ class JobResult:
     rewards/accuracies and others of the last step. None for a value that was not finite."""
     idle_since: int | None = None
     """The step from which on its gradient was exactly 0, to its last one: it learnt nothing any more."""
+    overflows: int = 0
+    """Steps in float16 that were skipped, since a gradient overflowed at the loss scale of then. `step` counts them."""
     base: Any = field(default=None, repr=False, compare=False)
     """The loaded model that it was trained on; None where the adapter names its base model."""
 

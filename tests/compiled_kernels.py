@@ -1,6 +1,8 @@
 """Compiles, without a GPU, the kernels that real calls launch, and prints as JSON what became of them.
 
-    python tests/compiled_kernels.py [capability [one of MORE]]
+    python tests/compiled_kernels.py [target [one of MORE]]
+
+A target is a compute capability without its point, or an architecture of AMD; both without what packlora leaves to torch there.
 
 The operators run on CPU tensors with a launch that compiles in place of launching, specialised as Triton would for
 these arguments; results mean nothing. Must be a process of its own: the tests' one has Triton's interpreter.
@@ -78,10 +80,16 @@ MORE: dict[str, dict[str, Any]] = {
 """Compiled by tests of their own, with the usual plan."""
 TRACED = ("direct_kernel",)
 """Kernels that Inductor launches too, which passes a float in 64 bits where Triton passes 32."""
+WAVES = {"gfx942": 64, "gfx1100": 32}
+"""Threads of a warp by architecture of AMD."""
 Row = dict[str, Any]
 
 
-def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capability: int) -> Row:
+def target_of(name: str) -> GPUTarget:
+    return GPUTarget("hip", name, WAVES[name]) if name in WAVES else GPUTarget("cuda", int(name), 32)
+
+
+def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], target: GPUTarget) -> Row:
     """Registers are the assembler's; loads and stores of one element of 16 bits are PTX's."""
     num_warps, num_stages = constants.pop("num_warps"), constants.pop("num_stages")
     names, fixed = kernel.arg_names, set(kernel.do_not_specialize or ())
@@ -103,7 +111,15 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capa
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, types, constexprs=values, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = triton.compile(source, target=target, options=options)
+    own = {
+        "kernel": kernel.__name__, "constants": {key: str(value) for key, value in constants.items()},
+        "shared": made.metadata.shared,
+    }  # fmt: skip
+    if target.backend == "hip":
+        text = made.asm["amdgcn"]
+        products = len(re.findall("v_(?:mfma|wmma)_", text))
+        return own | {"products": products, "threads": num_warps * target.warp_size}
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -112,23 +128,26 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capa
             [folder / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         )
     (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage.stdout)
-    return {
-        "kernel": kernel.__name__, "constants": {key: str(value) for key, value in constants.items()},
-        "registers": int(registers), "stack": int(stack), "shared": made.metadata.shared,
+    return own | {
+        "registers": int(registers), "stack": int(stack),
         "single": len(re.findall(r"(?:ld|st)\.global\.(?:b|u)16", made.asm["ptx"])),
     }  # fmt: skip
 
 
-def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
+def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
     """What the kinds launch; of the usual ones also what norms (DoRA's and the model's), the loss and dropout launch."""
     rows: dict[Any, Row] = {}
+    target = target_of(name)
+    capability = 80 if target.backend == "hip" else int(target.arch)
+    half = torch.bfloat16 if capability >= 80 else torch.float16
+    everything = kinds is USUAL and capability >= 80
     case = ""
 
     def take(kernel: Any, grid: Any, args: Any, launches: Any = None, key: Any = None, **constants: Any) -> None:
         kinds = [(t.dtype if isinstance(t, torch.Tensor) else type(t)) for t in args]
         known = (kernel.__name__, *constants.values(), *map(str, kinds))
         if known not in rows and 0 not in grid:
-            rows[known] = {"case": case, **compiled(kernel, args, dict(constants), capability)}
+            rows[known] = {"case": case, **compiled(kernel, args, dict(constants), target)}
 
     patches = [
         mock.patch.object(launcher, "launch", take), mock.patch.object(row_norm_path, "launch", take),
@@ -141,7 +160,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
     ]  # fmt: skip
     for patch in patches:
         patch.start()
-    for kind, settings in kinds.items():
+    for kind, settings in kinds.items() if capability >= 80 else ():
         for dtype in (torch.bfloat16, torch.float32):
             if dtype == torch.float32 and len(settings["ranks"]) > 1:
                 continue
@@ -160,7 +179,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
                 with mock.patch.object(block_sizes, "processors", return_value=slots):
                     outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
-    for rank in NORMS if kinds is USUAL else ():
+    for rank in NORMS if everything and target.backend == "cuda" else ():
         for dtypes in itertools.product((torch.bfloat16, torch.float32), repeat=2):
             mixed = dtypes[0] != dtypes[1]
             if (
@@ -177,14 +196,14 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
             stale = batch.stale(torch.zeros(1, 5, dtype=torch.int64))
             batch.run(stale, torch.zeros(512))
             row_norm_path.direct(problem)
-    for D in HEADS if kinds is USUAL else ():
+    for D in HEADS if everything else ():
         case = f"attention, {D} features of a head"
         q, k = (torch.zeros(256, heads, D, dtype=torch.bfloat16).transpose(0, 1) for heads in (4, 2))
         blocks = torch.zeros(2, 3, 4, dtype=torch.int32)
         for window, cap in ((None, None), (100, 30.0)) if SOAK else ((100, 30.0),):
             y, sums = attention_path.forward(q, k, k, blocks, 0.1, window, cap)
             attention_path.backward(q, k, k, y, sums, blocks, y, 0.1, window, cap)
-    for rank in () if kinds is not USUAL else (16, 128) if SOAK else (128,):
+    for rank in () if not everything else (16, 128) if SOAK else (128,):
         case = f"experts, rank {rank}"
         routing = Routing.of(torch.zeros(256, 2, dtype=torch.int64), 4)
         x, w = torch.zeros(256, 1024, dtype=torch.bfloat16), torch.zeros(4, rank, 1024, dtype=torch.bfloat16)
@@ -195,7 +214,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         experts_low_rank.add_(x.repeat(2, 1), s, w, routing)
         z, more = torch.zeros(512, 1024, dtype=torch.bfloat16), torch.zeros(4, 1024)
         experts_low_rank.add_scaled_(x.repeat(2, 1), x.repeat(2, 1), s, w, more, routing, z)
-    for turn, dtype in enumerate((torch.bfloat16, torch.float32) if kinds is USUAL else ()):
+    for turn, dtype in enumerate((half, torch.float32) if kinds is USUAL else ()):
         case = f"loss and dropout, {dtype}"
         logits, labels = torch.zeros(64, 5008, dtype=dtype), torch.zeros(64, dtype=torch.int64)
         for gradient in (False, True):
@@ -203,7 +222,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         cross_entropy_path.part_sums(logits, labels)
         cross_entropy_path.part_gradient(logits, labels, torch.ones(64), torch.ones(64), labels == 0)
         odd = logits[:, :5001]  # with room for an aligned number of words
-        if SOAK or dtype == torch.bfloat16:
+        if SOAK or dtype == half:
             cross_entropy_path.softmax_gradient(odd, labels, torch.ones(64), gradient)
         if SOAK:
             cross_entropy_path.part_sums(odd, labels)
@@ -223,4 +242,4 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
 
 if __name__ == "__main__":
     chosen = {name: MORE[name] for name in sys.argv[2:]} or USUAL
-    print(json.dumps(captured(int(sys.argv[1]) if len(sys.argv) > 1 else 90, chosen)))
+    print(json.dumps(captured(sys.argv[1] if len(sys.argv) > 1 else "90", chosen)))

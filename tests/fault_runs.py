@@ -83,7 +83,7 @@ def serve(pipe: Connection) -> None:
     """Answer requests until the process is killed."""
     import torch
 
-    import packlora.report.summary
+    import packlora.report.summary  # noqa: F401
     import packlora.runtime.run  # noqa: F401
 
     if not SOAK:

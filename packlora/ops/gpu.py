@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 from typing import Any
 
 import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _NOTHING = contextlib.nullcontext()
+SWITCH = "PACKLORA_KERNELS"
+ASKED = os.environ.get(SWITCH, "auto")
+"""auto: the kernels run on the GPUs that they are for. on: also on AMD GPUs that they were never compiled for. off: nowhere."""
 OLDEST = (8, 0)
 """Compute capability from which on the kernels run."""
+OLDEST_WITHOUT_PRODUCTS = (7, 5)
+"""The same of kernels without products. Before 8.0 Triton 3.7 multiplies without tensor cores, so torch's products are faster;
+attention of heads 128 wide would also take 80 KiB of shared memory where there are 64."""
+AMD = ("gfx942", "gfx1100")
+"""Architectures of AMD for which the kernels were compiled; they were never run there. DoRA's norms are torch's."""
 
 
 def is_elsewhere(device: torch.device) -> bool:
@@ -29,8 +38,10 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability, as (9, 0) for Hopper."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    """Compute capability, as (9, 0) for Hopper; AMD's numbers mean other things, and (8, 0) promises the least."""
+    if device.type != "cuda":
+        return 9, 0
+    return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 @functools.cache
@@ -43,17 +54,41 @@ def why_no_kernels(device: torch.device) -> str | None:
     """Reason why the Triton kernels are not used on a device; None where they are."""
     if device.type != "cuda":
         return f"{device.type} has no Triton kernels"
-    if torch.version.hip is not None:
-        return "the kernels have not been tried on AMD GPUs"
+    if (reason := _switched_off(device)) is not None:
+        return reason
     if (found := capability(device)) < OLDEST:
         return f"the kernels need compute capability 8.0 or newer, this GPU has {found[0]}.{found[1]}"
     return None if HAS_TRITON else "the triton package is not installed"
 
 
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """Name of an AMD GPU's architecture, as gfx942."""
+    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+
+
+def _switched_off(device: torch.device) -> str | None:
+    if ASKED == "off":
+        return f"{SWITCH}=off switches the kernels off"
+    if ASKED not in ("auto", "on"):
+        return f"{SWITCH} is {ASKED!r}, which is none of auto, on, off"
+    if torch.version.hip is not None and ASKED == "auto" and architecture(device) not in AMD:
+        return f"the kernels were compiled for {' and '.join(AMD)} of AMD's; {SWITCH}=on tries them on {architecture(device)}"
+    return None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether kernels without matrix products run on a device: of the loss, norms of the model, dropout."""
+    return (
+        device.type == "cuda" and HAS_TRITON and capability(device) >= OLDEST_WITHOUT_PRODUCTS
+        and _switched_off(device) is None
+    )  # fmt: skip
+
+
 def rounds_before_adding(device: torch.device) -> bool:
     """Whether torch.addmm in 16 bits rounds the product before it adds it: cuBLAS from Hopper on (measured there; newer ones
-    are taken to be the same). What is added is then lost where it is under half of the product's last bit."""
-    return device.type == "cuda" and capability(device) >= (9, 0)
+    are taken to be the same, and so are AMD's). What is added is then lost where it is under half of the product's last bit."""
+    return device.type == "cuda" and (torch.version.hip is not None or capability(device) >= (9, 0))
 
 
 def has_copy_engine(device: torch.device) -> bool:

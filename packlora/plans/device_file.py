@@ -6,13 +6,10 @@ here and now, so a file of these, or a broken one, is not read, and is replaced 
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-
-from packlora.files import write_json
 
 T = TypeVar("T")
 
@@ -52,9 +49,11 @@ class DeviceFile(Generic[T]):
     def put(self, records: Mapping[str, T]) -> dict[str, T]:
         """Add or replace records, keep those that others have written since, and give all. Raises OSError where nothing can be
         written."""
+        from packlora.files import write_json  # readers alone do without these
+        from packlora.portable import one_at_a_time
+
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with one_at_a_time(self.path.with_suffix(".lock")):
             merged = {**self.read()[0], **records}
             content = {key: self._written(merged[key]) for key in sorted(merged)}
             write_json(self.path, {**self.identity, self.part: content})

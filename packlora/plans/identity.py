@@ -19,7 +19,7 @@ def device_name(device: torch.device) -> str:
         return str(torch.cuda.get_device_name(device))
     name = platform.processor() or platform.machine()
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 name = line.partition(":")[2].strip()
                 break

@@ -67,7 +67,7 @@ def combined(chosen: Mapping[str, Fields], usual: Sizes = BITS_16) -> Sizes:
 def driver() -> str:
     """The version of NVIDIA's driver."""
     try:
-        text = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
     except (OSError, IndexError):
         return "unknown"
     return next((word for word in text.split() if word[0].isdigit() and "." in word), "unknown")

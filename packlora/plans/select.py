@@ -97,7 +97,7 @@ class PlanChooser:
         """
         T = x.numel() // x.shape[-1]
         who = tuple([(segment.adapter, segment.dropout > 0, segment.base_dropped) for segment in segments])
-        covered = sum([segment.stop - segment.start for segment in segments]) == T
+        covered = sum([segment.stop - segment.start for segment in segments]) == T  # noqa: C419
         key = (x.dtype, T, covered, x.requires_grad, moving, who, *map(id, layers))
         found = self._calls.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):

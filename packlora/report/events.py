@@ -140,8 +140,9 @@ class Stepped:
 
     loss: mean over the label tokens of its global batch, or over its samples with preferences. grad_norm: before clipping.
     tokens: of the global batch. seconds: of the step; elapsed: since the run began, over all sessions. metrics: what
-    else is told of preferences, by TRL's names (rewards/accuracies), and of a load-balancing loss (aux_loss), keys of the same
-    line; null where it is not finite.
+    else is told of preferences, by TRL's names (rewards/accuracies), of a load-balancing loss (aux_loss), and in float16 of the
+    loss scale (loss_scale; overflow is 1 where the step was skipped, and grad_norm NaN), keys of the same line; null where it
+    is not finite.
     """
 
     job: str

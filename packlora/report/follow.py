@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from packlora.portable import flags
+
 Line = dict[str, Any]
 MOST_BYTES = 2**26
 """Read of one file in one look; more comes with the next."""
@@ -25,7 +27,7 @@ REMEMBERED = 64
 def opened(path: Path) -> Iterator[IO[bytes] | None]:
     """Open a plain file; None for anything else, since opening a pipe would wait."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, flags("O_RDONLY", "O_NONBLOCK"))
     except OSError:
         yield None
         return
@@ -112,5 +114,5 @@ def is_held(lock: Path) -> bool | None:
 
 def _is_locked(inode: int) -> bool:
     """Raises OSError where the system does not tell."""
-    locks = Path("/proc/locks").read_text()
+    locks = Path("/proc/locks").read_text(encoding="ascii")
     return any("FLOCK" in line and line.split()[-3].endswith(f":{inode}") for line in locks.splitlines())

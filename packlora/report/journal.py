@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from packlora.files import sync, whole_characters
+from packlora.files import whole_characters
+from packlora.portable import flags, sync
 from packlora.report.follow import Line
 
 RECORD, JOURNAL = "run.json", "journal.jsonl"
@@ -70,8 +71,8 @@ class Journal:
     def append(self, line: Mapping[str, Any]) -> None:
         """Raises OSError; ValueError for a number that JSON does not have."""
         data = (whole_characters(json.dumps(line, ensure_ascii=False, allow_nan=False)) + "\n").encode()
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(self.path, flags, 0o666)
+        how = flags("O_WRONLY", "O_APPEND", "O_CREAT", "O_NOFOLLOW", "O_NONBLOCK")
+        handle = os.open(self.path, how, 0o666)
         try:
             length = os.fstat(handle).st_size
             try:

@@ -16,6 +16,7 @@ from typing import Any
 
 from packlora.errors import unwritten
 from packlora.files import write_file
+from packlora.portable import flags
 from packlora.report.events import (
     CheckpointBegins,
     Evaluated,
@@ -146,7 +147,7 @@ class JsonLines:
 
     def _open(self) -> int:
         if self._file is None:
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._file = os.open(self.path, flags("O_WRONLY", "O_APPEND", "O_CREAT"), 0o666)
         return self._file
 
     def sync(self) -> None:

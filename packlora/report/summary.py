@@ -87,6 +87,10 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
                 Text(f"job {name!r}: its gradient was exactly 0 from step {job.idle_since} on, so {nothing}"),
                 soft_wrap=True,
             )
+    for name, job in result.jobs.items():
+        if job.overflows:
+            steps = "1 step was" if job.overflows == 1 else f"{job.overflows} steps were"
+            console.print(Text(f"job {name!r}: {steps} skipped, since gradients overflowed float16"), soft_wrap=True)
     rate = result.tokens / result.seconds if result.seconds else 0.0
     trained = f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s)"
     if not result.tokens and all(job.status == "done" for job in result.jobs.values()):

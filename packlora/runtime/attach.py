@@ -11,6 +11,7 @@ from packlora.adapters.linear import keep_outputs
 from packlora.adapters.starts import begin, of_weights
 from packlora.base.model import Base
 from packlora.config import Run
+from packlora.engine.loss_scale import LossScale
 from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
 from packlora.engine.passes import SingleDevice
 from packlora.plans.cache import PlanCache
@@ -25,9 +26,6 @@ from packlora.runtime.starts import float_weights
 if TYPE_CHECKING:
     from packlora.engine.stage_passes import StageDevice
 
-FLOAT16_SCALE = 4096.0
-"""Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
-
 
 def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
     """A job before its first step, its adapter on the model."""
@@ -40,7 +38,7 @@ def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
         item.data,
         item.eval_encoded.samples,
         adapter,
-        FLOAT16_SCALE if run.dtype == "float16" else 1.0,
+        LossScale() if run.dtype == "float16" else None,
         prompts=item.prompts,
         router_coefficient=item.router_coefficient,
         chat_template=item.chat_template,

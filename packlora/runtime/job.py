@@ -21,6 +21,7 @@ from packlora.data.encode import Sample
 from packlora.data.prompts import Prompt
 from packlora.engine.adapters import AdapterState
 from packlora.engine.engine import Confirmed, Step, StepDone
+from packlora.engine.loss_scale import LossScale
 from packlora.runtime.history import Pieces
 from packlora.runtime.learning import Learning
 from packlora.seeding import stable_hash
@@ -183,13 +184,14 @@ def idle_since(log_history: Sequence[Mapping[str, Any]]) -> int | None:
 
 @dataclass
 class Job:
-    """State of one job. `grad_scale` is what losses are multiplied with before backward (float16 alone needs it)."""
+    """State of one job."""
 
     config: JobConfig
     data: JobData
     eval_samples: list[Sample]
     adapter: Adapter
-    grad_scale: float = 1.0
+    scale: LossScale | None = None
+    """Of its losses, where the model computes in float16."""
     step: int = 0
     """Optimizer steps done."""
     status: Literal["running", "done", "failed"] = "running"
@@ -217,7 +219,7 @@ class Job:
         self.dropout_key = stable_hash("dropout", seed) if dropout else None
         self.learning = Learning(train, self.data, self.eval_samples, self.router_coefficient)
         """Objective of the job over its data."""
-        self.state = AdapterState(self.adapter, train, 1 + self.learning.num_metrics, self.grad_scale)
+        self.state = AdapterState(self.adapter, train, 1 + self.learning.num_metrics, self.scale)
         self.best: torch.Tensor | None = None
         """adapter.flat of the best evaluation after a step, where it is to be the result."""
         self._told: StepResult | None = None
@@ -262,28 +264,36 @@ class Job:
         """The step after the present global batch."""
         return Step(self.adapter.number, self.lr_at(self.step))
 
-    def stepped(self, done: StepDone, seconds: float, elapsed: float) -> None:
-        """Count a step, or fail where it was refused.
+    def stepped(self, done: StepDone, seconds: float, elapsed: float) -> str | None:
+        """Count a step, or fail where it was refused. One that was skipped counts, since its data is used up. Returns a note
+        for a person.
 
         Args:
             seconds: since its global batch began. elapsed: since the run began.
         """
         loss, lr = done.loss / self.loss_units(self.step), self.lr_at(self.step)
-        if done.refused is not None:
+        skipped = done.refused == "overflow"
+        if done.refused is not None and not skipped:
             self.fail(self._refusal(done), done.reverted)
-            return
+            return None
         metrics = self.learning.metrics(self.step, done.sums)
         tokens, self._tokens = self._tokens, 0
         self.step += 1
         self.tokens_seen += tokens
-        self._told = StepResult(self.step, loss, done.norm, lr, tokens)
+        self._told = None if skipped else StepResult(self.step, loss, done.norm, lr, tokens)
+        if self.scale is not None:
+            metrics |= {"loss_scale": done.scale, "overflow": int(skipped)}
         self.log_history.append(
             {
-                "step": self.step, "epoch": self.epoch, "loss": loss, "grad_norm": done.norm, "learning_rate": lr,
-                "tokens": tokens, **metrics, "seconds": seconds, "elapsed": elapsed,
+                "step": self.step, "epoch": self.epoch, "loss": loss, "grad_norm": None if skipped else done.norm,
+                "learning_rate": lr, "tokens": tokens, **metrics, "seconds": seconds, "elapsed": elapsed,
             }
         )  # fmt: skip
         self.state.count()
+        if not skipped:
+            return None
+        now = self.state.grad_scale
+        return f"step {self.step} was skipped: a gradient overflowed float16 at loss scale {done.scale:g}, now {now:g}"
 
     def confirm(self, made: Confirmed) -> str | None:
         """Take note of the parameters after the last step, before the next one. The job fails where they were infinite.
@@ -298,11 +308,13 @@ class Job:
     def _refusal(self, done: StepDone) -> str:
         """Why the job may not take the step."""
         if done.refused == "loss":
-            return f"loss {done.loss / self.loss_units(self.step):g}"
+            return f"loss {done.loss / self.loss_units(self.step):g}{self._hint()}"
         if done.refused == "norm":
-            hint = "; float16 overflows easily, bfloat16 does not" if self.grad_scale != 1.0 else ""
-            return f"gradient norm {done.norm:g}{hint}"
+            return f"gradient norm {done.norm:g}{self._hint()}"
         return "no parameter got a gradient: the adapted layers take no part in the model's output"
+
+    def _hint(self) -> str:
+        return "" if self.scale is None else "; float16 overflows easily, bfloat16 and float32 do not"
 
     def stop(self, reason: str, step: int | None = None) -> None:
         """Let a step be the last one, by default the present one; learning rates stay those of the configured steps."""
@@ -337,6 +349,8 @@ def trainer_state(job: Job) -> dict[str, Any]:
     }
     if train.needs_evaluations and found.step is not None:
         state |= {"best_global_step": found.step, "best_metric": found.loss}
+    if job.scale is not None:
+        state["loss_scale"] = job.scale.state()
     return state if job.stopped is None else state | {"stopped": job.stopped}
 
 

@@ -68,7 +68,7 @@ def sample_mix(jobs: Sequence[Job], budget: int) -> list[Part]:
         total += sample.num_tokens
     facts = {"units": 1, "samples": 1}
     return [
-        Part(adapter, rows, weight=job.grad_scale / 1000, terms=job.learning.terms, facts=facts)
+        Part(adapter, rows, weight=job.state.grad_scale / 1000, terms=job.learning.terms, facts=facts)
         for adapter, (job, rows) in sorted(picked.items(), key=lambda found: found[0])
     ]
 

@@ -300,6 +300,7 @@ def _told(history: Sequence[Mapping[str, Any]], step: int, best: int | None) -> 
         "eval_after": known[after] if after else None,
         "metrics": _metrics(history, after),
         "idle_since": idle_since([line for line in history if line["step"] <= step]),
+        "overflows": sum(line.get("overflow", 0) for line in history if line["step"] <= step),
     }
 
 
@@ -354,7 +355,7 @@ def source_commit() -> str | None:
 def processor_name() -> str:
     """The CPU's model, as the system names it."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def go_back(folder: Path, step: int) -> list[str]:
             aside = folder / f"{DISCARDED}{path.name}"
             if aside.exists():
                 remove_folder(aside)
-            path.rename(aside)
+            os.replace(path, aside)
             put.append(aside.name)
     return put
 
@@ -228,6 +229,8 @@ def _take_state(job: Job, state: dict[str, Any]) -> None:
     job.step, job.status, job.failure = state["global_step"], state["status"], state["failure"]
     job.tokens_seen, job.log_history = state["num_input_tokens_seen"], state["log_history"]
     job.state.untrained = set(state["untrained"])
+    if job.scale is not None and "loss_scale" in state:
+        job.scale.load(state["loss_scale"])
     if state.get("stopped") is not None:
         job.stop(state["stopped"])
 

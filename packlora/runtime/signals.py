@@ -7,6 +7,7 @@ import signal
 import types
 from collections.abc import Iterator
 
+from packlora.portable import HANGUP
 from packlora.report.events import StopAsked
 from packlora.runtime.events import Emitter
 
@@ -23,14 +24,14 @@ def stop_signals(events: Emitter) -> Iterator[None]:
         if request.signal is None:
             request.ask(number)
             events.emit(StopAsked(signal.Signals(number).name, "; once more stops without saving"))
-        elif signal.SIGHUP not in (number, request.signal):
+        elif HANGUP not in (number, request.signal):
             raise KeyboardInterrupt
-        elif request.signal == signal.SIGHUP:
+        elif request.signal == HANGUP:
             request.ask(number)
 
     before = {}
     with contextlib.suppress(ValueError):  # only the main thread may set handlers
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in filter(None, (signal.SIGTERM, signal.SIGINT, HANGUP)):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
                 before[number] = signal.signal(number, ask)
     try:

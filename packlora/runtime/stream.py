@@ -71,7 +71,8 @@ class Stream:
         """Whether somebody waits for a quiet moment."""
         self._waves: list[Wave] = []
         """Those of the present window that are left."""
-        self._packed: tuple[Microbatch, Parts] | None = None
+        self._packed: tuple[Microbatch, list[float], Parts] | None = None
+        """A microbatch, the loss scales of its jobs, and its parts."""
 
     # --- as the engine asks ------------------------------------------------------------------------------------------------
 
@@ -150,18 +151,20 @@ class Stream:
         return None
 
     def _parts(self, microbatch: Microbatch) -> Parts:
-        """Its samples as parts, ordered by adapter; the same objects where it was asked for them before."""
-        if self._packed is None or self._packed[0] is not microbatch:
+        """Its samples as parts, ordered by adapter; the same objects where it was asked for them before, unless a step has
+        changed a loss scale since."""
+        scales = [self.jobs[placed.job].state.grad_scale for placed in microbatch.samples]
+        if self._packed is None or self._packed[0] is not microbatch or self._packed[1] != scales:
             numbers: dict[tuple[str, int], list[int]] = {}
             for placed in microbatch.samples:
                 numbers.setdefault((placed.job, placed.batch), []).append(placed.sample)
             found = [_part(self.jobs[name], batch, own) for (name, batch), own in numbers.items()]
-            self._packed = microbatch, sorted(found, key=lambda part: part.adapter)
-        return self._packed[1]
+            self._packed = microbatch, scales, sorted(found, key=lambda part: part.adapter)
+        return self._packed[2]
 
 
 def _part(job: Job, step: int, numbers: Sequence[int]) -> Part:
     """Samples of the global batch of a step of a job, by their numbers."""
     rows, own = [Row(job.data.samples[number], (job.dropout_key, step, number)) for number in numbers], job.learning
-    weight = job.grad_scale / own.units(step)
+    weight = job.state.grad_scale / own.units(step)
     return Part(job.adapter.number, rows, own.objective, weight, own.terms, own.facts_of(step))

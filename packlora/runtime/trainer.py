@@ -178,9 +178,8 @@ class Trainer:
         notes = {}
         for one in done.events:
             job = self.by_number[one.adapter]
-            if isinstance(one, StepDone):
-                job.stepped(one, *self.tally.stepped(job))
-            elif (note := job.confirm(one)) is not None:
+            note = job.stepped(one, *self.tally.stepped(job)) if isinstance(one, StepDone) else job.confirm(one)
+            if note is not None:
                 notes[job.name] = note
         for one in done.events:
             job = self.by_number[one.adapter]
@@ -419,14 +418,15 @@ def _told_before(jobs: Sequence[Job]) -> tuple[Stepped | Evaluated, ...]:
 
 
 def event_of(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
-    """The event of a line of a log history, which holds null for a loss that is not finite."""
+    """The event of a line of a log history, which holds null for a held-out loss or a norm that is not finite."""
     if "loss" not in line:
         loss = line["eval_loss"]
         metrics = {key: value for key, value in line.items() if key.startswith("eval_") and key != "eval_loss"}
         return Evaluated(job, line["step"], math.nan if loss is None else loss, metrics)
+    norm = math.nan if line["grad_norm"] is None else line["grad_norm"]
     return Stepped(
-        job, line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"], line["seconds"],
-        line["elapsed"], told_in(line),
+        job, line["step"], line["loss"], norm, line["learning_rate"], line["tokens"], line["seconds"], line["elapsed"],
+        told_in(line),
     )  # fmt: skip
 
 

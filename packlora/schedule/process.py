@@ -73,11 +73,16 @@ class PlanningProcess:
         if self.process is None or self.process.poll() is not None:
             root = str(Path(__file__).resolve().parents[2])
             paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUTF8": "1",
+            }
             try:
                 self.process = subprocess.Popen(
-                    self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
-                    start_new_session=True,
+                    self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, encoding="utf-8",
+                    start_new_session=True, creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
                 )  # fmt: skip
             except OSError as error:
                 raise PlanningError(f"cannot start {self.command[0]}: {error}") from None

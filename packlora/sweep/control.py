@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from packlora.changes import FOLDER, REQUEST
 from packlora.errors import InputError, shown
 from packlora.files import LOCK, is_locked, make_folder, write_json
+from packlora.portable import flags
 from packlora.report.events import Event, RunEnded, WindowPlanned
 
 NAME = re.compile(REQUEST + r"([0-9a-f]{16})\.json", re.ASCII)
@@ -144,7 +145,7 @@ class Refusal:
 
 def _read(path: Path) -> Add | StopJob | Clone | str:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, flags("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK"))
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 return "the request is not a plain file"

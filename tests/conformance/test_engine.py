@@ -54,9 +54,9 @@ class Listed:
 class Trained:
     """Two adapters with values of their own on a tiny model, and an engine that trains them."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         torch.manual_seed(0)
-        self.whole = tiny_model("llama").double()
+        self.whole = tiny_model("llama").to(dtype)
         model = copy.deepcopy(self.whole)
         prepare_model(model, gradient_checkpointing=False)
         specs = {

@@ -14,6 +14,7 @@ import torch
 from group_cases import KINDS
 from seeds import SOAK
 
+from packlora.ops import gpu
 from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.layout import make_layout
 from packlora.ops.lora_linear.tables import make_group_tables
@@ -25,7 +26,7 @@ RARE = {"fingerprint_kernel", "finish_kernel", "experts_blocks_kernel"}
 """With loads of one element: samples of W, rows that are computed anew, and where groups of rows end."""
 
 
-def compiled(capability: int, cache: Path, *kinds: str) -> list[dict[str, Any]]:
+def compiled(target: int | str, cache: Path, *kinds: str) -> list[dict[str, Any]]:
     """What became of the kernels. What Triton has compiled before of the same sources is not compiled again, save in a soak."""
     script, root = Path(__file__).parent.parent / "compiled_kernels.py", Path(__file__).parent.parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -33,7 +34,7 @@ def compiled(capability: int, cache: Path, *kinds: str) -> list[dict[str, Any]]:
     if SOAK:
         environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
-        [sys.executable, script, str(capability), *kinds], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, script, str(target), *kinds], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)
@@ -73,6 +74,43 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
         if row["kernel"].startswith("rms_"):  # short programs, of which many have to run at once
             assert row["stack"] == 0, row
             assert row["registers"] <= (128 if row["constants"]["BLOCK"] == "16384" else 64), row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", gpu.AMD if SOAK else gpu.AMD[:1])
+def test_kernels_compile_for_gpus_of_amd_and_fit(target: str, tmp_path: Path) -> None:
+    """They were never run there. Products become the matrix instructions that the GPU has."""
+    rows = compiled(target, tmp_path)
+    found = {row["kernel"] for row in rows}
+    products = {
+        "down_kernel",
+        "up_kernel",
+        "grad_kernel",
+        "inputs_kernel",
+        "attention_forward_kernel",
+        "experts_down_kernel",
+    }
+    assert found >= products | {
+        "softmax_gradient_kernel",
+        "masked_kernel",
+        "rms_forward_kernel",
+        "attention_keys_kernel",
+    }
+    assert not found & {"fused_kernel", "cross_kernel"}
+    for row in rows:
+        assert row["shared"] <= 64 * 1024 and row["threads"] <= 1024, row
+        if row["kernel"] in products and "float32" not in row["case"]:
+            assert row["products"] > 0, row
+
+
+@pytest.mark.slow
+def test_kernels_without_products_compile_for_gpus_without_bfloat16_and_fit(tmp_path: Path) -> None:
+    rows = compiled(75, tmp_path)
+    assert {row["kernel"] for row in rows} == {
+        "softmax_gradient_kernel", "part_sums_kernel", "part_gradient_kernel", "dropped_kernel", "masked_kernel",
+        "rms_forward_kernel", "rms_backward_kernel",
+    }  # fmt: skip
+    assert all(row["shared"] <= 64 * 1024 for row in rows)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())

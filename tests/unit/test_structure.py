@@ -11,7 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 GROUND = {
-    "changes", "config", "errors", "files", "form", "functions", "given", "lora_config", "modality", "patterns", "renaming",
+    "changes", "config", "errors", "files", "form", "functions", "given", "lora_config", "modality", "patterns",
+    "portable", "renaming",
     "result", "run_file", "seeding", "starts", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""

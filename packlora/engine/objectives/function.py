@@ -255,7 +255,7 @@ def _lines_with(file: str, name: str) -> list[int]:
     """Lines of a file with a text of these letters; none of what is no file, as a cell of a notebook."""
     if not Path(file).is_file():
         return []
-    tree = ast.parse(Path(file).read_text())
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == name]
 
 

@@ -31,7 +31,7 @@ from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.cross_entropy.rows import columns, gradient_of, logits_of
 from packlora.ops.cross_entropy.smoothing import Smoothing
 from packlora.ops.first_order import first_order
-from packlora.ops.gpu import HAS_TRITON
+from packlora.ops.gpu import runs_triton
 
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """Bytes of a chunk's logits, and of their float32 copy where one is made (the kernels make none). A GPU needs about 1,000 rows
@@ -240,4 +240,4 @@ def _part_gradient(logits_Cv: torch.Tensor, *operands: torch.Tensor) -> None:
 
 
 def _has_kernels(logits: torch.Tensor) -> bool:
-    return logits.is_cuda and HAS_TRITON and logits.dtype != torch.float64
+    return runs_triton(logits.device) and logits.dtype != torch.float64

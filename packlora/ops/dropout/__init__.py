@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from packlora.ops.dropout.keys import dropout_factor, dropped
-from packlora.ops.gpu import HAS_TRITON, on_device
+from packlora.ops.gpu import on_device, runs_triton
 
 
 def dropout(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float) -> torch.Tensor:
@@ -24,7 +24,7 @@ def masked(
     if p == 0.0:
         return x_TK
     by_hand = not (x_TK.requires_grad and torch.is_grad_enabled())  # the kernel is none of autograd's operations
-    if by_hand and x_TK.is_cuda and x_TK.dtype != torch.float64 and HAS_TRITON and x_TK.stride(-1) == 1:
+    if by_hand and x_TK.dtype != torch.float64 and x_TK.stride(-1) == 1 and runs_triton(x_TK.device):
         from packlora.ops.dropout.kernel import masked as masked_by_kernel
 
         with on_device(x_TK.device):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packlora.ops.gpu import HAS_TRITON
+from packlora.ops.gpu import HAS_TRITON, runs_triton
 from packlora.ops.lora_linear.call import Call, Operands, Scales
 from packlora.ops.lora_linear.layout import Layout, Place, make_layout
 from packlora.ops.lora_linear.moving import MovingSegments
@@ -280,7 +280,7 @@ class LayerScales:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._ratio: Callable[..., None] | None = None
         """The kernel that divides, where it does."""
-        if HAS_TRITON and wide == torch.float32 and (kernels or device.type == "cuda"):
+        if HAS_TRITON and wide == torch.float32 and (kernels or runs_triton(device)):
             from packlora.ops.lora_linear.kernels import forward
 
             self._ratio = forward.ratio

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from packlora.ops.dropout.keys import dropout_factor, dropout_threshold, signed
-from packlora.ops.gpu import HAS_TRITON
+from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear import torch_path
 from packlora.ops.lora_linear.call import AddDropped, Call, Part, Path, ScaleRows, Slot, Stack
 from packlora.ops.lora_linear.composed import add_dropped, drops_base, scale_rows
@@ -52,7 +52,7 @@ def settle(
     kernels: Path = TORCH
     rows: tuple[ScaleRows, AddDropped] = scale_rows, add_dropped
     segment_tables, fused = None, False
-    if plan.needs_triton or (composed and HAS_TRITON and device.type == "cuda" and dtype != torch.float64):
+    if plan.needs_triton or (composed and dtype != torch.float64 and why_no_kernels(device) is None):
         from packlora.ops.lora_linear import triton_path
 
         kernels = triton_path

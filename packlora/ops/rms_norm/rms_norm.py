@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from packlora.ops.first_order import first_order
-from packlora.ops.gpu import HAS_TRITON
+from packlora.ops.gpu import runs_triton
 from packlora.ops.rms_norm import reference
 
 WIDEST = 16384
@@ -80,7 +80,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _takes_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda and HAS_TRITON and x.dtype != torch.float64 and 0 < x.shape[-1] <= WIDEST
+    return runs_triton(x.device) and x.dtype != torch.float64 and 0 < x.shape[-1] <= WIDEST
 
 
 def _backward(x: torch.Tensor, weight_D: torch.Tensor, dy: torch.Tensor, eps: float, offset: float) -> torch.Tensor:

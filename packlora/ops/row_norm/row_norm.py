@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from packlora.ops.gpu import HAS_TRITON, capability
+from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.temporary import no_longer_than_this
 from packlora.ops.row_norm import torch_path
@@ -145,10 +145,7 @@ def _readable(device: torch.device, dtype: torch.dtype, step: int) -> bool:
 
 @functools.cache
 def _capable(device: torch.device) -> bool:
-    return (
-        device.type == "cuda" and HAS_TRITON and torch.version.hip is None
-        and capability(device) >= (8, 0)
-    )  # fmt: skip
+    return torch.version.hip is None and why_no_kernels(device) is None
 
 
 def _as_stored(problem: NormProblem) -> NormProblem:

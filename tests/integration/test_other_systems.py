@@ -1,0 +1,76 @@
+"""Systems that lack what Linux has. A run on one of them has never been tried; this takes the same things away."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from test_training import config, same_bits, train
+
+import packlora
+from packlora import portable
+
+Rows = Callable[..., str]
+Base = Callable[..., str]
+
+
+def test_a_run_trains_and_resumes_without_what_windows_lacks(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
+    """In one process: help, plan, a run that is ended after a step, and the rest of it; with the bits of a run here."""
+    job = {"name": "a", "adapter": {"r": 2}, "train": {"global_batch_size": 4, "max_steps": 2}}
+    tree = config(tiny_base(), tmp_path / "there", write_rows, [job], save_every=1)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    root = Path(packlora.__file__).parent.parent
+    command = [sys.executable, str(root / "tests" / "without_posix.py"), str(tmp_path / "run.yaml"), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PACKLORA_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "Traceback" not in done.stderr, done.stderr[-5000:]
+    train({**tree, "output_dir": str(tmp_path / "here")})
+    same_bits(tmp_path / "here", tmp_path / "there", [job])
+    assert json.loads((tmp_path / "there" / "run.json").read_text(encoding="utf-8"))["result"]["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("aux", "device"), ("Com1.x", "device"), ("a.", "dot"), ("auxiliary", None)]
+)
+def test_a_job_whose_folder_windows_would_not_make_is_refused_there(
+    name: str, found: str | None, tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read() -> packlora.Run:
+        return packlora.Run.model_validate(config("a", tmp_path, lambda *a, **b: "rows.jsonl", [{"name": name}]))
+
+    read()
+    monkeypatch.setattr(portable, "IS_WINDOWS", True)
+    if found is None:
+        read()
+    else:
+        with pytest.raises(ValueError, match=found):
+            read()
+
+
+def test_a_rename_waits_for_a_reader_where_the_system_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portable, "IS_WINDOWS", True)
+    monkeypatch.setattr(portable, "BETWEEN", 0.0)
+    original, left = os.replace, [3]
+
+    def refused(*paths: Path) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise PermissionError(13, "in use")
+        original(*paths)
+
+    monkeypatch.setattr(os, "replace", refused)
+    (tmp_path / "a").write_text("new", encoding="utf-8")
+    portable.replace(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text(encoding="utf-8") == "new"
+    left[0] = 1000
+    with pytest.raises(PermissionError):
+        portable.replace(tmp_path / "b", tmp_path / "c")
