@@ -44,50 +44,6 @@ MOST_BYTES = 8 * 2**20
 """Bytes of the largest run file; PyYAML reads about 100 kB a second."""
 MOST_PROBLEMS = 20
 """Lines of a refusal."""
-_BATCH = "a job's train.global_batch_size is its samples per optimizer step; the run's max_tokens_per_microbatch decides memory"
-_RANK, _EPOCHS, _LENGTH = "see a job's adapter.r", "see a job's train.num_train_epochs", "see a job's data.max_length"
-_FOUR, _EIGHT = "see the run's quantization: nf4", "see the run's quantization: int8"
-_COMPILE = "nothing is compiled; see the run's cuda_graphs, which takes the host away on a GPU"
-_EXPERT = "see the run's parallel: {expert: N}, and ep_implementation beside it"
-_PACKED, _HELD_OUT = "samples are always packed", "see a job's data.eval_path and data.eval_split"
-_EVAL = "see a job's train.eval_steps"
-_ATTENTION = "attention of packed samples is packlora's own"
-_LABELS = "the loss is over completions and turns of the assistant; of rows with a text over all of it"
-_HUB = "nothing is uploaded; the folder of a job is a PEFT adapter"
-OTHER_TOOLS = {
-    "rank": _RANK, "lora_r": _RANK, "lora_rank": _RANK,
-    "alpha": "see a job's adapter.lora_alpha", "dropout": "see a job's adapter.lora_dropout",
-    "lora_target_modules": "see a job's adapter.target_modules",
-    "lr": "see a job's train.learning_rate", "epochs": _EPOCHS, "num_epochs": _EPOCHS,
-    "lr_scheduler": "see a job's train.lr_scheduler_type",
-    "batch_size": _BATCH, "micro_batch_size": _BATCH, "per_device_train_batch_size": _BATCH,
-    "gradient_accumulation_steps": _BATCH,
-    "optimizer": "see a job's train.optim",
-    "packing": _PACKED, "sample_packing": _PACKED, "padding_free": _PACKED, "pad_to_sequence_len": _PACKED,
-    "group_by_length": _PACKED,
-    "sequence_len": _LENGTH, "max_seq_length": _LENGTH, "max_seq_len": _LENGTH,
-    "bf16": "see the run's dtype: bfloat16", "fp16": "see the run's dtype: float16",
-    "ep_size": _EXPERT, "expert_parallel_size": _EXPERT, "expert_model_parallel_size": _EXPERT,
-    "load_in_4bit": _FOUR, "load_in_8bit": _EIGHT, "quantization_config": _FOUR, "bnb_4bit_quant_type": _FOUR,
-    "rpo_alpha": "see a job's train.loss_type, [sigmoid, sft], and train.loss_weights",
-    "rl": "see a job's train.trainer", "rl_beta": "see a job's train.beta",
-    "precompute_ref_log_probs": "the reference is always computed once, before the first step",
-    "ref_model": "see a job's train.reference", "ref_adapter_name": "see a job's train.reference",
-    "compile": _COMPILE, "torch_compile": _COMPILE, "torch_compile_backend": _COMPILE, "torch_compile_mode": _COMPILE,
-    "save_steps": "see the run's save_every", "save_strategy": "see the run's save_every",
-    "eval_strategy": _EVAL, "evaluation_strategy": _EVAL,
-    "val_set_size": _HELD_OUT, "eval_dataset": _HELD_OUT, "test_datasets": _HELD_OUT,
-    "report_to": "see the run's trackers", "wandb_project": "see the run's trackers", "use_wandb": "see the run's trackers",
-    "deepspeed": "see the run's parallel", "fsdp": "see the run's parallel", "fsdp_config": "see the run's parallel",
-    "attn_implementation": _ATTENTION, "flash_attention": _ATTENTION, "sdp_attention": _ATTENTION,
-    "assistant_only_loss": _LABELS, "completion_only_loss": _LABELS, "train_on_inputs": _LABELS,
-    "lora_target_linear": "see a job's adapter.target_modules, all-linear",
-    "lora_bias": "B has none; a job's adapter.bias trains those of the base",
-    "push_to_hub": _HUB, "hub_model_id": _HUB,
-    "resume_from_checkpoint": "it is an option: packlora train --resume",
-    "datasets": "see a job's data.path", "dataset": "see a job's data.path", "model_name_or_path": "see the run's base_model",
-}  # fmt: skip
-"""Keys of other tools, with what stands for them here; the nearest known key would often mean something else."""
 
 
 class _RunFileLoader(yaml.SafeLoader):
@@ -406,6 +362,8 @@ def unknown_key(key: str, known: Sequence[str], more: str = "") -> str:
         known: keys that are taken in its place.
         more: text for a key that is near to none.
     """
+    from packlora.config.other_tools import OTHER_TOOLS  # of a refusal alone
+
     if instead := OTHER_TOOLS.get(key) or _elsewhere(key):
         return f"unknown key; {instead}"
     near = difflib.get_close_matches(key[:100], known, 1, 0.5)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.run_file import OTHER_TOOLS, run_from
+from packlora.config.other_tools import OTHER_TOOLS
+from packlora.run_file import run_from, unknown_key
 
 
 def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:
@@ -77,3 +80,31 @@ def test_what_stands_for_them_exists_and_none_of_them_is_a_key_here() -> None:
             assert not dot or name in keys(parts[part])
         if instead.startswith("see the run's "):
             assert instead.split()[3].rstrip(":") in keys(Run)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+PLACE = re.compile(r"the run's (\w+)|a job's (\w+(?:\.\w+)?)|((?:adapter|data|train)\.\w+)|another (output_dir)")
+
+
+def named(text: str) -> set[str]:
+    """Keys of a run file that a message names."""
+    return {next(filter(None, found.groups())) for found in PLACE.finditer(text)} - {"max_tokens_per_microbatch"}
+
+
+def test_the_page_for_users_of_other_tools_names_the_keys_that_refusals_name() -> None:
+    """A key of the first column is refused with the keys of the second one, or is a key of the run itself."""
+    listed, wrong = set(), []
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        theirs = re.fullmatch(r"(?:`(\w+)`(?:, )?)+", cells[0])
+        if not line.startswith("| ") or len(cells) != 3 or theirs is None:
+            continue
+        spans = [span.partition(":")[0] for span in re.findall(r"`([^`]+)`", cells[1])]
+        here = {span for span in spans if "." in span or span in keys(Run) | {"adapter"}}
+        for key in re.findall(r"\w+", cells[0]):
+            listed.add(key)
+            said = f"the run's {key}" if key in keys(Run) else unknown_key(key, [])
+            if named(said) != here or "did you mean" in said or "known keys" in said:
+                wrong.append(f"{key}: the page says {sorted(here)}, and a refusal: {said}")
+    assert not wrong, "\n".join(wrong)
+    assert not (missing := OTHER_TOOLS.keys() - listed), f"not on the page: {sorted(missing)}"
