@@ -80,16 +80,16 @@ Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The output folder 
 
 @app.command()
 def watch(
-    run: Watched,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Output folders of runs, or their run files.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
-    """Serve the page of a run on this machine, with curves that grow while it trains; the run may begin later."""
+    """Serve the page of a run on this machine, with curves that grow while it trains; several runs stand side by side."""
 
     def action() -> None:
         from packlora.commands.watch import watch as serve
 
-        serve(run, port, browser)
+        serve(runs, port, browser)
 
     guarded(action, "watching has ended", light=True)
 

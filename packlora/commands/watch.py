@@ -1,4 +1,4 @@
-"""packlora watch and packlora report: the page of a run, served while it trains, or written once more.
+"""packlora watch and packlora report: the page of a run, or of several side by side, served while it trains, or written again.
 
 The server answers on this machine's own address alone, reads the run's folder and writes nothing. A page of another site in the
 same browser can reach such an address, by a name of its own too (DNS rebinding): requests whose Host or origin is not ours are
@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +28,8 @@ from packlora.terminal import say, show
 
 HOST = "127.0.0.1"
 ASKED = re.compile(r"look=(-?\d{1,15})&epoch=(-?\d{1,15})", re.ASCII)
+PATH = re.compile(r"/(?:([1-9]\d{0,2})/)?(data)?", re.ASCII)
+"""Path of the page and of its numbers; with a number in front, of one of several runs."""
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -82,9 +84,10 @@ def own_names(port: int) -> set[str]:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page of a run.
+    """Serves the page of a run; with several, a page on which they stand side by side and one of each.
 
     Args:
+        folders: output folders of the runs.
         port: 0 takes a free one.
 
     Raises:
@@ -93,8 +96,9 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, output_dir: Path, port: int) -> None:
-        self.page, self.one_at_a_time = LivePage(output_dir), threading.Lock()
+    def __init__(self, folders: Sequence[Path], port: int) -> None:
+        self.pages = [LivePage(*folders), *(LivePage(folder) for folder in folders if len(folders) > 1)]
+        self.one_at_a_time = threading.Lock()
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -127,14 +131,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(refused, "text/plain", f"{refused.phrase}\n")
             return
         path, _, query = self.path.partition("?")
-        asked = ASKED.fullmatch(query)
-        if path == "/" and not query:
-            self._answer_with("text/html", self.server.page.html)
-        elif path == "/data" and asked is not None:
+        place, asked = PATH.fullmatch(path), ASKED.fullmatch(query)
+        number = int(place[1] or 0) if place is not None else len(self.server.pages)
+        page = self.server.pages[number] if number < len(self.server.pages) else None
+        if page is not None and place is not None and not place[2] and not query:
+            self._answer_with("text/html", page.html)
+        elif page is not None and place is not None and place[2] and asked is not None:
             look, epoch = map(int, asked.groups())
-            self._answer_with(
-                "application/json", lambda: json.dumps(self.server.page.news(look, epoch), allow_nan=False)
-            )
+            self._answer_with("application/json", lambda: json.dumps(page.news(look, epoch), allow_nan=False))
         else:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "Not Found\n")
 
@@ -178,22 +182,24 @@ class _Handler(BaseHTTPRequestHandler):
         """Requests are not told."""
 
 
-def watch(run: Path, port: int, browser: bool) -> None:
-    """Serve the page of a run until Ctrl-C.
+def watch(runs: Sequence[Path], port: int, browser: bool) -> None:
+    """Serve the page of a run, or of several side by side, until Ctrl-C.
 
     Args:
-        run: its output folder, or its run file.
+        runs: their output folders, or their run files.
         port: 0 for a free one.
         browser: open the page in the user's browser, if there is one.
 
     Raises:
         InputError: there can be no such run, or the port cannot be used.
     """
-    folder = output_folder(run)
-    with Server(folder, port) as server:
-        show(f"the page of {folder} is at {server.url} (Ctrl-C ends; the run goes on)")
-        if not folder.is_dir():
-            say(f"{folder} is not there yet; the page shows the run when it begins")
+    folders = list(dict.fromkeys(map(output_folder, runs)))
+    with Server(folders, port) as server:
+        named = ", ".join(map(str, folders))
+        show(f"the page of {named} is at {server.url} (Ctrl-C ends; the {'runs go' if folders[1:] else 'run goes'} on)")
+        for folder in folders:
+            if not folder.is_dir():
+                say(f"{folder} is not there yet; the page shows the run when it begins")
         if browser:
             threading.Thread(target=_open, args=(server.url,), daemon=True).start()
         try:

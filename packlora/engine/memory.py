@@ -141,6 +141,16 @@ def memory_now(device: torch.device) -> int:
         return peak_memory(device)
 
 
+def utilisation_now(device: torch.device) -> float | None:
+    """Share of the last moments in which a GPU computed; None on a CPU, and where NVML cannot be asked (nvidia-ml-py)."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # NVML's errors are of a module that may be missing; a figure for the page must not cost the run
+        return None
+
+
 def memory_room(device: torch.device) -> int:
     """Bytes that the process may have on the device, what it has already included."""
     if device.type == "cuda":

@@ -88,7 +88,8 @@ class MicrobatchDone:
     completes; on a GPU, which is waited for where a job steps, one without a step ends when it is launched, and its time is in
     that of the next.
     predicted: seconds without steps. rank: of the process that ran it, among those that train these jobs. elapsed: at its end,
-    since the run began, over all sessions. memory: bytes then, that torch holds on the GPU or the process has on a CPU.
+    since the run began, over all sessions. memory: bytes then, that torch holds on the GPU or the process has on a CPU. gpu:
+    share of the last moments in which the GPU computed, from NVML; None on a CPU or without nvidia-ml-py.
     """
 
     index: int
@@ -104,6 +105,7 @@ class MicrobatchDone:
     rank: int = 0
     elapsed: float = 0.0
     memory: int = 0
+    gpu: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Page of a run: one HTML file that needs nothing but a browser, written by a run and served by packlora watch alike.
 
-This module assembles its pieces: the HTML of sections.py, the numbers of series.py as JSON, page.css, and page.js, which draws
-the curves. The page runs no script but its own, whose hash its Content-Security-Policy names, and sends requests only to the
-address that it came from.
+This module assembles its pieces: the HTML of sections.py, or of compare.py for several runs, the numbers of series.py as JSON,
+page.css, and the scripts, which draw the curves. The page runs no script but its own, whose hash its Content-Security-Policy
+names, and sends requests only to the address that it came from.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from packlora.report import charts, sections
-from packlora.report.run_files import FollowedRun
+from packlora.report.compare import SeveralData, SeveralRuns
+from packlora.report.compare import parts as parts_of_several
+from packlora.report.run_files import FollowedRun, RunFiles
 from packlora.report.series import PageData
 
 STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-SCRIPT = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+SCRIPTS = [(Path(__file__).parent / f"{name}.js").read_text(encoding="utf-8") for name in ("numbers", "chart", "page")]
+SCRIPT = f'"use strict";{{\n{"".join(SCRIPTS)}}}'
+PLACES = (
+    "header", "tiles", "warnings", "sweep", "legend", "nothing", "jobs", "microbatches", "schedule", "pipeline", "lengths",
+    "reproducibility",
+)  # fmt: skip
+"""Names of the parts of the page that are HTML."""
 REMADE = 2.0
 """Seconds between two makings of what stands still on a live page."""
 
@@ -41,17 +49,24 @@ def whole_page(output_dir: Path) -> str:
     data = PageData(run)
     while data.follow():
         pass
-    return _assembled(data, sections.parts(data.files), is_live=False)
+    return _assembled(data, _parts(data.files), is_live=False)
+
+
+def _parts(run: RunFiles) -> dict[str, str]:
+    """HTML of all places, and the title and the colours as text."""
+    own = parts_of_several(run) if isinstance(run, SeveralRuns) else sections.parts(run)
+    return {**dict.fromkeys(PLACES, ""), **own, "colours": charts.job_style(len(run.jobs))}
 
 
 class LivePage:
-    """Page of a run that may still train: the whole page, and its changes since a look.
+    """Page of a run that may still train, or of several: the whole page, and its changes since a look.
 
     Drawings and tables are made again at most every REMADE seconds, and so seldom that it takes a fiftieth of the time.
     """
 
-    def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._data, self._clock = PageData(FollowedRun(output_dir)), clock
+    def __init__(self, *folders: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._data = SeveralData(folders) if len(folders) > 1 else PageData(FollowedRun(folders[0]))
+        self._clock = clock
         self._parts: dict[str, str] = {}
         self._made: dict[str, int] = {}
         """Number of the look in which each part's text last changed."""
@@ -76,10 +91,7 @@ class LivePage:
         }
 
     def _make(self) -> None:
-        began, run = self._clock(), self._data.files
-        parts = {
-            **sections.parts(run), "title": sections.title(run), "colours": charts.job_style(len(run.jobs)),
-        }  # fmt: skip
+        began, parts = self._clock(), _parts(self._data.files)
         changed = [name for name, html in parts.items() if self._parts.get(name) != html]
         if changed:
             self._data.look += 1
@@ -89,18 +101,17 @@ class LivePage:
         self._next = now + max(REMADE, 50 * (now - began))
 
 
-def _assembled(data: PageData, part: Mapping[str, str], is_live: bool) -> str:
+def _assembled(data: PageData | SeveralData, part: Mapping[str, str], is_live: bool) -> str:
     def place(name: str) -> str:
         return f'<div data-part="{name}">{part[name]}</div>'
 
-    title = escape(sections.title(data.files))
     numbers = embedded({**data.since(-1, -1), "live": is_live})
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy(is_live)}">
-<title>{title}</title>
-<style>{STYLE}</style><style class="job-colours">{charts.job_style(len(data.files.jobs))}</style></head>
+<title>{escape(part["title"])}</title>
+<style>{STYLE}</style><style class="job-colours">{part["colours"]}</style></head>
 <body><main>
 {place("header")}{place("tiles")}{place("warnings")}{place("sweep")}
 <noscript><p class="empty">The curves are drawn by JavaScript, which is off.</p></noscript>

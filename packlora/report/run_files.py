@@ -6,7 +6,9 @@ Any of them may be missing, empty or still growing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,9 @@ from packlora.report.charts import Point
 from packlora.report.follow import Followed, Line, is_held, read_object
 from packlora.report.journal import EDITION, JOURNAL, RECORD, fold
 from packlora.report.metrics import EVALS, METRICS, MICROBATCHES, SAMPLES, WINDOWS
+
+EARLY_END = re.compile(r"job (.+?) ends at (?:step \d+ of \d+(?:, |: )?)?(.*)", re.DOTALL)
+"""Note of a job that ends early."""
 
 
 @dataclass
@@ -36,6 +41,18 @@ class JobFiles:
         return _series(self.metrics, key)
 
     @property
+    def loss(self) -> tuple[str, str]:
+        """Kind of its loss and the unit; losses of one kind can be compared."""
+        train = self.config.get("train", {})
+        if train.get("objective"):
+            return Path(str(train["objective"])).name, ""
+        trainer, types = str(train.get("trainer") or "sft"), train.get("loss_type")
+        unit = {"sft": "nats per token", "dpo": "per pair", "orpo": "per pair", "kto": "per sample"}.get(trainer, "")
+        if types in (None, "sigmoid", ["sigmoid"]):
+            return trainer.upper(), f"nats {unit}" if trainer == "dpo" else unit
+        return f"{trainer.upper()} ({types if isinstance(types, str) else ', '.join(map(str, types))})", unit
+
+    @property
     def held_out(self) -> list[Point]:
         return _series(self.evals, "eval_loss")
 
@@ -50,7 +67,7 @@ class JobFiles:
 
     @property
     def tokens(self) -> int:
-        return sum(int(_number(line, "tokens")) for line in self.metrics)
+        return sum(int(number_at(line, "tokens")) for line in self.metrics)
 
 
 @dataclass
@@ -69,6 +86,31 @@ class RunFiles:
         return any(job.metrics for job in self.jobs)
 
     @property
+    def name(self) -> str:
+        """Name of the run: that of its folder."""
+        return self.folder.resolve().name
+
+    @property
+    def notes(self) -> list[str]:
+        return [str(text) for text in self.about.get("warnings") or []]
+
+    def early_end(self, note: str) -> tuple[str, str] | None:
+        """Job that a note says has ended early, with the words after that; None for another note."""
+        found = EARLY_END.match(note)
+        name = self._names.get(found[1]) if found else None
+        return None if found is None or name is None else (name, found[2])
+
+    @functools.cached_property
+    def _names(self) -> dict[str, str]:
+        """Names of the jobs as notes quote them."""
+        return {repr(job.name): job.name for job in self.jobs}
+
+    @functools.cached_property
+    def ends(self) -> dict[str, str]:
+        """Words on the end of each job that has ended early, as a sweep or a person has decided."""
+        return dict(found for text in self.notes if (found := self.early_end(text)))
+
+    @property
     def config(self) -> Line:
         return self.about.get("config") or {}
 
@@ -79,7 +121,7 @@ class RunFiles:
     @property
     def elapsed(self) -> float:
         last = [line for job in self.jobs for line in job.metrics[-1:]]
-        return max((_number(line, "elapsed") for line in last), default=0.0)
+        return max((number_at(line, "elapsed") for line in last), default=0.0)
 
     @property
     def is_broken_off(self) -> bool:
@@ -95,7 +137,7 @@ class RunFiles:
     def status_of(self, job: JobFiles) -> str:
         status = str(job.result.get("status") or "")
         if status in {"done", "failed"}:
-            return status
+            return "ended early" if status == "done" and job.name in self.ends else status
         if self.result or self.is_broken_off:
             return "stopped"
         if job.step and job.step >= (job.info.get("steps") or math.inf):
@@ -226,6 +268,7 @@ def _series(lines: list[Line], key: str) -> list[Point]:
     return [(float(line["step"]), float(value)) for line in lines if is_number(value := line.get(key))]
 
 
-def _number(line: Line, key: str) -> float:
+def number_at(line: Line, key: str) -> float:
+    """Number of a line; 0 where there is none."""
     value = line.get(key)
     return value if is_number(value) else 0.0

@@ -119,7 +119,7 @@ class _JobSeries:
             time = float(elapsed) if is_number(elapsed) else 0.0
             self.steps.add([line["step"], time, self.seen], numbers, look)
         for line in evals[self.judged :]:
-            numbers = {key.removeprefix("eval_"): value for key, value in numbers_of(line).items()}
+            numbers = {key[5:]: value for key, value in numbers_of(line).items() if key.startswith("eval_")}
             self.evals.add([line["step"]], numbers, look)
         if len(samples) != self.sampled:
             self.sampled_at = look
@@ -159,10 +159,8 @@ class PageData:
             time, seconds = line.get("elapsed"), line.get("seconds")
             if is_number(time) and is_number(seconds) and time:
                 held = {"tokens": sum(line["tokens"].values()), "capacity": line["capacity"], "seconds": seconds}
-                memory = line.get("memory")
-                self._machine.add(
-                    [time], held | ({"memory": memory} if is_number(memory) and memory else {}), self.look
-                )
+                more = {key: line[key] for key in ("memory", "gpu") if is_number(line.get(key))}
+                self._machine.add([time], held | more, self.look)
                 self._ranks = max(self._ranks, 1 + int(line.get("rank") or 0))
         self._measured = len(self.files.microbatches)
         return True
@@ -173,9 +171,9 @@ class PageData:
             look = -1
         files = self.files
         jobs = [
-            {"name": job.name, "style": job.style, "status": files.status_of(job), "step": job.step, "kind": job.kind}
+            {"name": job.name, "style": job.style, "status": files.status_of(job), "loss": job.loss}
             for job in files.jobs
-        ]  # fmt: skip
+        ]
         series = [
             found
             for job, own in enumerate(self._jobs.values())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from packlora.engine.engine import Slot
-from packlora.engine.memory import TokenBudget, memory_now
+from packlora.engine.memory import TokenBudget, memory_now, utilisation_now
 from packlora.report.events import MicrobatchDone
 from packlora.runtime.job import Job
 from packlora.runtime.profiles import Profile
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from packlora.runtime.pipeline_times import PipelineTimes
 
 MEASURED_EVERY = 1.0
-"""Seconds between two looks at memory."""
+"""Seconds between two looks at memory and at how busy the GPU is."""
 
 
 class Tally:
@@ -39,8 +39,8 @@ class Tally:
         self.began: dict[str, float] = {}
         """When the global batch that a job is in began."""
         self._elapsed, self._start = elapsed, 0.0
-        self._measured = (-MEASURED_EVERY, 0)
-        """When memory was last looked at, and how much there was."""
+        self._measured: tuple[float, int, float | None] = (-MEASURED_EVERY, 0, None)
+        """When the machine was last looked at, its memory in use, and how busy its GPU was."""
 
     def entered(self, window: Window, own: Microbatch | None, due: Sequence[Job]) -> None:
         """A slot enters. own: the microbatch of this replica, if it runs one. due: jobs whose samples count."""
@@ -56,7 +56,7 @@ class Tally:
             return
         now, wave = self._elapsed(), slot.tag
         if now - self._measured[0] >= MEASURED_EVERY:
-            self._measured = now, memory_now(self.budget.device)
+            self._measured = now, memory_now(self.budget.device), utilisation_now(self.budget.device)
         for rank, microbatch in enumerate(wave.microbatches):
             found = self._microbatch(microbatch, slot)
             if found is None:
@@ -67,6 +67,7 @@ class Tally:
             yield MicrobatchDone(
                 self.logged, wave.window.first_round, wave.slot + rank, first, batches, self.budget.tokens, tokens,
                 samples, now - self._start, self.profile.pace(microbatch), rank, elapsed=now, memory=self._measured[1],
+                gpu=self._measured[2],
             )  # fmt: skip
             self.logged += 1
         self._start = now

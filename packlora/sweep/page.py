@@ -1,12 +1,10 @@
-"""The sweep of a run, as report.html and the last words on the terminal show it: from sweep.json, which may be missing.
-
-Candidates are coloured by their place in the ranking, from blue, the best, to orange.
-"""
+"""The sweep of a run, as report.html and the last words on the terminal show it: from sweep.json, which may be missing."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ from rich.text import Text
 
 from packlora.changes import SHOWN
 from packlora.report import charts
+from packlora.report.cells import badge, row, sub, table
 
 BEST = "best"
 """Folder of an output folder that holds the adapter of the best candidate."""
 Line = dict[str, Any]
-BEST_HUE, WORST_HUE = 215.0, 25.0
 MOST_SHOWN = 200
 """Candidates in a picture, the best ones; and in the table on the terminal a tenth of them."""
 
@@ -49,26 +47,23 @@ def name_of(metric: str) -> str:
     return "held-out " + metric.removeprefix("eval_")
 
 
-def section(folder: Path) -> str:
-    """Section of the page on a sweep: parallel coordinates, learning curves and the ranking."""
+def section(folder: Path, styles: Mapping[str, str]) -> str:
+    """Section of the page on a sweep: parallel coordinates and the ranking. styles: class of the style sheet by job."""
     sweep = read_sweep(folder)
     if sweep is None:
         return ""
     lines: list[Line] = sweep["candidates"][:MOST_SHOWN]
-    share = [index / max(1, len(lines) - 1) for index in range(len(lines))]
-    hues = [BEST_HUE + (WORST_HUE - BEST_HUE) * part for part in share]
-    style = "".join(f".rank-{index}{{--ink:hsl({hue:.0f} 65% 50%)}}" for index, hue in enumerate(hues))
     best = f"Best: <b>{escape(str(sweep['best']))}</b>, a copy is in <code>best/</code>." if sweep.get("best") else ""
     metric = str(sweep.get("metric", "eval_loss"))
     named = name_of(metric)
-    caption = f"Blue: the best {escape(named)}, orange: the worst. {best if sweep.get('status') == 'done' else ''}"
+    caption = f"Candidates by {escape(named)}. {best if sweep.get('status') == 'done' else ''}"
     return (
-        f"<section><style>{style}</style><h2>Sweep</h2>{_coordinates(lines, metric, named)}{_curves(lines, named)}"
-        f"<p class='caption'>{caption}</p>{_table(lines, metric, named)}</section>"
+        f"<section><h2>Sweep</h2>{_coordinates(lines, metric, named, styles)}{_table(lines, metric, named, styles)}"
+        f"<p class='caption'>{caption}</p></section>"
     )
 
 
-def _coordinates(lines: list[Line], metric: str, named: str) -> str:
+def _coordinates(lines: list[Line], metric: str, named: str, styles: Mapping[str, str]) -> str:
     """A vertical axis for each swept key and one for what is compared; a line for each candidate that has one."""
     keys = list(lines[0]["parameters"])
     columns = [[line["parameters"].get(key) for line in lines] for key in keys] + [[line.get(metric) for line in lines]]
@@ -83,7 +78,7 @@ def _coordinates(lines: list[Line], metric: str, named: str) -> str:
             places = [
                 (float(at), scale.at(value)) for at, (scale, value) in enumerate(zip(scales, values, strict=True))
             ]
-            marks.append(charts.line(places, x, y, f"mark bold rank-{rank}"))
+            marks.append(charts.line(places, x, y, f"mark bold {styles.get(str(line['name']), 'neutral')}"))
     overlay = "".join(
         charts.note(text, (at, place), x, y, "", f"{labels[at]}: {text}")
         for at, scale in enumerate(scales)
@@ -116,30 +111,21 @@ class _Scale:
         return (value - low) / (high - low) if high > low else 0.5
 
 
-def _curves(lines: list[Line], named: str) -> str:
-    points = [[(float(step), float(value)) for step, value in line["evals"] if value is not None] for line in lines]
-    drawn = [point for own in points for point in own]
-    if not drawn:
-        return ""
-    x = charts.linear_axis("optimizer step of the candidate", [0, *(step for step, _ in drawn)], tight=True, whole=True)
-    y = charts.linear_axis("nats per token" if named == "held-out loss" else "", [value for _, value in drawn])
-    marks = [charts.line(own, x, y, f"mark bold rank-{rank}") for rank, own in reversed(list(enumerate(points))) if own]
-    return charts.chart(named.capitalize(), marks, x, y, height=280)
-
-
-def _table(lines: list[Line], metric: str, named: str) -> str:
+def _table(lines: Sequence[Line], metric: str, named: str, styles: Mapping[str, str]) -> str:
     keys = list(lines[0]["parameters"])
-    head = "".join(
-        f"<th scope='col'>{escape(name)}</th>" for name in ("", "Candidate", *keys, "Steps", named.capitalize(), "")
-    )
-    rows = "".join(
-        f"<tr><td>{line['rank']}</td><th scope='row'>{escape(str(line['name']))}</th>"
-        + "".join(f"<td>{escape(_text(line['parameters'].get(key)))}</td>" for key in keys)
-        + f"<td>{line['step']}</td><td>{_value(line, metric)}</td><td title='{escape(str(line['reason']), quote=True)}'>"
-        f"{escape(str(line['status']))}</td></tr>"
-        for line in lines
-    )
-    return f"<div class='scroll' tabindex='0'><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    columns = ["Rank", *map(escape, keys), "Steps", escape(named.capitalize()), "Status"]
+    rows = []
+    for line in lines:
+        name, values = str(line["name"]), [line["parameters"].get(key) for key in keys]
+        status, why = str(line["status"]), str(line["reason"])
+        cells = [
+            (str(line["rank"]), line["rank"]), *((escape(_text(value)), value) for value in values),
+            (str(line["step"]), line["step"]), (_value(line, metric), line.get(metric)),
+            (badge("ended early" if why and status == "stopped" else status) + sub(why, "why"), status),
+        ]  # fmt: skip
+        attributes = f'class="{styles.get(name, "neutral")}"'
+        rows.append(row(columns, f"<span class='name'>{escape(name)}</span>", name, cells, attributes))
+    return table(("Candidate", *columns), rows)
 
 
 def summary(folder: Path) -> tuple[Table | None, set[str], list[str]]:

@@ -123,7 +123,7 @@ def test_the_page_of_a_run_in_a_browser(out: Path, browser: Any) -> None:
         look(page)
         page.end()
     on_a_telephone(browser, write_report(out).as_uri())
-    with Server(out, 0) as server:
+    with Server([out], 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         page = Page(browser, server.url)

@@ -19,8 +19,10 @@ import pytest
 
 from packlora.files import lock_folder
 from packlora.report import charts
+from packlora.report.cells import duration
 from packlora.report.page import STYLE
 from packlora.report.report import write_report
+from packlora.report.run_files import JobFiles
 
 NAMES = ("synopsis", "docstrings", "manpages", "dora-x", "a.b-c_d")
 CAPACITY = 2048
@@ -289,6 +291,44 @@ def test_the_whole_run_file_is_in_the_page(make_run: MakeRun) -> None:
         assert text in page.text
 
 
+def test_the_run_is_named_in_the_tab_and_in_the_title_with_its_base_below(make_run: MakeRun) -> None:
+    folder = make_run(steps=3)
+    html, _ = _write(folder)
+    assert f"<title>{folder.name} · done · packlora</title>" in html and f"<h1>{folder.name} " in html
+    assert "<span>smollm2-135m</span>" in html
+
+
+@pytest.mark.parametrize(
+    ("train", "kind", "unit"),
+    [
+        ({}, "SFT", "nats per token"),
+        ({"trainer": "dpo"}, "DPO", "nats per pair"),
+        ({"trainer": "dpo", "loss_type": ["ipo", "sft"]}, "DPO (ipo, sft)", "per pair"),
+        ({"trainer": "orpo"}, "ORPO", "per pair"),
+        ({"trainer": "kto", "loss_type": "apo_zero_unpaired"}, "KTO (apo_zero_unpaired)", "per sample"),
+        ({"trainer": "sft", "objective": "own/loss.py:mine"}, "loss.py:mine", ""),
+    ],
+)
+def test_losses_of_one_kind_share_an_axis_and_its_unit(train: dict[str, Any], kind: str, unit: str) -> None:
+    assert JobFiles("a", "job-0", {"train": train}, {}, {}, [], []).loss == (kind, unit)
+
+
+def test_the_time_left_is_that_of_the_slowest_job_at_the_pace_of_its_last_steps(make_run: MakeRun) -> None:
+    folder = make_run(steps=50, ending=None)
+    lines = {name: [line for line in _lines(folder, "metrics.jsonl") if line["job"] == name][-20:] for name in NAMES}
+    totals = {name: own["steps"] for name, own in json.loads((folder / "run.json").read_text())["jobs"].items()}
+
+    def left(name: str) -> float:
+        first, last = lines[name][0], lines[name][-1]
+        pace = (last["elapsed"] - first["elapsed"]) / (last["step"] - first["step"])
+        return (totals[name] - last["step"]) * pace
+
+    _, page = _write(folder)
+    assert f"Time left {duration(max(map(left, NAMES)))} of the jobs in training" in page.text
+    (folder / "metrics.jsonl").write_text("")
+    assert "Time left" not in _write(folder)[1].text
+
+
 # --- what went wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +359,33 @@ def test_dropped_samples_are_warned_about_once(make_run: MakeRun) -> None:
     _, page = _write(make_run(steps=3, warnings=[recorded]))
     assert recorded in page.text
     assert page.text.count("dropped as too long") == 1
+
+
+def test_jobs_that_were_asked_to_end_early_are_no_warning(make_run: MakeRun) -> None:
+    notes = [
+        "job 'synopsis' ends at step 12 of 50: successive halving: one in 3 goes on",
+        "job 'dora-x' ends at step 4 of 50, as asked by packlora stop",
+        "job 'other' ends at step 4 of 50: of no job",
+    ]
+    html, page = _write(make_run(steps=50, warnings=notes))
+    (warnings,) = re.findall('<ul class="warnings".*?</ul>', html)
+    assert notes[2] in _Page(warnings).text and "halving" not in warnings and "packlora stop" not in warnings
+    assert "◼ ended early successive halving: one in 3 goes on" in _row(html, "synopsis")
+    assert "◼ ended early as asked by packlora stop" in _row(html, "dora-x")
+    assert "2 ended early" in page.text
+
+
+def test_the_gpu_is_shown_where_it_was_looked_at(make_run: MakeRun) -> None:
+    folder = make_run(steps=10)
+    assert "GPU busy" not in _write(folder)[1].text
+    rows = _lines(folder, "microbatches.jsonl")
+    shares = [round(number / len(rows), 3) for number in range(len(rows))]
+    rows = [{**row, "gpu": share, "elapsed": row["index"] + 1} for row, share in zip(rows, shares, strict=True)]
+    (folder / "microbatches.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html, page = _write(folder)
+    assert f"GPU busy {100 * sum(shares) / len(shares):.0f} %" in page.text
+    (numbers,) = re.findall('<script type="application/json" class="numbers">(.*?)</script>', html)
+    assert json.loads(numbers)["machine"]["mean"]["gpu"] == shares
 
 
 def test_the_schedule_is_described_and_predicted_times_stand_against_measured_ones(make_run: MakeRun) -> None:
@@ -365,7 +432,7 @@ def test_an_interrupted_run_calls_unfinished_jobs_stopped(make_run: MakeRun) -> 
     run["result"]["jobs"]["synopsis"].update(status="running", step=20)
     (folder / "run.json").write_text(json.dumps(run))
     html, page = _write(folder)
-    assert "smollm2-135m ◼ interrupted" in page.text
+    assert f"{folder.name} ◼ interrupted" in page.text
     assert "◼ stopped" in _row(html, "synopsis")
 
 
@@ -468,7 +535,7 @@ def test_the_page_loads_nothing_and_runs_nothing_but_its_own_script_and_holds_th
     html, page = _write(make_run(steps=30, ending="failed"))
     namespace = "http://www.w3.org/2000/svg"  # a name, which nobody asks for
     assert not re.search(r"https?://|url\((?!#)|@import|src=", html.replace(namespace, ""))
-    assert all((tags.get("href") or "#").startswith("#") for _, tags in page.tags)
+    assert not [tags for _, tags in page.tags if "href" in tags]
     policies = [tags["content"] for tag, tags in page.tags if tag == "meta" and "http-equiv" in tags]
     own = base64.b64encode(hashlib.sha256(html.split("<script>")[1].split("</script>")[0].encode()).digest()).decode()
     rules = {rule.split()[0]: rule.split()[1:] for rule in policies[0].split(";")}

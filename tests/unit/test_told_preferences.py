@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from packlora.report.events import Evaluated, Stepped
 from packlora.report.metrics import BestEffort, Logs, metric_lines
-from packlora.report.run_files import JobFiles
-from packlora.report.sections import _of_preferences
+from packlora.report.run_files import JobFiles, RunFiles
+from packlora.report.sections import job_table
 from packlora.report.summary import print_summary
 from packlora.report.trackers import Tracker
 from packlora.result import JobResult, Result
@@ -65,11 +66,14 @@ def test_the_last_words_show_held_out_rewards_or_else_those_of_the_last_step(
     assert "rewards" not in capsys.readouterr().out
 
 
-def test_the_page_shows_them_under_the_loss() -> None:
-    job = JobFiles.__new__(JobFiles)
-    job.metrics, job.evals = [LINE | REWARDS], []
-    assert _of_preferences(job) == "accuracies 0.75, margins 1.25"
-    job.evals = [{"step": 2, "eval_loss": 0.5, "eval_rewards/margins": 2.0}]
-    assert _of_preferences(job) == "margins 2"
-    job.evals = [{"step": 2, "eval_loss": 0.5}]
-    assert _of_preferences(job) == ""
+def test_the_page_shows_them_under_the_loss_of_the_same_samples(tmp_path: Path) -> None:
+    def cells(*evals: dict[str, Any]) -> list[str]:
+        job = JobFiles("a", "job-0", {}, {}, {}, [LINE | REWARDS], list(evals))
+        return re.findall(
+            r'data-label="(?:Training|Held-out) loss"[^>]*>(.*?)</td>', job_table(RunFiles(tmp_path, {}, [job], [], []))
+        )
+
+    trained, held_out = cells()
+    assert "accuracies 0.75, margins 1.25" in trained and "margins" not in held_out
+    trained, held_out = cells({"step": 2, "eval_loss": 0.5, "eval_rewards/margins": 2.0})
+    assert "margins 1.25" in trained and "0.500" in held_out and "margins 2<" in held_out

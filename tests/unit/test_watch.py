@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def served(folder: Path) -> Iterator[Server]:
-    with Server(folder, 0) as server:
+    with Server([folder], 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield server
@@ -171,7 +171,7 @@ def test_a_run_json_of_any_content_makes_a_page_or_is_refused_by_name(
 
 def test_a_port_that_is_taken_and_what_is_no_run_are_refused(served: Server, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"--port {served.server_port}: .*; leave it out for a free one"):
-        Server(tmp_path, served.server_port)
+        Server([tmp_path], served.server_port)
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(InputError, match="neither the output folder of a run nor a run file"):
         output_folder(tmp_path / "notes.txt")
@@ -371,6 +371,54 @@ def test_a_long_series_becomes_few_means_with_their_lowest_and_highest() -> None
         assert (found["low"]["loss"][at], found["high"]["loss"][at]) == (min(part), max(part))
     tail = thin.since(len(values) - 1)
     assert tail is not None and tail["from"] == len(found["step"]) - 1  # the bucket that has grown
+
+
+# --- several runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_side_by_side_have_all_their_jobs_in_one_page_and_a_page_each(folder: Path, tmp_path: Path) -> None:
+    other, same = tmp_path / "other", tmp_path / "elsewhere" / "out"
+    other.mkdir()
+    write_run(other, 5, "done", ("two", "three"))
+    page = LivePage(folder, other)
+    html = page.html()
+    news = page.news(-1, -1)
+    assert [job["name"] for job in news["jobs"]] == ["out / one", "out / two", "other / two", "other / three"]
+    assert [job["style"] for job in news["jobs"]] == ["job-0", "job-1", "job-2", "job-3"]
+    assert [job["status"] for job in news["jobs"]] == ["running", "running", "done", "done"]
+    steps = {one["job"]: one["steps"]["step"] for one in news["series"]}
+    alone = [LivePage(at).news(-1, -1)["series"][job]["steps"]["step"] for at in (folder, other) for job in (0, 1)]
+    assert list(steps.values()) == alone
+    for text in ("<title>out, other · packlora</title>", "<a href='1/'>out</a>", "<a href='2/'>other</a>"):
+        assert text in html
+    look, epoch = news["look"], news["epoch"]
+    assert page.news(look, epoch)["series"] == [] and not page.news(look, epoch)["whole"]
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write(lines([step("three", 6)]))
+    again = page.news(look, epoch)
+    assert again["whole"] and again["series"][3]["steps"]["step"][-1] == 6
+    same.mkdir(parents=True)
+    assert {f"{folder} / one", f"{same} / one"} & {job["name"] for job in LivePage(folder, same).news(-1, -1)["jobs"]}
+
+
+def test_the_server_of_several_runs_answers_for_all_and_for_each(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    write_run(other, 5, "done", ("three",))
+    with Server([folder, other], 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+
+        def jobs(path: str) -> Any:
+            connection = http.client.HTTPConnection(HOST, server.server_port, timeout=20)
+            connection.request("GET", f"{path}data?look=-1&epoch=-1")
+            answer = connection.getresponse()
+            body = answer.read()
+            return [job["name"] for job in json.loads(body)["jobs"]] if answer.status == 200 else answer.status
+
+        assert jobs("/") == ["out / one", "out / two", "other / three"]
+        assert (jobs("/1/"), jobs("/2/")) == (["one", "two"], ["three"])
+        assert {jobs(path) for path in ("/0/", "/3/", "/01/", "/1", "/-1/", "/1/2/")} == {404}
+        server.shutdown()
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------------
