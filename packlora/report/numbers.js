@@ -5,7 +5,7 @@ const LABELS = new Map([
   ["loss", "Loss"], ["grad_norm", "Gradient norm before clipping"], ["lr", "Learning rate"],
   ["tokens_per_second", "Tokens per second of a step"], ["tokens", "Tokens of a step"], ["seconds", "Seconds of a step"],
 ]);
-const PLACES = {step: "optimizer step of the job", seen: "tokens trained on", time: "time since the start"};
+const PLACES = {step: "optimizer steps", seen: "tokens trained on", time: "time since the start"};
 const NARROW = matchMedia("(max-width:600px)");
 
 // --- small things ------------------------------------------------------------------------------------------------------

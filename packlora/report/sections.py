@@ -98,7 +98,7 @@ def _time(value: Any) -> str:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Headline figures of a run. total: steps of all jobs; 0 where they are not known. peak: bytes, so far while it trains.
-    left: seconds until the last job in training is done; None where no job trains."""
+    left: seconds until the last job in training is done; None where that is not known."""
 
     steps: int
     total: int
@@ -115,6 +115,7 @@ class Figures:
 
 def figures(run: RunFiles) -> Figures:
     """Headline figures of a run from its files."""
+    left = [_time_left(job) for job in run.jobs if run.status_of(job) == "running"]
     seen = (int(number_at(line, "memory")) for line in run.microbatches)
     return Figures(
         steps=sum(job.step for job in run.jobs),
@@ -123,15 +124,15 @@ def figures(run: RunFiles) -> Figures:
         tokens=max(int(run.result.get("tokens") or 0), sum(job.tokens for job in run.jobs)),
         seconds=max(float(run.result.get("seconds") or 0.0), run.elapsed),
         peak=run.result.get("peak_memory_bytes") or max(seen, default=0) or None,
-        left=max((_time_left(job) for job in run.jobs if run.status_of(job) == "running"), default=None),
+        left=None if not left or None in left else max(filter(None, left), default=0.0),
     )
 
 
-def _time_left(job: JobFiles) -> float:
-    """Seconds that a job still takes if it keeps the pace of its last steps."""
+def _time_left(job: JobFiles) -> float | None:
+    """Seconds that a job still takes if it keeps the pace of its last steps; None where it has none yet."""
     last, total = job.metrics[-RECENT:], int(job.info.get("steps") or 0)
-    if len(last) < 2:
-        return 0.0
+    if len(last) < 2 or not total:
+        return None
     steps, seconds = (number_at(last[-1], key) - number_at(last[0], key) for key in ("step", "elapsed"))
     return max(0, total - job.step) * max(0.0, seconds) / max(1.0, steps)
 
@@ -144,21 +145,20 @@ def _tiles(run: RunFiles) -> str:
     room = sum(line["capacity"] for line in run.microbatches)
     where = "of the process" if str(run.about.get("device")).startswith("cpu") else "on the GPU"
     so_far = "" if run.result else "so far"
-    busy = [line["gpu"] for line in run.microbatches if is_number(line.get("gpu"))]
+    shares = [line["gpu"] for line in run.microbatches if is_number(line.get("gpu"))]
+    busy = f"GPU busy {100 * sum(shares) / len(shares):.0f} %" if shares else ""
     tiles = [
         ("Jobs", f"{len(run.jobs)}", counts),
         ("Optimizer steps", f"{known.steps:,}", f"of {known.total:,}" if known.total else ""),
         ("Tokens", short(known.tokens), f"{known.tokens:,}" if known.tokens >= 1e5 else "trained on"),
-        ("Tokens per second", f"{known.rate:,.0f}" if known.seconds else UNKNOWN, "over the whole run"),
+        ("Tokens per second", f"{known.rate:,.0f}" if known.seconds else UNKNOWN, busy or "over the whole run"),
         ("Microbatch fill", f"{100 * held / room:.1f} %" if room else UNKNOWN,
          f"padding 0, {plural(len(run.microbatches), 'microbatch', 'es')}" if room else ""),
         ("Peak memory", size(known.peak) if known.peak else UNKNOWN, f"{where} {so_far}" if known.peak else "known at the end"),
         ("Wall time", duration(known.seconds) if known.seconds else UNKNOWN, so_far),
     ]  # fmt: skip
-    if busy:
-        tiles.append(("GPU busy", f"{100 * sum(busy) / len(busy):.0f} %", "mean of the run"))
     if known.left is not None:
-        tiles.append(("Time left", duration(known.left), "of the jobs in training"))
+        tiles[-1] = ("Time left", duration(known.left), f"{duration(known.seconds)} so far")
     cells = (f"<div><dt>{name}</dt><dd>{value}</dd><dd class='sub'>{under}</dd></div>" for name, value, under in tiles)
     return f'<dl class="tiles">{"".join(cells)}</dl>'
 
@@ -231,8 +231,8 @@ def _job_row(run: RunFiles, job: JobFiles) -> str:
         (f"{rate:g}" if rate else UNKNOWN) + sub(str(train.get("lr_scheduler_type", "")).replace("_", " ")),
         f"{job.step:,}" + (f" / {total:,}" if total else "") + bar + sub(f"batch {batch}" if batch else ""),
         change(mean(losses[:window]), mean(losses[-window:]) if len(losses) > 1 else None)
-        + sub(_of_preferences(job.metrics, "")),
-        change(before, after) + sub(_of_preferences(job.evals, "eval_")),
+        + sub(_of_preferences(job.metrics, ""), "wrap"),
+        change(before, after) + sub(_of_preferences(job.evals, "eval_"), "wrap"),
         f"{job.tokens:,}" + sub(plural(info["samples"], "sample") if "samples" in info else ""),
         (short(info["trainable_parameters"]) if "trainable_parameters" in info else UNKNOWN)
         + sub(plural(info["adapted_modules"], "module") if "adapted_modules" in info else ""),

@@ -5,6 +5,8 @@ One test, since a browser and a run cost seconds: its parts share both, and each
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import shutil
 import threading
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageColor
 
 import packlora
 from packlora.commands.watch import Server
+from packlora.report import charts
 from packlora.report.report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives the browser, is not installed")
@@ -117,12 +121,14 @@ def test_the_page_of_a_run_in_a_browser(out: Path, browser: Any) -> None:
         the_axes_change,
         a_drag_zooms,
         values_are_shown,
+        a_chart_is_taken_away,
         the_table_is_sorted,
     ):
         page = Page(browser, write_report(out).as_uri())
         look(page)
         page.end()
     on_a_telephone(browser, write_report(out).as_uri())
+    runs_stand_side_by_side(browser, out)
     with Server([out], 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -220,6 +226,28 @@ def values_are_shown(page: Page) -> None:
     assert tip.is_hidden()
 
 
+def a_chart_is_taken_away(page: Page) -> None:
+    chart = page.page.locator("[data-chart=curves] figure >> nth=0")
+
+    def taken(kind: str) -> bytes:
+        with page.page.expect_download() as waited:
+            chart.get_by_role("button", name=kind).click()
+        assert waited.value.suggested_filename == f"out-Loss.{kind.lower()}"
+        return Path(waited.value.path()).read_bytes()
+
+    metrics = [json.loads(line) for line in (page_folder(page) / "metrics.jsonl").read_text().splitlines()]
+    head, *rows = csv.reader(io.StringIO(taken("CSV").decode()))
+    assert head == ["line", "kind", "step", "Loss", "lowest", "highest"]
+    found = {(name, float(step)): float(loss) for name, kind, step, loss, *_ in rows if not kind}
+    assert found == {(line["job"], line["step"]): pytest.approx(line["loss"], rel=1e-5) for line in metrics}
+    assert {kind for _, kind, *_ in rows} == {"", "held-out"}
+    picture = Image.open(io.BytesIO(taken("PNG"))).convert("RGB")
+    width = page.canvas().bounding_box()["width"]
+    assert picture.width == 2 * int(width) and picture.height > 800
+    inks = {ImageColor.getrgb(charts.colour(number, "light")) for number in range(4)}
+    assert inks <= {colour for _, colour in picture.getcolors(2**24)}
+
+
 def page_folder(page: Page) -> Path:
     return Path(page.page.url.removeprefix("file://")).parent
 
@@ -243,6 +271,35 @@ def on_a_telephone(browser: Any, url: str) -> None:
     page.page.get_by_label("Sort jobs by").select_option("2")
     assert page.page.locator("[data-part=jobs] tbody tr").first.get_attribute("data-key") == "alpha"
     page.end()
+
+
+def runs_stand_side_by_side(browser: Any, out: Path) -> None:
+    """All jobs in one page, losses of another kind in a chart of their own, and a link to the page of each run."""
+    other = out.parent / "other"
+    shutil.copytree(out, other)
+    record = json.loads((other / "run.json").read_text())
+    record["config"]["jobs"][1]["train"]["trainer"] = "dpo"
+    (other / "run.json").write_text(json.dumps(record))
+    with Server([out, other], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        page = Page(browser, server.url)
+        figures = page.page.locator("[data-chart=curves] figure:visible")
+        drawn = [
+            {one["job"] for one in figure.locator("path.mark[data-kind=line]").evaluate_all(PATHS)}
+            for figure in figures.all()
+        ]
+        assert drawn == [{"0", "1", "2", "3", "4", "6", "7"}, {"5"}]
+        assert figures.locator("figcaption b").all_text_contents() == ["SFT loss", "DPO loss"]
+        assert "nats per pair" in figures.nth(1).inner_text()
+        page.page.get_by_role("button", name="other / beta", exact=True).click()
+        assert figures.locator("figcaption b").all_text_contents() == ["Loss"]
+        page.page.get_by_role("link", name="other").click()
+        page.page.wait_for_selector("[data-chart=curves] path.bold")
+        assert page.page.title().startswith("other · ")
+        page.end()
+        server.shutdown()
+        thread.join()
 
 
 def it_grows_with_the_run(page: Page, out: Path) -> None:

@@ -324,7 +324,7 @@ def test_the_time_left_is_that_of_the_slowest_job_at_the_pace_of_its_last_steps(
         return (totals[name] - last["step"]) * pace
 
     _, page = _write(folder)
-    assert f"Time left {duration(max(map(left, NAMES)))} of the jobs in training" in page.text
+    assert f"Time left {duration(max(map(left, NAMES)))} {duration(lines[NAMES[0]][-1]['elapsed'])} so far" in page.text
     (folder / "metrics.jsonl").write_text("")
     assert "Time left" not in _write(folder)[1].text
 
