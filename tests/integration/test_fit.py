@@ -78,11 +78,11 @@ def test_microbatches_shrink_where_nothing_is_written_and_a_resumed_run_keeps_th
 ) -> None:
     tree = tree_of(tiny_base(), tmp_path / "out", write_rows, dtype="float64")
     train({**tree, "output_dir": str(tmp_path / "plenty")})
-    short = Short(monkeypatch, 100, 100)
+    short = Short(monkeypatch, 80, 80)
     train(tree, max_steps=1)
-    assert short.tried[0][0] > 100 and not any(taken for _, taken in short.tried)
+    assert short.tried[0][0] > 80 and not any(taken for _, taken in short.tried)
     size = record(tmp_path / "out")["fit"][MICROBATCH]
-    assert size <= 100 and record(tmp_path / "out")["schedule"]["budget"] == size
+    assert size <= 80 and record(tmp_path / "out")["schedule"]["budget"] == size
     short.tried.clear()
     assert train(tree, resume=True).status == "done"
     assert max(tokens for tokens, _ in short.tried) <= size
@@ -114,7 +114,8 @@ def test_microbatches_shrink_to_the_longest_sample_before_checkpointing_is_taken
     assert train(tree_of(tiny_base(), tmp_path / "out", write_rows)).status == "done"
     failed = [tokens for tokens, taken in short.tried if tokens > 20 and not taken]
     assert failed == sorted(failed, reverse=True) and len(failed) > 2
-    assert record(tmp_path / "out")["schedule"]["budget"] == max(tokens for tokens, taken in short.tried if taken)
+    budget = record(tmp_path / "out")["schedule"]["budget"]
+    assert failed[-1] <= budget < failed[-2] and max(tokens for tokens, taken in short.tried if taken) <= budget
 
 
 @pytest.mark.parametrize(
