@@ -61,7 +61,9 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
     if chosen:
         out.warnings.append(_why(chosen, first, size, room))
     elif size > ROOM_SHARE * room:
-        out.warnings.append(f"fit: {_of(size, room)} are predicted, which may be too much; nothing is left to choose")
+        out.warnings.append(
+            f"fit: {_of(size, room)} are needed by the estimate; this may be too much, and nothing is left to choose"
+        )
     out.fit = {**chosen, "predicted_bytes": size}
     return out
 
@@ -140,7 +142,9 @@ def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any
 
 def words(own: Mapping[str, Any]) -> str:
     """Settings as they stand in a run file."""
-    shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in own.items()}
+    shown = {
+        key: str(value).lower() if isinstance(value, bool) else value for key, value in own.items() if value is not None
+    }
     return ", ".join(f"{key}: {value}" for key, value in shown.items())
 
 
@@ -150,7 +154,8 @@ def _of(size: int, room: int) -> str:
 
 def _why(chosen: Mapping[str, Any], first: tuple[Mapping[str, Any], int], size: int, room: int) -> str:
     cost = "no number changes" if "quantization" not in chosen else "the base is rounded, so numbers change"
-    text = f"fit: {words(chosen)}, since {_of(first[1], room)} would be needed with {words(first[0])}; "
-    if size > ROOM_SHARE * room:
-        return text + f"{_of(size, room)} are predicted, which may be too much"
-    return text + f"{_of(size, room)} are predicted, {cost}"
+    more = "" if size <= ROOM_SHARE * room else "; this may be too much, and nothing else is left to choose"
+    return (
+        f"fit: {words(chosen)}, which needs {_of(size, room)} by the estimate, since {words(first[0])} needs "
+        f"{first[1] / GIB:.1f}; {cost}{more}"
+    )

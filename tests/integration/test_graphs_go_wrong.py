@@ -275,3 +275,17 @@ def test_what_fails_while_it_is_made_ready_leaves_nothing_that_a_forward_could_t
     for packed, own in ((first, want[0]), (second, want[1]))[:: 1 if where == "load" else -1]:
         assert all(map(torch.equal, trained(packed), own))
     assert not run.told and run.executor._out_of_memory == 0
+
+
+def test_graphs_go_where_layers_are_checkpointed_from_now_on_and_that_is_told_once(run: Run) -> None:
+    """What they have recorded keeps activations."""
+    for _ in range(3):
+        train(run, samples(50))
+    assert run.executor._bodies
+    for _ in range(2):
+        run.executor.checkpointed()
+    assert not run.executor._bodies and run.executor._recorder is None
+    (told,) = run.told
+    assert "gradient_checkpointing" in told
+    train(run, samples(50))
+    assert not run.executor._bodies

@@ -248,10 +248,13 @@ def test_a_lowered_budget_is_kept_when_the_run_is_resumed(
 def test_out_of_memory_with_the_users_budget_or_with_a_single_sample_is_an_error_that_says_what_to_do(
     out_of_memory: Callable[[int], list[int]], tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
-    for budget, most in ((2048, 150), ("auto", 20)):
+    """Gradient checkpointing is written, too; test_fit.py has what is not."""
+    remedies = "lower max_tokens_per_microbatch or set gradient_checkpointing", "set gradient_checkpointing"
+    for budget, most, remedy in ((2048, 150, remedies[0]), ("auto", 20, remedies[1])):
         tried = out_of_memory(most)
-        tree = config(tiny_base(), tmp_path / str(budget), write_rows, LONG, max_tokens_per_microbatch=budget)
-        with pytest.raises(MemoryError, match=r"lower max_tokens_per_microbatch .* --resume"):
+        keys = {"max_tokens_per_microbatch": budget, "gradient_checkpointing": False}
+        tree = config(tiny_base(), tmp_path / str(budget), write_rows, LONG, **keys)
+        with pytest.raises(MemoryError, match=rf"tokens; {remedy}: true\. .* --resume"):
             train(tree)
         assert budget == "auto" or len(tried) == 1
 

@@ -1,0 +1,318 @@
+"""Memory that is short: what a run does about it while it trains, and what `fit` chooses before that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_training import JOBS, adapter, config, distance, train
+
+from packlora.config import Run
+from packlora.data.reader import Reader
+from packlora.engine import memory, passes
+from packlora.errors import InputError
+from packlora.parallel.mesh import OneProcess
+from packlora.run_file import run_from
+from packlora.runtime import estimate, fit, session
+from packlora.runtime.fit import MICROBATCH, fitted, predicted
+from packlora.runtime.prepared_job import ModelShape
+from packlora.runtime.profiles import ROOM_SHARE
+from packlora.runtime.session import Session
+
+Rows = Callable[..., str]
+Base = Callable[..., str]
+ONE = JOBS[:1]
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKLORA_CACHE", str(tmp_path / "cache"))
+
+
+def tree_of(base: str, out: Path, rows: Rows, **changes: Any) -> dict[str, Any]:
+    """A run of one job that says nothing on memory, but for the changes."""
+    made = config(base, out, rows, ONE, save_every=1)
+    return {key: value for key, value in made.items() if key != MICROBATCH} | changes
+
+
+def record(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "run.json").read_text())
+    return found
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = (adapter(folder, ONE[0]["name"]) for folder in (one, other))
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+class Short:
+    """A device whose memory holds microbatches of at most so many tokens, with gradient checkpointing of more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int, checkpointed: int) -> None:
+        self.tried: list[tuple[int, bool]] = []
+        original = passes.SingleDevice.backward
+
+        def backward(device: Any, pending: Any) -> Any:
+            tokens, ran = sum(pending.batch.num_tokens.values()), original(device, pending)
+            taken = any(getattr(own, "gradient_checkpointing", False) for own in device.base.model.modules())
+            self.tried.append((tokens, taken))
+            if tokens > (checkpointed if taken else most):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return ran
+
+        monkeypatch.setattr(passes.SingleDevice, "backward", backward)
+
+
+# --- while it trains ---------------------------------------------------------------------------------------------------
+
+
+def test_microbatches_shrink_where_nothing_is_written_and_a_resumed_run_keeps_the_size(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = tree_of(tiny_base(), tmp_path / "out", write_rows, dtype="float64")
+    train({**tree, "output_dir": str(tmp_path / "plenty")})
+    short = Short(monkeypatch, 80, 80)
+    train(tree, max_steps=1)
+    assert short.tried[0][0] > 80 and not any(taken for _, taken in short.tried)
+    size = record(tmp_path / "out")["fit"][MICROBATCH]
+    assert size <= 80 and record(tmp_path / "out")["schedule"]["budget"] == size
+    short.tried.clear()
+    assert train(tree, resume=True).status == "done"
+    assert max(tokens for tokens, _ in short.tried) <= size
+    assert distance(*(adapter(tmp_path / name, ONE[0]["name"]) for name in ("plenty", "out"))) < 1e-10
+
+
+def test_checkpointing_is_taken_before_a_run_is_given_up_with_the_same_bits_and_a_resumed_run_keeps_it(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of microbatches is written, so it stays."""
+    tree = tree_of(tiny_base(), tmp_path / "out", write_rows, max_tokens_per_microbatch=150)
+    train({**tree, "output_dir": str(tmp_path / "plenty")})
+    short = Short(monkeypatch, 20, 150)
+    train(tree, max_steps=1)
+    assert [taken for _, taken in short.tried][:2] == [False, True]
+    told = record(tmp_path / "out")
+    assert told["fit"]["gradient_checkpointing"] is True and told["schedule"]["budget"] == 150
+    assert sum("gradient_checkpointing is true from now on" in text for text in told["warnings"]) == 1
+    short.tried.clear()
+    assert train(tree, resume=True).status == "done"
+    assert short.tried and all(taken for _, taken in short.tried), "it fails no second time"
+    assert same(tmp_path / "out", tmp_path / "plenty")
+
+
+def test_microbatches_shrink_to_the_longest_sample_before_checkpointing_is_taken(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = Short(monkeypatch, 20, 4096)
+    assert train(tree_of(tiny_base(), tmp_path / "out", write_rows)).status == "done"
+    failed = [tokens for tokens, taken in short.tried if tokens > 20 and not taken]
+    assert failed == sorted(failed, reverse=True) and len(failed) > 2
+    budget = record(tmp_path / "out")["schedule"]["budget"]
+    assert failed[-1] <= budget < failed[-2] and max(tokens for tokens, taken in short.tried if taken) <= budget
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({MICROBATCH: 150, "gradient_checkpointing": False}, ("lower max_tokens", "set gradient_checkpointing: true")),
+        ({MICROBATCH: 150, "gradient_checkpointing": True}, ("lower max_tokens_per_microbatch. Predicted",)),
+        ({"fit": "off"}, ("Predicted to fit", f"{MICROBATCH}: ", "fit: memory takes it")),
+        ({}, ("set quantization: nf4", "data.max_length")),
+    ],
+)
+def test_what_is_written_is_obeyed_and_the_error_says_what_would_fit(
+    written: dict[str, Any], said: tuple[str, ...], tiny_base: Base, write_rows: Rows, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    short = Short(monkeypatch, 0, 0)
+    with pytest.raises(MemoryError, match=r"out of memory on cpu in a microbatch of .* --resume") as caught:
+        train(tree_of(tiny_base(), tmp_path / "out", write_rows, **written))
+    assert all(text in str(caught.value) for text in said), caught.value
+    assert (len(short.tried) == 1) == bool(written)
+
+
+def test_an_evaluation_that_does_not_fit_takes_no_checkpointing(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(passes.SingleDevice, "evaluate", evaluate)
+    jobs = [{**ONE[0], "data": {"path": write_rows("a", 8), "eval_path": write_rows("b", 2)}}]
+    with pytest.raises(MemoryError, match="out of memory"):
+        train({**tree_of(tiny_base(), tmp_path / "out", write_rows), "jobs": jobs})
+
+
+# --- before it trains --------------------------------------------------------------------------------------------------
+
+LLAMA_8B = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
+"""Sizes of Llama-3.1-8B."""
+WIDTHS = (4096, 1024, 1024, 4096, 14336, 14336, 4096)
+
+
+def run_of(**keys: Any) -> Run:
+    job = {"name": "a", "data": {"path": "a.jsonl"}, "adapter": {"r": 16}}
+    return run_from({"base_model": "m", "output_dir": "out", "dtype": "bfloat16", "jobs": [job]} | keys)
+
+
+def prepared_8b(run: Run, codes: int = 0, longest: int = 2048) -> Any:
+    """LoRA r 16 on all linear layers of an 8B model. codes: bytes of its linear layers, where they are quantised."""
+    modules = {f"{n}.{m}": SimpleNamespace(kind="linear", rank=16) for n in range(32) for m in range(len(WIDTHS))}
+    planned = SimpleNamespace(lengths=np.full(100, longest))
+    data, spec = SimpleNamespace(label_share=1.0, planned=planned), SimpleNamespace(modules=modules)
+    skeleton = SimpleNamespace(supports_gradient_checkpointing=True, config=SimpleNamespace())
+    return SimpleNamespace(
+        run=run, shape=LLAMA_8B, trainable=41_943_040, jobs=[SimpleNamespace(data=data, spec=spec, products={})],
+        in_codes=(LLAMA_8B.linear_parameters, codes) if codes else (0, 0), longest=longest, warnings=[], fit={}, form=None,
+        budget=4096 if run.max_tokens_per_microbatch == "auto" else run.max_tokens_per_microbatch,
+        encoder=SimpleNamespace(skeleton=skeleton),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """GiB, keys -> the run as `fit` chose for a card of so much."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(estimate, "choose_device", lambda name: device)
+
+    def choose(gib: float, **keys: Any) -> Any:
+        monkeypatch.setattr(fit, "memory_room", lambda device: int(gib * GIB))
+        codes = {"int8": LLAMA_8B.linear_parameters, "nf4": int(0.5625 * LLAMA_8B.linear_parameters)}
+
+        def again(run: Run) -> Any:
+            assert run.quantization is not None
+            return prepared_8b(run, codes[run.quantization.method])
+
+        return fitted(prepared_8b(run_of(**keys)), device, again)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("gib", "keys", "chosen", "fits"),
+    [
+        (80, {}, {}, True), (40, {}, {}, True),
+        # measured under a cap: 4096 tokens end in a MemoryError at 24 GiB, and take 18.0 GiB with checkpointing
+        (24, {}, {MICROBATCH: 2048}, True), (20, {}, {"gradient_checkpointing": True}, True),
+        (18.2, {}, {"gradient_checkpointing": "offload"}, True),
+        (17.9, {}, {MICROBATCH: 2048, "gradient_checkpointing": "offload"}, True),
+        (17, {}, {MICROBATCH: 2048, "gradient_checkpointing": "offload"}, False),
+        (24, {MICROBATCH: 4096}, {"gradient_checkpointing": True}, True),
+        (20, {MICROBATCH: 8192}, {"gradient_checkpointing": "offload"}, True),
+        (20, {"gradient_checkpointing": False}, {MICROBATCH: 2048}, False),
+        (10, {MICROBATCH: 4096, "gradient_checkpointing": True}, {}, False),
+        (20, {"fit": "auto"}, {"gradient_checkpointing": True}, True),
+        (12.5, {"fit": "auto"}, {"gradient_checkpointing": True, "quantization": "int8"}, True),
+        (10, {"fit": "auto"}, {"gradient_checkpointing": True, "quantization": "nf4"}, True),
+        (8, {"fit": "auto", "gradient_checkpointing": True}, {MICROBATCH: 2048, "quantization": "nf4"}, False),
+        (12, {"fit": "auto", "quantization": None}, {MICROBATCH: 2048, "gradient_checkpointing": "offload"}, False),
+    ],
+)  # fmt: skip
+def test_the_first_settings_that_fit_on_a_card_are_chosen_and_nothing_that_is_written_is_changed(
+    gib: float, keys: dict[str, Any], chosen: dict[str, Any], fits: bool, card: Callable[..., Any]
+) -> None:
+    made = card(gib, **keys)
+    found = dict(made.fit)
+    size = found.pop("predicted_bytes")
+    assert found == chosen
+    assert all(getattr(made.run, key) == value for key, value in keys.items())
+    assert made.run.gradient_checkpointing == chosen.get("gradient_checkpointing", made.run.gradient_checkpointing)
+    assert made.budget == chosen.get(MICROBATCH, keys.get(MICROBATCH, 4096))
+    assert size == predicted(made.run, made, made.budget)
+    assert (size <= ROOM_SHARE * gib * GIB) == fits
+    said = " ".join(made.warnings)
+    assert bool(said) == (bool(chosen) or not fits) and ("may be too much" in said) == (not fits)
+    assert ("so numbers change" in said) == ("quantization" in chosen)
+
+
+def test_a_base_that_cannot_be_quantised_here_is_not(card: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(method: str | None) -> Any:
+        raise InputError("bitsandbytes is not installed")
+
+    monkeypatch.setattr(fit, "quantization", refuse)
+    made = card(12, fit="auto")
+    assert "quantization" not in made.fit and "may be too much" in made.warnings[0]
+
+
+def test_a_run_holds_what_was_chosen_before_it_began(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the door of users, on a CPU that is taken for a card: run.json says what and why, a resumed run goes on with it
+    whatever is free by then, and a key that is written then counts."""
+    out, tree = tmp_path / "out", tree_of(tiny_base(), tmp_path / "out", write_rows)
+    train({**tree, "output_dir": str(tmp_path / "plenty")})
+    monkeypatch.setattr(session, "FITTED", ("cpu",))
+    prepared = Session(Run.model_validate(tree), OneProcess(), False, None, [], Reader())
+    prepared.saved, prepared.moment = None, None  # type: ignore[assignment]
+    prepared.job_set = SimpleNamespace(left=(), gone=lambda starts: {}, budgets={})  # type: ignore[assignment]
+    monkeypatch.setattr(fit, "memory_room", lambda device: 2**50)
+    _, plenty = prepared._prepare()
+    assert plenty.fit.keys() == {"predicted_bytes"} and not plenty.warnings
+    needed = predicted(plenty.run.model_copy(update={"gradient_checkpointing": True}), plenty, plenty.longest)
+    monkeypatch.setattr(fit, "memory_room", lambda device: int(needed / ROOM_SHARE) + 1)
+    train(tree, max_steps=1)
+    told = record(out)
+    assert told["fit"] == {MICROBATCH: plenty.longest, "gradient_checkpointing": True, "predicted_bytes": needed}
+    assert told["config"]["gradient_checkpointing"] is True and told["schedule"]["budget"] == plenty.longest
+    assert sum(text.startswith("fit: ") and "no number changes" in text for text in told["warnings"]) == 1
+    monkeypatch.setattr(fit, "memory_room", lambda device: 2**50)
+    train(tree, resume=True, max_steps=2)
+    assert record(out)["fit"] == told["fit"] and record(out)["schedule"]["budget"] == plenty.longest
+    assert train({**tree, "gradient_checkpointing": False, MICROBATCH: 4096}, resume=True).status == "done"
+    assert record(out)["schedule"]["budget"] == 4096 and record(out)["config"]["gradient_checkpointing"] is False
+    assert distance(*(adapter(folder, ONE[0]["name"]) for folder in (out, tmp_path / "plenty"))) < 1e-5
+
+
+def test_a_quantised_base_that_was_chosen_is_that_of_the_resumed_run(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    out, tree = tmp_path / "out", tree_of(tiny_base(), tmp_path / "out", write_rows, fit="auto")
+    monkeypatch.setattr(session, "FITTED", ("cpu",))
+    monkeypatch.setattr(fit, "memory_room", lambda device: 1)
+    train(tree, max_steps=1)
+    assert record(out)["fit"]["quantization"] == record(out)["config"]["quantization"]["method"] == "nf4"
+    monkeypatch.setattr(fit, "memory_room", lambda device: 2**50)
+    assert train(tree, resume=True).status == "done"
+    with pytest.raises(InputError, match="quantization changed"):
+        train({**tree, "quantization": None}, resume=True)
+
+
+# --- what there is -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fraction", "room"), [(1.0, 20), (0.25, 20), (0.1, 8)])
+def test_the_room_on_a_gpu_is_what_is_free_within_the_cap_of_the_process(
+    fraction: float, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("mem_get_info", (15, 80)), ("memory_reserved", 5)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+    assert memory.memory_room(torch.device("cuda")) == room
+
+
+def test_fit_leaves_what_is_written() -> None:
+    run = run_of(gradient_checkpointing=False)
+    assert (
+        not run.leaves("gradient_checkpointing") and run.leaves(MICROBATCH) and not run_of(fit="off").leaves(MICROBATCH)
+    )
+    assert run.with_chosen({"gradient_checkpointing": True}).gradient_checkpointing is False
+    chosen = run_of().with_chosen({"gradient_checkpointing": True})
+    assert chosen.gradient_checkpointing is True and chosen.leaves("gradient_checkpointing")
+    assert run_of().gradient_checkpointing is False
+
+
+def test_offload_of_a_cpu_gives_the_bits_of_checkpointing(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for how in (True, "offload"):
+        tree = tree_of(tiny_base(), tmp_path / str(how), write_rows, gradient_checkpointing=how)
+        assert train(tree).status == "done"
+    assert same(tmp_path / "True", tmp_path / "offload")

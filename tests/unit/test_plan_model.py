@@ -1,0 +1,131 @@
+"""`packlora plan MODEL --gpu`: what fits on a card, by a model's config.json alone; and what the doctor says of speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from packlora.cli import app
+from packlora.commands import doctor, speed
+from packlora.commands.plan_model import Card, card_bytes, settings_of
+from packlora.errors import InputError
+from packlora.runtime.profiles import ROOM_SHARE
+
+GIB = 2**30
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("8b")
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return str(folder)
+
+
+def by_keys(card: Card) -> dict[str, Any]:
+    return {" ".join(map(str, one.keys.values())): one for one in card.settings}
+
+
+def test_settings_of_a_card_are_those_that_were_measured_to_fit(model: str) -> None:
+    """On an H100 whose memory was capped at 24 GiB 8B peaked at 18.0 GiB with checkpointing and 4096 tokens a microbatch, and
+    had no room for so many without."""
+    card = settings_of(model, card_bytes("24 GB"))
+    plain, checkpointed = (by_keys(card)[keys] for keys in ("", "True"))
+    assert 2048 <= plain.tokens < 4096 < checkpointed.tokens
+    assert settings_of(model, 24 * GIB, length=4096).settings[1].peak / GIB == pytest.approx(18.0, rel=0.05)
+    assert [one.keys.get("quantization") for one in card.settings] == [None] * 3 + ["int8"] * 3 + ["nf4"] * 3
+    peaks = [one.peak for one in card.settings]
+    assert peaks[:3] == sorted(peaks[:3], reverse=True) and peaks[2] > peaks[5] > peaks[8]
+    weights = [by_keys(card)[keys].parts["frozen weights"] / GIB for keys in ("", "int8", "nf4")]
+    assert weights[0] == pytest.approx(8_030_261_248 * 2 / GIB)
+    assert weights[1] < 9 and weights[2] < 6
+
+
+def test_the_most_tokens_are_those_of_the_last_microbatch_that_fits(model: str) -> None:
+    room = card_bytes("24")
+    one = settings_of(model, room).settings[1]
+    for tokens, fits in ((one.tokens, True), (one.tokens + 64, False)):
+        assert (settings_of(model, room, length=tokens).settings[1].peak <= ROOM_SHARE * room) == fits
+    assert not any(own.fits for own in settings_of(model, room, length=2_000_000).settings)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "auto"),
+    [("80GB", {}, {}), ("20 gb", {"gradient_checkpointing": True}, {"gradient_checkpointing": True}),
+     ("12", None, {"quantization": "int8", "gradient_checkpointing": True}),
+     ("9 GiB", None, {"quantization": "nf4", "gradient_checkpointing": True}), ("4 GB", None, None)],
+)  # fmt: skip
+def test_the_command_says_what_fit_takes(gpu: str, memory: Any, auto: Any, model: str, tmp_path: Path) -> None:
+    out = CliRunner().invoke(app, ["plan", model, "--gpu", gpu, "--r", "16", "--json", str(tmp_path / "card.json")])
+    assert out.exit_code == 0, out.output
+    assert "8,030.3 M parameters, 32 layers; LoRA r 16" in out.output
+    found = json.loads((tmp_path / "card.json").read_text())
+    assert found["taken"] == {"memory": memory, "auto": auto}
+    assert out.output.count("does not fit") == sum(not one["fits"] for one in found["settings"])
+    assert ("fit: memory has nothing that fits" in out.output) == (memory is None)
+
+
+@pytest.mark.parametrize("text", ["", "much", "-3 GB", "24 TB", "0", "1e3"])
+def test_what_is_no_card_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="give the memory of a card"):
+        card_bytes(text)
+
+
+def test_options_of_a_run_do_not_go_with_a_card(model: str) -> None:
+    out = CliRunner().invoke(app, ["plan", model, "--gpu", "24 GB", "--stages", "2"])
+    assert out.exit_code == 2 and "--stages is of a run" in out.output
+    assert CliRunner().invoke(app, ["plan", "nowhere/at-all", "--gpu", "24 GB"]).exit_code == 2
+
+
+# --- doctor ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "slow"),
+    [
+        ((9, 0), True, set()), ((8, 9), True, {"fused products"}),
+        ((7, 5), True, {"bfloat16", "adapters, attention", "launches"}),
+        ((9, 0), False, {"adapters, attention", "launches", "quick launches"}),
+    ],
+)  # fmt: skip
+def test_the_doctor_says_what_is_slow_on_a_gpu_and_why(
+    capability: tuple[int, int], triton: bool, slow: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packlora.ops import gpu
+
+    for name in ("capability", "has_copy_engine", "why_no_kernels"):
+        monkeypatch.setattr(gpu, name, getattr(gpu, name))
+    monkeypatch.setattr(gpu, "capability", lambda device: capability)
+    monkeypatch.setattr(speed, "capability", gpu.capability)
+    monkeypatch.setattr(gpu, "HAS_TRITON", triton)
+    monkeypatch.setattr(speed, "quick_launches", lambda: "on" if triton else "off")
+    monkeypatch.setattr(speed, "described_sizes", lambda device: "40 kernels measured here")
+    monkeypatch.setattr(speed, "machine_flops", lambda device, dtype: 1e14)
+    monkeypatch.setattr(speed, "machine_bandwidth", lambda device: 1e12)
+    monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    for name, value in (("is_available", True), ("current_device", 0), ("memory_reserved", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+    found = speed.verdicts()
+    assert {one.what for one in found if one.speed == "slow"} == slow | {"memory"}
+    assert "4.0 GiB are held by other" in next(one.why for one in found if one.what == "memory")
+    assert all(one.why for one in found)
+    if capability < (8, 0):
+        assert any("7.5" in one.why for one in found)
+
+
+def test_the_doctor_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"}).output
+    assert len(said.splitlines()) <= 24, said
+    assert "slow  kernels, CUDA graphs" in said
