@@ -1,4 +1,4 @@
-"""`sampling`: tokens a second of samples of many adapters in one batch, beside transformers' own ways on the base model alone."""
+"""`sampling`: tokens a second of samples of many adapters in one batch, beside transformers on the base model alone."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def mixed(model: Any, one: Case, adapters: int) -> Callable[[], None]:
 def by_transformers(model: Any, one: Case, way: str) -> Callable[[], None]:
     """The same rows of the base model, greedily, without an end."""
     ids = torch.from_numpy(prompts_of(one, model.config.vocab_size)).to(model.device)
-    how: dict[str, Any] = {"max_new_tokens": one.new, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    model.config.use_cache = True
+    how: dict[str, Any] = {"max_new_tokens": one.new, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    how["eos_token_id"] = model.config.vocab_size  # never drawn
     if way == "generate_batch":
         settings = GenerationConfig(**how)
 
