@@ -21,7 +21,7 @@ from packlora.engine.decode import NextToken, Passes, Prompt
 from packlora.engine.draw import draw, prompt_scores
 from packlora.engine.growing import Growing
 from packlora.engine.library_sampler import LibrarySampler, settings_that_change
-from packlora.engine.sampling import Sampling, PromptScores, SampledToken, SampleRequest, check_request
+from packlora.engine.sampling import PromptScores, SampledToken, SampleRequest, Sampling, check_request
 
 PREFILL_TOKENS = 2048
 """Most tokens of prompts that are prefilled in one pass, where there are several."""
