@@ -23,7 +23,7 @@ NAMES = {
     "megatron": "megatron:MEGATRON", "peers": "peer_block:PEERS", "anchors": "commands:ANCHORS", "command": "commands:COMMAND",
     "start": "start:START", "rl": "rewards:RL",
     "parity": "quality:PARITY", "dora-fidelity": "quality:FIDELITY", "dora-convergence": "quality:CONVERGENCE",
-    "sweep": "quality:SWEEP", "speed": "training:SPEED",
+    "sweep": "quality:SWEEP", "speed": "training:SPEED", "sampling": "sampling:SAMPLING",
     "quantised": "models:QUANTISED", "experts": "models:EXPERTS", "vlm": "models:VLM",
 }  # fmt: skip
 """Benchmarks by module and name."""

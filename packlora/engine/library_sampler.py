@@ -117,7 +117,7 @@ class LibrarySampler:
         settings = GenerationConfig(**(self._settings.to_diff_dict() if self._settings is not None else {}))
         settings.update(
             do_sample=False, temperature=None, top_p=None, top_k=None, bos_token_id=None,
-            eos_token_id=sorted(request.stop_tokens) or [-1],  # None would be the model's own
+            eos_token_id=sorted(request.stop_tokens) or self.vocabulary,  # None would be the model's own
             pad_token_id=0, max_length=None, max_new_tokens=limit,
         )  # fmt: skip
         self.model.generate(
