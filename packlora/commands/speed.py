@@ -103,7 +103,7 @@ def quick_launches() -> str:
 def cpu_bfloat16() -> str:
     """Whether the processor multiplies bfloat16, in words."""
     try:
-        flags = Path("/proc/cpuinfo").read_text()
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return "support unknown"
     return "in hardware" if "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags else "emulated"

@@ -58,7 +58,7 @@ OF_A_BATCH = {
 """Loss types of TRL that this version does not support, and the reasons."""
 TRAINER_OF_LOSS: tuple[Trainer, ...] = get_args(Trainer)
 """Values of loss_type that name a trainer, with its first loss; they set `trainer` where that is not written."""
-LEARNING_RATES: dict[Trainer, float] = {"sft": 2e-4, "dpo": 5e-6, "kto": 5e-6, "orpo": 5e-6}
+LEARNING_RATES: dict[Trainer, float] = {"sft": 2e-4, "dpo": 5e-6, "kto": 5e-6, "orpo": 5e-6, "grpo": 1e-5}
 """Learning rate of a job that gives none, by trainer; docs/settings.md has the reasons."""
 BY_TRAINER: Any = None
 BASE = "base"

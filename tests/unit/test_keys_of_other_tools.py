@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from packlora.config import Run
-from packlora.errors import InputError
 from packlora.config.other_tools import OTHER_TOOLS
+from packlora.errors import InputError
 from packlora.run_file import run_from, unknown_key
 
 
