@@ -1,4 +1,5 @@
-"""Keys as Axolotl, TRL, Unsloth and the Hugging Face Trainer call them are refused with what stands for them here."""
+"""Keys as Axolotl, TRL, Unsloth, LLaMA-Factory and the Hugging Face Trainer call them are refused with what stands for them
+here, and a page of docs says the same."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 
 from packlora.config import Run
-from packlora.errors import InputError
 from packlora.config.other_tools import OTHER_TOOLS
+from packlora.errors import InputError
 from packlora.run_file import run_from, unknown_key
 
 
