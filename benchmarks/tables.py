@@ -71,13 +71,18 @@ def by_contender(file: Row) -> list[Row]:
 
 
 def by_case(file: Row) -> list[Row]:
-    """Anchors: a row for each case, with a cell for each contender."""
+    """Anchors: a row for each case, with a cell for each contender (and its rate alone), and what others published."""
     out: dict[str, Row] = {}
     for row in file["rows"]:
         own = out.setdefault(row["case"].split()[0], {"of": row["case"].split()[0]})
-        rate = row["tokens_per_s"]
+        rate, published = row["tokens_per_s"], row["published"]
         own[row["contender"]] = row["error"] if rate is None else f"{rate:,.0f} ({row['gib']:.0f} GiB)"
-        own["others"] = ", ".join(f"{who} {figure:,}" for who, figure in row["published"].items()) or "-"
+        own[f"{row['contender']}_rate"] = row["error"] if rate is None else f"{rate:,.0f}"
+        own["others"] = ", ".join(f"{who} {figure:,}" for who, figure in published.items()) or "-"
+        if published:
+            own["unsloth"] = f"{published['Unsloth']:,}" if "Unsloth" in published else "-"
+            fastest = max((name for name in published if not name.startswith("Unsloth")), key=published.__getitem__)
+            own["fastest_other"] = f"{fastest} {published[fastest]:,}"
     return list(out.values())
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs import drawings, reference, site_hooks
+from packlora.run_file import load_run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -40,15 +41,22 @@ def anchors(page: Path) -> set[str]:
 # --- figures -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_row_of_the_readme_s_table_leads_to_its_figures_with_commit_and_day() -> None:
+def test_every_row_of_the_table_of_all_figures_leads_to_its_figures_with_commit_and_day() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    titles = re.findall(
-        r"\[([^\]]+)\]\(docs/benchmarks\.md#[a-z0-9-]+\) \|$", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
+    titles = re.findall(r"^\|.*\[([^\]]+)\]\(#[a-z0-9-]+\) \|$", page, re.MULTILINE)
     assert len(titles) == 11
     for title in titles:
         section = page.split(f"## {title}\n")[1].split("\n## ")[0]
         assert re.search(r"\.json\), commits? [0-9a-f]{7}(, [0-9a-f]{7})*, \d{4}-\d\d-\d\d", section), title
+
+
+def test_the_readme_is_short_and_its_table_names_its_sources() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) <= 130
+    table = page.split("<!-- table\n")[1].split("-->")[0].splitlines()
+    assert len(table) == 5
+    for name in {line.split()[0] for line in table}:
+        assert f"](benchmarks/results/{name}.json)" in page
 
 
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
@@ -86,10 +94,26 @@ def test_a_link_is_turned_into_that_of_the_same_file_on_the_site() -> None:
     assert turned("docs/benchmarks.md", "../benchmarks/results/layer-h200.json") == "benchmarks/results/layer-h200.json"
 
 
-def test_pages_on_how_to_add_something_are_found_from_contributing_and_on_the_site() -> None:
+def test_pages_on_how_to_add_something_are_found_from_contributing() -> None:
     for page in HOW_TO:
         assert f"](docs/how-to/{page.name})" in (ROOT / "CONTRIBUTING.md").read_text()
-        assert f"how-to/{page.name}\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert not [page for page in pages if f": {page}\n" not in navigation]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how-do-i.md", "docs/coming-from.md"])
+def test_run_files_that_pages_show_are_read(page: str, tmp_path: Path) -> None:
+    """A block with a base model and jobs is a run file; one of another tool has no jobs."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    whole = [block for block in blocks if "base_model:" in block and "\njobs:" in block]
+    assert whole
+    for block in whole:
+        (tmp_path / "run.yaml").write_text(block)
+        assert load_run(tmp_path / "run.yaml").jobs
 
 
 # --- what pages say ----------------------------------------------------------------------------------------------------

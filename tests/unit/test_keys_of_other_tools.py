@@ -1,4 +1,5 @@
-"""Keys as Axolotl, TRL, Unsloth and the Hugging Face Trainer call them are refused with what stands for them here."""
+"""Keys as Axolotl, TRL, Unsloth, LLaMA-Factory and the Hugging Face Trainer call them are refused with what stands for them
+here, and a page of docs says the same."""
 
 from __future__ import annotations
 
