@@ -101,7 +101,7 @@ def held(path: Path) -> Iterator[bool]:
 
 def peak_resident() -> int:
     """Most bytes that the process has had in memory; 0 where the system does not tell."""
-    if resource is None:
+    if not hasattr(resource, "getrusage"):
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

@@ -93,7 +93,7 @@ def trainer_of(jobs: list[Any], save_every: int = 1, executor: Any = None, group
     trainer.stop = trainer.team.stop
     trainer.evaluator = Evaluator(SimpleNamespace(over=None), (), 0)  # type: ignore[arg-type]
     budget = mock.MagicMock(tokens=9, device=torch.device("cpu"))
-    budget.attempt = lambda tokens, compute: compute()
+    budget.attempt = lambda tokens, compute, **how: compute()
     trainer.engine = Engine(executor, group, budget)
     trainer._follow()
     trainer.tally = Tally(trainer.by_name, budget, mock.MagicMock(), 0, lambda: 0.0)
