@@ -314,8 +314,8 @@ class TrainConfig(Strict):
         return self
 
     def _check_schedule(self) -> None:
-        known = SCHEDULE_KEYS.get(self.lr_scheduler_type, {})
-        for key, value in self.lr_scheduler_kwargs.items():
+        known, given = SCHEDULE_KEYS.get(self.lr_scheduler_type, {}), self.lr_scheduler_kwargs
+        for key, value in given.items():
             where = f"lr_scheduler_kwargs has {shown(key, 40)}: {quoted(value, 40)}"
             if key not in known:
                 listed = ", ".join(known) or "none"
@@ -333,7 +333,6 @@ class TrainConfig(Strict):
                 raise ValueError(
                     f"{where}; it is {'a whole' if kind is int else 'a'} number from {least:g} to {most:g}"
                 )
-        given = self.lr_scheduler_kwargs
         if self.lr_scheduler_type == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & given.keys()) != 1:
             raise ValueError(
                 "the schedule 'cosine_with_min_lr' needs one of min_lr and min_lr_rate in lr_scheduler_kwargs"

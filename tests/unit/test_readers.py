@@ -122,7 +122,7 @@ def test_a_bad_row_of_a_json_list_is_refused_with_its_number(tmp_path: Path) -> 
         ("rows.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', "line 2: not UTF-8 text"), ("rows.json",
          b'["caf\xe9"]', "is not UTF-8 text"),
         ("rows.json", b'{"text": "a"}', "must hold a list of rows; found dict"),
-        ("rows.json", b'[\n{"text": "a"},\n]', "line 3: not valid JSON"), ("rows.json", b"", "line 1: not valid JSON"),
+        ("rows.json", b'[\n{"text": "a"}\nx]', "line 3: not valid JSON"), ("rows.json", b"", "line 1: not valid JSON"),
         ("rows.parquet", b"not parquet", "as parquet"), ("rows.parquet", b"", "as parquet"),
         ("rows.tsv", b"text\na\n", "ends in '.tsv'; accepted are .jsonl, .json, .csv and .parquet"),
         ("rows.csv", b"", "has no rows"), ("rows.csv", b"text\n", "has no rows"),

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-_grouped_mm = getattr(
-    torch.nn.functional, "grouped_mm", None
-)  # from torch 2.10 on; an earlier one has it for CUDA alone
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
+"""Torch's grouped product, from 2.10 on. Before, it is inner and for CUDA alone."""
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNED = 16
 """Bytes that every stride must be a multiple of."""
