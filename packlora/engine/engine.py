@@ -63,12 +63,14 @@ class Slot:
     counted: adapters whose rows count, on whichever replica. Rows of others are computed and dropped.
     steps: taken after it.
     tag: comes back untouched.
+    wants_losses: whether the cross entropy of its labels is requested; on one device.
     """
 
     parts: Parts = ()
     counted: frozenset[int] = frozenset()
     steps: tuple[Step, ...] = ()
     tag: Any = None
+    wants_losses: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -116,12 +118,14 @@ class Done:
 
     lacking: tokens of a microbatch for which memory ran out; then the accumulators are as before the slot, or partly so where
     CUDA graphs add to them, and `run` returns. asked: whether a process was asked for something that others do not know.
+    losses_L: cross entropy of all labels on the CPU, padding included, where the slot requests it.
     """
 
     slot: Slot
     events: tuple[StepDone | Confirmed, ...] = ()
     lacking: int = 0
     asked: bool = False
+    losses_L: torch.Tensor | None = None
 
 
 class Slots(Protocol):
@@ -147,6 +151,7 @@ class _Inside:
     found: Sequence[int] = ()
     lacking: int = 0
     asked: bool = False
+    losses_L: torch.Tensor | None = None
 
 
 class Engine:
@@ -219,6 +224,8 @@ class Engine:
             self._drop_gradients(slot)
             return
         self._collect(slot, result)
+        if slot.wants_losses and result is not None:
+            one.losses_L = result.losses_L.cpu()
         if slot.steps:
             states = [self.adapters[step.adapter] for step in slot.steps]
             if one.found:
@@ -285,7 +292,7 @@ class Engine:
                 events = self._step_by_totals(one, self._stages)
         elif not one.lacking:
             events = self.take_steps(slot.steps, lambda: self._prepare(slots.peek()))
-        return Done(slot, tuple(events), one.lacking, one.asked)
+        return Done(slot, tuple(events), one.lacking, one.asked, one.losses_L)
 
     def _prepare(self, parts: Parts) -> None:
         if parts:

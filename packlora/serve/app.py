@@ -1,0 +1,299 @@
+"""HTTP: keys, bounded bodies, long polls, and errors in words.
+
+Every POST of work is answered with a promise before its work is done. Whoever waits for a result holds a connection for at most
+HOLD seconds; clients ask again at once, so this is what keeps them from asking without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from packlora.errors import quoted, reason_of
+from packlora.serve.desk import Desk
+from packlora.serve.errors import Refused
+from packlora.serve.page import PAGE
+from packlora.serve.rest import Rest
+
+LOG = logging.getLogger("packlora.serve")
+API = "/api/v1"
+HOLD = 20.0
+"""Seconds for which a request for a result is held."""
+CLIENTS = ((0, 38), (0, 39))
+"""First release of the client that is served, and the first one that was not tried."""
+TRAINING = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
+LOOPBACK = ("127.0.0.1", "::1", "localhost", "testclient")
+PROTOBUF = "application/x-protobuf"
+
+
+class Keys:
+    """API keys, and the owner that each stands for.
+
+    Args:
+        keys: that are taken; None: every key is, and is an owner of its own.
+    """
+
+    def __init__(self, keys: list[str] | None = None) -> None:
+        self._keys = None if keys is None else [key.encode() for key in keys]
+
+    def owner(self, key: str | None) -> str:
+        """Raises Refused."""
+        given = (key or "").encode()
+        if not given:
+            raise Refused("x-api-key: there is none; set TINKER_API_KEY", 401)
+        # all are compared, so that the time tells nothing
+        if self._keys is not None and not any([hmac.compare_digest(given, own) for own in self._keys]):
+            raise Refused("x-api-key: it is not one of this service's keys", 401)
+        return hashlib.sha256(given).hexdigest()[:32]
+
+
+class Door:
+    """Handlers of the protocol's calls.
+
+    Args:
+        hold: see HOLD.
+    """
+
+    def __init__(self, desk: Desk, keys: Keys, hold: float = HOLD) -> None:
+        self.desk, self.keys, self.hold, self.service = desk, keys, hold, desk.service
+        self.rest = Rest(desk)
+        self.is_closing = False
+
+    def close(self) -> None:
+        """Let everybody who waits go: the service is stopping. Any thread may call it."""
+        self.is_closing = True
+        self.service.tell_all()
+
+    # --- bodies and errors -------------------------------------------------------------------------------------------------
+
+    async def handle(self, request: Request) -> Response:
+        """Answer a call of the protocol."""
+        try:
+            answer = await self._answer(request)
+        except Refused as error:
+            answer = JSONResponse({"error": error.text}, error.status, headers=dict(error.headers))
+        except ClientDisconnect:
+            answer = Response(status_code=499)
+        except Exception as error:
+            LOG.exception("%s %s failed", request.method, request.url.path)
+            answer = JSONResponse({"error": f"a defect of the service: {type(error).__name__}"}, 500)
+        self.service.figures.answers.labels(answer.status_code).inc()
+        return answer
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.path_params["path"]
+        if path == "healthz":
+            return self._health()
+        owner = self.keys.owner(request.headers.get("x-api-key"))
+        raw = await self._body(request)
+        if request.method == "POST" and path == "forward_backward":
+            if request.headers.get("content-type", "").partition(";")[0] != PROTOBUF:
+                raise Refused(f"content-type: forward_backward takes {PROTOBUF}, as tinker 0.38 sends it", 415)
+            return JSONResponse({"request_id": await run_in_threadpool(self.desk.forward_backward, owner, raw)})
+        body = _json(raw, self.desk.limits.json_depth)
+        if request.method == "POST" and (call := CALLS.get(path)) is not None:
+            return await call(self, owner, body, request)
+        found = await run_in_threadpool(self.rest.answer, owner, request.method, path, body, request.query_params, str(request.base_url))  # fmt: skip
+        return Response(status_code=204) if found is None else JSONResponse(found)
+
+    def _health(self) -> Response:
+        if self.service.failure is not None:
+            return JSONResponse({"error": f"the service has failed: {reason_of(self.service.failure)}"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, which is never read further than the limit."""
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise Refused(f"content-encoding: {quoted(encoding)} is not taken; send the body as it is", 415)
+        most, size, chunks = self.desk.limits.body_bytes, 0, list[bytes]()
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > most:
+                raise Refused(f"the body is larger than the limit body_bytes of {most}", 413)
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    # --- calls -------------------------------------------------------------------------------------------------------------
+
+    async def _config(self, owner: str, body: Any, request: Request) -> Response:
+        _check_client(body.get("sdk_version"))
+        return JSONResponse({})
+
+    async def _dynamic_config(self, owner: str, body: Any, request: Request) -> Response:
+        return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+
+    async def _telemetry(self, owner: str, body: Any, request: Request) -> Response:
+        return JSONResponse({"status": "accepted"})
+
+    async def _create_session(self, owner: str, body: Any, request: Request) -> Response:
+        _check_client(body.get("sdk_version"))
+        key = request.headers.get("x-idempotency-key")
+        session = await run_in_threadpool(self.desk.create_session, owner, body, key)
+        return JSONResponse({"type": "create_session", "session_id": session})
+
+    async def _heartbeat(self, owner: str, body: Any, request: Request) -> Response:
+        await run_in_threadpool(self.desk.session, owner, body.get("session_id"))
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def _create_model(self, owner: str, body: Any, request: Request) -> Response:
+        return JSONResponse({"request_id": await run_in_threadpool(self.desk.create_model, owner, body)})
+
+    async def _load_weights(self, owner: str, body: Any, request: Request) -> Response:
+        call = self.desk.load_as_new if body.get("model_id") is None else self._load_into
+        return JSONResponse({"request_id": await run_in_threadpool(call, owner, body)})
+
+    def _load_into(self, owner: str, body: Mapping[str, Any]) -> str:
+        return self.desk.submit(owner, "load_weights", body)
+
+    async def _get_info(self, owner: str, body: Any, request: Request) -> Response:
+        tenant = await run_in_threadpool(self.desk.tenant, owner, body.get("model_id"))
+        facts = tenant.host.facts
+        is_near = request.client is not None and request.client.host in LOOPBACK
+        data = {
+            "arch": facts.architecture, "model_name": facts.name, "tokenizer_id": facts.path if is_near else facts.name,
+        }  # fmt: skip
+        return JSONResponse(
+            {
+                "type": "get_info", "model_id": tenant.id, "model_data": data, "is_lora": True, "lora_rank": tenant.wanted.rank,
+                "model_name": facts.name,
+            }
+        )  # fmt: skip
+
+    async def _unload_model(self, owner: str, body: Any, request: Request) -> Response:
+        return JSONResponse({"request_id": await run_in_threadpool(self.desk.unload, owner, body)})
+
+    async def _create_sampling_session(self, owner: str, body: Any, request: Request) -> Response:
+        sampler = await run_in_threadpool(self.desk.create_sampling_session, owner, body)
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def _asample(self, owner: str, body: Any, request: Request) -> Response:
+        promise, samples = await run_in_threadpool(self.desk.asample, owner, body)
+        return JSONResponse({"request_id": promise, "sample_sequence_ids": samples})
+
+    async def _retrieve(self, owner: str, body: Any, request: Request) -> Response:
+        """Wait for the result of a promise."""
+        promise = body.get("request_id")
+        row = await run_in_threadpool(self.desk.result, owner, promise)
+        if row is None:
+            loop, told = asyncio.get_running_loop(), asyncio.Event()
+
+            def call() -> None:
+                loop.call_soon_threadsafe(told.set)
+
+            self.service.listen(promise, call)
+            try:
+                row = await run_in_threadpool(self.desk.result, owner, promise)  # it may have come meanwhile
+                if row is None and not self.is_closing:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(told.wait(), self.hold)
+                    row = await run_in_threadpool(self.desk.result, owner, promise)
+            finally:
+                self.service.unlisten(promise, call)
+        if row is None:
+            return self._not_yet()
+        is_protobuf = row["state"] == "done" and row["kind"] in ("forward_backward", "sample")
+        return Response(row["result"], media_type=PROTOBUF if is_protobuf else "application/json")
+
+    def _not_yet(self) -> Response:
+        if self.service.failure is not None:
+            return JSONResponse(
+                {"error": "the service has failed; start it again, and it goes on"}, 503, {"retry-after": "5"}
+            )
+        if self.is_closing:
+            return JSONResponse({"error": "the service is stopping; it goes on when it is started again"}, 429, {"retry-after": "2"})  # fmt: skip
+        return JSONResponse({"queue_state": "active"}, 408)
+
+
+def _of_model(kind: str) -> Callable[[Door, str, Any, Request], Awaitable[Response]]:
+    async def call(door: Door, owner: str, body: Any, request: Request) -> Response:
+        return JSONResponse({"request_id": await run_in_threadpool(door.desk.submit, owner, kind, body)})
+
+    return call
+
+
+CALLS: Mapping[str, Callable[[Door, str, Any, Request], Awaitable[Response]]] = {
+    "client/config": Door._config,
+    "client/dynamic_config": Door._dynamic_config,
+    "telemetry": Door._telemetry,
+    "create_session": Door._create_session,
+    "session_heartbeat": Door._heartbeat,
+    "create_model": Door._create_model,
+    "load_weights": Door._load_weights,
+    "get_info": Door._get_info,
+    "unload_model": Door._unload_model,
+    "create_sampling_session": Door._create_sampling_session,
+    "asample": Door._asample,
+    "retrieve_future": Door._retrieve,
+    **{kind: _of_model(kind) for kind in TRAINING},
+}
+
+
+def _json(raw: bytes, depth: int) -> dict[str, Any]:
+    """Body of a call. Raises Refused where it is no object, or nested too deep."""
+    if not raw:
+        return {}
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise Refused("the body is no JSON") from None
+    if not isinstance(found, dict):
+        raise Refused(f"the body is {quoted(found)}, and must be a JSON object")
+    level: list[Any] = [found]
+    for _ in range(depth):
+        level = [own for value in level for own in (value.values() if isinstance(value, dict) else value)]
+        level = [own for own in level if isinstance(own, dict | list)]
+        if not level:
+            return found
+    raise Refused(f"the body is nested deeper than the limit json_depth of {depth}")
+
+
+def _check_client(version: Any) -> None:
+    parts = str(version).split(".")
+    known = len(parts) > 1 and all(part.isdecimal() and len(part) < 6 for part in parts[:2])
+    if not known or not CLIENTS[0] <= tuple(map(int, parts[:2])) < CLIENTS[1]:
+        low, high = (".".join(map(str, own)) for own in CLIENTS)
+        raise Refused(
+            f"sdk_version: tinker {quoted(version)} was not tried with this service; use tinker>={low},<{high}"
+        )
+
+
+def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
+    """The service as an ASGI application."""
+    door = Door(desk, keys, hold)
+
+    async def metrics(request: Request) -> Response:
+        return Response(await run_in_threadpool(desk.service.metrics), media_type="text/plain; version=0.0.4")
+
+    async def status(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(desk.service.status))
+
+    async def page(request: Request) -> Response:
+        return Response(PAGE, media_type="text/html")
+
+    async def file(request: Request) -> Response:
+        try:
+            return await run_in_threadpool(door.rest.file, request.path_params["ticket"], request.path_params["name"])
+        except Refused as error:
+            return JSONResponse({"error": error.text}, error.status)
+
+    methods = ["GET", "POST", "PUT", "DELETE"]
+    routes = [
+        Route("/", page), Route("/metrics", metrics), Route("/status", status), Route("/files/{ticket}/{name}", file),
+        Route(API + "/{path:path}", door.handle, methods=methods),
+    ]  # fmt: skip
+    app = Starlette(routes=routes)
+    app.state.door = door
+    return app

@@ -1,0 +1,108 @@
+"""What the parts of a service share: bases, the journal, the queue, models, and who waits for results."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from packlora.serve.errors import Failed
+from packlora.serve.figures import Figures
+from packlora.serve.host import Host
+from packlora.serve.journal import Journal
+from packlora.serve.limits import Limits
+from packlora.serve.queue import Queue
+from packlora.serve.stores import Stores, Write
+from packlora.serve.tenant import Tenant
+
+LOG = logging.getLogger("packlora.serve")
+RETRY_SECONDS = 1.0
+"""Seconds between two tries to write the journal, where the disk is full."""
+
+
+class Core:
+    """State of a service. hosts: base models by the name that clients ask for. state: folder of the journal and all files."""
+
+    def __init__(self, hosts: Mapping[str, Host], state: Path, limits: Limits | None = None) -> None:
+        self.hosts, self.state, self.limits = hosts, state, limits or Limits()
+        self.journal, self.queue = Journal(state / "journal.db"), Queue()
+        self.stores, self.figures = Stores(state), Figures()
+        self.tenants: dict[str, Tenant] = {}
+        self.stopping = False
+        self.failure: BaseException | None = None
+        """What ended the thread that computes."""
+        self._listeners: dict[str, list[Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+
+    def commit(self, write: Write) -> None:
+        """Write results. A disk that is full is waited for: results in memory are not lost."""
+        while True:
+            try:
+                with self.journal.write(flush=False) as db:
+                    write(db)
+                return
+            except sqlite3.OperationalError as error:
+                LOG.error("the journal cannot be written: %s; trying again", error)
+                if self.stopping:
+                    raise
+                time.sleep(RETRY_SECONDS)
+
+    def listen(self, promise: str, call: Callable[[], None]) -> None:
+        """Call back once a result can be read, from another thread."""
+        with self._lock:
+            self._listeners.setdefault(promise, []).append(call)
+
+    def unlisten(self, promise: str, call: Callable[[], None]) -> None:
+        """Do not call back."""
+        with self._lock:
+            left = [own for own in self._listeners.pop(promise, ()) if own is not call]
+            if left:
+                self._listeners[promise] = left
+
+    def tell(self, promises: list[str]) -> None:
+        """Results can be read."""
+        with self._lock:
+            calls = [call for promise in promises for call in self._listeners.pop(promise, ())]
+        for call in calls:
+            call()
+
+    def tell_all(self) -> None:
+        """Let everybody who waits look."""
+        with self._lock:
+            promises = list(self._listeners)
+        self.tell(promises)
+
+    def status(self) -> dict[str, Any]:
+        """What `packlora serve status` and the live page show. No id and no key is in it."""
+        sessions = self.journal.one("select count(*) as n from sessions where ended is null")
+        tenants = list(self.tenants.values())
+        return {
+            "status": "ok" if self.failure is None else "failed",
+            "failure": None if self.failure is None else str(self.failure),
+            "bases": {name: host.facts.path for name, host in self.hosts.items()},
+            "sessions": 0 if sessions is None else sessions["n"],
+            "models": len(tenants),
+            "models_on_the_base": sum(tenant.is_awake for tenant in tenants),
+            "waiting_requests": self.queue.waiting,
+            "samples": sum(host.samples for host in self.hosts.values()),
+        } | self.figures.status()
+
+    def metrics(self) -> bytes:
+        """Figures in Prometheus' format."""
+        awake = sum(tenant.is_awake for tenant in list(self.tenants.values()))
+        self.figures.waiting.set(self.queue.waiting)
+        self.figures.models.labels("on the base").set(awake)
+        self.figures.models.labels("put aside").set(len(self.tenants) - awake)
+        return self.figures.text()
+
+
+def result_bytes(found: Any) -> tuple[bytes, bool]:
+    """A result as the journal holds it, and whether it is a failure. found: bytes, a JSON object, or Failed."""
+    if isinstance(found, Failed):
+        return json.dumps({"error": found.text, "category": found.category}).encode(), True
+    return (found, False) if isinstance(found, bytes) else (json.dumps(found).encode(), False)

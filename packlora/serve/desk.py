@@ -1,0 +1,437 @@
+"""The desk: requests are checked, written down and promised, before any of their work is done.
+
+A promise is on the disk when it is answered. A retry, known by the number that the client gave the request and not by any header,
+gets the first promise; another request under the same number is refused. Any thread may call it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from packlora.errors import quoted
+from packlora.serve.adapters import Wanted, wanted
+from packlora.serve.core import result_bytes
+from packlora.serve.errors import Failed, Refused
+from packlora.serve.host import Host
+from packlora.serve.journal import add_request, as_json, insert, set_result
+from packlora.serve.losses import work_of
+from packlora.serve.messages import message, read_forward_backward
+from packlora.serve.optimizer import settings_of
+from packlora.serve.queue import Request
+from packlora.serve.sampling_requests import request_of
+from packlora.serve.service import Service
+from packlora.serve.stores import TRAINING, TinkerPath, checked_name, new_id
+from packlora.serve.tenant import START, Tenant
+
+WAIT = 2.0
+"""Seconds after which a client that is refused for too much work tries again."""
+SILENCE = 3600.0
+"""Seconds without a heartbeat after which a session may be ended for a new one of its owner."""
+REFUSED = "refused"
+"""State of a number whose request was refused: later ones do not wait for it."""
+
+
+class Desk:
+    """Where the requests of a service come in."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.journal, self.limits = service, service.journal, service.limits
+        name = self.journal.fact("engine")
+        if name is None:
+            name = secrets.token_hex(3)
+            self.journal.set_fact("engine", name)
+        self.engine = name
+        """What every id begins with."""
+        self._heard: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    def _id(self) -> str:
+        return f"{self.engine}-{new_id()}"
+
+    # --- sessions ----------------------------------------------------------------------------------------------------------
+
+    def create_session(self, owner: str, body: Mapping[str, Any], key: str | None) -> str:
+        """Open a session. key: by which a retry is known."""
+        metadata_of(body, self.limits.metadata_bytes)
+        known = None if key is None else f"{owner}:{key}"
+        if known is not None and (row := self.journal.one("select id from sessions where key = ?", known)) is not None:
+            return str(row["id"])
+        self._make_room(owner)
+        session = self._id()
+        with self.journal.write() as db:
+            insert(db, "sessions", (session, owner, known, time.time(), None, as_json(dict(body))))
+        self._heard[session] = time.monotonic()
+        return session
+
+    def _make_room(self, owner: str) -> None:
+        """End the oldest session of an owner that was silent for long, where there are too many. Raises Refused."""
+        rows = self.journal.all("select id from sessions where owner = ? and ended is null order by created", owner)
+        if len(rows) < self.limits.sessions:
+            return
+        now = time.monotonic()
+        for row in rows:
+            if now - self._heard.get(row["id"], self._began) > SILENCE:
+                self.finish_session(owner, row["id"], "silent")
+                return
+        raise Refused(f"{len(rows)} open sessions, the limit sessions; close some", 429, 60)
+
+    def session(self, owner: str, session: Any, ended: bool = False) -> sqlite3.Row:
+        """A session of an owner. ended: whether one that has ended is wanted too. Raises Refused."""
+        row = self.journal.one("select * from sessions where id = ? and owner = ?", session, owner)
+        if row is None:
+            raise Refused(f"session_id: there is no session {quoted(session)} of yours", 404)
+        if row["ended"] is not None and not ended:
+            raise Refused(f"session_id: the session {session} has ended ({row['ended']}); open another one", 410)
+        self._heard[session] = time.monotonic()
+        return row
+
+    def finish_session(self, owner: str, session: str, reason: str) -> None:
+        """End a session and unload its models; its checkpoints stay."""
+        row = self.session(owner, session, ended=True)
+        if row["ended"] is not None:
+            return
+        models = self.journal.all("select id from models where session = ? and state = 'open'", session)
+        with self.journal.write() as db:
+            db.execute("update sessions set ended = ? where id = ?", (reason, session))
+            db.execute("update models set state = 'closed' where session = ?", (session,))
+            db.execute("update samplers set state = 'closed' where session = ?", (session,))
+        for model in models:
+            self.service.queue.call(lambda model=model["id"]: self.service.close_model(model))
+
+    # --- promises ----------------------------------------------------------------------------------------------------------
+
+    def _known(self, owner: str, key: str, digest: bytes) -> str | None:
+        """The promise that was given for a number, if any. Raises Refused where it was given for something else."""
+        row = self.journal.one("select * from requests where key = ?", key)
+        if row is None:
+            return None
+        if row["owner"] != owner:
+            raise Refused("there is no such model or session of yours", 404)
+        if row["digest"] != digest:
+            number = key.rpartition(":")[2]
+            raise Refused(f"seq_id: number {number} was used for another request; count on from the last one")
+        if row["state"] == REFUSED:
+            raise Refused(json.loads(row["result"])["error"])
+        return str(row["id"])
+
+    def promise(
+        self, owner: str, key: str, kind: str, digest: bytes, payload: bytes, result: Any = None, make: Callable[[sqlite3.Connection], None] | None = None, **more: Any,
+    ) -> tuple[str, bool]:  # fmt: skip
+        """Write a promise, unless it was given already.
+
+        Args:
+            result: where it is known at once.
+            make: what is to be written with it.
+
+        Returns:
+            The promise, and whether it is new.
+        """
+        if (known := self._known(owner, key, digest)) is not None:
+            return known, False
+        promise = self._id()
+        try:
+            with self.journal.write() as db:
+                add_request(db, promise, owner, key, kind, digest, payload, **more)
+                if make is not None:
+                    make(db)
+                if result is not None:
+                    set_result(db, promise, *result_bytes(result))
+        except sqlite3.IntegrityError:  # the same request at the same moment
+            if (known := self._known(owner, key, digest)) is None:
+                raise
+            return known, False
+        except sqlite3.OperationalError as error:
+            raise Refused(f"nothing can be written down now: {error}", 429, 10) from None
+        return promise, True
+
+    def result(self, owner: str, promise: Any) -> sqlite3.Row | None:
+        """The result of a promise; None: there is none yet. Raises Refused where it is unknown."""
+        row = self.journal.one("select kind, state, result from requests where id = ? and owner = ?", promise, owner)
+        if row is None or row["state"] == REFUSED:
+            raise Refused(f"request_id: there is no promise {quoted(promise)} of yours", 410)
+        return None if row["state"] == "waiting" else row
+
+    # --- models ------------------------------------------------------------------------------------------------------------
+
+    def create_model(self, owner: str, body: Mapping[str, Any]) -> str:
+        """Promise a model with a new adapter."""
+        session, number = self.session(owner, body.get("session_id")), number_of(body, "model_seq_id", 0)
+        digest = digest_of(body)
+        key = f"make:{session['id']}:{number}"
+        if (known := self._known(owner, key, digest)) is not None:
+            return known
+        host = self.host(body.get("base_model"))
+        metadata = metadata_of(body, self.limits.metadata_bytes)
+        kind = (body.get("optimizer_config") or {}).get("type", "adamw")
+        if kind != "adamw":
+            raise Refused(f"optimizer_config.type: {quoted(kind)} is not served; adamw is")
+        own = wanted(body.get("lora_config"), metadata, self.limits)
+        own.spec(host.skeleton, host.facts.path)
+        return self._make(owner, session["id"], number, key, digest, "create_model", host, own, metadata, {})
+
+    def load_as_new(self, owner: str, body: Mapping[str, Any]) -> str:
+        """Promise a model that begins with a checkpoint."""
+        session, number = self.session(owner, body.get("session_id")), number_of(body, "model_seq_id", 0)
+        digest = digest_of(body)
+        key = f"make:{session['id']}:{number}"
+        if (known := self._known(owner, key, digest)) is not None:
+            return known
+        row = self.checkpoint(owner, body.get("path"))
+        if row["kind"] != TRAINING:
+            raise Refused(
+                f"path: {row['path']} is for samplers; load a checkpoint of {TRAINING}, as save_state makes them"
+            )
+        host, asked = self.host(row["base"]), body.get("base_model")
+        if asked is not None and asked != row["base"]:
+            raise Refused(f"base_model: {quoted(asked)}, and the checkpoint is of {row['base']}")
+        model = f"{session['id']}:train:{number}"
+        stores = self.service.stores
+        start = stores.model(model) / START
+        stores.copy(stores.checkpoint(row["path"]), start)
+        if not body.get("optimizer"):
+            (start / "optimizer.safetensors").unlink(missing_ok=True)
+        own, result = Wanted.of_dict(json.loads(row["spec"])), {"path": row["path"], "type": "load_weights"}
+        metadata = metadata_of(body, self.limits.metadata_bytes)
+        return self._make(owner, session["id"], number, key, digest, "load_weights", host, own, metadata, result)
+
+    def _make(
+        self, owner: str, session: str, number: int, key: str, digest: bytes, kind: str, host: Host, own: Wanted,
+        metadata: Mapping[str, Any], result: Mapping[str, Any],
+    ) -> str:  # fmt: skip
+        count = self.journal.one("select count(*) as n from models where owner = ? and state = 'open'", owner)
+        if count is not None and count["n"] >= self.limits.models:
+            raise Refused(f"{count['n']} open models, the limit models; close sessions that are over", 429, 60)
+        model, now = f"{session}:train:{number}", time.time()
+        spec = as_json(own.as_dict())
+        row = (model, owner, session, host.facts.name, now, now, spec, as_json(metadata), None, None, "open")
+        found = {"model_id": model, "type": kind, **result}
+        promise, is_new = self.promise(owner, key, kind, digest, b"", found, lambda db: insert(db, "models", row))
+        if is_new:
+            stored = self.journal.one("select * from models where id = ?", model)
+            self.service.add_tenant(stored, host)
+        return promise
+
+    def unload(self, owner: str, body: Mapping[str, Any]) -> str:
+        """Unload a model; its checkpoints stay. Returns a promise that is kept already."""
+        model, digest = body.get("model_id"), digest_of(body)
+        key = f"unload:{model}"
+        if (known := self._known(owner, key, digest)) is not None:
+            return known
+        tenant = self.tenant(owner, model)
+
+        def close(db: sqlite3.Connection) -> None:
+            db.execute("update models set state = 'closed' where id = ?", (tenant.id,))
+
+        found = {"model_id": tenant.id, "type": "unload_model"}
+        promise, _ = self.promise(owner, key, "unload_model", digest, b"", found, close)
+        self.service.queue.call(lambda: self.service.close_model(tenant.id))
+        return promise
+
+    def host(self, name: Any) -> Host:
+        """A base model. Raises Refused."""
+        found = self.service.hosts.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise Refused(f"base_model: {quoted(name)} is not served; served are {', '.join(self.service.hosts)}")
+        return found
+
+    def tenant(self, owner: str, model: Any) -> Tenant:
+        """A model of an owner that is open. Raises Refused."""
+        tenant = self.service.tenants.get(model) if isinstance(model, str) else None
+        if tenant is not None and tenant.owner == owner:
+            self._heard[tenant.session] = time.monotonic()
+            return tenant
+        row = self.journal.one("select state from models where id = ? and owner = ?", str(model), owner)
+        if row is not None:
+            raise Refused(
+                f"model_id: {model} was unloaded; go on from a checkpoint: create_training_client_from_state", 410
+            )
+        raise Refused(f"model_id: there is no model {quoted(model)} of yours", 404)
+
+    def checkpoint(self, owner: str, path: Any, field: str = "path") -> sqlite3.Row:
+        """A checkpoint of an owner, or a public one. Raises Refused."""
+        text = str(TinkerPath.of(path, field))
+        row = self.journal.one("select * from checkpoints where path = ? and (owner = ? or public)", text, owner)
+        if row is None or (row["expires"] is not None and row["expires"] < time.time()):
+            raise Refused(f"{field}: there is no checkpoint {quoted(text)} of yours", 404)
+        return row
+
+    # --- requests of a model -----------------------------------------------------------------------------------------------
+
+    def forward_backward(self, owner: str, body: bytes) -> str:
+        """Promise a forward_backward, or a forward alone."""
+        try:
+            found = message("ForwardBackwardRequest").FromString(body)
+        except Exception:
+            raise Refused("the body is no ForwardBackwardRequest of tinker 0.38 (protobuf)") from None
+        tenant, seq = self.tenant(owner, found.model_id), _checked_seq(found.seq_id)
+        digest = hashlib.sha256(found.SerializeToString(deterministic=True)).digest()
+        budget = tenant.host.budget.tokens
+        request = Request("", tenant.id, seq, "forward_backward", body, budget, forward_only=found.forward_only)
+
+        def check() -> None:
+            read, facts = read_forward_backward(body, self.limits), tenant.host.facts
+            request.work = work_of(read, facts.vocabulary, facts.context, self.limits.targets)
+            request.begin(budget)
+
+        return self._submit(owner, tenant, request, digest, check)
+
+    def submit(self, owner: str, kind: str, body: Mapping[str, Any]) -> str:
+        """Promise a step, a save or a load of a model."""
+        tenant, seq = self.tenant(owner, body.get("model_id")), _checked_seq(body.get("seq_id"))
+        # a retry of an unnamed save has another number of its sampling session
+        digest = digest_of({name: own for name, own in body.items() if name != "sampling_session_seq_id"})
+        request = Request("", tenant.id, seq, kind, as_json(dict(body)).encode(), tenant.host.budget.tokens)
+        return self._submit(owner, tenant, request, digest, lambda: self._check(owner, kind, body))
+
+    def _check(self, owner: str, kind: str, body: Mapping[str, Any]) -> None:
+        if kind == "optim_step":
+            settings_of(body)
+        elif kind == "load_weights":
+            self.checkpoint(owner, body.get("path"))
+        else:
+            metadata_of(body, self.limits.metadata_bytes)
+            ttl = body.get("ttl_seconds")
+            if ttl is not None and (type(ttl) is not int or ttl < 1):
+                raise Refused(f"ttl_seconds: {quoted(ttl)} is no whole number of seconds")
+            if body.get("path") is not None:
+                checked_name(body["path"], self.limits)
+            if body.get("kind") not in (None, "snapshot", "inflight"):
+                raise Refused(f"kind: {quoted(body['kind'])} is neither snapshot nor inflight")
+            count = self.journal.one("select count(*) as n from checkpoints where owner = ?", owner)
+            if count is not None and count["n"] >= self.limits.checkpoints:
+                raise Refused(f"{count['n']} checkpoints, the limit checkpoints; delete some")
+            if body.get("age_encryption_recipients"):
+                raise Refused("age_encryption_recipients: it is not served; leave it out")
+
+    def _submit(self, owner: str, tenant: Tenant, request: Request, digest: bytes, check: Callable[[], None]) -> str:
+        key = f"model:{tenant.id}:{request.seq}"
+        if (known := self._known(owner, key, digest)) is not None:
+            return known
+        lane = self.service.queue.lanes.get(tenant.id)
+        waiting = 0 if lane is None else lane.waiting
+        if waiting >= self.limits.waiting_requests:
+            raise Refused(f"{waiting} requests of this model wait, the limit waiting_requests", 429, WAIT)
+        if self.service.queue.bytes + len(request.payload) > self.limits.waiting_bytes:
+            raise Refused("too much waits to be trained, the limit waiting_bytes", 429, WAIT)
+        more: dict[str, Any] = {"model": tenant.id, "seq": request.seq, "budget": request.budget}
+        more["forward_only"] = request.forward_only
+        failure: Failed | None = None
+        try:
+            check()
+        except Refused as error:
+            if error.status == 429:
+                raise
+            self._close_number(owner, key, request, digest, error, more)
+            raise
+        except Failed as error:
+            failure = error
+        request.id, is_new = self.promise(owner, key, request.kind, digest, request.payload, failure, **more)
+        if is_new:
+            request.state = "waiting" if failure is None else "failed"
+            self.service.queue.put(request)
+        return request.id
+
+    def _close_number(
+        self, owner: str, key: str, request: Request, digest: bytes, error: Refused, more: Mapping[str, Any]
+    ) -> None:
+        """A request was refused, and the client counts on: nothing waits for its number."""
+        text = json.dumps({"error": error.text, "category": "user"}).encode()
+        promise = self._id()
+        with self.journal.write() as db:
+            add_request(db, promise, owner, key, request.kind, digest, None, state=REFUSED, result=text, **more)
+        request.id, request.state, request.payload = promise, "failed", b""
+        self.service.queue.put(request)
+
+    # --- samples -----------------------------------------------------------------------------------------------------------
+
+    def create_sampling_session(self, owner: str, body: Mapping[str, Any]) -> str:
+        """Open a sampling session of a checkpoint or of a base model. Returns its id."""
+        session = self.session(owner, body.get("session_id"))["id"]
+        number, path = number_of(body, "sampling_session_seq_id", 0), body.get("model_path")
+        sampler, key, digest = f"{session}:sample:{number}", f"sampler:{session}:{number}", digest_of(body)
+        if self._known(owner, key, digest) is not None:
+            return sampler
+        folder, base = None, body.get("base_model")
+        if path is not None:
+            row = self.checkpoint(owner, path, "model_path")
+            folder, base = self.service.stores.sampler(sampler), row["base"]
+            self.service.stores.copy(self.service.stores.checkpoint(row["path"]), folder)
+        host = self.host(base)
+        own = (
+            sampler, owner, session, host.facts.name, None, path, None if folder is None else folder.name, "snapshot", time.time(),
+            "open",
+        )  # fmt: skip
+        found = {"sampling_session_id": sampler}
+        self.promise(owner, key, "create_sampling_session", digest, b"", found, lambda db: insert(db, "samplers", own))
+        return sampler
+
+    def sampler(self, owner: str, sampler: Any) -> sqlite3.Row:
+        """A sampling session of an owner. Raises Refused."""
+        row = self.journal.one("select * from samplers where id = ? and owner = ?", sampler, owner)
+        if row is None:
+            raise Refused(f"sampling_session_id: there is no sampling session {quoted(sampler)} of yours", 404)
+        if row["state"] != "open":
+            raise Refused(f"sampling_session_id: {sampler} is over, as its session has ended", 410)
+        self._heard[row["session"]] = time.monotonic()
+        return row
+
+    def asample(self, owner: str, body: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Promise samples. Returns the promise and an id of each sample."""
+        sampler, seq = self.sampler(owner, body.get("sampling_session_id")), number_of(body, "seq_id", 0)
+        key, digest = f"sample:{sampler['id']}:{seq}", digest_of(body)
+        failure: Failed | None = None
+        count = 1
+        if (promise := self._known(owner, key, digest)) is None:
+            count_ = self.journal.one("select count(*) as n from requests where owner = ? and kind = 'sample' and state = 'waiting'", owner)  # fmt: skip
+            if count_ is not None and count_["n"] >= self.limits.waiting_requests:
+                raise Refused("samples: too many wait, the limit waiting_requests", 429, WAIT)
+            host = self.service.hosts[sampler["base"]]
+            try:
+                request = request_of(body, host.facts, self.limits)
+                host.check_sample(request)
+            except Failed as error:
+                failure = error
+            params = dict(body.get("sampling_params") or {})
+            if params.get("seed") is None:
+                params["seed"] = secrets.randbits(62)
+            payload = as_json({**body, "sampling_params": params}).encode()
+            promise, is_new = self.promise(owner, key, "sample", digest, payload, failure)
+            if is_new and failure is None:
+                self.service.samplers.begin_later(promise)
+        count = number_of(body, "num_samples", 1, 1)
+        return promise, [f"{promise}:{number}" for number in range(count)]
+
+
+def digest_of(body: Mapping[str, Any]) -> bytes:
+    """What tells one request from another under the same number."""
+    return hashlib.sha256(as_json(dict(body)).encode()).digest()
+
+
+def number_of(body: Mapping[str, Any], field: str, low: int, default: int | None = None) -> int:
+    """A whole number of a request. Raises Refused."""
+    value = body.get(field, default)
+    if type(value) is not int or not low <= value < 2**62:
+        raise Refused(f"{field}: {quoted(value)} is no whole number from {low} on")
+    return value
+
+
+def _checked_seq(value: Any) -> int:
+    return number_of({"seq_id": value}, "seq_id", 1)
+
+
+def metadata_of(body: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+    """user_metadata of a request. Raises Refused."""
+    found = body.get("user_metadata")
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise Refused(f"user_metadata: {quoted(found)} is no object")
+    if len(as_json(found)) > most:
+        raise Refused(f"user_metadata: {len(as_json(found))} bytes, above the limit metadata_bytes of {most}")
+    return found

@@ -1,0 +1,68 @@
+"""Figures of a running service, for /metrics, the live page and `packlora serve status`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+WINDOW = 60.0
+"""Seconds over which tokens a second are counted."""
+
+
+class Figures:
+    """Counters of the thread that computes; any thread reads them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own = {"registry": self.registry}
+        self.trained = Counter("packlora_trained_tokens", "Tokens of forward and backward passes", **own)
+        self.sampled = Counter("packlora_sampled_tokens", "Tokens that were sampled", **own)
+        self.steps = Counter("packlora_optimizer_steps", "Optimizer steps", **own)
+        self.slots = Counter("packlora_microbatches", "Microbatches", **own)
+        self.tenants = Histogram("packlora_tenants_of_a_microbatch", "Models in a microbatch", buckets=[1, 2, 4, 8, 16, 32, 64], **own)  # fmt: skip
+        self.waiting = Gauge("packlora_waiting_requests", "Requests that wait", **own)
+        self.models = Gauge("packlora_models", "Models, by whether they are on the base", ["state"], **own)
+        self.answers = Counter("packlora_http_answers", "Answers by status", ["status"], **own)
+        self.began = time.time()
+        self._recent: deque[tuple[float, str, int]] = deque()
+        self._lock = threading.Lock()
+
+    def slot(self, by_owner: Mapping[str, int], models: int, steps: int) -> None:
+        """A microbatch has run. by_owner: tokens."""
+        now = time.monotonic()
+        self.slots.inc()
+        self.trained.inc(sum(by_owner.values()))
+        self.steps.inc(steps)
+        self.tenants.observe(models)
+        with self._lock:
+            self._recent.extend((now, owner, tokens) for owner, tokens in by_owner.items())
+            while self._recent and self._recent[0][0] < now - WINDOW:
+                self._recent.popleft()
+
+    def shares(self) -> dict[str, int]:
+        """Tokens of each owner in the last minute."""
+        since, out = time.monotonic() - WINDOW, dict[str, int]()
+        with self._lock:
+            for at, owner, tokens in self._recent:
+                if at >= since:
+                    out[owner] = out.get(owner, 0) + tokens
+        return out
+
+    def text(self) -> bytes:
+        """Figures in Prometheus' format."""
+        return generate_latest(self.registry)
+
+    def status(self) -> dict[str, Any]:
+        """Speed, and the share of each owner, whose name is not in it."""
+        shares = self.shares()
+        total = sum(shares.values())
+        return {
+            "seconds": round(time.time() - self.began),
+            "tokens_per_second": round(total / WINDOW, 1),
+            "shares": sorted((round(own / total, 3) for own in shares.values()), reverse=True) if total else [],
+        }

@@ -1,0 +1,165 @@
+"""A base model that is served: on its device, with an engine that trains adapters on it, and a sampler.
+
+Only the service's thread calls what computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
+from packlora.adapters.spec import AdapterSpec
+from packlora.adapters.starts import begin, of_weights
+from packlora.base.load import load_skeleton, load_tokenizer
+from packlora.base.model import load_base
+from packlora.base.shape import context_of, vocabulary
+from packlora.config import Run
+from packlora.data.prompts import answer_ends
+from packlora.engine.adapters import AdapterState
+from packlora.engine.engine import Engine
+from packlora.engine.generate import sampler_for
+from packlora.engine.memory import TokenBudget, free_memory
+from packlora.engine.parts import Parts, num_tokens
+from packlora.engine.passes import MicrobatchResult, SingleDevice
+from packlora.engine.sampling import SampleRequest, Sampling, check_request
+from packlora.errors import InputError
+from packlora.parallel.replicas import ALONE
+from packlora.plans.select import PlanChooser
+from packlora.run_file import run_from
+from packlora.runtime.attach import FLOAT16_SCALE
+from packlora.runtime.prepared_job import AUTO_BUDGET
+from packlora.runtime.starts import float_weights
+from packlora.serve.errors import Refused
+
+TAKEN = ("parallel", "jobs", "sweep", "output_dir", "base_model")
+"""Keys of a run file that the service sets itself, or does not take."""
+
+
+def run_of(path: str, settings: Sequence[str], quantization: str | None, state: Path) -> Run:
+    """Run file's keys of a base model. settings: KEY=VALUE. Raises InputError."""
+    for setting in settings:
+        key = setting.partition("=")[0].partition(".")[0]
+        if key in TAKEN:
+            raise InputError(f"--set {setting}: {key} is not for packlora serve")
+    tree: dict[str, Any] = {
+        "base_model": path, "output_dir": str(state), "max_tokens_per_microbatch": "auto",
+        "jobs": [{"name": "serve", "data": {"path": "-"}}],
+    }  # fmt: skip
+    if quantization is not None:
+        tree["quantization"] = quantization
+    return run_from(tree, list(settings))
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What requests are checked against: names, sizes and ends of answers."""
+
+    name: str
+    path: str
+    architecture: str
+    vocabulary: int
+    context: int
+    ends: tuple[int, ...]
+
+
+class Host:
+    """A base model with an engine.
+
+    Args:
+        name: that clients ask for.
+        run: settings, as run_of makes them.
+        context: most tokens of a sample or of a prompt with its answer; at most the model's own.
+        budget: tokens of a microbatch; None: the run's, or what is usual on the device.
+
+    Raises:
+        InputError: as load_base.
+    """
+
+    def __init__(self, name: str, run: Run, context: int, budget: int | None = None) -> None:
+        self.run, self.tokenizer = run, load_tokenizer(run)
+        self.skeleton = load_skeleton(run)
+        context = min(context, context_of(self.skeleton.config))
+        self.base = load_base(run, self.tokenizer, {"a tenant's longest sample": context})
+        model = self.base.model
+        settings = getattr(model, "generation_config", None)
+        ends = answer_ends(self.tokenizer, getattr(settings, "eos_token_id", None))
+        self.facts = Facts(
+            name, self.base.path, model.config.model_type, vocabulary(model), context, tuple(ends)
+        )  # fmt: skip
+        self.attached, _ = attach(model, {}, 0, storage=self.base.storage)
+        self.chooser = PlanChooser(self.base.device)
+        self.attached.choosers = (self.chooser,)
+        self.executor = SingleDevice(self.base, self.attached)
+        asked, usual = run.max_tokens_per_microbatch, AUTO_BUDGET[self.base.device.type]
+        tokens = budget or (usual if asked == "auto" else int(asked))
+        self.budget = TokenBudget(tokens, 1, asked == "auto", self.base.device)
+        self.engine = Engine(self.executor, ALONE, self.budget)
+        self.grad_scale = FLOAT16_SCALE if run.dtype == "float16" else 1.0
+        """Factor of losses before a backward, by which gradients are divided before a step."""
+        self.states: dict[int, AdapterState] = {}
+        self._sampling: Sampling | None = None
+        self._number = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampler, made when it is first needed."""
+        if self._sampling is None:
+            room = {"context": self.facts.context}
+            self._sampling, _ = sampler_for(self.base.model, self.attached, self.tokenizer, **room)
+        return self._sampling
+
+    @property
+    def samples(self) -> int:
+        """Samples that have not ended."""
+        return 0 if self._sampling is None else self._sampling.waiting
+
+    def check_sample(self, request: SampleRequest) -> None:
+        """Raises Refused where the sampler cannot serve a request. Any thread may call it."""
+        try:
+            check_request(request, self.facts.vocabulary, self.facts.context, has_tokenizer=True)
+        except InputError as error:
+            raise Refused(str(error)) from None
+
+    def attach(self, name: str, spec: AdapterSpec, seed: int) -> Adapter:
+        """Put an adapter onto the model. Raises MemoryError where there is no room."""
+        number, self._number = self._number, self._number + 1
+        choosers: Mapping[str, PlanChooser] = dict.fromkeys(spec.modules, self.chooser)
+        try:
+            adapter = attach_one(self.base.model, self.attached, name, number, spec, seed, choosers)
+            if of_weights(spec):
+                begin(self.base.model, adapter, seed, lambda: float_weights(self.run))
+        except BaseException as error:
+            detach_one(self.base.model, number)
+            if isinstance(error, torch.OutOfMemoryError):
+                free_memory(self.device)
+                raise MemoryError(f"out of memory on {self.device} for another adapter") from error
+            raise
+        return adapter
+
+    def detach(self, adapter: Adapter) -> None:
+        """Take an adapter off the model."""
+        detach_one(self.base.model, adapter.number)
+        self.stop_training(adapter)
+
+    def train(self, adapter: Adapter, state: AdapterState) -> None:
+        """Let an adapter own rows and step."""
+        self.states[adapter.number] = state
+        self.engine.follow(self.states)
+
+    def stop_training(self, adapter: Adapter) -> None:
+        if self.states.pop(adapter.number, None) is not None:
+            self.engine.follow(self.states)
+
+    def evaluate(self, parts: Parts) -> MicrobatchResult | None:
+        """Losses of rows without gradients; None where memory ran out and a smaller microbatch may fit."""
+        run: Callable[[], MicrobatchResult] = lambda: self.executor.evaluate(parts)  # noqa: E731
+        return self.budget.attempt(num_tokens(parts), run)

@@ -1,0 +1,141 @@
+"""What the service has promised, on disk: sessions, models, requests with their results, samplers and checkpoints.
+
+An embedded database (SQLite, WAL). A promise is committed, and flushed to the disk, before it is answered. Results are
+committed before anybody sees them; they are not flushed, since a service that starts again computes what it lost anew.
+
+    models      one row a model; `snapshot` is the number of the request up to which its snapshot holds
+    requests    one row a promise; key is what makes a retry the same request: model and seq_id, session and number
+
+Every write is one transaction, so a process that is killed at any moment leaves the state before or after it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from packlora.errors import InputError
+
+VERSION = 1
+TABLES = """
+create table if not exists facts (name text primary key, value text not null);
+create table if not exists sessions (
+    id text primary key, owner text not null, key text unique, created real not null, ended text, body text not null);
+create table if not exists models (
+    id text primary key, owner text not null, session text not null, base text not null, created real not null, used real not null,
+    spec text not null, metadata text not null, start text, snapshot integer, state text not null default 'open');
+create table if not exists requests (
+    id text primary key, owner text not null, key text not null unique, model text, seq integer, kind text not null,
+    digest blob not null, payload blob, state text not null, result blob, created real not null, budget integer not null,
+    forward_only integer not null);
+create index if not exists requests_of_models on requests (model, seq);
+create index if not exists requests_by_state on requests (state, created);
+create table if not exists samplers (
+    id text primary key, owner text not null, session text not null, base text not null, model text, path text, folder text,
+    kind text not null, created real not null, state text not null default 'open');
+create table if not exists checkpoints (
+    path text primary key, owner text not null, model text not null, kind text not null, name text not null, base text not null,
+    created real not null, bytes integer not null, public integer not null default 0, expires real, metadata text, spec text not null);
+"""
+
+
+class Journal:
+    """The database of a state folder. Any thread may call it."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises InputError where the file is of another version, or none of ours."""
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
+        self._db.row_factory = sqlite3.Row
+        try:
+            self._db.execute("pragma journal_mode = wal")
+            self._db.execute("pragma synchronous = full")
+            self._db.executescript(TABLES)
+        except sqlite3.DatabaseError as error:
+            raise InputError(f"{file} is no journal of packlora serve: {error}; give another --state") from None
+        found = self.fact("version")
+        if found is None:
+            self.set_fact("version", str(VERSION))
+        elif found != str(VERSION):
+            raise InputError(f"{file} is of version {found} of the journal, this packlora has {VERSION}")
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def write(self, flush: bool = True) -> Iterator[sqlite3.Connection]:
+        """One transaction. flush: to the disk, before it returns. An error in the block leaves nothing of it."""
+        with self._lock:
+            self._db.execute(f"pragma synchronous = {'full' if flush else 'normal'}")
+            self._db.execute("begin immediate")
+            try:
+                yield self._db
+                self.commits()
+            except BaseException:
+                self._db.execute("rollback")
+                raise
+            self._db.execute("commit")
+
+    def commits(self) -> None:
+        """A transaction is about to be committed. Tests end the process here."""
+
+    def all(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """Rows of a query."""
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    def one(self, query: str, *values: Any) -> sqlite3.Row | None:
+        """The first row of a query."""
+        with self._lock:
+            found: sqlite3.Row | None = self._db.execute(query, values).fetchone()
+            return found
+
+    # --- facts -------------------------------------------------------------------------------------------------------------
+
+    def fact(self, name: str) -> str | None:
+        """A named text of the state folder."""
+        row = self.one("select value from facts where name = ?", name)
+        return None if row is None else str(row["value"])
+
+    def set_fact(self, name: str, value: str) -> None:
+        with self.write() as db:
+            db.execute("insert or replace into facts values (?, ?)", (name, value))
+
+
+def insert(db: sqlite3.Connection, table: str, row: Sequence[Any]) -> None:
+    """Write a row, in the place of one with the same key."""
+    db.execute(f"insert or replace into {table} values ({','.join('?' * len(row))})", tuple(row))
+
+
+def add_request(
+    db: sqlite3.Connection, id: str, owner: str, key: str, kind: str, digest: bytes, payload: bytes | None,
+    model: str | None = None, seq: int | None = None, state: str = "waiting", result: bytes | None = None, budget: int = 0,
+    forward_only: bool = False,
+) -> None:  # fmt: skip
+    """Write a promise. budget: tokens of a part of a microbatch, by which its rows are cut."""
+    db.execute(
+        "insert into requests values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (id, owner, key, model, seq, kind, digest, payload, state, result, time.time(), budget, forward_only),
+    )
+
+
+def set_result(db: sqlite3.Connection, id: str, result: bytes, failed: bool = False) -> None:
+    """Write the result of a promise."""
+    db.execute("update requests set state = ?, result = ? where id = ?", ("failed" if failed else "done", result, id))
+
+
+def as_json(value: Any) -> str:
+    """Canonical JSON: equal values have equal texts."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def from_json(row: Mapping[str, Any] | sqlite3.Row, column: str) -> Any:
+    return json.loads(row[column])

@@ -1,0 +1,241 @@
+"""Listings, and what is done to checkpoints: the calls of the protocol that address things by URL."""
+
+from __future__ import annotations
+
+import datetime
+import hmac
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import FileResponse, Response
+
+from packlora.errors import quoted
+from packlora.serve.desk import Desk, metadata_of, number_of
+from packlora.serve.errors import Refused
+from packlora.serve.journal import insert
+from packlora.serve.stores import EXTERNAL, SAMPLER, TRAINING, TinkerPath, new_id
+
+TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
+EXPIRES = 3600.0
+"""Seconds for which the address of a file is good."""
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+PAGE = 1000
+"""Most things of one listing."""
+
+
+class Rest:
+    """Listings of an owner's sessions, runs and checkpoints."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk, self.journal, self.stores = desk, desk.journal, desk.service.stores
+        self._secret = secrets.token_bytes(32)
+
+    def answer(
+        self, owner: str, method: str, path: str, body: Mapping[str, Any], query: Mapping[str, str], base: str
+    ) -> Any:
+        """Answer a call; None: there is nothing to say. Raises Refused."""
+        match method, path.split("/"):
+            case "GET", ["get_server_capabilities"]:
+                return self._capabilities()
+            case "GET", ["samplers", sampler]:
+                row = self.desk.sampler(owner, sampler)
+                more = {} if row["path"] is None else {"model_path": row["path"]}
+                return {"sampler_id": sampler, "base_model": row["base"], **more}
+            case "POST", ["sessions", session, "finish"]:
+                reason = body.get("reason")
+                kind = reason.get("type") if isinstance(reason, Mapping) else None
+                return self.desk.finish_session(owner, session, str(kind or "finished")[:40])
+            case "GET", ["sessions"]:
+                rows = self._page("sessions", owner, query)
+                return {"sessions": [row["id"] for row in rows]}
+            case "POST", ["sessions", "search"]:
+                rows = self._page("sessions", owner, {"limit": str(body.get("limit", 20))})
+                return {"sessions": [self._found(owner, row) for row in rows]}
+            case "GET", ["sessions", session]:
+                return self._session(owner, session)
+            case "POST", ["weights_info"]:
+                return self._weights_info(self.desk.checkpoint(owner, body.get("tinker_path"), "tinker_path"))
+            case "POST", ["copy_weights"]:
+                return self._copy(owner, body)
+            case "GET", ["checkpoints"]:
+                return {
+                    "checkpoints": [_checkpoint(row) for row in self._page("checkpoints", owner, query)],
+                    "cursor": self._cursor("checkpoints", owner, query),
+                }
+            case "GET", ["training_runs"]:
+                return {
+                    "training_runs": [self._run(row) for row in self._page("models", owner, query)],
+                    "cursor": self._cursor("models", owner, query),
+                }
+            case _, ["training_runs", run, *rest]:
+                return self._of_run(owner, method, run, rest, body, base)
+        raise Refused(f"{method} {quoted(path)} is not served", 404)
+
+    def _capabilities(self) -> Any:
+        hosts = self.desk.service.hosts.items()
+        models = [
+            {"model_name": name, "max_context_length": host.facts.context, "trainable": True, "sampleable": True}
+            for name, host in hosts
+        ]
+        return {"supported_models": models}
+
+    # --- listings ----------------------------------------------------------------------------------------------------------
+
+    def _page(self, table: str, owner: str, query: Mapping[str, str]) -> list[sqlite3.Row]:
+        offset, limit = _place(query)
+        return self.journal.all(
+            f"select * from {table} where owner = ? order by created desc limit ? offset ?", owner, limit, offset
+        )
+
+    def _cursor(self, table: str, owner: str, query: Mapping[str, str]) -> Mapping[str, int]:
+        offset, limit = _place(query)
+        row = self.journal.one(f"select count(*) as n from {table} where owner = ?", owner)
+        return {"offset": offset, "limit": limit, "total_count": 0 if row is None else row["n"]}
+
+    def _session(self, owner: str, session: str) -> Any:
+        row = self.desk.session(owner, session, ended=True)
+        body = json.loads(row["body"])
+        models = self.journal.all("select id from models where session = ?", session)
+        samplers = self.journal.all("select id from samplers where session = ?", session)
+        return {
+            "training_run_ids": [own["id"] for own in models], "sampler_ids": [own["id"] for own in samplers],
+            "user_metadata": body.get("user_metadata"), "display_name": body.get("display_name"),
+        }  # fmt: skip
+
+    def _found(self, owner: str, row: sqlite3.Row) -> Any:
+        count = self.journal.one(
+            "select count(*) as n from checkpoints join models on checkpoints.model = models.id where models.session = ?", row["id"]
+        )  # fmt: skip
+        return {
+            "session_id": row["id"], "created_at": _iso(row["created"]), "owner": owner, "project_id": "local",
+            "checkpoints_count": 0 if count is None else count["n"],
+        }  # fmt: skip
+
+    def _run(self, row: sqlite3.Row) -> Any:
+        metadata = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in json.loads(row["metadata"]).items()
+        }
+        spec = json.loads(row["spec"])
+        last = {
+            f"last_{'' if kind == TRAINING else 'sampler_'}checkpoint": _checkpoint(found)
+            for kind in (TRAINING, SAMPLER)
+            if (found := self._newest(row["id"], kind)) is not None
+        }
+        return {
+            "training_run_id": row["id"], "base_model": row["base"], "model_owner": row["owner"], "is_lora": True,
+            "lora_rank": spec["adapter"]["r"], "last_request_time": _iso(row["used"]), "corrupted": False,
+            "user_metadata": metadata, **last,
+        }  # fmt: skip
+
+    def _newest(self, model: str, kind: str) -> sqlite3.Row | None:
+        return self.journal.one(
+            "select * from checkpoints where model = ? and kind = ? order by created desc limit 1", model, kind
+        )
+
+    # --- one run -----------------------------------------------------------------------------------------------------------
+
+    def _of_run(self, owner: str, method: str, run: str, rest: list[str], body: Mapping[str, Any], base: str) -> Any:
+        match method, rest:
+            case "GET", []:
+                row = self.journal.one("select * from models where id = ? and owner = ?", run, owner)
+                if row is None:
+                    raise Refused(f"there is no training run {quoted(run)} of yours", 404)
+                return self._run(row)
+            case "GET", ["checkpoints"]:
+                rows = self.journal.all(
+                    "select * from checkpoints where model = ? and owner = ? order by created", run, owner
+                )
+                return {"checkpoints": [_checkpoint(row) for row in rows]}
+            case _, ["checkpoints", kind, name, *tail]:
+                path = f"tinker://{run}/{kind}/{name}"
+                row = self.desk.checkpoint(owner, path)
+                if row["owner"] != owner and (method, tail) != ("GET", ["external_weights_urls"]):
+                    raise Refused(f"there is no checkpoint {quoted(path)} of yours", 404)
+                return self._of_checkpoint(method, row, tail, body, base)
+        raise Refused(f"{method} training_runs/{quoted(run)}/{quoted('/'.join(rest))} is not served", 404)
+
+    def _of_checkpoint(self, method: str, row: sqlite3.Row, tail: list[str], body: Mapping[str, Any], base: str) -> Any:
+        path = row["path"]
+        match method, tail:
+            case "DELETE", []:
+                with self.journal.write() as db:
+                    db.execute("delete from checkpoints where path = ?", (path,))
+                self.stores.remove(self.stores.checkpoint(path))
+            case "POST" | "DELETE", ["publish"]:
+                with self.journal.write() as db:
+                    db.execute("update checkpoints set public = ? where path = ?", (method == "POST", path))
+            case "PUT", ["ttl"]:
+                seconds = body.get("ttl_seconds")
+                until = None if seconds is None else time.time() + number_of(body, "ttl_seconds", 1)
+                with self.journal.write() as db:
+                    db.execute("update checkpoints set expires = ? where path = ?", (until, path))
+            case "GET", ["external_weights_urls"]:
+                until = int(time.time() + EXPIRES)
+                ticket = f"{self.stores.checkpoint(path).name}.{until}"
+                ticket = f"{ticket}.{self._signed(ticket)}"
+                urls = {name: f"{base}files/{ticket}/{name}" for name in FILES}
+                return {"urls": urls, "expires": _iso(until)}
+            case _:
+                raise Refused(f"{method} {quoted('/'.join(tail))} of a checkpoint is not served", 404)
+        return None
+
+    def _signed(self, text: str) -> str:
+        return hmac.digest(self._secret, text.encode(), "sha256").hex()
+
+    def file(self, ticket: str, name: str) -> Response:
+        """A file of a checkpoint, whose address was handed out. Raises Refused."""
+        text, _, signature = ticket.rpartition(".")
+        folder, _, until = text.partition(".")
+        if not hmac.compare_digest(signature.encode(), self._signed(text).encode()) or name not in FILES:
+            raise Refused("there is no such file, or its address is of an earlier start of the service", 404)
+        file = self.stores.state / "checkpoints" / folder / name
+        if int(until) < time.time() or not file.exists():
+            raise Refused("the address has expired, or the checkpoint was deleted", 410)
+        return FileResponse(file, media_type="application/octet-stream")
+
+    def _weights_info(self, row: sqlite3.Row) -> Any:
+        spec = json.loads(row["spec"])
+        return {
+            "base_model": row["base"], "is_lora": True, "lora_rank": spec["adapter"]["r"], **spec["parts"],
+        }  # fmt: skip
+
+    def _copy(self, owner: str, body: Mapping[str, Any]) -> Any:
+        """A copy of a checkpoint under a run of its own."""
+        metadata_of(body, self.desk.limits.metadata_bytes)
+        row = self.desk.checkpoint(owner, body.get("source_path"), "source_path")
+        path = str(TinkerPath(f"{self.desk.engine}-{new_id()}", row["kind"], row["name"]))
+        self.stores.copy(self.stores.checkpoint(row["path"]), self.stores.checkpoint(path))
+        copied = dict(row) | {
+            "path": path, "owner": owner, "model": TinkerPath.of(path).model, "created": time.time(), "public": 0, "expires": None,
+        }  # fmt: skip
+        with self.journal.write() as db:
+            insert(db, "checkpoints", tuple(copied.values()))
+        return {"tinker_path": path}
+
+
+def _place(query: Mapping[str, str]) -> tuple[int, int]:
+    try:
+        offset, limit = int(query.get("offset", 0)), int(query.get("limit", 20))
+    except ValueError:
+        raise Refused("offset, limit: they are no whole numbers") from None
+    if not (0 <= offset < 2**62 and 0 <= limit <= PAGE):
+        raise Refused(f"offset: from 0 on; limit: 0 to {PAGE}")
+    return offset, limit
+
+
+def _checkpoint(row: sqlite3.Row) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{row['kind']}/{row['name']}", "checkpoint_type": TYPES[row["kind"]], "time": _iso(row["created"]),
+        "tinker_path": row["path"], "size_bytes": row["bytes"], "public": bool(row["public"]),
+        "user_metadata": json.loads(row["metadata"] or "null"),
+        "expires_at": None if row["expires"] is None else _iso(row["expires"]),
+    }  # fmt: skip
+
+
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()

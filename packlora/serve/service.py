@@ -1,0 +1,380 @@
+"""The thread that computes: it drains the queue, packs rows of all tenants into shared microbatches, steps, samples, publishes.
+
+One turn does what is due: saves and loads of models, a slot of the engine, a step of the samplers. A result is committed to the
+journal before anybody sees it. A service that starts on a state folder goes on where the last one was, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packlora.engine.memory import free_memory
+from packlora.errors import InputError, reason_of
+from packlora.serve.adapters import Wanted
+from packlora.serve.core import LOG, Core, result_bytes
+from packlora.serve.errors import Failed
+from packlora.serve.host import Host
+from packlora.serve.journal import set_result
+from packlora.serve.limits import Limits
+from packlora.serve.losses import work_of
+from packlora.serve.messages import read_forward_backward
+from packlora.serve.queue import Lane, Request
+from packlora.serve.samplers import Samplers
+from packlora.serve.saves import carry_out
+from packlora.serve.slots import Outcome, Slotted, fill, run_slot
+from packlora.serve.stores import Write
+from packlora.serve.tenant import Tenant
+
+IDLE_SECONDS = 60.0
+"""Seconds without work after which a model is put aside."""
+
+
+class Service(Core):
+    """Tenants on base models. Arguments as of Core.
+
+    Args:
+        max_wait: seconds that a microbatch with room waits for more.
+
+    Raises:
+        InputError: the state folder is of other bases, or none of ours.
+    """
+
+    def __init__(
+        self, hosts: Mapping[str, Host], state: Path, limits: Limits | None = None, max_wait: float = 0.0
+    ) -> None:
+        super().__init__(hosts, state, limits)
+        self.max_wait = max_wait
+        self.samplers = Samplers(self)
+        self._used: dict[str, float] = {}
+        """When a model last had work, seconds of a monotonic clock."""
+        self._thread: threading.Thread | None = None
+        self._check_bases()
+        self._restore()
+
+    # --- start and end -----------------------------------------------------------------------------------------------------
+
+    def _check_bases(self) -> None:
+        """Raises InputError where the state folder is of other weights."""
+        for name, host in self.hosts.items():
+            assert host.base.fingerprint is not None
+            key, now = f"base {name}", host.base.fingerprint.model_dump_json()
+            before = self.journal.fact(key)
+            if before is None:
+                self.journal.set_fact(key, now)
+            elif before != now:
+                raise InputError(
+                    f"--state {self.state}: it was made with other weights of {name!r} than {host.facts.path} holds; give "
+                    "these weights, or another --state"
+                )
+
+    def _restore(self) -> None:
+        for row in self.journal.all("select * from models where state = 'open'"):
+            host = self.hosts.get(row["base"])
+            if host is None:
+                raise InputError(
+                    f"--state {self.state}: it has models of {row['base']!r}, which is not served now; add --base "
+                    f"{row['base']}=PATH, or give another --state"
+                )
+            self.add_tenant(row, host)
+        self.samplers.restore()
+
+    def add_tenant(self, row: Any, host: Host) -> None:
+        """A model of the journal may have work now."""
+        wanted = Wanted.of_dict(json.loads(row["spec"]))
+        folder = self.stores.model(row["id"])
+        tenant = Tenant(host, row["id"], row["owner"], row["session"], wanted, folder, row["snapshot"])
+        lane = Lane(row["owner"], row["id"], host.facts.name)
+        self.tenants[tenant.id] = tenant
+        self._rewind(lane, tenant, None)
+        self.queue.open(lane)
+
+    def _rewind(self, lane: Lane, tenant: Tenant, before: int | None) -> None:
+        """Let a lane begin behind the snapshot of its model, which is not on the base. before: requests up to this number;
+        None: all of the journal."""
+        first = (tenant.snapshot or 0) + 1
+        rows = self.journal.all(
+            "select * from requests where model = ? and seq >= ? and seq < ? order by seq",
+            tenant.id, first, 1 << 62 if before is None else before,
+        )  # fmt: skip
+        with self.queue.changed:
+            lane.next = first
+            for row in rows:
+                lane.put(request_of(row))
+
+    def start(self) -> None:
+        """Compute in a thread from now on."""
+        self._thread = threading.Thread(target=self._run, name="packlora-serve", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its present turn, and close the journal. What waits goes on at the next start."""
+        self.stopping = True
+        with self.queue.changed:
+            self.queue.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self.journal.close()
+
+    def _run(self) -> None:
+        try:
+            while not self.stopping:
+                before = self.queue.version
+                if not self.turn():
+                    with self.queue.changed:
+                        if self.queue.version == before and not self.stopping:
+                            self.queue.changed.wait(1.0)
+        except BaseException as error:
+            self.failure = error
+            LOG.exception("the thread that computes has ended")
+
+    # --- a turn ------------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Do what is due. Returns whether there was anything."""
+        did = False
+        for task in self.queue.take_tasks():
+            task()
+            did = True
+        for host in self.hosts.values():
+            lanes = [lane for lane in self.queue.due() if lane.host == host.facts.name]
+            ready = [lane for lane in lanes if self._prepare(lane)]
+            did |= bool(lanes)
+            if ready:
+                self._slot(host, ready)
+            did |= self.samplers.step(host)
+        if not did and not any(host.samples for host in self.hosts.values()):
+            self._put_aside()
+        return did
+
+    def _prepare(self, lane: Lane) -> bool:
+        """Make the head of a lane ready for a slot, or carry it out where it needs none. Returns whether it needs one."""
+        tenant = self.tenants[lane.model]
+        self._used[lane.model] = time.monotonic()
+        try:
+            tenant.wake()
+        except (MemoryError, InputError, OSError) as error:
+            self._fail_first(lane, Failed(f"the model cannot be loaded: {reason_of(error)}", "server"))
+            return False
+        request = lane.head
+        assert request is not None
+        try:
+            return self._is_for_slot(lane, tenant, request)
+        except Failed as error:
+            self.finish(lane, request, error)
+        except OSError as error:
+            self.finish(lane, request, Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server"))
+        return False
+
+    def _is_for_slot(self, lane: Lane, tenant: Tenant, request: Request) -> bool:
+        if request.kind == "forward_backward":
+            if request.state == "failed":
+                if not request.forward_only:
+                    tenant.spoil(request.seq)
+            elif not (request.is_replayed and request.forward_only):
+                self._read(tenant.host, request)
+                return True
+        elif request.kind == "optim_step":
+            if request.state == "failed":
+                tenant.discard()
+            elif (spoilt := tenant.spoilt) is not None:
+                tenant.discard()
+                raise Failed(
+                    f"optim_step {request.seq}: forward_backward {spoilt} before it failed, so the gradients since the last "
+                    "step were dropped and nothing was changed; send them again"
+                )
+            elif tenant.has_gradient:
+                return True
+            else:
+                self.finish(lane, request, {"metrics": {"grad_norm": 0.0, "step": float(tenant.steps)}})
+                return False
+        elif not request.is_replayed:
+            self.finish(lane, request, *carry_out(self, tenant, request))
+            return False
+        self.queue.pop(lane, request)
+        return False
+
+    def _read(self, host: Host, request: Request) -> None:
+        """Read the rows of a request that came with an earlier process."""
+        if request.work is None:
+            facts = host.facts
+            found = read_forward_backward(request.payload, self.limits)
+            request.work = work_of(found, facts.vocabulary, facts.context, self.limits.targets)
+        if not request.pieces:
+            request.begin(request.budget)
+
+    # --- slots -------------------------------------------------------------------------------------------------------------
+
+    def _slot(self, host: Host, lanes: list[Lane]) -> None:
+        filled = fill(host, lanes, self.tenants)
+        if self.max_wait and not filled.is_full and (left := filled.arrived + self.max_wait - time.monotonic()) > 0:
+            with self.queue.changed:
+                self.queue.changed.wait(left)
+            return
+        tokens = {lane.model: filled.tokens_of(lane) for lane in filled.lanes}
+        try:
+            outcome = run_slot(host, filled)
+        except (sqlite3.Error, KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as error:
+            self._blame(filled, error)
+            return
+        for lane in filled.lanes:
+            self.queue.shares.charge(lane, tokens[lane.model])
+        if outcome.lacking:
+            self._lower_budget(host, filled, outcome.lacking)
+            return
+        self._take(outcome)
+
+    def _blame(self, filled: Slotted, error: Exception) -> None:
+        """A slot has failed. Requests of several models are tried one by one; one that fails by itself is refused."""
+        LOG.warning("a slot of %d models failed: %s", len(filled.lanes), reason_of(error))
+        filled.drop_gradients()
+        for lane, request in filled.requests:
+            if len(filled.lanes) > 1:
+                request.alone = True
+                continue
+            own = Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server")
+            self.finish(lane, request, own)
+
+    def _lower_budget(self, host: Host, filled: Slotted, tokens: int) -> None:
+        """Memory ran out, and nothing was added to any gradient: the same rows come again in smaller microbatches."""
+        host.budget.tokens = host.budget.below(tokens)
+        free_memory(host.device)
+        LOG.warning("memory ran out in a microbatch of %d tokens; from now on %d", tokens, host.budget.tokens)
+        for _, request in filled.requests:
+            request.begin(host.budget.tokens)
+
+    def _take(self, outcome: Outcome) -> None:
+        """Publish what came of a slot: results of requests whose last piece it was, and of steps."""
+        rewound: list[Lane] = []
+        results: list[tuple[Lane, Request, Any]] = []
+        for lane, request in outcome.ended:
+            try:
+                results.append((lane, request, b"" if request.is_replayed else outcome.result(request)))
+            except Failed as error:
+                results.append((lane, request, error))
+        for lane, request, found in outcome.steps:
+            tenant = self.tenants[lane.model]
+            results.append((lane, request, found))
+            if isinstance(found, Failed):
+                rewound.append(lane)
+            else:
+                tenant.stepped()
+        self._publish(results)
+        for lane in rewound:  # its moments may not be finite
+            self._set_aside(lane)
+        self.figures.slot(outcome.tokens, outcome.models, len(outcome.steps))
+
+    # --- results -----------------------------------------------------------------------------------------------------------
+
+    def finish(self, lane: Lane, request: Request, result: Any, also: Write | None = None) -> None:
+        """A request was carried out. also: what is to be written with its result."""
+        self._publish([(lane, request, result)], also)
+
+    def _publish(self, results: list[tuple[Lane, Request, Any]], also: Write | None = None) -> None:
+        """Commit results, then let them be seen. A result is bytes, a JSON object, or Failed."""
+        snapshots = dict[str, int]()
+        new = [(lane, request, found) for lane, request, found in results if not request.is_replayed]
+        for lane, request, found in results:
+            tenant = self.tenants[lane.model]
+            if isinstance(found, Failed) and request.kind == "forward_backward" and not request.forward_only:
+                tenant.spoil(request.seq)
+            is_load = request.kind == "load_weights" and not isinstance(found, Failed)
+            is_step = request.kind == "optim_step" and not isinstance(found, Failed) and tenant.wants_snapshot
+            if is_load or is_step:
+                with contextlib.suppress(OSError) if is_step else contextlib.nullcontext():
+                    tenant.write_snapshot(request.seq)
+                    snapshots[tenant.id] = request.seq
+        if new or snapshots:
+            self.commit(lambda db: _write(db, new, snapshots, also))
+        for model, seq in snapshots.items():
+            tenant = self.tenants[model]
+            if tenant.snapshot is not None and tenant.snapshot != seq:
+                tenant.drop_snapshot(tenant.snapshot)
+            tenant.snapshot = seq
+        for lane, request, _ in results:
+            self.queue.pop(lane, request)
+        self.tell([request.id for _, request, _ in new])
+
+    def _fail_first(self, lane: Lane, error: Failed) -> None:
+        """Refuse the first request of a lane that waits, whatever is to be done again before it."""
+        request = min((own for own in lane.requests.values() if not own.is_replayed), key=lambda own: own.seq)
+        self.commit(lambda db: set_result(db, request.id, *result_bytes(error)))
+        with self.queue.changed:
+            lane.fail(request)
+            self.queue.bytes -= len(request.payload)
+        self.tell([request.id])
+
+    # --- models without work -----------------------------------------------------------------------------------------------
+
+    def _put_aside(self) -> None:
+        """Take models off their bases that have had no work for long."""
+        now = time.monotonic()
+        for model, tenant in list(self.tenants.items()):
+            lane = self.queue.lanes.get(model)
+            if (
+                tenant.is_awake
+                and lane is not None
+                and not lane.waiting
+                and now - self._used.get(model, 0) > IDLE_SECONDS
+            ):
+                self._snapshot_before(lane, tenant)
+                self._set_aside(lane)
+
+    def _snapshot_before(self, lane: Lane, tenant: Tenant) -> None:
+        seq = lane.next - 1
+        if tenant.steps and not tenant.has_gradient and tenant.spoilt is None and seq > (tenant.snapshot or 0):
+            with contextlib.suppress(OSError):
+                tenant.write_snapshot(seq)
+                self.commit(lambda db: _write(db, [], {tenant.id: seq}))
+                before, tenant.snapshot = tenant.snapshot, seq
+                if before is not None:
+                    tenant.drop_snapshot(before)
+
+    def _set_aside(self, lane: Lane) -> None:
+        """Take a model off its base; its next work begins at its snapshot."""
+        tenant = self.tenants[lane.model]
+        tenant.sleep()
+        self._rewind(lane, tenant, lane.next)
+
+    def close_model(self, model: str) -> None:
+        """A model is over: its lane, its files and what waits of it. In the thread that computes."""
+        tenant = self.tenants.pop(model, None)
+        if tenant is None:
+            return
+        left = self.queue.close(model)
+        text = json.dumps({"error": "the model was unloaded before this request", "category": "user"}).encode()
+        self.commit(lambda db: [set_result(db, own.id, text, True) for own in left] and None)
+        self.samplers.model_closed(model)
+        tenant.sleep()
+        tenant.forget()
+        self.tell([own.id for own in left])
+
+
+def request_of(row: sqlite3.Row) -> Request:
+    """A request of the journal."""
+    return Request(
+        row["id"], row["model"], row["seq"], row["kind"], row["payload"] or b"", row["budget"],
+        "failed" if row["state"] == "refused" else row["state"],
+        bool(row["forward_only"]),
+    )  # fmt: skip
+
+
+def _write(
+    db: sqlite3.Connection, results: list[tuple[Lane, Request, Any]], snapshots: Mapping[str, int],
+    also: Write | None = None,
+) -> None:  # fmt: skip
+    if also is not None:
+        also(db)
+    for _, request, found in results:
+        set_result(db, request.id, *result_bytes(found))
+    for model, seq in snapshots.items():
+        db.execute("update models set snapshot = ? where id = ?", (seq, model))
+        db.execute("update requests set payload = null where model = ? and seq <= ?", (model, seq))

@@ -1,0 +1,220 @@
+"""A model of a client: an adapter in training, which can be put aside and made again from its snapshot and its requests.
+
+    <folder>/start/            a checkpoint that it began with
+    <folder>/N.safetensors     snapshot: parameters and optimizer after request N, which is an optimizer step or a load
+
+A model is on the base only while it has work. What is put aside, or lost with the process, is made again: the snapshot, then
+the requests behind it, which the journal keeps. A CPU gives the same bits again, since nothing of a model's numbers depends on
+who else is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from packlora.adapters.attach import Adapter
+from packlora.adapters.files import load_adapter, save_adapter
+from packlora.adapters.spec import AdapterSpec
+from packlora.data.encode import Sample
+from packlora.engine.adapters import AdapterState
+from packlora.engine.optimizer import FlatAdamW
+from packlora.engine.rows import Row
+from packlora.errors import InputError
+from packlora.files import write_folder, write_tensors
+from packlora.seeding import stable_hash
+from packlora.serve.adapters import Wanted
+from packlora.serve.errors import Failed
+from packlora.serve.host import Host
+from packlora.serve.optimizer import FIRST, Settings
+
+OPTIMIZER = "optimizer.safetensors"
+START = "start"
+SNAPSHOT_TOKENS = 1 << 18
+"""Tokens of forward_backwards after which an optimizer step is followed by a snapshot."""
+
+
+class Tenant:
+    """A model.
+
+    Args:
+        folder: of its files.
+        snapshot: number of the request after which its newest snapshot was made; None: there is none.
+    """
+
+    def __init__(self, host: Host, id: str, owner: str, session: str, wanted: Wanted, folder: Path, snapshot: int | None) -> None:  # fmt: skip
+        self.host, self.id, self.owner, self.session, self.wanted = host, id, owner, session, wanted
+        self.folder, self.snapshot = folder, snapshot
+        self.spec: AdapterSpec | None = None
+        self.adapter: Adapter | None = None
+        self.state: AdapterState | None = None
+        self.steps = self.drawn = self.tokens = 0
+        """Optimizer steps; rows since the last one; tokens since the snapshot."""
+        self.spoilt: int | None = None
+        """Number of a forward_backward that failed since the last step, whose gradients are not complete."""
+        self.dropout_key = stable_hash("dropout", wanted.seed) if wanted.adapter.get("lora_dropout") else None
+
+    @property
+    def is_awake(self) -> bool:
+        return self.adapter is not None
+
+    def wake(self) -> tuple[Adapter, AdapterState]:
+        """Put it onto the base, as its snapshot says; what came after that is to be done again."""
+        if self.adapter is not None and self.state is not None:
+            return self.adapter, self.state
+        if self.spec is None:
+            self.spec = self.wanted.spec(self.host.skeleton, self.host.facts.path)
+        self.adapter = self.host.attach(self.id, self.spec, self.wanted.seed)
+        try:
+            self.state = AdapterState(self.adapter, FIRST, 1, self.host.grad_scale)
+            self.steps = self.drawn = self.tokens = 0
+            self.spoilt = None
+            if self.snapshot is not None:
+                self._restore(self.folder / f"{self.snapshot}.safetensors")
+            elif (self.folder / START).is_dir():
+                self.load(self.folder / START, (self.folder / START / OPTIMIZER).exists())
+        except BaseException:
+            self.sleep()
+            raise
+        self.host.train(self.adapter, self.state)
+        return self.adapter, self.state
+
+    def sleep(self) -> None:
+        """Take it off the base."""
+        if self.adapter is not None:
+            self.host.detach(self.adapter)
+        self.adapter = self.state = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether rows ran since the last step."""
+        return self.state is not None and self.state.sums is not None
+
+    # --- rows and steps ----------------------------------------------------------------------------------------------------
+
+    def row(self, sample: Sample, number: int) -> Row:
+        """A sample to be learnt. number: of it since the last step."""
+        return Row(sample, (self.dropout_key, self.steps, self.drawn + number))
+
+    def spoil(self, seq: int) -> None:
+        """A forward_backward failed: the next step is refused."""
+        self.spoilt = seq if self.spoilt is None else self.spoilt
+
+    def discard(self) -> None:
+        """Forget the gradients since the last step."""
+        assert self.state is not None
+        self.state.discard()
+        self.spoilt, self.drawn = None, 0
+
+    def settle(self, settings: Settings) -> None:
+        """The next step has these settings."""
+        assert self.state is not None and isinstance(self.state.optimizer, FlatAdamW)
+        self.state.max_grad_norm, self.state.optimizer.config = settings.config.max_grad_norm, settings.config
+
+    def stepped(self) -> None:
+        """A step was taken."""
+        self.steps += 1
+        self.drawn = 0
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether so much came since the last one that doing it again would take long. Asked right after a step."""
+        return self.tokens >= SNAPSHOT_TOKENS
+
+    # --- files -------------------------------------------------------------------------------------------------------------
+
+    def write_snapshot(self, seq: int) -> None:
+        """Write a snapshot after request number seq, when there are no gradients. The journal names it afterwards, and then
+        `drop_snapshot` removes the one before."""
+        adapter, state = self.wake()
+        tensors = {f"adapter/{name}": own for name, own in adapter.layout.views(adapter.flat).items()}
+        tensors |= {f"optimizer/{name}": own for name, own in _moments(state).items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(self.folder / f"{seq}.safetensors", tensors, {"steps": str(self.steps)})
+        self.tokens = 0
+
+    def drop_snapshot(self, seq: int) -> None:
+        """Remove an older snapshot."""
+        (self.folder / f"{seq}.safetensors").unlink(missing_ok=True)
+
+    def _restore(self, file: Path) -> None:
+        assert self.adapter is not None and self.state is not None
+        with safe_open(file, "pt") as stored:
+            tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+            self.steps = int((stored.metadata() or {})["steps"])
+        with torch.no_grad():
+            for name, view in self.adapter.layout.views(self.adapter.flat).items():
+                view.copy_(tensors[f"adapter/{name}"])
+        self._load_optimizer(
+            {key.partition("/")[2]: own for key, own in tensors.items() if key.startswith("optimizer/")}
+        )
+
+    def save(self, folder: Path, base: str, optimizer: bool) -> int:
+        """Write a PEFT adapter folder, whole or not at all. Returns its bytes.
+
+        Args:
+            base: name of the base model for its configuration.
+            optimizer: whether the optimizer's state is written beside it.
+        """
+        adapter, state = self.wake()
+        peft = adapter.spec.peft
+
+        def write(out: Path) -> None:
+            save_adapter(out, adapter)
+            if optimizer:
+                write_tensors(out / OPTIMIZER, _moments(state), {"steps": str(self.steps)})
+
+        before, peft.base_model_name_or_path = peft.base_model_name_or_path, base
+        try:
+            write_folder(folder, write)
+        finally:
+            peft.base_model_name_or_path = before
+        return sum(file.stat().st_size for file in folder.iterdir())
+
+    def load(self, folder: Path, optimizer: bool) -> None:
+        """Take the values of an adapter folder, and the optimizer's or none of it. Raises Failed where it is another adapter."""
+        assert self.adapter is not None and self.state is not None
+        if optimizer and not (folder / OPTIMIZER).exists():
+            raise Failed("the checkpoint holds no optimizer state; load it with optimizer: false")
+        try:
+            load_adapter(folder, self.adapter)
+        except InputError as error:
+            raise Failed(_without_place(str(error), folder)) from None
+        self.discard()
+        moments: dict[str, torch.Tensor] = {}
+        self.steps = 0
+        if optimizer:
+            with safe_open(folder / OPTIMIZER, "pt") as stored:
+                moments = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+                self.steps = int((stored.metadata() or {})["steps"])
+        self._load_optimizer(moments)
+
+    def _load_optimizer(self, moments: Mapping[str, torch.Tensor]) -> None:
+        assert self.state is not None
+        by_name: dict[str, dict[str, Any]] = {}
+        for key, own in moments.items():
+            name, _, leaf = key.rpartition("/")
+            by_name.setdefault(name, {})[leaf] = own
+        self.state.optimizer.load(by_name)
+
+    def forget(self) -> None:
+        """Remove all files."""
+        from packlora.files import remove_folder
+
+        with contextlib.suppress(OSError):
+            if self.folder.exists():
+                remove_folder(self.folder)
+
+
+def _moments(state: AdapterState) -> dict[str, torch.Tensor]:
+    return {f"{name}/{key}": own for name, of_name in state.optimizer.state().items() for key, own in of_name.items()}
+
+
+def _without_place(text: str, folder: Path) -> str:
+    """Message about a folder that does not say where it lies."""
+    return text.replace(f"{folder}/", "").replace(str(folder), "the checkpoint")
