@@ -65,7 +65,7 @@ USUAL = KINDS if SOAK else {name: KINDS[name] for name in ("four adapters, sibli
 MANY, FEW = 132, ("one adapter", "four adapters, siblings")
 """Processors, and kinds that are also compiled with the blocks that launches choose for so many: 1024 tokens are few then."""
 FIRST = {
-    "four adapters, siblings": [(1, ROUTED), (MANY, FUSED)], "DoRA, beside LoRA": [(1, EPILOGUE), (1, FUSED)],
+    "four adapters, siblings": [(1, ROUTED)], "DoRA, beside LoRA": [(1, EPILOGUE), (1, FUSED), (MANY, FUSED)],
 }  # fmt: skip
 """Processors and plans by usual kind, where not all are compiled: each plan once, and few and many processors."""
 NORMS = (16, 64, 200, 384) if SOAK else (16, 384)

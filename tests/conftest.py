@@ -30,6 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from whole_models import whole_folder
 
+gc.set_threshold(20_000, 20, 20)  # collections are a twentieth of the time of toy runs; every file collects at its end
 signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # the background of a shell ignores it, and all that is started there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ import transformers
 from packlora.codes.library import EightBit, FourBit, codes_of
 from packlora.codes.weight import Codes
 
-bnb: Any = pytest.importorskip("bitsandbytes")
+with mock.patch.object(
+    torch, "compile", lambda function, **settings: function
+):  # Inductor would take 15 s of each process
+    bnb: Any = pytest.importorskip("bitsandbytes")
 KINDS = ("nf4", "nf4 double", "fp4", "int8")
 
 

@@ -21,9 +21,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from seeds import SOAK
+
 PRELOADED = ["torch.distributed", "transformers.models.llama.modeling_llama", "packlora.runtime.run", "peft"]
 SECONDS = 120.0
 """After which a call is given up."""
+AFTER = 5.0 if SOAK else 1.5
+"""Seconds that the other ranks have for their own errors once one has failed: most wait for it in vain."""
 
 fresh = multiprocessing.get_context("forkserver")
 """Forks of a process that has run nothing."""
@@ -69,7 +73,7 @@ class Ranks:
                     good, found = False, f"the process ended with {self._running[rank][0].exitcode}"
                 (answers if good else errors)[rank] = found
             if errors:
-                deadline = min(deadline, time.monotonic() + 5)  # the others wait for this one
+                deadline = min(deadline, time.monotonic() + AFTER)
         if errors:
             self.close()
             raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))

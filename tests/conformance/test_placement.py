@@ -1,5 +1,5 @@
-"""Every layout with every kind of job: begun there, gone on with on the next layout of the table, ended there, it gives the
-numbers, the checkpoints and the answers of one device. Each planted fault of a layout is seen by that comparison.
+"""Every layout with every kind of job: begun there and ended on the next layout of the table, a run gives the numbers, the
+checkpoints and the answers of one device. Each planted fault of a layout is seen by that comparison.
 
 A new layout is a row of LAYOUTS, a new kind of job an entry of `text_jobs` or `expert_jobs`.
 """
@@ -22,6 +22,7 @@ from expert_models import in_float64, tiny_experts
 from golden import job, pairs
 from ranks import Ranks
 from safetensors.torch import load_file
+from seeds import SOAK
 from test_training import adapter, distance
 
 import packlora
@@ -256,38 +257,44 @@ def same_files(out: Path, whole: Path, names: list[str]) -> None:
                 assert torch.allclose(ours[key], tensor, rtol=1e-7, atol=1e-10), (file, key)
 
 
-def check(layout: tuple[int, Tree], after: tuple[int, Tree], tree: Tree, ranks: Groups, out: Path) -> dict[str, float]:
-    """Errors of a run that begins on one layout, goes on on another, with recomputed layers, and ends on the first."""
-    own = tree | {"output_dir": str(out), "jobs": taken(tree, layout, after)}
-    part(layout, own, ranks, max_steps=1)
-    part(after, own | {"gradient_checkpointing": True}, ranks, max_steps=2, resume=True)
-    part(layout, own, ranks, resume=True)
+def check(route: list[tuple[int, Tree]], tree: Tree, ranks: Groups, out: Path) -> dict[str, float]:
+    """Errors of a run that takes a step on each layout, every other one with recomputed layers, and all others on the last."""
+    own = tree | {"output_dir": str(out), "jobs": taken(tree, *route)}
+    for at, layout in enumerate(route):
+        steps = {"max_steps": at + 1} if at < len(route) - 1 else {}
+        part(layout, own | ({"gradient_checkpointing": True} if at % 2 else {}), ranks, resume=at > 0, **steps)
     names = [one["name"] for one in own["jobs"]]
     same_files(out, Path(tree["output_dir"]), names)
     return errors(out, Path(tree["output_dir"]), names)
 
 
-def pairs_of(layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:
-    """Each layout of the table and the one after it; larger ones are for `make soak`."""
-    found = [(name, list(layouts)[(at + 1) % len(layouts)]) for at, name in enumerate(layouts) if name != "one"]
-    return found + [pytest.param(name, next(iter(layouts)), marks=pytest.mark.soak) for name in larger]
+def routes(layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:
+    """Routes of runs by names of layouts: from each layout to the one after it, the last one by way of the first; under `make
+    soak` also back, and larger ones to the first layout and back."""
+    names = [name for name in layouts if name != "one"]
+    found = [list(pair) for pair in zip(names, names[1:] + names[:1], strict=True)]
+    for route in found:
+        route += route[:1] * SOAK
+    found[-1] += ["one"] * ("one" in layouts)
+    found += [[name, next(iter(layouts)), name] for name in larger]
+    return [
+        pytest.param(route, marks=[pytest.mark.soak] * (route[0] in larger), id=" to ".join(route)) for route in found
+    ]
 
 
-@pytest.mark.parametrize(("layout", "after"), pairs_of(LAYOUTS, LARGER))
-def test_a_layout_gives_the_numbers_of_one_device(
-    layout: str, after: str, dense: Tree, ranks: Groups, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("route", routes(LAYOUTS, LARGER))
+def test_a_layout_gives_the_numbers_of_one_device(route: list[str], dense: Tree, ranks: Groups, tmp_path: Path) -> None:
     every = LAYOUTS | LARGER
-    found = check(every[layout], every[after], dense, ranks, tmp_path / "out")
+    found = check([every[name] for name in route], dense, ranks, tmp_path / "out")
     assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
 
 
-@pytest.mark.parametrize(("layout", "after"), pairs_of(EXPERT_LAYOUTS, LARGER_EXPERTS))
+@pytest.mark.parametrize("route", routes(EXPERT_LAYOUTS, LARGER_EXPERTS))
 def test_a_layout_of_experts_gives_the_numbers_of_one_device(
-    layout: str, after: str, routed: Tree, ranks: Groups, tmp_path: Path
+    route: list[str], routed: Tree, ranks: Groups, tmp_path: Path
 ) -> None:
     every = EXPERT_LAYOUTS | LARGER_EXPERTS
-    found = check(every[layout], every[after], routed, ranks, tmp_path / "out")
+    found = check([every[name] for name in route], routed, ranks, tmp_path / "out")
     assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
 
 

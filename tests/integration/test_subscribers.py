@@ -167,7 +167,7 @@ def writers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoints")]
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+@pytest.mark.parametrize("optim", ["adamw_torch", pytest.param("sgd", marks=pytest.mark.soak)])
 def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step(
     optim: str, out: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_a_trained_folder_loads_into_both_classes_with_the_same_numbers(
         torch.testing.assert_close(as_served(base, folder), got, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_folder_loads_with_all_classes_of_its_base_and_has_its_vision_tower(
     kind: str, whole_base: Callable[..., str], trained: Path, tmp_path: Path

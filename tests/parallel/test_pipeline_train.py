@@ -322,12 +322,13 @@ def killed_in_a_save(rank: int, tree: dict[str, Any], resume: bool) -> str:
 def test_a_run_that_is_killed_in_the_middle_of_a_save_loses_nothing_that_was_saved(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """On two stages, of two processes each in `make soak`; then on processes that hold each layer together; then on two stages,
-    to the end."""
+    """On two stages; in `make soak` on two of two processes each, and then on processes that hold each layer together. Then on
+    two stages, to the end."""
     out = tmp_path / "out"
-    asked = {**tree, "save_every": 1, "output_dir": str(out)}
-    stages = (4, {"pipeline": 2, "tensor": 2}) if SOAK else (2, {"pipeline": 2})
-    kinds = [stages, (2, {"tensor": 2, "sequence_parallel": True})]
+    asked = {**tree, "jobs": tree["jobs"][:3], "save_every": 1, "output_dir": str(out)}
+    kinds: list[tuple[int, dict[str, Any]]] = [(2, {"pipeline": 2})]
+    if SOAK:
+        kinds = [(4, {"pipeline": 2, "tensor": 2}), (2, {"tensor": 2, "sequence_parallel": True})]
     before: dict[str, int] = {}
     for number, (processes, parallel) in enumerate(kinds):
         with pytest.raises(RankFailed, match="rank 0: the process ended with -9"):
@@ -338,7 +339,8 @@ def test_a_run_that_is_killed_in_the_middle_of_a_save_loses_nothing_that_was_sav
         assert all(reached[name] >= step for name, step in before.items())
         before = reached
     assert ranks(2).run(on_ranks, {**asked, "parallel": {"pipeline": 2}}, {"resume": True})[0][0] == "done"
-    same(out, whole)
+    for job in asked["jobs"]:
+        assert distance(adapter(out, job["name"]), adapter(whole, job["name"])) < 1e-10, job["name"]
 
 
 def test_a_job_can_be_ended_from_the_first_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from ranks import Ranks
+from seeds import SOAK
 from test_preference import alike, jobs, mixed  # noqa: F401 a fixture
 from test_training import adapter, distance, steps, train
 
@@ -37,8 +38,8 @@ def test_stages_that_are_asked_to_stop_while_they_look_for_a_divergence_go_on_on
     ranks: Callable[[int], Ranks],
     tmp_path: Path,
 ) -> None:
-    """In the middle of a pipeline, before the second global batch of the job with a divergence; and the comparison sees stages
-    that look for none."""
+    """In the middle of a pipeline, before the second global batch of the job with a divergence; under `make soak` the
+    comparison sees stages that look for none."""
     chosen = mixed(tiny_base("llama"), tmp_path / "whole", jobs, dtype="float64", eval_every=0)
     chosen["jobs"] = [job for job in chosen["jobs"] if job["name"] in ("mixed", "kto")]
     train(chosen)
@@ -48,6 +49,8 @@ def test_stages_that_are_asked_to_stop_while_they_look_for_a_divergence_go_on_on
     train(chosen | {"output_dir": str(tmp_path / "out")}, resume=True)
     for name in ("mixed", "kto"):
         alike(tmp_path / "out", tmp_path / "whole", name)
+    if not SOAK:
+        return
     wrong = staged | {"output_dir": str(tmp_path / "wrong"), "jobs": chosen["jobs"][-1:]}
     assert ranks(2).run(changed, wrong, False) == ["done"] * 2
     assert distance(adapter(tmp_path / "wrong", "kto"), adapter(tmp_path / "whole", "kto")) > 1e-6

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import rows_into
+from quantised import bnb  # noqa: F401 the package, without a compiler
 from ranks import Ranks
 from test_replicas import heard, same_run
 from test_training import config, train
@@ -15,7 +16,6 @@ from test_training import config, train
 from packlora.commands.plan import make_plan
 from packlora.config import Run
 
-pytest.importorskip("bitsandbytes")
 Groups = Callable[[int], Ranks]
 KINDS: dict[str, Any] = {
     "nf4": "nf4", "double": {"method": "nf4", "double_quant": True}, "fp4": "fp4", "int8": "int8",

@@ -269,7 +269,7 @@ def sharded_step(training: Training, samples: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.soak), "gemma2"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_microbatches_of_any_job_and_of_nobody_gather_alike(
     family: str, checkpointing: bool, folder: Callable[..., str], ranks: Callable[[int], Ranks]
 ) -> None:
@@ -320,7 +320,7 @@ def counted_norms(rank: int, folder: str, case: Case, dense: bool) -> tuple[int,
     return layers, counts, gathered
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_norms_are_computed_once_a_step_while_their_layer_runs(
     checkpointing: bool, folder: Callable[..., str], ranks: Callable[[int], Ranks]
 ) -> None:

@@ -21,6 +21,7 @@ import transformers
 from conftest import FAMILIES, tiny_model
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
+from seeds import SOAK
 from sharded_runs import Case, base_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -121,7 +122,8 @@ def test_every_weight_and_buffer_is_what_transformers_loads(
 ) -> None:
     folder = saved(kind, tmp_path)
     assert Path(folder, "model.safetensors.index.json").exists()
-    for dtype in (torch.float32, torch.bfloat16):
+    every = SOAK or kind in ("llama", "deepseek_v3")  # the latter keeps a buffer in float32
+    for dtype in (torch.float32, torch.bfloat16) if every else (torch.bfloat16,):
         for odd, same, read in ranks(3).run(compared, folder, dtype):
             assert odd == [] and same
             assert read <= 1.1 * (4 / dtype.itemsize)

@@ -57,7 +57,7 @@ SMALLEST = {
     "dora": "layer,norm,compose,packlora,packlora_stepped,packlora_accelerate,paper,copy,kernel_both",
     "graphs": "packlora_merged",
     "quantised": "4jobs,lora_r16,packlora", "experts": "1job,dora_r16,packlora", "vlm": "forward,bf16,packlora",
-    "small": "dora,compiled,packlora", "workloads": "packlora,peft_packed", "schedule": "jobs,1,auto",
+    "small": "dora,compiled,packlora", "workloads": "packlora", "schedule": "jobs,1,auto",
     "peers": "packlora,peft_bf16", "megatron": "plain", "speed": "", "parity": "", "dora-fidelity": "",
     "dora-convergence": "packlora,peft_reversed", "sweep": "halving", "sampling": "",
 }  # fmt: skip

@@ -131,7 +131,7 @@ def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch
 
 
 @pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
-@pytest.mark.parametrize("kind", some(["dropout", "rank over K", "four adapters", *WHOLE], 2))
+@pytest.mark.parametrize("kind", some(["dropout", "rank over K", "four adapters", *WHOLE], 3))
 def test_blocks_for_many_processors_are_as_exact(kind: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of launches with few programs, and narrow tiles of the fused product."""
     asked: list[int] = []
@@ -148,7 +148,7 @@ def test_blocks_for_many_processors_are_as_exact(kind: str, plan: Plan, monkeypa
 
 
 @pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
-@pytest.mark.parametrize("kind", some(["four adapters", "dropout", "DoRA, dropout on the low-rank branch", *WHOLE], 2))
+@pytest.mark.parametrize("kind", some(["four adapters", "dropout", "DoRA, dropout on the low-rank branch", *WHOLE], 3))
 def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str, plan: Plan) -> None:
     """Runs of many blocks of tokens, by tensor descriptors, with a last block that is not whole; tiles that two runs share."""
     layers = len(KINDS[kind]["ranks"][0])

@@ -72,6 +72,7 @@ def chat(*texts: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.skipif(not FILES, reason="TRL's wheel is not there; make test installs it, without what it needs")
+@pytest.mark.sampled  # every template is in test_learnt_as_in_trl.py, by the encoder
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_preview_marks_what_trl_s_masks_mark_and_every_part_of_the_assistant_alone(
     file: Path, tmp_path: Path
