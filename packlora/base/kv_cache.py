@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from packlora.base.packing import CachedPass
 from packlora.ops.attention.attention import packed_attention
 from packlora.ops.attention.cached import Visible, cached_attention
 
@@ -60,7 +61,7 @@ class KeyValueCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(CachedPass):
     """Packed prompts whose keys and values are kept.
 
     lengths: tokens of each sample of the row, in order; some may be padding, of which nothing is kept.
@@ -84,7 +85,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(CachedPass):
     """One token of each sequence, in rows of any order.
 
     rows_S: int64; row of each slot's token. A slot without a sequence names any row: it is written at its first place, which
@@ -113,9 +114,6 @@ class Decode:
         k_ShLD, v_ShLD = (kept[:, :, : self.visible.length] for kept in pair)
         q_SHD = q_HRD.transpose(0, 1)[self.rows_S]
         return cached_attention(q_SHD, k_ShLD, v_ShLD, self.visible, scale, window, softcap, sinks_H)[self.slots_R]
-
-
-Pass = Prefill | Decode
 
 
 def kept_in(slots: Sequence[Sequence[int]], lengths: Sequence[int], starts: Sequence[int]) -> list[list[int]]:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from packlora.base.kv_cache import Decode, Pass, Prefill
 from packlora.base.mixers import mix_by_sample
 from packlora.base.rotary import rotate_by_sample
 from packlora.base.shape import attention_of_text, fast_towers, scaled_by_place
@@ -31,6 +30,19 @@ DECODER = "packed_decoder"
 """A method that a model may have: it runs the decoder without the output layer, whose weight is here when it returns."""
 
 
+class CachedPass:
+    """A pass over a cache of keys and values (kv_cache.py), in the place of sample lengths."""
+
+    __slots__ = ()
+
+    def attend(
+        self, module: torch.nn.Module, q_HTD: torch.Tensor, k_hTD: torch.Tensor, v_hTD: torch.Tensor, scale: float,
+        window: int | None, softcap: float | None, sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention [T, H, D] of the row's tokens, whose keys and values the cache keeps."""
+        raise NotImplementedError
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -41,7 +53,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    sample_lengths: Sequence[int] | SampleBlocks | Pass | None = None,
+    sample_lengths: Sequence[int] | SampleBlocks | CachedPass | None = None,
     image_blocks: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
@@ -59,7 +71,7 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # squeezed, not indexed: the gradient of an index is a tensor of zeros with a copy in it, laid out as nobody wants it
     q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
-    if isinstance(sample_lengths, Prefill | Decode):
+    if isinstance(sample_lengths, CachedPass):
         if image_blocks is not None:
             raise Unpackable(f"{type(module).__name__}: tokens that see later ones are not sampled from a cache")
         return sample_lengths.attend(module, q, k, v, scale, sliding_window, softcap, s_aux)[None], None
@@ -148,7 +160,7 @@ def packed_logits(
     model: PreTrainedModel,
     input_ids_T: torch.Tensor,
     position_ids_T: torch.Tensor,
-    sample_lengths: Sequence[int] | Pass,
+    sample_lengths: Sequence[int] | CachedPass,
     rows_L: torch.Tensor,
     images: Mapping[str, torch.Tensor] | None = None,
     routed: list[torch.Tensor] | None = None,
@@ -169,7 +181,7 @@ def packed_logits(
         position_ids=one_row(position_ids_T),
         use_cache=False,
         logits_to_keep=rows_L,
-        sample_lengths=sample_lengths if isinstance(sample_lengths, Prefill | Decode) else tuple(sample_lengths),
+        sample_lengths=sample_lengths if isinstance(sample_lengths, CachedPass) else tuple(sample_lengths),
         **_more(images, routed),
     )
     _take_routed(output, routed)

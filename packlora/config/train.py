@@ -251,7 +251,7 @@ class TrainConfig(Strict):
             )
         if self.loss_weights is not None and len(self.loss_weights) != len(types):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(types)} losses")
-        self._check_weights()
+        _check_weights(self.loss_weights or [])
         smoothed = {"robust", "exo_pair"} & set(types)
         if self.label_smoothing and not smoothed:
             raise ValueError("label_smoothing goes with loss_type robust or exo_pair")
@@ -266,15 +266,6 @@ class TrainConfig(Strict):
                 f"metric_for_best_model {self.metric_for_best_model} is of pairs, for trainer dpo and orpo"
             )
         return self
-
-    def _check_weights(self) -> None:
-        weights = self.loss_weights or []
-        if odd := [weight for weight in weights if not 0 <= weight <= MOST_WEIGHT]:
-            raise ValueError(f"loss_weights has {odd[0]}; a weight is a number from 0 to {MOST_WEIGHT:g}")
-        if weights and max(weights) < LEAST_WEIGHT:
-            raise ValueError(
-                f"loss_weights is {quoted(weights)}, so nothing would be learnt; one of them is at least {LEAST_WEIGHT:g}"
-            )
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod
@@ -353,3 +344,13 @@ class TrainConfig(Strict):
     def warmup_of(self, steps: int) -> int:
         """Steps of the warm-up of so many optimizer steps."""
         return self.warmup_steps or math.ceil(self.warmup_ratio * steps)
+
+
+def _check_weights(weights: list[float]) -> None:
+    """Raises ValueError where weights of losses are out of range."""
+    if odd := [weight for weight in weights if not 0 <= weight <= MOST_WEIGHT]:
+        raise ValueError(f"loss_weights has {odd[0]}; a weight is a number from 0 to {MOST_WEIGHT:g}")
+    if weights and max(weights) < LEAST_WEIGHT:
+        raise ValueError(
+            f"loss_weights is {quoted(weights)}, so nothing would be learnt; one of them is at least {LEAST_WEIGHT:g}"
+        )

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from packlora.report import charts, sections
-from packlora.report.compare import SeveralData, SeveralRuns
-from packlora.report.compare import parts as parts_of_several
 from packlora.report.run_files import FollowedRun, RunFiles
 from packlora.report.series import PageData
 
@@ -52,9 +50,9 @@ def whole_page(output_dir: Path) -> str:
     return _assembled(data, _parts(data.files), is_live=False)
 
 
-def _parts(run: RunFiles) -> dict[str, str]:
-    """HTML of all places, and the title and the colours as text."""
-    own = parts_of_several(run) if isinstance(run, SeveralRuns) else sections.parts(run)
+def _parts(run: RunFiles, parts: Callable[[Any], dict[str, str]] = sections.parts) -> dict[str, str]:
+    """HTML of all places, and the title and the colours as text. parts: of several runs, compare.parts."""
+    own = parts(run)
     return {**dict.fromkeys(PLACES, ""), **own, "colours": charts.job_style(len(run.jobs))}
 
 
@@ -65,7 +63,12 @@ class LivePage:
     """
 
     def __init__(self, *folders: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._data = SeveralData(folders) if len(folders) > 1 else PageData(FollowedRun(folders[0]))
+        self._data: Any = PageData(FollowedRun(folders[0]))
+        self._sections: Callable[[Any], dict[str, str]] = sections.parts
+        if len(folders) > 1:
+            from packlora.report import compare
+
+            self._data, self._sections = compare.SeveralData(folders), compare.parts
         self._clock = clock
         self._parts: dict[str, str] = {}
         self._made: dict[str, int] = {}
@@ -91,7 +94,7 @@ class LivePage:
         }
 
     def _make(self) -> None:
-        began, parts = self._clock(), _parts(self._data.files)
+        began, parts = self._clock(), _parts(self._data.files, self._sections)
         changed = [name for name, html in parts.items() if self._parts.get(name) != html]
         if changed:
             self._data.look += 1
@@ -101,7 +104,7 @@ class LivePage:
         self._next = now + max(REMADE, 50 * (now - began))
 
 
-def _assembled(data: PageData | SeveralData, part: Mapping[str, str], is_live: bool) -> str:
+def _assembled(data: PageData, part: Mapping[str, str], is_live: bool) -> str:
     def place(name: str) -> str:
         return f'<div data-part="{name}">{part[name]}</div>'
 

@@ -38,7 +38,6 @@ from packlora.report.events import (
 from packlora.report.journal import EDITION, JOURNAL, RECORD, Journal, copied, fold, merged
 from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
-from packlora.runtime import restoring
 from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -279,6 +278,8 @@ def left_out_results(
     out, tokens = dict[str, JobResult](), 0
     best = {job.name for job in run.jobs if job.train.load_best_model_at_end}
     for name, why in left_out.items():
+        from packlora.runtime import restoring
+
         folder = Path(run.output_dir) / name
         status, step, failure = restoring.standing(folder, name, record["id"], record["jobs"][name]["steps"])
         if status == "stopped":

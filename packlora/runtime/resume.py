@@ -23,7 +23,7 @@ from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
 from packlora.given import given
 from packlora.report.follow import Line
 from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
-from packlora.runtime import checkpoint, history, restoring
+from packlora.runtime import checkpoint, history
 from packlora.runtime.job import Job
 
 FREE_TO_CHANGE = {
@@ -276,6 +276,8 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
     Raises:
         InputError: a checkpoint cannot be used; all of them are named, and nothing was changed.
     """
+    from packlora.runtime import restoring
+
     notes, problems = [], []
     for job in jobs:
         folder, reached = output_dir / job.name, saved.saved.get(job.name, 0)
@@ -338,6 +340,8 @@ def put_aside(
     for job in jobs:
         folder = output_dir / job
         if job in starts and folder.exists():
+            from packlora.runtime import restoring
+
             aside = restoring.go_back(folder, starts[job])
             became = f"; what lay beyond is now {', '.join(aside)}" if aside else ""
             notes.append(f"job {job!r} goes on from step {starts[job]}, as --from says{became}")

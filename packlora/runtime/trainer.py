@@ -204,9 +204,7 @@ class Trainer:
             return
         running = [job for job in self.jobs if job.status == "running"]
         changed = self.changes.change(given, self.jobs, self.budget)
-        for job in running:
-            if job.status == "failed":
-                _tell_failure(job, self.folder, self.events)
+        _tell_failures(running, self.folder, self.events)
         if changed is None:
             return
         self._follow()
@@ -348,6 +346,13 @@ def _is_due(job: Job, save_every: int, evaluator: Evaluator, stop: StopRequest) 
     """Whether something is to be done for a job before its next global batch."""
     is_last = job.step >= job.data.num_steps
     return is_last or is_multiple(job.step, save_every) or evaluator.is_due(job) or job.name in stop.jobs
+
+
+def _tell_failures(running: Sequence[Job], folder: OutputFolder, events: Emitter) -> None:
+    """Tell which jobs that were running have failed."""
+    for job in running:
+        if job.status == "failed":
+            _tell_failure(job, folder, events)
 
 
 def _tell_failure(job: Job, folder: OutputFolder, events: Emitter) -> None:

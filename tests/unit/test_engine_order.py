@@ -60,7 +60,9 @@ class Recorded:
 
     def run(self) -> list[Action]:
         group: Any = Links(self) if self.stages > 1 else Alone()
-        engine = Engine(self, group, mock.MagicMock(attempt=lambda tokens, run, **how: run(), device=torch.device("cpu")))  # type: ignore[arg-type]
+        engine = Engine(
+            self, group, mock.MagicMock(attempt=lambda tokens, run, **how: run(), device=torch.device("cpu"))
+        )  # type: ignore[arg-type]
         engine.follow({0: State(self)})  # type: ignore[dict-item]
         for done in engine.run(self):
             self.done.append(done)
