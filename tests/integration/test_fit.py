@@ -169,7 +169,7 @@ def prepared_8b(run: Run, codes: int = 0, longest: int = 2048) -> Any:
     data, spec = SimpleNamespace(label_share=1.0, planned=planned), SimpleNamespace(modules=modules)
     skeleton = SimpleNamespace(supports_gradient_checkpointing=True, config=SimpleNamespace())
     return SimpleNamespace(
-        run=run, shape=LLAMA_8B, trainable=41_943_040, jobs=[SimpleNamespace(data=data, spec=spec, products={})],
+        run=run, shape=LLAMA_8B, trainable=41_943_040, jobs=[SimpleNamespace(data=data, spec=spec, products={}, most=0)],
         in_codes=(LLAMA_8B.linear_parameters, codes) if codes else (0, 0), longest=longest, warnings=[], fit={}, form=None,
         budget=4096 if run.max_tokens_per_microbatch == "auto" else run.max_tokens_per_microbatch,
         encoder=SimpleNamespace(skeleton=skeleton),
