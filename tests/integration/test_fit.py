@@ -294,8 +294,9 @@ def test_the_room_on_a_gpu_is_what_is_free_within_the_cap_of_the_process(
 ) -> None:
     for name, value in (("mem_get_info", (15, 80)), ("memory_reserved", 5)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
-    assert memory.memory_room(torch.device("cuda")) == room
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {1: fraction}.__getitem__)
+    assert memory.memory_room(torch.device("cuda")) == memory.memory_room(torch.device("cuda", 1)) == room
 
 
 def test_fit_leaves_what_is_written() -> None:
