@@ -37,12 +37,12 @@ class SideStream:
 
     def out(self, x: torch.Tensor) -> tuple[torch.Tensor, Wait]:
         """See Copies."""
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        host = torch.empty_like(x, device="cpu", pin_memory=True)
         return host, self._copy(host, x, x.device)
 
     def back(self, host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]:
         """See Copies."""
-        x = torch.empty(host.shape, dtype=host.dtype, device=device)  # in memory of the compute's stream, which uses it
+        x = torch.empty_like(host, device=device)  # in memory of the compute's stream, which uses it
         return x, self._copy(x, host, device)
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor, device: torch.device) -> Wait:

@@ -120,7 +120,7 @@ def settings_of(model: str, room: int, rank: int = 16, length: int = 2048) -> Ca
         prepared.form = _form(skeleton, method, model)
         for how in checkpointing:
             own = run.model_copy(update={"gradient_checkpointing": how})
-            keys = {"quantization": method} if method is not None else {}
+            keys: dict[str, Any] = {"quantization": method} if method is not None else {}
             keys |= {"gradient_checkpointing": how} if how else {}
             one, two = (memory_parts(own, prepared, count, kernels=True) for count in (length, 2 * length))
             each = (sum(two.values()) - sum(one.values())) / length

@@ -155,7 +155,8 @@ def memory_room(device: torch.device) -> int:
     """Bytes that the process may have on the device, what it has already included."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+        index = torch.cuda.current_device() if device.index is None else device.index
+        allowed = torch.cuda.get_per_process_memory_fraction(index) * total
         return min(free + torch.cuda.memory_reserved(device), int(allowed))
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

@@ -108,10 +108,11 @@ def quantization(method: str | None) -> Any:
     return None if method is None else QuantizationConfig(method=method)  # type: ignore[arg-type]
 
 
-def predicted(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | None = None) -> int:
-    """Bytes at the peak of a microbatch of so many tokens, or of all tokens of the run where these are fewer."""
-    whole = sum(int(job.data.planned.lengths.sum()) for job in prepared.jobs)
-    return sum(memory_parts(run, prepared, min(tokens, whole), kernels).values())
+def predicted(run: Run, prepared: PreparedRun, tokens: int) -> int:
+    """Bytes at the peak of a microbatch of so many tokens, or of all samples where they have fewer."""
+    if not any(job.most for job in prepared.jobs):  # else there are streams, of which the first samples alone are known
+        tokens = min(tokens, sum(int(job.data.planned.lengths.sum()) for job in prepared.jobs))
+    return sum(memory_parts(run, prepared, tokens).values())
 
 
 def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any) -> str:

@@ -169,7 +169,7 @@ def prepared_8b(run: Run, codes: int = 0, longest: int = 2048) -> Any:
     data, spec = SimpleNamespace(label_share=1.0, planned=planned), SimpleNamespace(modules=modules)
     skeleton = SimpleNamespace(supports_gradient_checkpointing=True, config=SimpleNamespace())
     return SimpleNamespace(
-        run=run, shape=LLAMA_8B, trainable=41_943_040, jobs=[SimpleNamespace(data=data, spec=spec, products={})],
+        run=run, shape=LLAMA_8B, trainable=41_943_040, jobs=[SimpleNamespace(data=data, spec=spec, products={}, most=0)],
         in_codes=(LLAMA_8B.linear_parameters, codes) if codes else (0, 0), longest=longest, warnings=[], fit={}, form=None,
         budget=4096 if run.max_tokens_per_microbatch == "auto" else run.max_tokens_per_microbatch,
         encoder=SimpleNamespace(skeleton=skeleton),
@@ -294,8 +294,9 @@ def test_the_room_on_a_gpu_is_what_is_free_within_the_cap_of_the_process(
 ) -> None:
     for name, value in (("mem_get_info", (15, 80)), ("memory_reserved", 5)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
-    assert memory.memory_room(torch.device("cuda")) == room
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {1: fraction}.__getitem__)
+    assert memory.memory_room(torch.device("cuda")) == memory.memory_room(torch.device("cuda", 1)) == room
 
 
 def test_fit_leaves_what_is_written() -> None:
