@@ -16,6 +16,7 @@ import typer
 import packlora
 from packlora.command_line import App, again, alone, guarded, loading, loads, speaks, without_resume
 from packlora.errors import InputError
+from packlora.serve.cli import app as serve
 from packlora.terminal import say, show, tame_streams
 
 app = App(
@@ -24,6 +25,7 @@ app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(serve)
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
 Set = Annotated[
@@ -32,6 +34,8 @@ Set = Annotated[
         "--set", metavar="KEY=VALUE", help="Change a key, e.g. jobs.0.train.learning_rate=1e-4. May be repeated."
     ),
 ]
+
+MaxSteps = Annotated[int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")]
 
 
 @app.command()
@@ -47,9 +51,7 @@ def train(
             help="With --resume: go on from this checkpoint instead of the newest. May be repeated.",
         ),
     ] = None,
-    max_steps: Annotated[
-        int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")
-    ] = None,
+    max_steps: MaxSteps = None,
 ) -> None:
     """Train all jobs of a run file together."""
 
@@ -442,9 +444,7 @@ def demo(
     output_dir: Annotated[
         Path, typer.Option(help="Folder of the run; where one is finished already, a numbered one beside it.")
     ] = Path("runs/demo"),
-    max_steps: Annotated[
-        int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")
-    ] = None,
+    max_steps: MaxSteps = None,
 ) -> None:
     """Train four adapters on three real data sets with a real small model, and show what they learnt."""
 

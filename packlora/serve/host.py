@@ -113,8 +113,8 @@ class Host:
     def sampling(self) -> Sampling:
         """The sampler, made when it is first needed."""
         if self._sampling is None:
-            room = {"context": self.facts.context}
-            self._sampling, _ = sampler_for(self.base.model, self.attached, self.tokenizer, **room)
+            context = self.facts.context
+            self._sampling, _ = sampler_for(self.base.model, self.attached, self.tokenizer, context=context)
         return self._sampling
 
     @property

@@ -107,9 +107,9 @@ def fill(host: Host, lanes: Sequence[Lane], tenants: Mapping[str, Tenant]) -> Sl
     for lane, request in chosen if not evaluates else ():
         behind = lane.after(request)
         is_last = request.at == len(request.pieces) - 1
-        if is_last and behind is not None and behind.kind == "optim_step" and behind.state != "failed":
-            if tenants[lane.model].spoilt is None:
-                steps.append((lane, behind))
+        is_step = behind is not None and behind.kind == "optim_step" and behind.state != "failed"
+        if is_last and behind is not None and is_step and tenants[lane.model].spoilt is None:
+            steps.append((lane, behind))
     return Slotted(chosen, steps, tenants, evaluates, full)
 
 
@@ -134,7 +134,8 @@ class Outcome:
         loss = work.loss_of(request.logprobs)
         if not math.isfinite(loss):
             raise Failed(
-                f"forward_backward {request.seq}: the sum of its losses is {loss}; the gradients since the last step are dropped"
+                f"forward_backward {request.seq}: the sum of its losses is {loss}; the gradients since the last step "
+                "are dropped"
             )
         labels = sum(map(len, request.logprobs))
         metrics = {"loss:sum": loss, "tokens:sum": float(labels), "datums:sum": float(len(work.samples))}
@@ -164,7 +165,7 @@ def run_slot(host: Host, slotted: Slotted) -> Outcome:
     tenants = slotted.tenants
     own = sorted(slotted.pieces, key=lambda found: _number(tenants[found[0].model]))
     parts = [_part(tenants[lane.model], request, slotted.is_evaluation, host.grad_scale) for lane, request in own]
-    for lane, request in own:
+    for _, request in own:
         assert request.work is not None
         host.budget.take(max(request.work.samples[number].num_tokens for number in request.pieces[request.at]))
     if slotted.is_evaluation:

@@ -47,7 +47,9 @@ class Tenant:
         snapshot: number of the request after which its newest snapshot was made; None: there is none.
     """
 
-    def __init__(self, host: Host, id: str, owner: str, session: str, wanted: Wanted, folder: Path, snapshot: int | None) -> None:  # fmt: skip
+    def __init__(
+        self, host: Host, id: str, owner: str, session: str, wanted: Wanted, folder: Path, snapshot: int | None
+    ) -> None:
         self.host, self.id, self.owner, self.session, self.wanted = host, id, owner, session, wanted
         self.folder, self.snapshot = folder, snapshot
         self.spec: AdapterSpec | None = None
@@ -177,7 +179,7 @@ class Tenant:
         return sum(file.stat().st_size for file in folder.iterdir())
 
     def load(self, folder: Path, optimizer: bool) -> None:
-        """Take the values of an adapter folder, and the optimizer's or none of it. Raises Failed where it is another adapter."""
+        """Take the values of an adapter folder, and the optimizer's or none. Raises Failed where it is another adapter."""
         assert self.adapter is not None and self.state is not None
         if optimizer and not (folder / OPTIMIZER).exists():
             raise Failed("the checkpoint holds no optimizer state; load it with optimizer: false")
