@@ -34,6 +34,7 @@ from packlora.run_file import run_from
 from packlora.runtime.attach import FLOAT16_SCALE
 from packlora.runtime.prepared_job import AUTO_BUDGET
 from packlora.runtime.starts import float_weights
+from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Refused
 
 TAKEN = ("parallel", "jobs", "sweep", "output_dir", "base_model")
@@ -104,6 +105,20 @@ class Host:
         self.states: dict[int, AdapterState] = {}
         self._sampling: Sampling | None = None
         self._number = 0
+        self._adapt_all()
+
+    def _adapt_all(self) -> None:
+        """Let all linear layers be layers with adapters from the first microbatch on. Which layers are affects the order of sums,
+        and so bits, which must not depend on who else is there."""
+        parts = dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), True)
+        spec = Wanted({"r": 1, "lora_alpha": 1}, parts, 0).spec(self.skeleton, self.facts.path)
+        self.detach(self.attach("layers", spec, 0))
+
+    @property
+    def head(self) -> str | None:
+        """Path of the output layer."""
+        head = self.skeleton.get_output_embeddings()
+        return next((path for path, module in self.skeleton.named_modules() if module is head), None)
 
     @property
     def device(self) -> torch.device:

@@ -101,7 +101,8 @@ def fill(host: Host, lanes: Sequence[Lane], tenants: Mapping[str, Tenant]) -> Sl
     chosen, full = rows[:1], not rows
     if rows:
         room = budget - rows[0][1].tokens
-        rest = [own for own in rows[1:] if own[1].tokens <= room]
+        kind = tenants[rows[0][0].model].kind
+        rest = [own for own in rows[1:] if own[1].tokens <= room and tenants[own[0].model].kind == kind]
         chosen += [rest[number] for number in best_subset([own[1].tokens for own in rest], max(room, 0))]
         full = sum(own[1].tokens for own in chosen) >= budget or len(chosen) < len(rows)
     for lane, request in chosen if not evaluates else ():

@@ -93,6 +93,13 @@ class Tenant:
         self.adapter = self.state = None
 
     @property
+    def kind(self) -> bool | None:
+        """Whether it trains the output layer, on a CPU: there the loss is computed in another way for all rows of a microbatch,
+        with other rounding, so those with it and those without share none. None: it does not matter."""
+        is_cpu = self.host.device.type == "cpu"
+        return self.spec is not None and self.host.head in self.spec.modules if is_cpu else None
+
+    @property
     def has_gradient(self) -> bool:
         """Whether rows ran since the last step."""
         return self.state is not None and self.state.sums is not None
