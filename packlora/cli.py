@@ -16,6 +16,7 @@ import typer
 import packlora
 from packlora.command_line import App, RunFile, Set, again, alone, guarded, loading, loads, speaks, without_resume
 from packlora.errors import InputError
+from packlora.serve.cli import app as serve
 from packlora.terminal import say, show, tame_streams
 
 app = App(
@@ -24,8 +25,11 @@ app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(serve)
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run that trains now.")]
+MaxSteps = Annotated[int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")]
+
 MaxSteps = Annotated[int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")]
 
 

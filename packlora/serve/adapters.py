@@ -94,7 +94,7 @@ def wanted(lora: Any, metadata: Any, limits: Limits) -> Wanted:
     if not isinstance(lora, Mapping):
         raise Refused(f"lora_config: {quoted(lora)} is no object")
     rank, seed = lora.get("rank"), lora.get("seed")
-    if not _is_int(rank) or not 1 <= rank <= limits.rank:
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= limits.rank:
         raise Refused(f"lora_config.rank: {quoted(rank)} is no whole number from 1 to the limit rank of {limits.rank}")
     if seed is not None and (not _is_int(seed) or not 0 <= seed < 2**63):
         raise Refused(f"lora_config.seed: {quoted(seed)} is no whole number from 0 on")

@@ -54,7 +54,7 @@ class Keys:
         if not given:
             raise Refused("x-api-key: there is none; set TINKER_API_KEY", 401)
         # all are compared, so that the time tells nothing
-        if self._keys is not None and not any([hmac.compare_digest(given, own) for own in self._keys]):
+        if self._keys is not None and not sum(hmac.compare_digest(given, own) for own in self._keys):
             raise Refused("x-api-key: it is not one of this service's keys", 401)
         return hashlib.sha256(given).hexdigest()[:32]
 
@@ -105,7 +105,8 @@ class Door:
         body = _json(raw, self.desk.limits.json_depth)
         if request.method == "POST" and (call := CALLS.get(path)) is not None:
             return await call(self, owner, body, request)
-        found = await run_in_threadpool(self.rest.answer, owner, request.method, path, body, request.query_params, str(request.base_url))  # fmt: skip
+        at, query = str(request.base_url), request.query_params
+        found = await run_in_threadpool(self.rest.answer, owner, request.method, path, body, query, at)
         return Response(status_code=204) if found is None else JSONResponse(found)
 
     def _health(self) -> Response:
@@ -209,11 +210,9 @@ class Door:
 
     def _not_yet(self) -> Response:
         if self.service.failure is not None:
-            return JSONResponse(
-                {"error": "the service has failed; start it again, and it goes on"}, 503, {"retry-after": "5"}
-            )
+            raise Refused("the service has failed; start it again, and it goes on", 503, 5)
         if self.is_closing:
-            return JSONResponse({"error": "the service is stopping; it goes on when it is started again"}, 429, {"retry-after": "2"})  # fmt: skip
+            raise Refused("the service is stopping; it goes on when it is started again", 429, 2)
         return JSONResponse({"queue_state": "active"}, 408)
 
 

@@ -1,7 +1,7 @@
 """The desk: requests are checked, written down and promised, before any of their work is done.
 
-A promise is on the disk when it is answered. A retry, known by the number that the client gave the request and not by any header,
-gets the first promise; another request under the same number is refused. Any thread may call it.
+A promise is on the disk when it is answered. A retry, known by the number that the client gave the request and not by any
+header, gets the first promise; another request under the same number is refused. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from packlora.errors import quoted
@@ -102,7 +103,7 @@ class Desk:
             db.execute("update models set state = 'closed' where session = ?", (session,))
             db.execute("update samplers set state = 'closed' where session = ?", (session,))
         for model in models:
-            self.service.queue.call(lambda model=model["id"]: self.service.close_model(model))
+            self.service.queue.call(partial(self.service.close_model, model["id"]))
 
     # --- promises ----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,8 @@ class Desk:
         return str(row["id"])
 
     def promise(
-        self, owner: str, key: str, kind: str, digest: bytes, payload: bytes, result: Any = None, make: Callable[[sqlite3.Connection], None] | None = None, **more: Any,
+        self, owner: str, key: str, kind: str, digest: bytes, payload: bytes, result: Any = None,
+        make: Callable[[sqlite3.Connection], None] | None = None, **more: Any,
     ) -> tuple[str, bool]:  # fmt: skip
         """Write a promise, unless it was given already.
 
@@ -364,8 +366,8 @@ class Desk:
             self.service.stores.copy(self.service.stores.checkpoint(row["path"]), folder)
         host = self.host(base)
         own = (
-            sampler, owner, session, host.facts.name, None, path, None if folder is None else folder.name, "snapshot", time.time(),
-            "open",
+            sampler, owner, session, host.facts.name, None, path, None if folder is None else folder.name, "snapshot",
+            time.time(), "open",
         )  # fmt: skip
         found = {"sampling_session_id": sampler}
         self.promise(owner, key, "create_sampling_session", digest, b"", found, lambda db: insert(db, "samplers", own))
@@ -388,8 +390,9 @@ class Desk:
         failure: Failed | None = None
         count = 1
         if (promise := self._known(owner, key, digest)) is None:
-            count_ = self.journal.one("select count(*) as n from requests where owner = ? and kind = 'sample' and state = 'waiting'", owner)  # fmt: skip
-            if count_ is not None and count_["n"] >= self.limits.waiting_requests:
+            waiting = "select count(*) as n from requests where owner = ? and kind = 'sample' and state = 'waiting'"
+            found = self.journal.one(waiting, owner)
+            if found is not None and found["n"] >= self.limits.waiting_requests:
                 raise Refused("samples: too many wait, the limit waiting_requests", 429, WAIT)
             host = self.service.hosts[sampler["base"]]
             try:

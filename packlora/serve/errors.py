@@ -10,7 +10,8 @@ class Refused(Exception):
 
     Args:
         text: names the field, what was found and what is accepted.
-        status: HTTP status; 400 for what the client sent, 404 for what its key does not see, 410 for what is over, 429 with a wait.
+        status: HTTP status; 400 for what the client sent, 404 for what its key does not see, 410 for what is over, 429 for
+            too much work.
         wait: seconds after which to try again.
     """
 

@@ -19,15 +19,17 @@ class Figures:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        own = {"registry": self.registry}
-        self.trained = Counter("packlora_trained_tokens", "Tokens of forward and backward passes", **own)
-        self.sampled = Counter("packlora_sampled_tokens", "Tokens that were sampled", **own)
-        self.steps = Counter("packlora_optimizer_steps", "Optimizer steps", **own)
-        self.slots = Counter("packlora_microbatches", "Microbatches", **own)
-        self.tenants = Histogram("packlora_tenants_of_a_microbatch", "Models in a microbatch", buckets=[1, 2, 4, 8, 16, 32, 64], **own)  # fmt: skip
-        self.waiting = Gauge("packlora_waiting_requests", "Requests that wait", **own)
-        self.models = Gauge("packlora_models", "Models, by whether they are on the base", ["state"], **own)
-        self.answers = Counter("packlora_http_answers", "Answers by status", ["status"], **own)
+        own = self.registry
+        self.trained = Counter("packlora_trained_tokens", "Tokens of forward and backward passes", registry=own)
+        self.sampled = Counter("packlora_sampled_tokens", "Tokens that were sampled", registry=own)
+        self.steps = Counter("packlora_optimizer_steps", "Optimizer steps", registry=own)
+        self.slots = Counter("packlora_microbatches", "Microbatches", registry=own)
+        self.tenants = Histogram(
+            "packlora_tenants_of_a_microbatch", "Models in a microbatch", buckets=[1, 2, 4, 8, 16, 32, 64], registry=own
+        )
+        self.waiting = Gauge("packlora_waiting_requests", "Requests that wait", registry=own)
+        self.models = Gauge("packlora_models", "Models, by whether they are on the base", ["state"], registry=own)
+        self.answers = Counter("packlora_http_answers", "Answers by status", ["status"], registry=own)
         self.began = time.time()
         self._recent: deque[tuple[float, str, int]] = deque()
         self._lock = threading.Lock()

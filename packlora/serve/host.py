@@ -31,9 +31,9 @@ from packlora.errors import InputError
 from packlora.parallel.replicas import ALONE
 from packlora.plans.select import PlanChooser
 from packlora.run_file import run_from
-from packlora.runtime.attach import FLOAT16_SCALE
 from packlora.runtime.prepared_job import AUTO_BUDGET
 from packlora.runtime.starts import float_weights
+from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Refused
 
 TAKEN = ("parallel", "jobs", "sweep", "output_dir", "base_model")
@@ -99,11 +99,25 @@ class Host:
         tokens = budget or (usual if asked == "auto" else int(asked))
         self.budget = TokenBudget(tokens, 1, asked == "auto", self.base.device)
         self.engine = Engine(self.executor, ALONE, self.budget)
-        self.grad_scale = FLOAT16_SCALE if run.dtype == "float16" else 1.0
-        """Factor of losses before a backward, by which gradients are divided before a step."""
+        self.is_scaled = run.dtype == "float16"
+        """Whether losses are scaled before a backward."""
         self.states: dict[int, AdapterState] = {}
         self._sampling: Sampling | None = None
         self._number = 0
+        self._adapt_all()
+
+    def _adapt_all(self) -> None:
+        """Let all linear layers be layers with adapters from the first microbatch on. Which layers are affects the order of sums,
+        and so bits, which must not depend on who else is there."""
+        parts = dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), True)
+        spec = Wanted({"r": 1, "lora_alpha": 1}, parts, 0).spec(self.skeleton, self.facts.path)
+        self.detach(self.attach("layers", spec, 0))
+
+    @property
+    def head(self) -> str | None:
+        """Path of the output layer."""
+        head = self.skeleton.get_output_embeddings()
+        return next((path for path, module in self.skeleton.named_modules() if module is head), None)
 
     @property
     def device(self) -> torch.device:
@@ -113,8 +127,8 @@ class Host:
     def sampling(self) -> Sampling:
         """The sampler, made when it is first needed."""
         if self._sampling is None:
-            room = {"context": self.facts.context}
-            self._sampling, _ = sampler_for(self.base.model, self.attached, self.tokenizer, **room)
+            context = self.facts.context
+            self._sampling, _ = sampler_for(self.base.model, self.attached, self.tokenizer, context=context)
         return self._sampling
 
     @property

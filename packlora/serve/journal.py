@@ -28,8 +28,8 @@ create table if not exists facts (name text primary key, value text not null);
 create table if not exists sessions (
     id text primary key, owner text not null, key text unique, created real not null, ended text, body text not null);
 create table if not exists models (
-    id text primary key, owner text not null, session text not null, base text not null, created real not null, used real not null,
-    spec text not null, metadata text not null, start text, snapshot integer, state text not null default 'open');
+    id text primary key, owner text not null, session text not null, base text not null, created real not null,
+    used real not null, spec text not null, metadata text not null, start text, snapshot integer, state text not null default 'open');
 create table if not exists requests (
     id text primary key, owner text not null, key text not null unique, model text, seq integer, kind text not null,
     digest blob not null, payload blob, state text not null, result blob, created real not null, budget integer not null,
@@ -41,7 +41,8 @@ create table if not exists samplers (
     kind text not null, created real not null, state text not null default 'open');
 create table if not exists checkpoints (
     path text primary key, owner text not null, model text not null, kind text not null, name text not null, base text not null,
-    created real not null, bytes integer not null, public integer not null default 0, expires real, metadata text, spec text not null);
+    created real not null, bytes integer not null, public integer not null default 0, expires real, metadata text,
+    spec text not null);
 """
 
 

@@ -24,8 +24,8 @@ from packlora.serve.losses import Work, cut
 class Request:
     """A request of a model. state: `waiting`, or `done` or `failed` where its result is known and the model's state lacks it.
 
-    work: of a forward_backward, once it was read. pieces: rows of each part of a microbatch, once it was cut. at: the next piece.
-    logprobs: of each sample that has run. arrived: seconds of a monotonic clock.
+    work: of a forward_backward, once it was read. pieces: rows of each part of a microbatch, once it was cut. at: the next
+    piece. logprobs: of each sample that has run. arrived: seconds of a monotonic clock.
     """
 
     id: str
@@ -112,7 +112,7 @@ class Shares:
     def order(self, lanes: Iterable[Lane]) -> list[Lane]:
         """Lanes, the one first that is due."""
         lanes = list(lanes)
-        keys = {key for lane in lanes for key in ((lane.owner,), (lane.owner, lane.model))}
+        keys: set[tuple[str, ...]] = {(lane.owner,) for lane in lanes} | {(lane.owner, lane.model) for lane in lanes}
         for level in (1, 2):
             here = {key for key in keys if len(key) == level}
             for peers in _peers(here):

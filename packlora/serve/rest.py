@@ -108,8 +108,8 @@ class Rest:
 
     def _found(self, owner: str, row: sqlite3.Row) -> Any:
         count = self.journal.one(
-            "select count(*) as n from checkpoints join models on checkpoints.model = models.id where models.session = ?", row["id"]
-        )  # fmt: skip
+            "select count(*) as n from checkpoints where model in (select id from models where session = ?)", row["id"]
+        )
         return {
             "session_id": row["id"], "created_at": _iso(row["created"]), "owner": owner, "project_id": "local",
             "checkpoints_count": 0 if count is None else count["n"],
@@ -211,7 +211,8 @@ class Rest:
         path = str(TinkerPath(f"{self.desk.engine}-{new_id()}", row["kind"], row["name"]))
         self.stores.copy(self.stores.checkpoint(row["path"]), self.stores.checkpoint(path))
         copied = dict(row) | {
-            "path": path, "owner": owner, "model": TinkerPath.of(path).model, "created": time.time(), "public": 0, "expires": None,
+            "path": path, "owner": owner, "model": TinkerPath.of(path).model, "created": time.time(), "public": 0,
+            "expires": None,
         }  # fmt: skip
         with self.journal.write() as db:
             insert(db, "checkpoints", tuple(copied.values()))

@@ -58,9 +58,8 @@ class Samplers:
 
     def restore(self) -> None:
         """Draw again what an earlier process did not finish."""
-        for row in self.core.journal.all(
-            "select id from requests where kind = 'sample' and state = 'waiting' order by created"
-        ):
+        query = "select id from requests where kind = 'sample' and state = 'waiting' order by created"
+        for row in self.core.journal.all(query):
             self.begin_later(row["id"])
 
     def begin_later(self, promise: str) -> None:

@@ -351,7 +351,12 @@ class Service(Core):
             return
         left = self.queue.close(model)
         text = json.dumps({"error": "the model was unloaded before this request", "category": "user"}).encode()
-        self.commit(lambda db: [set_result(db, own.id, text, True) for own in left] and None)
+
+        def refuse(db: sqlite3.Connection) -> None:
+            for own in left:
+                set_result(db, own.id, text, True)
+
+        self.commit(refuse)
         self.samplers.model_closed(model)
         tenant.sleep()
         tenant.forget()

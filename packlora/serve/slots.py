@@ -101,15 +101,16 @@ def fill(host: Host, lanes: Sequence[Lane], tenants: Mapping[str, Tenant]) -> Sl
     chosen, full = rows[:1], not rows
     if rows:
         room = budget - rows[0][1].tokens
-        rest = [own for own in rows[1:] if own[1].tokens <= room]
+        kind = tenants[rows[0][0].model].kind
+        rest = [own for own in rows[1:] if own[1].tokens <= room and tenants[own[0].model].kind == kind]
         chosen += [rest[number] for number in best_subset([own[1].tokens for own in rest], max(room, 0))]
         full = sum(own[1].tokens for own in chosen) >= budget or len(chosen) < len(rows)
     for lane, request in chosen if not evaluates else ():
         behind = lane.after(request)
         is_last = request.at == len(request.pieces) - 1
-        if is_last and behind is not None and behind.kind == "optim_step" and behind.state != "failed":
-            if tenants[lane.model].spoilt is None:
-                steps.append((lane, behind))
+        is_step = behind is not None and behind.kind == "optim_step" and behind.state != "failed"
+        if is_last and behind is not None and is_step and tenants[lane.model].spoilt is None:
+            steps.append((lane, behind))
     return Slotted(chosen, steps, tenants, evaluates, full)
 
 
@@ -134,7 +135,8 @@ class Outcome:
         loss = work.loss_of(request.logprobs)
         if not math.isfinite(loss):
             raise Failed(
-                f"forward_backward {request.seq}: the sum of its losses is {loss}; the gradients since the last step are dropped"
+                f"forward_backward {request.seq}: the sum of its losses is {loss}; the gradients since the last step "
+                "are dropped"
             )
         labels = sum(map(len, request.logprobs))
         metrics = {"loss:sum": loss, "tokens:sum": float(labels), "datums:sum": float(len(work.samples))}
@@ -163,8 +165,8 @@ def run_slot(host: Host, slotted: Slotted) -> Outcome:
     """Run a slot and take its steps. Requests count the piece; their results are the caller's to publish."""
     tenants = slotted.tenants
     own = sorted(slotted.pieces, key=lambda found: _number(tenants[found[0].model]))
-    parts = [_part(tenants[lane.model], request, slotted.is_evaluation, host.grad_scale) for lane, request in own]
-    for lane, request in own:
+    parts = [_part(tenants[lane.model], request, slotted.is_evaluation) for lane, request in own]
+    for _, request in own:
         assert request.work is not None
         host.budget.take(max(request.work.samples[number].num_tokens for number in request.pieces[request.at]))
     if slotted.is_evaluation:
@@ -198,11 +200,11 @@ def _settings(request: Request) -> Settings:
     return settings_of(json.loads(request.payload))
 
 
-def _part(tenant: Tenant, request: Request, evaluates: bool, scale: float) -> Part:
-    assert request.work is not None
+def _part(tenant: Tenant, request: Request, evaluates: bool) -> Part:
+    assert request.work is not None and tenant.state is not None
     samples, piece = request.work.samples, request.pieces[request.at]
     rows = [Row(samples[number]) if evaluates else tenant.row(samples[number], number) for number in piece]
-    return Part(_number(tenant), rows, request.work.objective, scale, facts=FACTS)
+    return Part(_number(tenant), rows, request.work.objective, tenant.state.grad_scale, facts=FACTS)
 
 
 def _counted(

@@ -23,6 +23,7 @@ from packlora.adapters.files import load_adapter, save_adapter
 from packlora.adapters.spec import AdapterSpec
 from packlora.data.encode import Sample
 from packlora.engine.adapters import AdapterState
+from packlora.engine.loss_scale import LossScale
 from packlora.engine.optimizer import FlatAdamW
 from packlora.engine.rows import Row
 from packlora.errors import InputError
@@ -47,7 +48,9 @@ class Tenant:
         snapshot: number of the request after which its newest snapshot was made; None: there is none.
     """
 
-    def __init__(self, host: Host, id: str, owner: str, session: str, wanted: Wanted, folder: Path, snapshot: int | None) -> None:  # fmt: skip
+    def __init__(
+        self, host: Host, id: str, owner: str, session: str, wanted: Wanted, folder: Path, snapshot: int | None
+    ) -> None:
         self.host, self.id, self.owner, self.session, self.wanted = host, id, owner, session, wanted
         self.folder, self.snapshot = folder, snapshot
         self.spec: AdapterSpec | None = None
@@ -71,7 +74,7 @@ class Tenant:
             self.spec = self.wanted.spec(self.host.skeleton, self.host.facts.path)
         self.adapter = self.host.attach(self.id, self.spec, self.wanted.seed)
         try:
-            self.state = AdapterState(self.adapter, FIRST, 1, self.host.grad_scale)
+            self.state = AdapterState(self.adapter, FIRST, 1, LossScale() if self.host.is_scaled else None)
             self.steps = self.drawn = self.tokens = 0
             self.spoilt = None
             if self.snapshot is not None:
@@ -89,6 +92,13 @@ class Tenant:
         if self.adapter is not None:
             self.host.detach(self.adapter)
         self.adapter = self.state = None
+
+    @property
+    def kind(self) -> bool | None:
+        """Whether it trains the output layer, on a CPU: there the loss is computed in another way for all rows of a microbatch,
+        with other rounding, so those with it and those without share none. None: it does not matter."""
+        is_cpu = self.host.device.type == "cpu"
+        return self.spec is not None and self.host.head in self.spec.modules if is_cpu else None
 
     @property
     def has_gradient(self) -> bool:
@@ -177,7 +187,7 @@ class Tenant:
         return sum(file.stat().st_size for file in folder.iterdir())
 
     def load(self, folder: Path, optimizer: bool) -> None:
-        """Take the values of an adapter folder, and the optimizer's or none of it. Raises Failed where it is another adapter."""
+        """Take the values of an adapter folder, and the optimizer's or none. Raises Failed where it is another adapter."""
         assert self.adapter is not None and self.state is not None
         if optimizer and not (folder / OPTIMIZER).exists():
             raise Failed("the checkpoint holds no optimizer state; load it with optimizer: false")

@@ -36,6 +36,7 @@ MAY_USE["codes"] = {"ops", "base", "live"}
 MAY_USE["images"] = {"ops", "adapters", "base", "data"}
 MAY_USE["sweep"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["rl"] = {*MAY_USE["runtime"], "runtime"}
+MAY_USE["serve"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["tune"] = {*MAY_USE}
 MAY_USE["commands"] = {*MAY_USE}
 MAY_USE["export"] = MAY_USE["answers"] = {*MAY_USE}

@@ -1,0 +1,133 @@
+"""The `packlora serve` command: from its options to a service on a port."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packlora.errors import InputError, needed
+from packlora.files import lock_folder, make_folder
+from packlora.terminal import say, show
+
+DEMO = "smollm2-135m"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def bases_of(given: Sequence[str]) -> dict[str, str]:
+    """Names of base models with their folders or hub ids; with nothing given, the packaged model. Raises InputError."""
+    found: dict[str, str] = {}
+    for text in given or [f"{DEMO}={DEMO}"]:
+        name, equals, path = text.partition("=")
+        if not equals or not name or not path:
+            raise InputError(f"--base {text}: give NAME=PATH, the name that clients ask for and a folder or hub id")
+        if name in found:
+            raise InputError(f"--base {text}: the name {name!r} is given twice")
+        found[name] = path
+    return found
+
+
+def keys_of(file: Path | None, host: str) -> list[str] | None:
+    """API keys of a file, one a line; None: every key is taken. Raises InputError where a key is needed."""
+    if file is None:
+        if host not in LOOPBACK:
+            raise InputError(f"--host {host}: other machines can reach it, so give --keys FILE; or leave --host out")
+        return None
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"--keys {file}: it cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise InputError(f"--keys {file}: it has no key; write one a line, each begins with tml-")
+    if wrong := next(
+        (number for number, key in enumerate(keys, 1) if not key.startswith("tml-") or len(key) < 12), None
+    ):
+        raise InputError(f"--keys {file}: key {wrong} does not begin with tml-, or has less than 12 characters")
+    return keys
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises InputError where the port is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise InputError(f"--host {host} --port {port}: it cannot be had: {error.strerror or error}") from None
+    return found
+
+
+def serve(
+    bases: Sequence[str], state: Path, host: str, port: int, keys: Path | None, quantization: str | None,
+    settings: Sequence[str], max_wait_ms: float, context: int,
+) -> None:  # fmt: skip
+    """Serve until a signal. Raises InputError."""
+    names, known = bases_of(bases), keys_of(keys, host)
+    at = listening(host, port)
+    try:
+        import uvicorn
+
+        from packlora.serve.app import Keys, application
+    except ImportError as error:
+        raise needed(str(error.name), "serve", "packlora serve") from None
+    from packlora.serve.desk import Desk
+    from packlora.serve.host import Host, run_of
+    from packlora.serve.service import Service
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    make_folder(state)
+    with lock_folder(state):
+        hosts = {name: Host(name, run_of(path, settings, quantization, state), context) for name, path in names.items()}
+        service = Service(hosts, state, max_wait=max_wait_ms / 1000)
+        app = application(Desk(service), Keys(known))
+        server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5), app)
+        service.start()
+        address = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
+        show(f"TINKER_BASE_URL={address} TINKER_API_KEY={'one of ' + str(keys) if known else 'tml-local'}")
+        show(
+            f"serving {', '.join(hosts)} from {state}; figures at {address}/, Ctrl-C ends it and the next start goes on"
+        )
+        server.run(sockets=[at])
+        waiting = service.queue.waiting
+        service.stop()
+        say(f"stopped; {waiting} requests wait for the next start" if waiting else "stopped; nothing waits")
+        if service.failure is not None:
+            raise service.failure
+
+
+class _Server:
+    """uvicorn's server, which lets go of who waits for a result before it closes."""
+
+    def __init__(self, config: Any, app: Any) -> None:
+        import uvicorn
+
+        class Server(uvicorn.Server):
+            def handle_exit(self, sig: int, frame: Any) -> None:
+                app.state.door.close()
+                super().handle_exit(sig, frame)
+                self._captured_signals.clear()  # it would send itself the signal again once it has stopped
+
+        self.run = Server(config).run
+
+
+def status(host: str, port: int) -> None:
+    """Print how a service stands. Raises InputError where none answers."""
+    address = f"http://{host}:{port}/status"
+    try:
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            found = json.load(answer)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise InputError(f"{address}: no packlora serve answers: {getattr(error, 'reason', error)}") from None
+    for key, value in found.items():
+        if value not in (None, [], ""):
+            text = ", ".join(map(str, value)) if isinstance(value, list | dict) else value
+            show(f"{key.replace('_', ' '):<22}{text}")

@@ -1,0 +1,162 @@
+"""What was promised is kept, once, with the same bits: whatever ends the process, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import Killed, Talk, datum, host_of, leave
+
+from packlora.serve import tenant
+from packlora.serve.errors import Refused
+from packlora.serve.host import Host
+from packlora.serve.service import Service
+
+
+@pytest.fixture(scope="module")
+def host(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), budget=64)
+
+
+class Story:
+    """What two models of a client go through, each request sent once or, after an end in the middle, again."""
+
+    def __init__(self, talk: Talk) -> None:
+        self.talk, self.results = talk, dict[str, Any]()
+
+    def tell(self) -> None:
+        talk = self.talk
+        session = talk.session()
+        models = [talk.model(session, 0, lora_dropout=0.2), talk.model(session, 1, 7, use_dora=True)]
+        promises = {}
+        for number, model in enumerate(models):
+            for step in range(3):
+                seq = 4 * step + 1
+                rows = [datum(100 * number + 10 * step + n, 20 + n) for n in range(3)]
+                promises[model, seq] = talk.forward_backward(model, rows, seq=seq)
+                promises[model, seq + 1] = talk.step(model, seq=seq + 1)
+                promises[model, seq + 2] = talk.forward_backward(model, rows[:1], seq=seq + 2)
+                kind, more = ("save_weights", {"path": f"s{step}"}) if step < 2 else ("load_weights", {"path": f"tinker://{model}/weights/s0", "optimizer": True})  # fmt: skip
+                if step == 2:
+                    talk.run()
+                promises[model, seq + 3] = talk.call(model, kind, seq + 3, **more)
+        talk.run()
+        for model in models:
+            talk.seqs[model] = 12
+        self.results = {f"{model[-1]} {seq}": talk.result(promise) for (model, seq), promise in promises.items()}
+        self.tensors = [talk.tensors(model) for model in models]
+
+
+def end_at(talk: Talk, write: int) -> None:
+    """Let the process end at this write of the journal, before it is committed."""
+    left = write
+
+    def commits() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+
+    talk.service.journal.commits = commits  # type: ignore[method-assign]
+
+
+def test_an_end_at_any_write_changes_no_bit_of_what_comes(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant, "SNAPSHOT_TOKENS", 100)
+    whole = told(host, tmp_path / "whole")
+    for write in (1, 2, 3, 5, 8, 13, 19, 26, 33, 41):
+        state = tmp_path / str(write)
+        state.mkdir()
+        service = Service({host.facts.name: host}, state)
+        talk = Talk(service)
+        end_at(talk, write)
+        with pytest.raises(Killed):
+            Story(talk).tell()
+        leave(service)
+        service.journal.close()
+        again = told(host, state)
+        assert again.results.keys() == whole.results.keys()
+        for name, found in again.results.items():
+            same(found, whole.results[name], (write, name))
+        for own, want in zip(again.tensors, whole.tensors, strict=True):
+            assert all(torch.equal(own[name], want[name]) for name in want), write
+
+
+def told(host: Host, state: Path) -> Story:
+    state.mkdir(exist_ok=True)
+    service = Service({host.facts.name: host}, state)
+    story = Story(Talk(service))
+    story.tell()
+    leave(service)
+    service.journal.close()
+    return story
+
+
+def same(found: Any, want: Any, where: Any) -> None:
+    if isinstance(want, tuple):
+        assert found[0] == want[0] and found[1].tobytes() == want[1].tobytes(), where
+    else:
+        known = {key: own for key, own in want.items() if key != "path"}
+        assert {key: own for key, own in found.items() if key != "path"} == known, where
+
+
+def test_a_retry_gets_the_first_promise_and_another_request_under_its_number_is_refused(
+    host: Host, tmp_path: Path
+) -> None:
+    talk = Talk(Service({host.facts.name: host}, tmp_path))
+    session = talk.session()
+    assert talk.session() == session
+    model = talk.model(session)
+    assert talk.model(session) == model
+    first = talk.forward_backward(model, [datum(1, 9)], seq=1)
+    assert talk.forward_backward(model, [datum(1, 9)], seq=1) == first
+    with pytest.raises(Refused, match="number 1 was used for another request"):
+        talk.forward_backward(model, [datum(2, 9)], seq=1)
+    saved = talk.call(model, "save_weights_for_sampler", 2, sampling_session_seq_id=0, kind="snapshot")
+    assert talk.call(model, "save_weights_for_sampler", 2, sampling_session_seq_id=1, kind="snapshot") == saved
+    talk.run()
+    assert talk.service.figures.slots._value.get() == 1
+    leave(talk.service)
+
+
+def test_requests_wait_for_earlier_numbers_and_not_for_refused_ones(host: Host, tmp_path: Path) -> None:
+    talk = Talk(Service({host.facts.name: host}, tmp_path))
+    model = talk.model(talk.session())
+    late = talk.step(model, seq=3)
+    talk.run()
+    assert talk.desk.result(talk.owner, late) is None
+    with pytest.raises(Refused, match="target_tokens"):
+        talk.forward_backward(model, [datum(1, 9, target_tokens=datum(1, 8).inputs["target_tokens"])], seq=2)
+    first = talk.forward_backward(model, [datum(1, 9)], seq=1)
+    talk.run()
+    assert talk.result(first)[0]["tokens:sum"] == 9
+    assert "forward_backward 2" in talk.result(late)["error"], "never a step on a part of a batch"
+    leave(talk.service)
+
+
+def test_a_model_without_work_is_put_aside_and_goes_on_with_the_same_bits(host: Host, tmp_path: Path) -> None:
+    found = []
+    for aside in (False, True):
+        state = tmp_path / str(aside)
+        state.mkdir()
+        talk = Talk(Service({host.facts.name: host}, state))
+        model = talk.model(talk.session(), lora_dropout=0.2)
+        for step in range(3):
+            talk.forward_backward(model, [datum(step, 20)])
+            talk.run()
+            if aside:
+                talk.service._set_aside(talk.service.queue.lanes[model])
+            talk.step(model)
+            talk.run()
+            if aside:
+                lane, own = talk.service.queue.lanes[model], talk.service.tenants[model]
+                talk.service._snapshot_before(lane, own)
+                talk.service._set_aside(lane)
+                assert not own.is_awake and own.snapshot == 2 * step + 2
+        found.append(talk.tensors(model))
+        leave(talk.service)
+    assert all(torch.equal(own, found[1][name]) for name, own in found[0].items())
