@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +18,11 @@ from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import total_norm
 from packlora.adapters.starts import Held
 from packlora.config import TrainConfig
-from packlora.engine.loss_scale import LossScale
 from packlora.engine.memory import on_host
 from packlora.engine.optimizer import optimizer_of
+
+if TYPE_CHECKING:
+    from packlora.engine.loss_scale import LossScale
 
 
 class AdapterState:

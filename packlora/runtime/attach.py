@@ -11,7 +11,6 @@ from packlora.adapters.linear import keep_outputs
 from packlora.adapters.starts import begin, of_weights
 from packlora.base.model import Base
 from packlora.config import Run
-from packlora.engine.loss_scale import LossScale
 from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
 from packlora.engine.passes import SingleDevice
 from packlora.plans.cache import PlanCache
@@ -24,7 +23,16 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.starts import float_weights
 
 if TYPE_CHECKING:
+    from packlora.engine.loss_scale import LossScale
     from packlora.engine.stage_passes import StageDevice
+
+
+def _scale(run: Run) -> LossScale | None:
+    if run.dtype != "float16":
+        return None
+    from packlora.engine.loss_scale import LossScale
+
+    return LossScale()
 
 
 def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
@@ -38,7 +46,7 @@ def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
         item.data,
         item.eval_encoded.samples,
         adapter,
-        LossScale() if run.dtype == "float16" else None,
+        _scale(run),
         prompts=item.prompts,
         router_coefficient=item.router_coefficient,
         chat_template=item.chat_template,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -21,10 +21,12 @@ from packlora.data.encode import Sample
 from packlora.data.prompts import Prompt
 from packlora.engine.adapters import AdapterState
 from packlora.engine.engine import Confirmed, Step, StepDone
-from packlora.engine.loss_scale import LossScale
 from packlora.runtime.history import Pieces
 from packlora.runtime.learning import Learning
 from packlora.seeding import stable_hash
+
+if TYPE_CHECKING:
+    from packlora.engine.loss_scale import LossScale
 
 IDLE_STEPS = 3
 """Steps in a row that teach a job nothing, after which it is reported."""

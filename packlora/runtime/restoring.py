@@ -246,3 +246,101 @@ def _read_state(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {file}: {error}") from None
     return state
+
+
+# --- all jobs of a run ---------------------------------------------------------------------------------------------------
+
+
+def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dict[str, int]) -> list[str]:
+    """Bring every job to where it goes on from. Returns what the user should know.
+
+    Raises:
+        InputError: a checkpoint cannot be used; all of them are named, and nothing was changed.
+    """
+    notes, problems = [], []
+    for job in jobs:
+        folder, reached = output_dir / job.name, saved.saved.get(job.name, 0)
+        try:
+            is_judged = job.config.train.needs_evaluations or saved.config.compares
+            note = restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
+            notes += [note] if note else []
+            problems += _other_files(job, saved.jobs.get(job.name))
+        except InputError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputError("\n".join(problems))
+    return notes
+
+
+def _other_files(job: Job, before: _SavedJob | None) -> list[str]:
+    """Problems of what a restored job reads once more and is not as it was: tensors of adapters, its own objective."""
+    if before is None:
+        return []
+    own = job.config.train.objective
+    if before.objective_hash is not None and objective_hash(own) != before.objective_hash:
+        return [
+            f"job {job.name!r}: the file of train.objective {own} is not the one that the run began with; put that one back, "
+            "or start a new run in another output_dir"
+        ]
+    start, reference = job.config.adapter.init_from, job.config.reference_adapter
+    known = {reference: before.reference_hash, start: before.start_hash}
+    read = [start] * (job.step == 0) + [reference] * job.learning.objective.has_reference
+    return [
+        f"job {job.name!r}: {folder} is not the adapter that the run began with; put that one back, or start a new run in "
+        "another output_dir"
+        for folder in dict.fromkeys(read)
+        if known[folder] is not None and folder_hash(folder) != known[folder]
+    ]
+
+
+def put_aside(
+    output_dir: Path, jobs: list[str], starts: dict[str, int], run: str, keep: int | None = None
+) -> list[str]:
+    """Put aside what lies beyond the steps that jobs were sent back to, and remove what a crash has left, in the last rotation
+    too.
+
+    Args:
+        run: the run's id.
+        keep: so many of the newest checkpoints of each job; None keeps all.
+
+    Returns:
+        What the user should know.
+    """
+    notes = []
+    for job in jobs:
+        folder = output_dir / job
+        if job in starts and folder.exists():
+            aside = go_back(folder, starts[job])
+            became = f"; what lay beyond is now {', '.join(aside)}" if aside else ""
+            notes.append(f"job {job!r} goes on from step {starts[job]}, as --from says{became}")
+        remove_leftovers(folder)
+        remove_leftovers(folder / history.FOLDER)
+        note = checkpoint.tidy(folder, job, run, keep) if keep is not None else None
+        notes += [note] if note else []
+    return notes
+
+
+def same_base(path: str, before: Fingerprint, now: Fingerprint) -> None:
+    """A run goes on only on the base model that it began with."""
+    changed = [
+        name
+        for name, same in (("weights", before.weights == now.weights), ("config.json", before.config == now.config))
+        if not same
+    ]
+    if changed:
+        raise InputError(
+            f"base_model {path}: this is not the model that the run began with, its {' and '.join(changed)} changed; put that "
+            "model back, or start a new run in another output_dir"
+        )
+
+
+def same_data(saved: SavedRun, record: dict[str, Any]) -> None:
+    """A run goes on only with the samples that it began with."""
+    for name, before in saved.jobs.items():
+        now = record["jobs"].get(name) or before.model_dump()
+        if before.data_hash != now["data_hash"]:
+            raise InputError(
+                f"job {name!r}: its data has changed since the run began ({before.samples} training and "
+                f"{before.eval_samples} held-out samples then, {now['samples']} and {now['eval_samples']} now); put the "
+                "data back, or start a new run in another output_dir"
+            )

@@ -19,12 +19,11 @@ from packlora.changes import new_jobs, plugin, whole_run
 from packlora.config import QuantizationConfig, Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
-from packlora.files import LOCK, TEMPORARY, digest, put_back, remove_leftovers
+from packlora.files import LOCK, TEMPORARY, digest, put_back
 from packlora.given import given
 from packlora.report.follow import Line
 from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
-from packlora.runtime import checkpoint, history
-from packlora.runtime.job import Job
+from packlora.runtime import checkpoint
 
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
@@ -212,6 +211,11 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
     if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"][: len(now["jobs"]) - new]]:
         return [*changed, "jobs (names or order)"]
     for old, own in zip(before["jobs"], now["jobs"], strict=False):
+        changed += [
+            f"job {own['name']!r} rollout.{key}"
+            for key in own["rollout"] or {}
+            if key not in FREE_OF_ROLLOUTS and (old["rollout"] or {}).get(key) != own["rollout"][key]
+        ]
         for section in ("data", "adapter", "train"):
             free = {"num_train_epochs", "max_steps"} if section == "train" else set()
             scheduled = own["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup")
@@ -228,6 +232,10 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
                 if key not in free and old[section][key] != own[section][key]
             ]
     return changed
+
+
+FREE_OF_ROLLOUTS = ("reward", "reward_timeout")
+"""Keys of a job's rollout that may change; that a reward has changed is told."""
 
 
 def _is_judged(train: dict[str, Any]) -> bool:
@@ -270,29 +278,6 @@ def starting_steps(run: Run, words: list[str], left: Collection[str] = ()) -> di
     return starts
 
 
-def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dict[str, int]) -> list[str]:
-    """Bring every job to where it goes on from. Returns what the user should know.
-
-    Raises:
-        InputError: a checkpoint cannot be used; all of them are named, and nothing was changed.
-    """
-    from packlora.runtime import restoring
-
-    notes, problems = [], []
-    for job in jobs:
-        folder, reached = output_dir / job.name, saved.saved.get(job.name, 0)
-        try:
-            is_judged = job.config.train.needs_evaluations or saved.config.compares
-            note = restoring.restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
-            notes += [note] if note else []
-            problems += _other_files(job, saved.jobs.get(job.name))
-        except InputError as error:
-            problems.append(str(error))
-    if problems:
-        raise InputError("\n".join(problems))
-    return notes
-
-
 def objective_hash(spec: str | None) -> str | None:
     """SHA-256 of the file of a user's own objective (`train.objective`), if it is there; of the source of a function that was
     given in Python."""
@@ -300,56 +285,6 @@ def objective_hash(spec: str | None) -> str | None:
         return given().losses[spec][1]
     file = Path(spec.rpartition(":")[0]) if spec is not None else None
     return digest(file) if file is not None and file.is_file() else None
-
-
-def _other_files(job: Job, before: _SavedJob | None) -> list[str]:
-    """Problems of what a restored job reads once more and is not as it was: tensors of adapters, its own objective."""
-    if before is None:
-        return []
-    own = job.config.train.objective
-    if before.objective_hash is not None and objective_hash(own) != before.objective_hash:
-        return [
-            f"job {job.name!r}: the file of train.objective {own} is not the one that the run began with; put that one back, "
-            "or start a new run in another output_dir"
-        ]
-    start, reference = job.config.adapter.init_from, job.config.reference_adapter
-    known = {reference: before.reference_hash, start: before.start_hash}
-    read = [start] * (job.step == 0) + [reference] * job.learning.objective.has_reference
-    return [
-        f"job {job.name!r}: {folder} is not the adapter that the run began with; put that one back, or start a new run in "
-        "another output_dir"
-        for folder in dict.fromkeys(read)
-        if known[folder] is not None and folder_hash(folder) != known[folder]
-    ]
-
-
-def put_aside(
-    output_dir: Path, jobs: list[str], starts: dict[str, int], run: str, keep: int | None = None
-) -> list[str]:
-    """Put aside what lies beyond the steps that jobs were sent back to, and remove what a crash has left, in the last rotation
-    too.
-
-    Args:
-        run: the run's id.
-        keep: so many of the newest checkpoints of each job; None keeps all.
-
-    Returns:
-        What the user should know.
-    """
-    notes = []
-    for job in jobs:
-        folder = output_dir / job
-        if job in starts and folder.exists():
-            from packlora.runtime import restoring
-
-            aside = restoring.go_back(folder, starts[job])
-            became = f"; what lay beyond is now {', '.join(aside)}" if aside else ""
-            notes.append(f"job {job!r} goes on from step {starts[job]}, as --from says{became}")
-        remove_leftovers(folder)
-        remove_leftovers(folder / history.FOLDER)
-        note = checkpoint.tidy(folder, job, run, keep) if keep is not None else None
-        notes += [note] if note else []
-    return notes
 
 
 def check_sent_back(starts: dict[str, int], left_out: dict[str, str]) -> None:
@@ -372,32 +307,6 @@ def left_out_steps(run: Run, name: str, saved: SavedRun, max_steps: int | None) 
 
 
 # --- what must be as it was -----------------------------------------------------------------------------------------------
-
-
-def same_base(path: str, before: Fingerprint, now: Fingerprint) -> None:
-    """A run goes on only on the base model that it began with."""
-    changed = [
-        name
-        for name, same in (("weights", before.weights == now.weights), ("config.json", before.config == now.config))
-        if not same
-    ]
-    if changed:
-        raise InputError(
-            f"base_model {path}: this is not the model that the run began with, its {' and '.join(changed)} changed; put that "
-            "model back, or start a new run in another output_dir"
-        )
-
-
-def same_data(saved: SavedRun, record: dict[str, Any]) -> None:
-    """A run goes on only with the samples that it began with."""
-    for name, before in saved.jobs.items():
-        now = record["jobs"].get(name) or before.model_dump()
-        if before.data_hash != now["data_hash"]:
-            raise InputError(
-                f"job {name!r}: its data has changed since the run began ({before.samples} training and "
-                f"{before.eval_samples} held-out samples then, {now['samples']} and {now['eval_samples']} now); put the "
-                "data back, or start a new run in another output_dir"
-            )
 
 
 def folder_hash(folder: str | None) -> str | None:

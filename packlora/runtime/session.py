@@ -55,10 +55,6 @@ from packlora.runtime.resume import (
     check_output,
     check_sent_back,
     left_out_steps,
-    put_aside,
-    restore_jobs,
-    same_base,
-    same_data,
     starting_steps,
 )
 from packlora.runtime.trainer import Trainer
@@ -272,6 +268,8 @@ class Session:
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
         if self.saved is not None:
+            from packlora.runtime.restoring import same_base
+
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
         return base, *attach_jobs(own, base, self.placement)
 
@@ -293,11 +291,13 @@ class Session:
         """
         saved, starts, mesh, keep = self.saved, self.starts, self.mesh, self.run.save_total_limit
         if saved is not None:
+            from packlora.runtime import restoring
+
             for name in prepared.left_out:
                 record["jobs"][name]["steps"] = left_out_steps(self.run, name, saved, self.max_steps)
-            together(mesh, lambda: same_data(saved, record))
+            together(mesh, lambda: restoring.same_data(saved, record))
         own_notes = together(
-            mesh, lambda: restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
+            mesh, lambda: restoring.restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
         )
         most = prepared.budget if self.run.max_tokens_per_microbatch == "auto" else 0
         record["changes"] = self.job_set.place(jobs, most)
@@ -314,7 +314,7 @@ class Session:
             write_record(self.output_dir, record)
         names = [job.config.name for job in prepared.jobs]
         if saved is not None:
-            record["warnings"] += put_aside(self.output_dir, names, starts, record["id"], keep)
+            record["warnings"] += restoring.put_aside(self.output_dir, names, starts, record["id"], keep)
         notes: list[str] = record["warnings"]
         record["warnings"] = earlier_warnings(saved, notes) + notes
         remove_leftovers(self.output_dir)

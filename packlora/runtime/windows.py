@@ -25,7 +25,6 @@ from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 from packlora.schedule.simulate import makespan
 from packlora.schedule.types import Window
-from packlora.schedule.wire import WINDOW
 
 
 @dataclass(slots=True)
@@ -138,6 +137,8 @@ def slowest(jobs: Sequence[Job]) -> int:
 
 
 def _received(group: Alone) -> Iterator[Window]:
+    from packlora.schedule.wire import WINDOW
+
     while (tree := group.told(None)) is not None:
         yield WINDOW.validate_python(tree)
 
@@ -145,6 +146,8 @@ def _received(group: Alone) -> Iterator[Window]:
 def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emitter, group: Alone) -> Iterator[Window]:
     while (window := _next(windows, events)) is not None:
         if group.processes > 1:
+            from packlora.schedule.wire import WINDOW
+
             group.told(WINDOW.dump_python(window, mode="json"))
         report = window.report
         predicted = makespan(window.microbatches, profile.cost)
