@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from packlora.errors import InputError, ProcessError, foreign
+from packlora.parallel.layout import was_restarted
 
 PAUSE = 0.02
 """Seconds between two looks for processes that are not here yet."""
@@ -27,11 +28,6 @@ GRACE = 5.0
 """Seconds beyond its timeout that a process waits for process 0 to say who is missing."""
 _joined = 0
 """How often this process has joined the others: once a run."""
-
-
-def was_restarted() -> bool:
-    """Whether torchrun has started processes of this node again after one of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def join(seconds: float, timeout: float) -> bool:

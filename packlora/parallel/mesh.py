@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from packlora.errors import ProcessError
 from packlora.parallel.collectives import unanswered
-from packlora.parallel.join import join, was_restarted
+from packlora.parallel.layout import was_restarted
 
 TIMEOUT = 600.0
 """Seconds after which a process that does not answer is given up."""
@@ -212,6 +212,8 @@ def started(timeout: float = TIMEOUT, joining: float | None = None) -> Iterator[
     own, no_gpu, restarted = not dist.is_initialized(), None, was_restarted()
     if own:
         no_gpu = _take_gpu()
+        from packlora.parallel.join import join
+
         restarted = join(timeout if joining is None else joining, timeout)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store(), timeout)
     mesh.no_gpu = no_gpu

@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from packlora.adapters.files import keyed, load_adapter
+from packlora.base.fingerprint import Fingerprint
 from packlora.engine.optimizer import MOMENTS, FlatAdamW
 from packlora.errors import InputError
-from packlora.files import remove_folder
-from packlora.runtime import history
+from packlora.files import remove_folder, remove_leftovers
+from packlora.runtime import checkpoint, history
 from packlora.runtime.checkpoint import (
     BEST,
     DISCARDED,
@@ -33,6 +34,7 @@ from packlora.runtime.checkpoint import (
 )
 from packlora.runtime.history import Pieces
 from packlora.runtime.job import Job
+from packlora.runtime.resume import SavedJob, SavedRun, folder_hash, objective_hash
 
 
 def restore(
@@ -272,7 +274,7 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
     return notes
 
 
-def _other_files(job: Job, before: _SavedJob | None) -> list[str]:
+def _other_files(job: Job, before: SavedJob | None) -> list[str]:
     """Problems of what a restored job reads once more and is not as it was: tensors of adapters, its own objective."""
     if before is None:
         return []

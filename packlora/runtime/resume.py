@@ -33,7 +33,7 @@ FREE_TO_CHANGE = {
 """Keys of the run file that may differ when a run is resumed; of a job also how long it trains. Less in a sweep (_changes)."""
 
 
-class _SavedJob(BaseModel):
+class SavedJob(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     data_hash: str
@@ -85,7 +85,7 @@ class SavedRun(BaseModel):
     config: Run
     versions: dict[str, str]
     warnings: list[str]
-    jobs: dict[str, _SavedJob]
+    jobs: dict[str, SavedJob]
     schedule: _SavedSchedule
     model: _SavedModel
     saved: dict[str, int]
