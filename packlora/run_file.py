@@ -398,7 +398,8 @@ def _mappings(tree: Any) -> dict[str, type[BaseModel]]:
     """MAPPINGS, with those of the plug-ins of which a run file has a section."""
     found = dict(MAPPINGS)
     for section in SECTIONS_OF_PLUGINS:
-        places = [tree, *(tree.get("jobs") or [])] if isinstance(tree, dict) else []
+        jobs = tree.get("jobs") if isinstance(tree, dict) else None
+        places = [tree, *(jobs if isinstance(jobs, list) else [])]
         if any(isinstance(place, dict) and place.get(section.key) is not None for place in places):
             found |= section.models()
     return found

@@ -20,6 +20,7 @@ import torch
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.files import load_adapter, read_trained_on
+from packlora.adapters.linear import Attached
 from packlora.base.cached_proof import other_cache, own_probe
 from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
@@ -80,6 +81,11 @@ class Speakers:
     """Sampling of questions with images."""
     templates: dict[str, str] = field(default_factory=dict)
     """Chat templates of adapters that were trained with another one than the base's, by name."""
+
+    @property
+    def attached(self) -> Attached:
+        """State that the adapted layers share."""
+        return self.seeing.attached
 
     def tokenizer_of(self, name: str) -> Any:
         """The base's tokenizer with the chat template of an adapter, or of BASE."""

@@ -95,7 +95,7 @@ def test_merged_it_answers_as_peft_does_with_its_folder(job: str, trained: Any, 
         assert float((merged(IDS).logits - wanted).abs().max()) < 2e-5 * float(wanted.abs().max())
         assert float((plain - wanted).abs().max()) > 1e-3  # training has changed it
         spoken = load_speakers([run / job], None, "float32", "cpu")
-        with spoken.seeing.attached.only(0):
+        with spoken.attached.only(0):
             assert float((spoken.model(IDS).logits - wanted).abs().max()) < 2e-5 * float(wanted.abs().max())
     assert isinstance(spoken.answer(job, "the quick", Sampling(max_new_tokens=3, temperature=0.0)), str)
 

@@ -262,7 +262,7 @@ def test_a_merge_that_does_not_fit_leaves_nothing_that_takes_up_space(
         file.write_bytes(b"x")
         raise error
 
-    monkeypatch.setattr("packlora.export.merge.save_file", full)
+    monkeypatch.setattr("packlora.export.merged.save_file", full)
     result = CliRunner().invoke(app, ["merge", f"{begun['output_dir']}/a", str(tmp_path / "merged")])
     assert result.exit_code == 1, result.output
     assert f"cannot write {tmp_path / 'merged'}: No space left on device" in result.stderr

@@ -50,7 +50,7 @@ def test_dora_at_an_absurd_learning_rate_is_reported_for_its_gradient_of_0(
     jobs = json.loads((out / "run.json").read_text())["result"]["jobs"]
     assert (jobs["wild"]["idle_since"], jobs["calm"]["idle_since"], result.jobs["wild"].idle_since) == (2, None, 2)
     page = (out / "report.html").read_text()
-    assert page.count("<small>gradient 0 from step 2 on</small>") == 1
+    assert page.count("gradient 0 from step 2 on</small>") == 1
     assert train(config(tiny_base("llama"), out, write_rows, jobs_of_the_run), resume=True).jobs["wild"].idle_since == 2
 
 

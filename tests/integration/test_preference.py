@@ -551,7 +551,7 @@ def test_the_loss_kto_is_not_of_one_sample_alone(tiny_base: Callable[..., str], 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"beta": 0.1}, "beta is for trainer dpo and kto and orpo; this job's trainer is sft"),
+        ({"beta": 0.1}, "beta is for trainer dpo and kto and orpo and grpo; this job's trainer is sft"),
         (
             {"trainer": "kto", "global_batch_size": 1},
             "global_batch_size is 1; loss_type kto compares with the completions",

@@ -140,7 +140,7 @@ def test_a_run_file_without_new_jobs_goes_on_without_the_plug_in_and_one_with_ne
 ) -> None:
     before = check_output(run_of(saved(tmp_path, [])), resume=True)
     run = run_of(tmp_path)
-    assert type(job_set(run, before)) is JobSet and job_set(run, before).run is run
+    assert type(job_set(run, before)) is JobSet and job_set(run, before).run == run
     more = run_of(tmp_path, "new", "a")
     found = job_set(more, before)
     assert type(found) is not JobSet and [job.name for job in found.run.jobs] == ["a", "new"]

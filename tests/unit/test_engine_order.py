@@ -169,7 +169,7 @@ class Links(Alone):
 class State:
     """What an engine does with an adapter."""
 
-    num_sums, has_gradient, without, found_elsewhere = 1, True, (), 0
+    num_sums, has_gradient, without, found_elsewhere, grad_scale, scale = 1, True, (), 0, 1.0, None
 
     def __init__(self, own: Recorded) -> None:
         self.parameters, self.adapter, self.sums = {"A": None}, SimpleNamespace(number=0), torch.ones(1)
