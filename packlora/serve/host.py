@@ -108,8 +108,8 @@ class Host:
         self._adapt_all()
 
     def _adapt_all(self) -> None:
-        """Let all linear layers be layers with adapters from the first microbatch on. Which layers are affects the order of sums,
-        and so bits, which must not depend on who was there before."""
+        """Let all linear layers be layers with adapters from the first microbatch on. Which layers are affects the order of
+        sums, and so bits, which must not depend on who was there before."""
         parts = dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), True)
         spec = Wanted({"r": 1, "lora_alpha": 1}, parts, 0).spec(self.skeleton, self.facts.path)
         self.detach(self.attach("layers", spec, 0))

@@ -39,7 +39,7 @@ def model(client: Any, **more: Any) -> Any:
 
 
 def datum(ids: list[int] = IDS, **inputs: Any) -> Any:
-    own = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)} if not inputs else {"target_tokens": ids[1:], **inputs}  # fmt: skip
+    own = {"target_tokens": ids[1:], **(inputs or {"weights": [1.0] * (len(ids) - 1)})}
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=own)
 
 
@@ -61,7 +61,8 @@ def test_a_model_learns_is_saved_loaded_downloaded_and_sampled(
     for each in (own, again):
         each.forward_backward([datum()], "cross_entropy")
         each.optim_step(ADAM)
-    assert own.forward([datum()], "cross_entropy").result().metrics == again.forward([datum()], "cross_entropy").result().metrics  # fmt: skip
+    after = [each.forward([datum()], "cross_entropy").result().metrics for each in (own, again)]
+    assert after[0] == after[1]
     own.load_state(saved).result()
     assert own.forward([datum()], "cross_entropy").result().metrics["loss:sum"] == before
 
@@ -113,7 +114,9 @@ def test_losses_of_the_protocol_have_the_values_of_their_formulas(client: Any) -
     )
     result = own.forward_backward([soft, soft], "cross_entropy").result()
     assert result.loss_fn_outputs[1]["logprobs"].shape == [n, 3]
-    assert result.metrics["loss:sum"] == pytest.approx(-2 / 3 * sum(result.loss_fn_outputs[0]["logprobs"].data), rel=1e-5)
+    assert result.metrics["loss:sum"] == pytest.approx(
+        -2 / 3 * sum(result.loss_fn_outputs[0]["logprobs"].data), rel=1e-5
+    )
     assert own.optim_step(ADAM).result().metrics["grad_norm"] > 0
 
 

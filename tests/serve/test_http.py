@@ -77,14 +77,22 @@ def test_bad_requests_are_refused_in_words_and_change_nothing(talk: Talk, http: 
     model = talk.model(session)
     create = {"session_id": session, "model_seq_id": 1, "base_model": NAME}
     step = {"model_id": model, "seq_id": 7}
+
+    def with_ours(own: Any) -> dict[str, Any]:
+        return create | {"lora_config": LORA, "user_metadata": {"packlora": own}}
+
     cases: list[tuple[str, Any, str]] = [
         ("client/config", {"sdk_version": "0.24.1"}, "tinker>=0.38,<0.39"),
         ("create_model", create, "full fine-tuning"),
         ("create_model", create | {"lora_config": {"rank": 0}}, "lora_config.rank"),
         ("create_model", create | {"lora_config": LORA, "base_model": "x"}, "served are"),
-        ("create_model", create | {"lora_config": LORA, "user_metadata": {"packlora": {"lora_alfa": 1}}}, "lora_alfa"),
-        ("create_model", create | {"lora_config": LORA, "user_metadata": {"packlora": "{"}}, "no JSON"),
-        ("create_model", create | {"lora_config": LORA, "user_metadata": {"packlora": {"target_modules": ["zzz"]}}}, "zzz"),  # fmt: skip
+        ("create_model", with_ours({"lora_alfa": 1}), "lora_alfa"),
+        ("create_model", with_ours("{"), "no JSON"),
+        (
+            "create_model",
+            create | {"lora_config": LORA, "user_metadata": {"packlora": {"target_modules": ["zzz"]}}},
+            "zzz",
+        ),  # fmt: skip
         ("create_model", create | {"lora_config": LORA, "model_seq_id": -1}, "model_seq_id"),
         ("optim_step", step | {"adam_params": {"learning_rate": "a"}}, "learning_rate"),
         ("optim_step", step | {"seq_id": 0}, "seq_id"),
@@ -106,7 +114,11 @@ def test_bad_requests_are_refused_in_words_and_change_nothing(talk: Talk, http: 
     assert http.post(url, content=b"", headers={**PROTO, "content-encoding": "zstd"}).status_code == 415
     deep = "[" * 10000 + "]" * 10000
     assert http.post("/api/v1/get_info", content=deep).status_code == 400
-    rows = {"weights": [datum(1, 9, weights=[float("nan")] * 9)], "shape": [datum(1, 9, weights=[1.0] * 8)], "context": [datum(1, 400)]}  # fmt: skip
+    rows = {
+        "weights": [datum(1, 9, weights=[float("nan")] * 9)],
+        "shape": [datum(1, 9, weights=[1.0] * 8)],
+        "context": [datum(1, 400)],
+    }
     for number, (words, own) in enumerate(rows.items(), 1):
         answer = http.post(url, content=forward_backward_body(model, number, own), headers=PROTO)
         assert answer.status_code == 400 and words in answer.json()["error"], answer.text
@@ -128,10 +140,14 @@ def test_who_has_one_request_does_not_wait_behind_many_of_another() -> None:
             lane.put(Request("", lane.model, 1, "forward_backward", b"", 1))
     given = {"busy": 0, "calm": 0}
     for turn in range(60):
-        due = shares.order(lanes.values() if turn >= 30 else [own for (owner, _), own in lanes.items() if owner == "busy"])
+        due = shares.order(
+            lanes.values() if turn >= 30 else [own for (owner, _), own in lanes.items() if owner == "busy"]
+        )
         shares.charge(due[0], 100)
         given[due[0].owner] += turn >= 30
-    assert given == {"busy": 15, "calm": 15}, "equal shares from when it came on, and nothing for what it did not use before"
+    assert given == {"busy": 15, "calm": 15}, (
+        "equal shares from when it came on, and nothing for what it did not use before"
+    )
 
 
 def test_options_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -77,7 +77,9 @@ def train(talk: Talk, tenants: list[int], order: np.random.Generator | None = No
     return {own: (talk.tensors(models[own]), models[own], promises[own]) for own in tenants}
 
 
-def test_any_mix_and_order_gives_each_tenant_the_bits_that_it_has_alone_without_dropout(host: Host, tmp_path: Path) -> None:
+def test_any_mix_and_order_gives_each_tenant_the_bits_that_it_has_alone_without_dropout(
+    host: Host, tmp_path: Path
+) -> None:
     alone = {}
     for own in range(len(TENANTS)):
         talk = Talk(Service({host.facts.name: host}, folder(tmp_path, f"alone {own}")))
@@ -208,9 +210,7 @@ def test_a_neighbour_that_fails_changes_no_bit_and_its_own_step_is_refused(host:
     assert all(tensor.isfinite().all() for tensor in found[1][1].values())
 
 
-def test_a_slot_that_raises_is_tried_one_by_one(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_that_raises_is_tried_one_by_one(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model whose rows raise is told so; its neighbour trains as alone."""
     talk = Talk(Service({host.facts.name: host}, folder(tmp_path, "state")))
     session = talk.session()
