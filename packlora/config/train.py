@@ -225,7 +225,7 @@ class TrainConfig(Strict):
             raise ValueError(
                 f"loss_type is {quoted(self.loss_type)}; {self.trainer} takes at least one loss, each once"
             )
-        if self.trainer in ("kto", "grpo") and len(types) > 1:
+        if self.trainer != "dpo" and len(types) > 1:
             raise ValueError(f"loss_type has {len(types)} losses; {self.trainer} takes one")
         if types == ("kto",) and self.global_batch_size < 2 and self.objective is None:
             raise ValueError(
@@ -252,9 +252,8 @@ class TrainConfig(Strict):
 
     def _check_weights(self) -> None:
         weights = self.loss_weights or []
-        for weight in weights:
-            if not 0 <= weight <= MOST_WEIGHT:
-                raise ValueError(f"loss_weights has {weight}; a weight is a number from 0 to {MOST_WEIGHT:g}")
+        if odd := [weight for weight in weights if not 0 <= weight <= MOST_WEIGHT]:
+            raise ValueError(f"loss_weights has {odd[0]}; a weight is a number from 0 to {MOST_WEIGHT:g}")
         if weights and max(weights) < LEAST_WEIGHT:
             raise ValueError(
                 f"loss_weights is {quoted(weights)}, so nothing would be learnt; one of them is at least {LEAST_WEIGHT:g}"

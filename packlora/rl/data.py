@@ -105,8 +105,8 @@ class RolloutSamples(Sequence[Sample]):
         return step in self._held
 
     def samples(self, step: int) -> list[Sample]:
-        """Samples of a step, which are made if they are not known. Of a job that takes no more steps one stands for all, as what
-        is computed of it is dropped."""
+        """Samples of a step, which are made if they are not known. Of a job that takes no more steps one stands for all, as
+        what is computed of it is dropped."""
         if not self.has(step) and self.make is not None:
             self.make(step)
         return self._held[step][1] if step in self._held else [self._guess(0)]

@@ -122,8 +122,8 @@ def _planner(run: Run, budget: int, cost: CostModel | None = None) -> Planner:
 
 
 def _method(run: Run) -> str:
-    """Method of the schedule. What an adapter draws depends on its bits, and on a CPU these do not depend on other jobs where the
-    cut of a job's global batch does not."""
+    """Method of the schedule. What an adapter draws depends on its bits, and on a CPU these do not depend on other jobs where
+    the cut of a job's global batch does not."""
     return "solo" if run.generates and choose_device(run.device).type == "cpu" else run.schedule.method
 
 

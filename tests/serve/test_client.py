@@ -68,8 +68,8 @@ def test_a_model_learns_is_saved_loaded_downloaded_and_sampled(
 
     rest = client.create_rest_client()
     external = own.save_weights_external("out").result().path
-    run, _, name = external.removeprefix("tinker://").split("/")
-    urls = rest.get_checkpoint_external_weights_urls(run, name).result().urls if hasattr(rest, "get_checkpoint_external_weights_urls") else {}  # fmt: skip
+    urls = rest.get_external_weights_urls(external).result().urls
+    assert len(urls) == 2
     for file, url in urls.items():
         (tmp_path / file).write_bytes(urllib.request.urlopen(url).read())
     sampler = own.save_weights_and_get_sampling_client("now")
@@ -78,12 +78,11 @@ def test_a_model_learns_is_saved_loaded_downloaded_and_sampled(
     params = types.SamplingParams(max_tokens=8, temperature=0.0)
     out = sampler.sample(prompt=types.ModelInput.from_ints(IDS[:3]), num_samples=2, sampling_params=params).result()
     assert [one.tokens for one in out.sequences] == [IDS[3:11]] * 2, "it has learnt them"
-    if urls:
-        base = AutoModelForCausalLM.from_pretrained(tiny_base("llama"))
-        theirs = PeftModel.from_pretrained(base, str(tmp_path))
-        with torch.no_grad():
-            logp = theirs(input_ids=torch.tensor([IDS[:-1]])).logits[0].log_softmax(-1)
-        assert -logp.gather(1, torch.tensor(IDS[1:])[:, None]).sum() == pytest.approx(before, rel=1e-4)
+    base = AutoModelForCausalLM.from_pretrained(tiny_base("llama"))
+    theirs = PeftModel.from_pretrained(base, str(tmp_path))
+    with torch.no_grad():
+        logp = theirs(input_ids=torch.tensor([IDS[:-1]])).logits[0].log_softmax(-1)
+    assert -logp.gather(1, torch.tensor(IDS[1:])[:, None]).sum() == pytest.approx(before, rel=1e-4)
     listed = [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints]
     assert saved in listed
 

@@ -92,7 +92,7 @@ def test_bad_requests_are_refused_in_words_and_change_nothing(talk: Talk, http: 
             "create_model",
             create | {"lora_config": LORA, "user_metadata": {"packlora": {"target_modules": ["zzz"]}}},
             "zzz",
-        ),  # fmt: skip
+        ),
         ("create_model", create | {"lora_config": LORA, "model_seq_id": -1}, "model_seq_id"),
         ("optim_step", step | {"adam_params": {"learning_rate": "a"}}, "learning_rate"),
         ("optim_step", step | {"seq_id": 0}, "seq_id"),

@@ -91,6 +91,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
                       modules_to_save: null, trainable_token_indices: null, target_parameters: null, expert_rank: r}
             sample_prompts: null
             seed: null
+            rollout: null
             train: {global_batch_size: 8, num_train_epochs: 1, max_steps: -1, optim: adamw_torch, learning_rate: 2.0e-4,
                     lr_scheduler_type: constant, lr_scheduler_kwargs: {}, warmup_steps: 0,
                     warmup_ratio: 0.0, weight_decay: 0.0, loraplus_lr_ratio: null, label_smoothing_factor: 0.0,
@@ -98,8 +99,8 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
                     adam_beta1: 0.9, adam_beta2: 0.999, adam_epsilon: 1.0e-8, logging_steps: 1, shuffle: true, drop_last: false,
                     eval_steps: null, eval_on_start: true, load_best_model_at_end: false, metric_for_best_model: eval_loss,
                     early_stopping_patience: null, early_stopping_threshold: 0.0, trainer: sft, objective: null, beta: null,
-                    loss_type: null, loss_weights: null, label_smoothing: null, discopop_tau: null,
-                    reference: null, desirable_weight: null, undesirable_weight: null}
+                    loss_type: null, loss_weights: null, epsilon: null, epsilon_high: null, label_smoothing: null,
+                    discopop_tau: null, reference: null, desirable_weight: null, undesirable_weight: null}
         """
     )
     assert parse_run(MINIMAL, "run.yaml").model_dump(mode="json") == documented

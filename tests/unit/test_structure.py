@@ -11,11 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 GROUND = {
-    "changes", "config", "errors", "files", "form", "given", "lora_config", "modality", "patterns", "renaming", "result",
-    "run_file", "seeding", "starts", "terminal",
+    "changes", "config", "errors", "files", "form", "functions", "given", "lora_config", "modality", "patterns", "renaming",
+    "result", "run_file", "seeding", "starts", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""
-FACE = {"", "cli", "command_line", "__main__", "callbacks", "events"}
+FACE = {"", "cli", "command_line", "serve_command", "__main__", "callbacks", "events"}
 """What users call; no room imports it."""
 MAY_USE: dict[str, set[str]] = {
     "ops": set(),
@@ -35,6 +35,7 @@ MAY_USE["codes"] = {"ops", "base", "live"}
 MAY_USE["images"] = {"ops", "adapters", "base", "data"}
 MAY_USE["sweep"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["serve"] = {*MAY_USE["runtime"], "runtime"}
+MAY_USE["rl"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["tune"] = {*MAY_USE}
 MAY_USE["commands"] = {*MAY_USE}
 MAY_USE["export"] = MAY_USE["answers"] = {*MAY_USE}
