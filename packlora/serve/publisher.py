@@ -25,6 +25,8 @@ class Publisher(Core):
     """What comes of requests."""
 
     samplers: Samplers
+    _used: dict[str, float]
+    """When a model last had work, seconds of a monotonic clock."""
 
     def _rewind(self, lane: Lane, tenant: Tenant, before: int | None) -> None:
         """Let a lane begin behind the snapshot of its model, which is not on the base. before: requests up to this number;
