@@ -16,7 +16,7 @@ import typer
 import packlora
 from packlora.command_line import App, RunFile, Set, again, alone, guarded, loading, loads, speaks, without_resume
 from packlora.errors import InputError
-from packlora.serve.cli import app as serve
+from packlora.serve_command import app as serve
 from packlora.terminal import say, show, tame_streams
 
 app = App(

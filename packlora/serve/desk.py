@@ -12,152 +12,25 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from packlora.errors import quoted
 from packlora.serve.adapters import Wanted, wanted
-from packlora.serve.core import result_bytes
 from packlora.serve.errors import Failed, Refused
 from packlora.serve.host import Host
-from packlora.serve.journal import add_request, as_json, insert, set_result
+from packlora.serve.journal import add_request, as_json, insert
 from packlora.serve.losses import work_of
 from packlora.serve.messages import message, read_forward_backward
 from packlora.serve.optimizer import settings_of
+from packlora.serve.promises import REFUSED, WAIT, Promises, checked_seq, digest_of, metadata_of, number_of
 from packlora.serve.queue import Request
 from packlora.serve.sampling_requests import request_of
-from packlora.serve.service import Service
-from packlora.serve.stores import TRAINING, TinkerPath, checked_name, new_id
+from packlora.serve.stores import TRAINING, TinkerPath, checked_name
 from packlora.serve.tenant import START, Tenant
 
-WAIT = 2.0
-"""Seconds after which a client that is refused for too much work tries again."""
-SILENCE = 3600.0
-"""Seconds without a heartbeat after which a session may be ended for a new one of its owner."""
-REFUSED = "refused"
-"""State of a number whose request was refused: later ones do not wait for it."""
 
-
-class Desk:
-    """Where the requests of a service come in."""
-
-    def __init__(self, service: Service) -> None:
-        self.service, self.journal, self.limits = service, service.journal, service.limits
-        name = self.journal.fact("engine")
-        if name is None:
-            name = secrets.token_hex(3)
-            self.journal.set_fact("engine", name)
-        self.engine = name
-        """What every id begins with."""
-        self._heard: dict[str, float] = {}
-        self._began = time.monotonic()
-
-    def _id(self) -> str:
-        return f"{self.engine}-{new_id()}"
-
-    # --- sessions ----------------------------------------------------------------------------------------------------------
-
-    def create_session(self, owner: str, body: Mapping[str, Any], key: str | None) -> str:
-        """Open a session. key: by which a retry is known."""
-        metadata_of(body, self.limits.metadata_bytes)
-        known = None if key is None else f"{owner}:{key}"
-        if known is not None and (row := self.journal.one("select id from sessions where key = ?", known)) is not None:
-            return str(row["id"])
-        self._make_room(owner)
-        session = self._id()
-        with self.journal.write() as db:
-            insert(db, "sessions", (session, owner, known, time.time(), None, as_json(dict(body))))
-        self._heard[session] = time.monotonic()
-        return session
-
-    def _make_room(self, owner: str) -> None:
-        """End the oldest session of an owner that was silent for long, where there are too many. Raises Refused."""
-        rows = self.journal.all("select id from sessions where owner = ? and ended is null order by created", owner)
-        if len(rows) < self.limits.sessions:
-            return
-        now = time.monotonic()
-        for row in rows:
-            if now - self._heard.get(row["id"], self._began) > SILENCE:
-                self.finish_session(owner, row["id"], "silent")
-                return
-        raise Refused(f"{len(rows)} open sessions, the limit sessions; close some", 429, 60)
-
-    def session(self, owner: str, session: Any, ended: bool = False) -> sqlite3.Row:
-        """A session of an owner. ended: whether one that has ended is wanted too. Raises Refused."""
-        row = self.journal.one("select * from sessions where id = ? and owner = ?", session, owner)
-        if row is None:
-            raise Refused(f"session_id: there is no session {quoted(session)} of yours", 404)
-        if row["ended"] is not None and not ended:
-            raise Refused(f"session_id: the session {session} has ended ({row['ended']}); open another one", 410)
-        self._heard[session] = time.monotonic()
-        return row
-
-    def finish_session(self, owner: str, session: str, reason: str) -> None:
-        """End a session and unload its models; its checkpoints stay."""
-        row = self.session(owner, session, ended=True)
-        if row["ended"] is not None:
-            return
-        models = self.journal.all("select id from models where session = ? and state = 'open'", session)
-        with self.journal.write() as db:
-            db.execute("update sessions set ended = ? where id = ?", (reason, session))
-            db.execute("update models set state = 'closed' where session = ?", (session,))
-            db.execute("update samplers set state = 'closed' where session = ?", (session,))
-        for model in models:
-            self.service.queue.call(partial(self.service.close_model, model["id"]))
-
-    # --- promises ----------------------------------------------------------------------------------------------------------
-
-    def _known(self, owner: str, key: str, digest: bytes) -> str | None:
-        """The promise that was given for a number, if any. Raises Refused where it was given for something else."""
-        row = self.journal.one("select * from requests where key = ?", key)
-        if row is None:
-            return None
-        if row["owner"] != owner:
-            raise Refused("there is no such model or session of yours", 404)
-        if row["digest"] != digest:
-            number = key.rpartition(":")[2]
-            raise Refused(f"seq_id: number {number} was used for another request; count on from the last one")
-        if row["state"] == REFUSED:
-            raise Refused(json.loads(row["result"])["error"])
-        return str(row["id"])
-
-    def promise(
-        self, owner: str, key: str, kind: str, digest: bytes, payload: bytes, result: Any = None,
-        make: Callable[[sqlite3.Connection], None] | None = None, **more: Any,
-    ) -> tuple[str, bool]:  # fmt: skip
-        """Write a promise, unless it was given already.
-
-        Args:
-            result: where it is known at once.
-            make: what is to be written with it.
-
-        Returns:
-            The promise, and whether it is new.
-        """
-        if (known := self._known(owner, key, digest)) is not None:
-            return known, False
-        promise = self._id()
-        try:
-            with self.journal.write() as db:
-                add_request(db, promise, owner, key, kind, digest, payload, **more)
-                if make is not None:
-                    make(db)
-                if result is not None:
-                    set_result(db, promise, *result_bytes(result))
-        except sqlite3.IntegrityError:  # the same request at the same moment
-            if (known := self._known(owner, key, digest)) is None:
-                raise
-            return known, False
-        except sqlite3.OperationalError as error:
-            raise Refused(f"nothing can be written down now: {error}", 429, 10) from None
-        return promise, True
-
-    def result(self, owner: str, promise: Any) -> sqlite3.Row | None:
-        """The result of a promise; None: there is none yet. Raises Refused where it is unknown."""
-        row = self.journal.one("select kind, state, result from requests where id = ? and owner = ?", promise, owner)
-        if row is None or row["state"] == REFUSED:
-            raise Refused(f"request_id: there is no promise {quoted(promise)} of yours", 410)
-        return None if row["state"] == "waiting" else row
+class Models(Promises):
+    """Models, and requests of models."""
 
     # --- models ------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +144,7 @@ class Desk:
             found = message("ForwardBackwardRequest").FromString(body)
         except Exception:
             raise Refused("the body is no ForwardBackwardRequest of tinker 0.38 (protobuf)") from None
-        tenant, seq = self.tenant(owner, found.model_id), _checked_seq(found.seq_id)
+        tenant, seq = self.tenant(owner, found.model_id), checked_seq(found.seq_id)
         digest = hashlib.sha256(found.SerializeToString(deterministic=True)).digest()
         budget = tenant.host.budget.tokens
         request = Request("", tenant.id, seq, "forward_backward", body, budget, forward_only=found.forward_only)
@@ -285,7 +158,7 @@ class Desk:
 
     def submit(self, owner: str, kind: str, body: Mapping[str, Any]) -> str:
         """Promise a step, a save or a load of a model."""
-        tenant, seq = self.tenant(owner, body.get("model_id")), _checked_seq(body.get("seq_id"))
+        tenant, seq = self.tenant(owner, body.get("model_id")), checked_seq(body.get("seq_id"))
         # a retry of an unnamed save has another number of its sampling session
         digest = digest_of({name: own for name, own in body.items() if name != "sampling_session_seq_id"})
         request = Request("", tenant.id, seq, kind, as_json(dict(body)).encode(), tenant.host.budget.tokens)
@@ -350,7 +223,9 @@ class Desk:
         request.id, request.state, request.payload = promise, "failed", b""
         self.service.queue.put(request)
 
-    # --- samples -----------------------------------------------------------------------------------------------------------
+
+class Desk(Models):
+    """Where the requests of a service come in."""
 
     def create_sampling_session(self, owner: str, body: Mapping[str, Any]) -> str:
         """Open a sampling session of a checkpoint or of a base model. Returns its id."""
@@ -409,32 +284,3 @@ class Desk:
                 self.service.samplers.begin_later(promise)
         count = number_of(body, "num_samples", 1, 1)
         return promise, [f"{promise}:{number}" for number in range(count)]
-
-
-def digest_of(body: Mapping[str, Any]) -> bytes:
-    """What tells one request from another under the same number."""
-    return hashlib.sha256(as_json(dict(body)).encode()).digest()
-
-
-def number_of(body: Mapping[str, Any], field: str, low: int, default: int | None = None) -> int:
-    """A whole number of a request. Raises Refused."""
-    value = body.get(field, default)
-    if type(value) is not int or not low <= value < 2**62:
-        raise Refused(f"{field}: {quoted(value)} is no whole number from {low} on")
-    return value
-
-
-def _checked_seq(value: Any) -> int:
-    return number_of({"seq_id": value}, "seq_id", 1)
-
-
-def metadata_of(body: Mapping[str, Any], most: int) -> Mapping[str, Any]:
-    """user_metadata of a request. Raises Refused."""
-    found = body.get("user_metadata")
-    if found is None:
-        return {}
-    if not isinstance(found, Mapping):
-        raise Refused(f"user_metadata: {quoted(found)} is no object")
-    if len(as_json(found)) > most:
-        raise Refused(f"user_metadata: {len(as_json(found))} bytes, above the limit metadata_bytes of {most}")
-    return found

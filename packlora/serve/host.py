@@ -107,17 +107,11 @@ class Host:
         self._adapt_all()
 
     def _adapt_all(self) -> None:
-        """Let all linear layers be layers with adapters from the first microbatch on. Which layers are affects the order of sums,
-        and so bits, which must not depend on who else is there."""
+        """Let all linear layers be layers with adapters from the first microbatch on. Which layers are affects the order of
+        sums, and so bits, which must not depend on who was there before."""
         parts = dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), True)
         spec = Wanted({"r": 1, "lora_alpha": 1}, parts, 0).spec(self.skeleton, self.facts.path)
         self.detach(self.attach("layers", spec, 0))
-
-    @property
-    def head(self) -> str | None:
-        """Path of the output layer."""
-        head = self.skeleton.get_output_embeddings()
-        return next((path for path, module in self.skeleton.named_modules() if module is head), None)
 
     @property
     def device(self) -> torch.device:

@@ -29,7 +29,8 @@ create table if not exists sessions (
     id text primary key, owner text not null, key text unique, created real not null, ended text, body text not null);
 create table if not exists models (
     id text primary key, owner text not null, session text not null, base text not null, created real not null,
-    used real not null, spec text not null, metadata text not null, start text, snapshot integer, state text not null default 'open');
+    used real not null, spec text not null, metadata text not null, start text, snapshot integer,
+    state text not null default 'open');
 create table if not exists requests (
     id text primary key, owner text not null, key text not null unique, model text, seq integer, kind text not null,
     digest blob not null, payload blob, state text not null, result blob, created real not null, budget integer not null,

@@ -14,9 +14,10 @@ from typing import Any
 from starlette.responses import FileResponse, Response
 
 from packlora.errors import quoted
-from packlora.serve.desk import Desk, metadata_of, number_of
+from packlora.serve.desk import Desk
 from packlora.serve.errors import Refused
 from packlora.serve.journal import insert
+from packlora.serve.promises import metadata_of, number_of
 from packlora.serve.stores import EXTERNAL, SAMPLER, TRAINING, TinkerPath, new_id
 
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}

@@ -6,7 +6,6 @@ journal before anybody sees it. A service that starts on a state folder goes on 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 import threading
@@ -18,25 +17,21 @@ from typing import Any
 from packlora.engine.memory import free_memory
 from packlora.errors import InputError, reason_of
 from packlora.serve.adapters import Wanted
-from packlora.serve.core import LOG, Core, result_bytes
+from packlora.serve.core import LOG
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
-from packlora.serve.journal import set_result
 from packlora.serve.limits import Limits
 from packlora.serve.losses import work_of
 from packlora.serve.messages import read_forward_backward
+from packlora.serve.publisher import Publisher
 from packlora.serve.queue import Lane, Request
 from packlora.serve.samplers import Samplers
 from packlora.serve.saves import carry_out
 from packlora.serve.slots import Outcome, Slotted, fill, run_slot
-from packlora.serve.stores import Write
 from packlora.serve.tenant import Tenant
 
-IDLE_SECONDS = 60.0
-"""Seconds without work after which a model is put aside."""
 
-
-class Service(Core):
+class Service(Publisher):
     """Tenants on base models. Arguments as of Core.
 
     Args:
@@ -94,19 +89,6 @@ class Service(Core):
         self.tenants[tenant.id] = tenant
         self._rewind(lane, tenant, None)
         self.queue.open(lane)
-
-    def _rewind(self, lane: Lane, tenant: Tenant, before: int | None) -> None:
-        """Let a lane begin behind the snapshot of its model, which is not on the base. before: requests up to this number;
-        None: all of the journal."""
-        first = (tenant.snapshot or 0) + 1
-        rows = self.journal.all(
-            "select * from requests where model = ? and seq >= ? and seq < ? order by seq",
-            tenant.id, first, 1 << 62 if before is None else before,
-        )  # fmt: skip
-        with self.queue.changed:
-            lane.next = first
-            for row in rows:
-                lane.put(request_of(row))
 
     def start(self) -> None:
         """Compute in a thread from now on."""
@@ -271,115 +253,3 @@ class Service(Core):
         for lane in rewound:  # its moments may not be finite
             self._set_aside(lane)
         self.figures.slot(outcome.tokens, outcome.models, len(outcome.steps))
-
-    # --- results -----------------------------------------------------------------------------------------------------------
-
-    def finish(self, lane: Lane, request: Request, result: Any, also: Write | None = None) -> None:
-        """A request was carried out. also: what is to be written with its result."""
-        self._publish([(lane, request, result)], also)
-
-    def _publish(self, results: list[tuple[Lane, Request, Any]], also: Write | None = None) -> None:
-        """Commit results, then let them be seen. A result is bytes, a JSON object, or Failed."""
-        snapshots = dict[str, int]()
-        new = [(lane, request, found) for lane, request, found in results if not request.is_replayed]
-        for lane, request, found in results:
-            tenant = self.tenants[lane.model]
-            if isinstance(found, Failed) and request.kind == "forward_backward" and not request.forward_only:
-                tenant.spoil(request.seq)
-            is_load = request.kind == "load_weights" and not isinstance(found, Failed)
-            is_step = request.kind == "optim_step" and not isinstance(found, Failed) and tenant.wants_snapshot
-            if is_load or is_step:
-                with contextlib.suppress(OSError) if is_step else contextlib.nullcontext():
-                    tenant.write_snapshot(request.seq)
-                    snapshots[tenant.id] = request.seq
-        if new or snapshots:
-            self.commit(lambda db: _write(db, new, snapshots, also))
-        for model, seq in snapshots.items():
-            tenant = self.tenants[model]
-            if tenant.snapshot is not None and tenant.snapshot != seq:
-                tenant.drop_snapshot(tenant.snapshot)
-            tenant.snapshot = seq
-        for lane, request, _ in results:
-            self.queue.pop(lane, request)
-        self.tell([request.id for _, request, _ in new])
-
-    def _fail_first(self, lane: Lane, error: Failed) -> None:
-        """Refuse the first request of a lane that waits, whatever is to be done again before it."""
-        request = min((own for own in lane.requests.values() if not own.is_replayed), key=lambda own: own.seq)
-        self.commit(lambda db: set_result(db, request.id, *result_bytes(error)))
-        with self.queue.changed:
-            lane.fail(request)
-            self.queue.bytes -= len(request.payload)
-        self.tell([request.id])
-
-    # --- models without work -----------------------------------------------------------------------------------------------
-
-    def _put_aside(self) -> None:
-        """Take models off their bases that have had no work for long."""
-        now = time.monotonic()
-        for model, tenant in list(self.tenants.items()):
-            lane = self.queue.lanes.get(model)
-            if (
-                tenant.is_awake
-                and lane is not None
-                and not lane.waiting
-                and now - self._used.get(model, 0) > IDLE_SECONDS
-            ):
-                self._snapshot_before(lane, tenant)
-                self._set_aside(lane)
-
-    def _snapshot_before(self, lane: Lane, tenant: Tenant) -> None:
-        seq = lane.next - 1
-        if tenant.steps and not tenant.has_gradient and tenant.spoilt is None and seq > (tenant.snapshot or 0):
-            with contextlib.suppress(OSError):
-                tenant.write_snapshot(seq)
-                self.commit(lambda db: _write(db, [], {tenant.id: seq}))
-                before, tenant.snapshot = tenant.snapshot, seq
-                if before is not None:
-                    tenant.drop_snapshot(before)
-
-    def _set_aside(self, lane: Lane) -> None:
-        """Take a model off its base; its next work begins at its snapshot."""
-        tenant = self.tenants[lane.model]
-        tenant.sleep()
-        self._rewind(lane, tenant, lane.next)
-
-    def close_model(self, model: str) -> None:
-        """A model is over: its lane, its files and what waits of it. In the thread that computes."""
-        tenant = self.tenants.pop(model, None)
-        if tenant is None:
-            return
-        left = self.queue.close(model)
-        text = json.dumps({"error": "the model was unloaded before this request", "category": "user"}).encode()
-
-        def refuse(db: sqlite3.Connection) -> None:
-            for own in left:
-                set_result(db, own.id, text, True)
-
-        self.commit(refuse)
-        self.samplers.model_closed(model)
-        tenant.sleep()
-        tenant.forget()
-        self.tell([own.id for own in left])
-
-
-def request_of(row: sqlite3.Row) -> Request:
-    """A request of the journal."""
-    return Request(
-        row["id"], row["model"], row["seq"], row["kind"], row["payload"] or b"", row["budget"],
-        "failed" if row["state"] == "refused" else row["state"],
-        bool(row["forward_only"]),
-    )  # fmt: skip
-
-
-def _write(
-    db: sqlite3.Connection, results: list[tuple[Lane, Request, Any]], snapshots: Mapping[str, int],
-    also: Write | None = None,
-) -> None:  # fmt: skip
-    if also is not None:
-        also(db)
-    for _, request, found in results:
-        set_result(db, request.id, *result_bytes(found))
-    for model, seq in snapshots.items():
-        db.execute("update models set snapshot = ? where id = ?", (seq, model))
-        db.execute("update requests set payload = null where model = ? and seq <= ?", (model, seq))

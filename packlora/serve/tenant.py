@@ -94,11 +94,13 @@ class Tenant:
         self.adapter = self.state = None
 
     @property
-    def kind(self) -> bool | None:
-        """Whether it trains the output layer, on a CPU: there the loss is computed in another way for all rows of a microbatch,
-        with other rounding, so those with it and those without share none. None: it does not matter."""
-        is_cpu = self.host.device.type == "cpu"
-        return self.spec is not None and self.host.head in self.spec.modules if is_cpu else None
+    def kind(self) -> tuple[frozenset[str], bool] | None:
+        """Modules that it adapts, and whether with dropout, on a CPU; models of one kind share microbatches. The rounding of a
+        row's gradient there depends on which layers and dropouts the microbatch computes together, and bits must not depend on
+        who else is there. None: any may share."""
+        if self.host.device.type != "cpu" or self.spec is None:
+            return None
+        return frozenset(self.spec.modules), self.dropout_key is not None
 
     @property
     def has_gradient(self) -> bool:

@@ -97,7 +97,10 @@ class Talk:
         self.seqs[model] = self.seqs.get(model, 0) + 1
         return self.seqs[model]
 
-    def forward_backward(self, model: str, rows: Sequence[Datum], loss: str = "cross_entropy", seq: int | None = None, only: bool = False, **config: float) -> str:  # fmt: skip
+    def forward_backward(
+        self, model: str, rows: Sequence[Datum], loss: str = "cross_entropy", seq: int | None = None, only: bool = False,
+        **config: float,
+    ) -> str:  # fmt: skip
         body = forward_backward_body(model, seq or self.seq(model), rows, loss, only, config)
         return self.desk.forward_backward(self.owner, body)
 

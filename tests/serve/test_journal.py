@@ -39,7 +39,9 @@ class Story:
                 promises[model, seq] = talk.forward_backward(model, rows, seq=seq)
                 promises[model, seq + 1] = talk.step(model, seq=seq + 1)
                 promises[model, seq + 2] = talk.forward_backward(model, rows[:1], seq=seq + 2)
-                kind, more = ("save_weights", {"path": f"s{step}"}) if step < 2 else ("load_weights", {"path": f"tinker://{model}/weights/s0", "optimizer": True})  # fmt: skip
+                kind, more = "save_weights", {"path": f"s{step}"}
+                if step == 2:
+                    kind, more = "load_weights", {"path": f"tinker://{model}/weights/s0", "optimizer": True}
                 if step == 2:
                     talk.run()
                 promises[model, seq + 3] = talk.call(model, kind, seq + 3, **more)

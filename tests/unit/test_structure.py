@@ -16,7 +16,7 @@ GROUND = {
     "result", "run_file", "seeding", "starts", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""
-FACE = {"", "cli", "command_line", "__main__", "callbacks", "events"}
+FACE = {"", "cli", "command_line", "serve_command", "__main__", "callbacks", "events"}
 """What users call; no room imports it."""
 MAY_USE: dict[str, set[str]] = {
     "ops": set(),

@@ -1,0 +1,178 @@
+"""Sessions of clients and the promises that they are given, each written down before it is answered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from packlora.errors import quoted
+from packlora.serve.core import result_bytes
+from packlora.serve.errors import Refused
+from packlora.serve.journal import add_request, as_json, insert, set_result
+from packlora.serve.service import Service
+from packlora.serve.stores import new_id
+
+WAIT = 2.0
+"""Seconds after which a client that is refused for too much work tries again."""
+SILENCE = 3600.0
+"""Seconds without a heartbeat after which a session may be ended for a new one of its owner."""
+REFUSED = "refused"
+"""State of a number whose request was refused: later ones do not wait for it."""
+
+
+class Promises:
+    """Sessions and promises of a service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.journal, self.limits = service, service.journal, service.limits
+        name = self.journal.fact("engine")
+        if name is None:
+            name = secrets.token_hex(3)
+            self.journal.set_fact("engine", name)
+        self.engine = name
+        """What every id begins with."""
+        self._heard: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    def _id(self) -> str:
+        return f"{self.engine}-{new_id()}"
+
+    # --- sessions ----------------------------------------------------------------------------------------------------------
+
+    def create_session(self, owner: str, body: Mapping[str, Any], key: str | None) -> str:
+        """Open a session. key: by which a retry is known."""
+        metadata_of(body, self.limits.metadata_bytes)
+        known = None if key is None else f"{owner}:{key}"
+        if known is not None and (row := self.journal.one("select id from sessions where key = ?", known)) is not None:
+            return str(row["id"])
+        self._make_room(owner)
+        session = self._id()
+        with self.journal.write() as db:
+            insert(db, "sessions", (session, owner, known, time.time(), None, as_json(dict(body))))
+        self._heard[session] = time.monotonic()
+        return session
+
+    def _make_room(self, owner: str) -> None:
+        """End the oldest session of an owner that was silent for long, where there are too many. Raises Refused."""
+        rows = self.journal.all("select id from sessions where owner = ? and ended is null order by created", owner)
+        if len(rows) < self.limits.sessions:
+            return
+        now = time.monotonic()
+        for row in rows:
+            if now - self._heard.get(row["id"], self._began) > SILENCE:
+                self.finish_session(owner, row["id"], "silent")
+                return
+        raise Refused(f"{len(rows)} open sessions, the limit sessions; close some", 429, 60)
+
+    def session(self, owner: str, session: Any, ended: bool = False) -> sqlite3.Row:
+        """A session of an owner. ended: whether one that has ended is wanted too. Raises Refused."""
+        row = self.journal.one("select * from sessions where id = ? and owner = ?", session, owner)
+        if row is None:
+            raise Refused(f"session_id: there is no session {quoted(session)} of yours", 404)
+        if row["ended"] is not None and not ended:
+            raise Refused(f"session_id: the session {session} has ended ({row['ended']}); open another one", 410)
+        self._heard[session] = time.monotonic()
+        return row
+
+    def finish_session(self, owner: str, session: str, reason: str) -> None:
+        """End a session and unload its models; its checkpoints stay."""
+        row = self.session(owner, session, ended=True)
+        if row["ended"] is not None:
+            return
+        models = self.journal.all("select id from models where session = ? and state = 'open'", session)
+        with self.journal.write() as db:
+            db.execute("update sessions set ended = ? where id = ?", (reason, session))
+            db.execute("update models set state = 'closed' where session = ?", (session,))
+            db.execute("update samplers set state = 'closed' where session = ?", (session,))
+        for model in models:
+            self.service.queue.call(partial(self.service.close_model, model["id"]))
+
+    # --- promises ----------------------------------------------------------------------------------------------------------
+
+    def _known(self, owner: str, key: str, digest: bytes) -> str | None:
+        """The promise that was given for a number, if any. Raises Refused where it was given for something else."""
+        row = self.journal.one("select * from requests where key = ?", key)
+        if row is None:
+            return None
+        if row["owner"] != owner:
+            raise Refused("there is no such model or session of yours", 404)
+        if row["digest"] != digest:
+            number = key.rpartition(":")[2]
+            raise Refused(f"seq_id: number {number} was used for another request; count on from the last one")
+        if row["state"] == REFUSED:
+            raise Refused(json.loads(row["result"])["error"])
+        return str(row["id"])
+
+    def promise(
+        self, owner: str, key: str, kind: str, digest: bytes, payload: bytes, result: Any = None,
+        make: Callable[[sqlite3.Connection], None] | None = None, **more: Any,
+    ) -> tuple[str, bool]:  # fmt: skip
+        """Write a promise, unless it was given already.
+
+        Args:
+            result: where it is known at once.
+            make: what is to be written with it.
+
+        Returns:
+            The promise, and whether it is new.
+        """
+        if (known := self._known(owner, key, digest)) is not None:
+            return known, False
+        promise = self._id()
+        try:
+            with self.journal.write() as db:
+                add_request(db, promise, owner, key, kind, digest, payload, **more)
+                if make is not None:
+                    make(db)
+                if result is not None:
+                    set_result(db, promise, *result_bytes(result))
+        except sqlite3.IntegrityError:  # the same request at the same moment
+            if (known := self._known(owner, key, digest)) is None:
+                raise
+            return known, False
+        except sqlite3.OperationalError as error:
+            raise Refused(f"nothing can be written down now: {error}", 429, 10) from None
+        return promise, True
+
+    def result(self, owner: str, promise: Any) -> sqlite3.Row | None:
+        """The result of a promise; None: there is none yet. Raises Refused where it is unknown."""
+        row = self.journal.one("select kind, state, result from requests where id = ? and owner = ?", promise, owner)
+        if row is None or row["state"] == REFUSED:
+            raise Refused(f"request_id: there is no promise {quoted(promise)} of yours", 410)
+        return None if row["state"] == "waiting" else row
+
+
+def digest_of(body: Mapping[str, Any]) -> bytes:
+    """What tells one request from another under the same number."""
+    return hashlib.sha256(as_json(dict(body)).encode()).digest()
+
+
+def number_of(body: Mapping[str, Any], field: str, low: int, default: int | None = None) -> int:
+    """A whole number of a request. Raises Refused."""
+    value = body.get(field, default)
+    if type(value) is not int or not low <= value < 2**62:
+        raise Refused(f"{field}: {quoted(value)} is no whole number from {low} on")
+    return value
+
+
+def checked_seq(value: Any) -> int:
+    """Number of a request of a model. Raises Refused."""
+    return number_of({"seq_id": value}, "seq_id", 1)
+
+
+def metadata_of(body: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+    """user_metadata of a request. Raises Refused."""
+    found = body.get("user_metadata")
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise Refused(f"user_metadata: {quoted(found)} is no object")
+    if len(as_json(found)) > most:
+        raise Refused(f"user_metadata: {len(as_json(found))} bytes, above the limit metadata_bytes of {most}")
+    return found
