@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 
 from benchmarks.harness import Benchmark, Case, Options, Row, case, timed
 from benchmarks.shapes import build, config_of, shared_copy
-from packlora.adapters.attach import Attached, attach
+from packlora.adapters.attach import attach
+from packlora.adapters.linear import Attached
 from packlora.adapters.spec import resolve
 from packlora.base.packing import prepare_model
 from packlora.engine.generate import Sampler, sample

@@ -24,6 +24,8 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self.slots = self.length = 0
+        self.turn = 0
+        """Changes whenever the tensors are others."""
         self.layers: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def resize(self, slots: int, length: int, moved: Mapping[int, int]) -> None:
@@ -39,6 +41,7 @@ class KeyValueCache:
                 made.append(room)
             self.layers[module] = made[0], made[1]
         self.slots, self.length = slots, length
+        self.turn += 1
 
     def clear(self, slot: int) -> None:
         """Zeros in a slot that may hold what is not finite: places that nobody sees are multiplied by 0."""
@@ -49,6 +52,7 @@ class KeyValueCache:
     def free(self) -> None:
         """Give the memory back, and all that is in it."""
         self.slots = self.length = 0
+        self.turn += 1
         self.layers.clear()
 
     def of(self, module: torch.nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

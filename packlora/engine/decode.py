@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ from packlora.ops.attention.cached import EVEN, Visible
 
 VIEW = 64
 """Multiple of which the places are that a decode pass looks at."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,36 +105,59 @@ class Passes:
     @torch.no_grad()
     def decode(self, tokens: Sequence[NextToken]) -> torch.Tensor:
         """Logits [len(tokens), V]; the tokens' keys and values are in the cache then."""
-        rows: list[NextToken] = []
-        segments: list[tuple[int, int, int]] = []
-        row_of: dict[int, int] = {}
-        for adapter, own in _by_adapter(range(len(tokens)), [token.adapter for token in tokens]):
-            first = len(rows)
-            for at in own:
-                row_of[at] = len(rows)
-                rows.append(tokens[at])
-            rows += [rows[first]] * (-(len(rows) - first) % self._even)
-            segments.append((adapter, first, len(rows)))
-        rows += [NextToken(rows[0].id, NO_ADAPTER, rows[0].slot, rows[0].place)] * (self.fewest - len(rows))
-        rows_S, places_S = np.zeros(self.cache.slots, np.int64), np.zeros(self.cache.slots, np.int64)
-        for at, row in row_of.items():
-            rows_S[tokens[at].slot], places_S[tokens[at].slot] = row, tokens[at].place
-        length = min(-(-(int(places_S.max()) + 1) // VIEW) * VIEW, self.cache.length)
-        columns = [[row.id for row in rows], [row.place for row in rows], [row.slot for row in rows]]
-        wanted = [row_of[at] for at in range(len(tokens))]
-        ids_R, places_R, slots_R, rows_of, own_places, wanted_N = self._send([*columns, rows_S, places_S, wanted])
-        own_pass = Decode(self.cache, rows_of, slots_R, Visible(own_places, length))
-        every_R = torch.arange(len(rows), device=ids_R.device)
-        owned = _owned(segments)
-        owners = TokenOwners(len(rows), owned, label_rows=(owned, every_R))
+        layout = lay_out(tokens, self.cache.slots, self._even, self.fewest)
+        ids_R, places_R, slots_R, rows_S, places_S, wanted_N = self._send(layout.columns)
+        length = min(-(-layout.places // VIEW) * VIEW, self.cache.length)
+        every_R = torch.arange(len(ids_R), device=ids_R.device)
+        owners = TokenOwners(len(ids_R), layout.segments, label_rows=(layout.segments, every_R))
+        own_pass = Decode(self.cache, rows_S, slots_R, Visible(places_S, length))
         with one_error_for_memory(), self.attached.active(owners):
             logits_RV = packed_logits(self.model, ids_R, places_R, own_pass, every_R)
         return logits_RV[wanted_N]
 
+    def free(self) -> None:
+        """Give the cache's memory back, and all that is in it."""
+        self.cache.free()
+
     def _send(self, columns: Sequence[Sequence[int] | np.ndarray]) -> tuple[torch.Tensor, ...]:
         """Columns as int64 tensors on the device, by one copy."""
         host = torch.from_numpy(np.concatenate([np.asarray(column, np.int64) for column in columns]))
-        return host.to(self.model.device).split([len(column) for column in columns])
+        sent: tuple[torch.Tensor, ...] = host.to(self.model.device).split([len(column) for column in columns])
+        return sent
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rows of a decode pass.
+
+    columns: token, place and slot of each row [R]; row and place of each slot [S]; row of each token, in their order.
+    segments: of the rows that adapters own. places: that are looked at, at least.
+    """
+
+    columns: tuple[Sequence[int] | np.ndarray, ...]
+    segments: tuple[tuple[int, int, int], ...]
+    places: int
+
+
+def lay_out(tokens: Sequence[NextToken], slots: int, even: int, fewest: int) -> Layout:
+    """Order tokens by adapter. even: multiple of which each adapter's rows are; fewest: rows at least."""
+    rows: list[NextToken] = []
+    segments: list[tuple[int, int, int]] = []
+    row_of: dict[int, int] = {}
+    for adapter, own in _by_adapter(range(len(tokens)), [token.adapter for token in tokens]):
+        first = len(rows)
+        for at in own:
+            row_of[at] = len(rows)
+            rows.append(tokens[at])
+        rows += [rows[first]] * (-(len(rows) - first) % even)
+        segments.append((adapter, first, len(rows)))
+    rows += [rows[0]] * (fewest - len(rows))
+    rows_S, places_S = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+    for at, row in row_of.items():
+        rows_S[tokens[at].slot], places_S[tokens[at].slot] = row, tokens[at].place
+    columns = [row.id for row in rows], [row.place for row in rows], [row.slot for row in rows], rows_S, places_S
+    wanted = [row_of[at] for at in range(len(tokens))]
+    return Layout((*columns, wanted), _owned(segments), int(places_S.max()) + 1)
 
 
 def _by_adapter(numbers: Iterable[int], adapters: Sequence[int]) -> list[tuple[int, list[int]]]:

@@ -21,6 +21,7 @@ from packlora.engine.decode import NextToken, Passes, Prompt
 from packlora.engine.draw import draw, prompt_scores
 from packlora.engine.growing import Growing
 from packlora.engine.library_sampler import LibrarySampler, settings_that_change
+from packlora.engine.recorded_decode import GraphedPasses, why_no_decode_graphs
 from packlora.engine.sampling import PromptScores, SampledToken, SampleRequest, Sampling, check_request
 
 PREFILL_TOKENS = 2048
@@ -75,7 +76,9 @@ class Sampler:
         self.tokenizer, self.rows, self.cache_tokens = tokenizer, rows, cache_tokens
         self.context = min(context or context_of(model.config), cache_tokens)
         self.vocabulary = vocabulary(model)
-        self._passes = Passes(model, attached, fewest_rows)
+        self._passes: Passes | GraphedPasses = Passes(model, attached, fewest_rows)
+        if why_no_decode_graphs(model, attached) is None:
+            self._passes = GraphedPasses(self._passes)
         self._queue: deque[_Entry] = deque()
         self._running: list[Growing] = []
         self._out: list[SampledToken] = []
@@ -128,7 +131,7 @@ class Sampler:
         again = [_Entry(one.request, (*one.request.prompt, *one.ids), [one], False) for one in self._running]
         self._queue.extendleft(reversed(again))
         self._running = []
-        self._passes.cache.free()
+        self._passes.free()
 
     # --- who enters ------------------------------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class LibrarySampler:
             self.model.set_attn_implementation(attention_of_text(self.model, before))
 
 
-class _Drawing(LogitsProcessor):
+class _Drawing(LogitsProcessor):  # type: ignore[misc]
     """Draws the next token of each sample, and leaves transformers no other."""
 
     def __init__(self, samples: Sequence[Growing], version: int) -> None:
@@ -162,7 +162,7 @@ class _Drawing(LogitsProcessor):
         return only.scatter_(1, chosen[:, None].to(scores.device), 0.0)
 
 
-class _Ended(StoppingCriteria):
+class _Ended(StoppingCriteria):  # type: ignore[misc]
     def __init__(self, drawing: _Drawing) -> None:
         self.drawing = drawing
 

@@ -20,7 +20,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = False) -> None:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens) if self._backend is not None else None
         self._ids: list[int] = []
         self._told = ""

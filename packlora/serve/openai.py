@@ -110,8 +110,8 @@ async def _answered(answer: Callable[[], Any]) -> Response:
     except _Problem as problem:
         return JSONResponse(problem.body, problem.status)
     except InputError as error:
-        problem = _Problem(str(error), param=str(error).partition(":")[0] if ":" in str(error) else None)
-        return JSONResponse(problem.body, 400)
+        field = str(error).partition(":")[0] if ":" in str(error) else None
+        return JSONResponse(_Problem(str(error), param=field).body, 400)
 
 
 def _card(model: Served) -> dict[str, Any]:

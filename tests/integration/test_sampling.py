@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
+from graph_runs import Pretended
 from sampling_cases import Case, case_of, full_logits, ids_of, prompt
 from seeds import SOAK
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from packlora.adapters.attach import adapted_layers
 from packlora.adapters.linear import Attached
 from packlora.base.cached_proof import own_probe, why_not_cached
 from packlora.base.packing import prepare_model
+from packlora.engine import recorded_decode
+from packlora.engine.decode import Passes
 from packlora.engine.generate import Sampler, sample, sampler_for
 from packlora.engine.library_sampler import LibrarySampler
+from packlora.engine.recorded_decode import GraphedPasses
 from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.errors import InputError
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.plans.select import PlanChooser
 
 GREEDY = {"temperature": 0.0}
 
@@ -354,3 +362,28 @@ def test_a_model_whose_cache_is_another_is_found_before_anything_is_sampled(monk
     assert why_not_cached(model) is None
     model.model.layers[1].self_attn.register_forward_hook(lambda _m, _a, out: (out[0].roll(1, 1), *out[1:]))
     assert "other logits than whole rows" in str(why_not_cached(model))
+
+
+class Routed(PlanChooser):
+    """Kernels that read boundaries from the device where segments move, else torch's products."""
+
+    def plan_of(self, x: Any, layers: Any, segments: Any, moving: bool = False) -> Plan:
+        return ROUTED if moving else CHAIN
+
+
+def test_passes_by_graphs_draw_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays that run again what was recorded, and kernels in the interpreter, stand in for a GPU."""
+    case = case_of(tmp_path, ("lora", "dora", "some"), torch.float32, num_hidden_layers=1)
+    for layer in adapted_layers(case.model).values():
+        layer.chooser = Routed(torch.device("cpu"))  # type: ignore[union-attr]
+    monkeypatch.setattr(recorded_decode, "UNRECORDED", 1)
+    requests = [SampleRequest(prompt(at, 3 + at), at % 4 - 1, 5 + at % 2, seed=at) for at in range(5)]
+    want = sample(Sampler(case.model, case.attached), requests)
+    sampler = Sampler(case.model, case.attached)
+    pretended = Pretended(torch.device("cpu"))
+    passes = sampler._passes = GraphedPasses(Passes(case.model, case.attached), lambda device: pretended)
+    got = sample(sampler, requests)
+    assert passes.why_not is None and pretended.recorded == 1, "not for the last tokens, which fewer adapters own"
+    for samples, others in zip(got, want, strict=True):
+        assert ids_of(samples[0]) == ids_of(others[0])
+        np.testing.assert_allclose([t.logprob for t in samples[0]], [t.logprob for t in others[0]], rtol=1e-3)

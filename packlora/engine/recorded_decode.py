@@ -1,0 +1,181 @@
+"""CUDA graphs of decode passes: one replay gives the logits of all samples' next tokens, which costs the host nothing.
+
+As in graphs.py, what changes from pass to pass lies in buffers at fixed addresses: tokens, places, slots, and who owns which
+rows. A pass of the same numbers of rows, slots and places and of the same adapters has a graph, recorded after some that ran
+without. What cannot be recorded goes on without, and `why_not` says why.
+
+Shapes: R rows, S slots, L places that are looked at, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from packlora.adapters.attach import adapted_layers
+from packlora.adapters.expert_layout import adapted_experts
+from packlora.adapters.linear import AdaptedLinear, Attached
+from packlora.adapters.owners import MIN_ROWS, TokenOwners
+from packlora.base.kv_cache import Decode, KeyValueCache
+from packlora.base.packing import packed_logits
+from packlora.engine.decode import NextToken, Passes, Prompt, lay_out
+from packlora.engine.memory import free_memory
+from packlora.engine.passes import one_error_for_memory
+from packlora.engine.recorded import Recorder
+from packlora.engine.rows import NO_ADAPTER
+from packlora.ops.attention.cached import Visible
+from packlora.ops.lora_linear.frozen import FrozenLinear
+from packlora.ops.lora_linear.moving import MovingSegments
+
+UNRECORDED = 8
+"""Passes of a shape that run without a graph before one is recorded."""
+MOST = 16
+"""Shapes whose graphs are kept; the one that was not used for longest goes."""
+VIEW = 256
+"""Fewest places that a pass looks at; more are powers of two."""
+
+
+class Shape(NamedTuple):
+    """What a graph is recorded for."""
+
+    rows: int
+    slots: int
+    places: int
+    adapters: tuple[int, ...]
+
+
+def why_no_decode_graphs(model: PreTrainedModel, attached: Attached) -> str | None:
+    """Explain in words why decode passes of a model have no graphs; None: they are tried."""
+    if model.device.type != "cuda":
+        return f"there are none on {model.device.type}"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"kernels with rows whose owners are on the device are for bfloat16 and float16, not for {model.dtype}"
+    if not attached.storage.is_whole:
+        return "the base model is in parts on several processes"
+    if any(isinstance(module, FrozenLinear) for module in model.modules()):
+        return "the weights of quantised layers are made where they are read, by their libraries"
+    return None
+
+
+class GraphedPasses:
+    """Passes whose decode goes by CUDA graphs where it can.
+
+    Args:
+        eager: runs what graphs do not.
+    """
+
+    def __init__(self, eager: Passes, recorder: Callable[[torch.device], Any] = Recorder) -> None:
+        self.eager, self._new_recorder = eager, recorder
+        self.why_not: str | None = None
+        self._recorder: Any = None
+        self._bodies: dict[Shape, _Body] = {}
+        self._seen: dict[Shape, int] = {}
+        self._turn = eager.cache.turn
+
+    @property
+    def cache(self) -> KeyValueCache:
+        """Keys and values."""
+        return self.eager.cache
+
+    def prefill(self, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
+        """See Passes."""
+        return self.eager.prefill(prompts)
+
+    def free(self) -> None:
+        """Give the memory of the cache and of all graphs back."""
+        self._drop()
+        self.cache.free()
+
+    @torch.no_grad()
+    def decode(self, tokens: Sequence[NextToken]) -> torch.Tensor:
+        """See Passes."""
+        if self._turn != self.cache.turn:
+            self._drop()
+        shape = self._shape(tokens)
+        if shape is None or self._seen.setdefault(shape, 0) < UNRECORDED:
+            if shape is not None:
+                self._seen[shape] += 1
+            return self.eager.decode(tokens)
+        try:
+            with one_error_for_memory():
+                return self._body(shape).run(tokens)
+        except Exception as error:  # of a model, a kernel or a library; without graphs it may be none
+            self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._drop()
+        return self.eager.decode(tokens)
+
+    def _shape(self, tokens: Sequence[NextToken]) -> Shape | None:
+        """None where these tokens have no graph."""
+        owners = {token.adapter for token in tokens}
+        adapters = tuple(sorted(owners - {NO_ADAPTER}))
+        if self.why_not is not None or (len(adapters) == 1 and NO_ADAPTER in owners) or not self._fit(adapters):
+            return None  # a single adapter would be given all rows
+        rows = max(MIN_ROWS, 1 << (len(tokens) - 1).bit_length())
+        places = max(VIEW, 1 << max(token.place for token in tokens).bit_length())
+        return Shape(rows, self.cache.slots, min(places, self.cache.length), adapters)
+
+    def _fit(self, adapters: Sequence[int]) -> bool:
+        """Whether all that these adapters train is low-rank, of linear layers."""
+        model = self.eager.model
+        others = [layer.adapters for layer in adapted_layers(model).values() if not isinstance(layer, AdaptedLinear)]
+        others += [own for _, state in adapted_experts(model) for own in state.adapters.values()]
+        return not any(number in own for own in others for number in adapters)
+
+    def _body(self, shape: Shape) -> _Body:
+        body = self._bodies.pop(shape, None)
+        if body is None:
+            self._recorder = self._recorder or self._new_recorder(self.eager.model.device)
+            if len(self._bodies) >= MOST:
+                del self._bodies[next(iter(self._bodies))]
+            body = _Body(self.eager, shape, self._recorder)
+        self._bodies[shape] = body
+        return body
+
+    def _drop(self) -> None:
+        """Free the memory of all graphs."""
+        self._turn, self._recorder = self.cache.turn, None
+        self._bodies.clear()
+        self._seen.clear()
+        free_memory(self.eager.model.device)
+
+
+class _Body:
+    """A decode pass of one shape: its buffers, and its graph once it has run."""
+
+    def __init__(self, passes: Passes, shape: Shape, recorder: Any) -> None:
+        self._passes, self._shape, self._recorder = passes, shape, recorder
+        R, S, where = shape.rows, shape.slots, passes.model.device
+        self._buffer = torch.zeros(3 * R + 2 * S, dtype=torch.int64, device=where)
+        self._every_R = torch.arange(R, device=where)
+        self._moving = MovingSegments(R, shape.adapters) if shape.adapters else None
+        nominal = self._moving.nominal if self._moving is not None else ()
+        self._owners = TokenOwners(R, nominal, moving=self._moving)
+        self._logits_RV: torch.Tensor | None = None
+        self._replay: Callable[[], None] | None = None
+
+    def run(self, tokens: Sequence[NextToken]) -> torch.Tensor:
+        """Logits [len(tokens), V]. The first time it runs without a graph, so that whatever is made at first calls is there;
+        the second time it is recorded."""
+        layout = lay_out(tokens, self._shape.slots, 1, self._shape.rows)
+        *columns, wanted = layout.columns
+        host = torch.from_numpy(np.concatenate([np.asarray(column, np.int64) for column in columns]))
+        self._buffer.copy_(host.pin_memory() if self._buffer.is_cuda else host, non_blocking=True)
+        if self._moving is not None:
+            self._moving.write(layout.segments)
+            self._moving.refresh()
+        if self._replay is None and self._logits_RV is not None:
+            self._replay = self._recorder.record(self._forward)
+        (self._replay or self._forward)()
+        assert self._logits_RV is not None
+        return self._logits_RV[torch.tensor(wanted, device=self._buffer.device)]
+
+    def _forward(self) -> None:
+        R, S = self._shape.rows, self._shape.slots
+        ids_R, places_R, slots_R, rows_S, places_S = self._buffer.split([R, R, R, S, S])
+        own_pass = Decode(self._passes.cache, rows_S, slots_R, Visible(places_S, self._shape.places))
+        with self._passes.attached.active(self._owners):
+            self._logits_RV = packed_logits(self._passes.model, ids_R, places_R, own_pass, self._every_R)
