@@ -30,8 +30,6 @@ app.add_typer(serve)
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run that trains now.")]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")]
 
-MaxSteps = Annotated[int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")]
-
 
 @app.command()
 def train(

@@ -4,23 +4,27 @@ SIGHUP and handles of folders; nothing here has been run there."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-try:
-    import fcntl
-except ImportError:
-    fcntl = None  # type: ignore[assignment]
-try:
-    import resource
-except ImportError:
-    resource = None  # type: ignore[assignment]
+
+def _module(name: str) -> Any:
+    """A module of the standard library; None where this system has none."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+fcntl, resource = _module("fcntl"), _module("resource")
 
 IS_WINDOWS = sys.platform == "win32"
 HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
@@ -101,9 +105,10 @@ def held(path: Path) -> Iterator[bool]:
 
 def peak_resident() -> int:
     """Most bytes that the process has had in memory; 0 where the system does not tell."""
-    if not hasattr(resource, "getrusage"):
+    if resource is None:
         return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most * (1 if sys.platform == "darwin" else 1024)
 
 
 def why_no_file(name: str) -> str | None:
