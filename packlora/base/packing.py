@@ -81,7 +81,7 @@ def _attention(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 
 
-def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool | str) -> list[str]:
+def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[str]:
     """Make a model run packed samples, frozen and without randomness of its own. Returns what the user should know."""
     notes = []
     model.requires_grad_(False)
@@ -101,30 +101,19 @@ def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool | str) ->
             f"the base model's own randomness in training is off: it is frozen, and runs as it answers ({noises})"
         )
     if gradient_checkpointing:
-        checkpoint_layers(model, gradient_checkpointing)
+        checkpoint_layers(model)
     return notes
 
 
-def checkpoint_layers(model: PreTrainedModel, how: bool | str) -> None:
-    """Let the layers of a model compute their activations again in the backward, from now on; no number changes.
-
-    Args:
-        how: True, or "offload": see offload.py.
-    """
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Let the layers of a model compute their activations again in the backward, from now on; no number changes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    held = None
-    if how == "offload":
-        from packlora.base.offload import HostCheckpoints
-
-        held = HostCheckpoints()
     # these checkpoint only in training mode; everything else stays in evaluation mode
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) or getattr(module, "gradient_checkpointing", False):
             module.training = True
-            if held is not None:
-                module._gradient_checkpointing_func = held
 
 
 def _drop_dropout(model: PreTrainedModel) -> bool:

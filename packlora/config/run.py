@@ -44,9 +44,8 @@ class Run(Strict):
     max_tokens_per_microbatch: int | Literal["auto"] = 4096
     """Most tokens, of all jobs together, in one forward and backward: decides memory and speed, not results. auto: by
     measurements on a GPU, 2048 on a CPU, at least the longest sample."""
-    gradient_checkpointing: bool | Literal["offload"] = False
-    """Compute activations again in the backward instead of keeping them: less memory, more time. offload: what is kept of each
-    layer, its input, lies in the memory of the host until then. The numbers are the same."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward instead of keeping them: less memory, more time."""
     fit: Literal["memory", "auto", "off"] = "memory"
     """Choice of what is not written, so that the run fits into the free memory of one GPU. memory: the size of microbatches and
     gradient_checkpointing, which change no number. auto: also quantization. off: nothing."""

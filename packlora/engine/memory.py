@@ -26,7 +26,7 @@ class TokenBudget:
     """
 
     def __init__(
-        self, tokens: int, longest: int, is_auto: bool, device: torch.device, measures: Sequence[bool | str] = (),
+        self, tokens: int, longest: int, is_auto: bool, device: torch.device, measures: Sequence[bool] = (),
         advice: Callable[[int], str] = lambda tokens: ADVICE,
     ) -> None:  # fmt: skip
         self.tokens = tokens

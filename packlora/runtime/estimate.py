@@ -212,8 +212,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
 
     Counted: frozen weights, of quantised ones the codes and the two largest as they are multiplied; per trainable parameter its
     value, the gradients of microbatch and global batch, two AdamW moments and the last good value (4 bytes each); per token and
-    layer the tensors that backward needs, those of adapters too (or with checkpointing one per layer, of which two are there
-    with offload, and one layer's worth); logits of the label tokens, their softmax and gradient, or, where kernels make the
+    layer the tensors that backward needs, those of adapters too (or with checkpointing one per layer and one
+    layer's worth); logits of the label tokens, their softmax and gradient, or, where kernels make the
     loss, of one chunk; there also temporary buffers, as large as the gradients of one layer's input and inner product. Nine
     measured peaks of an H200 are 0.96 to 1.03 of the sum. Not counted: what keep_outputs saves, the allocator's rounding, the
     interpreter and its libraries (about 0.6 GiB of a CPU process).
@@ -235,8 +235,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     per_layer += width * shape.routed_width + width * _numbers_of_adapters(prepared) // shape.layers
     kept = shape.layers * per_layer
     if run.gradient_checkpointing:
-        held = min(2, shape.layers) if run.gradient_checkpointing == "offload" else shape.layers
-        kept = held * shape.hidden * width + per_layer
+        kept = shape.layers * shape.hidden * width + per_layer
     labels = max(job.data.label_share for job in prepared.jobs)
     logits = CHUNK_BYTES["cuda"] if kernels else round(tokens * labels * shape.vocabulary * (4 * 2 + width))
     return {
@@ -244,7 +243,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES,
         "activations": tokens * kept,
         "logits": logits,
-        "buffers": tokens * width * (shape.hidden + shape.inner) if kernels else 0,
+        "buffers": tokens * width * (shape.hidden + 2 * shape.inner) if kernels else 0,
     }
 
 

@@ -1,7 +1,7 @@
 """Settings with which a run fits into the free memory of one GPU: `fit` of the run file.
 
 The choice is by the estimate (estimate.py), before the model is loaded: smaller microbatches first, then gradient
-checkpointing, then its offload, then, for `fit: auto`, a base of int8 or nf4. It never touches a key that is written. The
+checkpointing, then, for `fit: auto`, a base of int8 or nf4. It never touches a key that is written. The
 trainer owns what happens where memory runs out in training all the same.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import BUDGETS
 from packlora.runtime.profiles import ROOM_SHARE
 
-CHECKPOINTING: tuple[bool | Literal["offload"], ...] = (False, True, "offload")
+CHECKPOINTING = (False, True)
 """Values of gradient_checkpointing, each with less memory than the one before."""
 QUANTIZATION = (None, "int8", "nf4")
 GIB = 2**30
@@ -124,10 +124,9 @@ def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any
     room, run, longest = memory_room(device), prepared.run, prepared.longest
     remedies = ["lower max_tokens_per_microbatch"] * (longest < tokens)
     remedies += ["set gradient_checkpointing: true"] * (now is False and can_checkpoint(prepared))
-    remedies += ["set gradient_checkpointing: offload"] * (now is True and device.type == "cuda")
     budgets = [tokens, longest] if longest < tokens else [tokens]
     for how, budget in product(CHECKPOINTING[CHECKPOINTING.index(now) :], budgets):
-        if (how, budget) == (now, tokens) or (how == "offload" and device.type != "cuda"):
+        if (how, budget) == (now, tokens):
             continue
         size = predicted(run.model_copy(update={"gradient_checkpointing": how}), prepared, budget)
         if size <= ROOM_SHARE * room:

@@ -60,7 +60,7 @@ class _SavedFit(BaseModel):
     model_config = ConfigDict(strict=True)
 
     max_tokens_per_microbatch: int | None = Field(None, ge=1, le=2**31)
-    gradient_checkpointing: bool | Literal["offload"] | None = None
+    gradient_checkpointing: bool | None = None
     quantization: Literal["int8", "nf4"] | None = None
     predicted_bytes: int | None = None
 

@@ -232,7 +232,7 @@ class Trainer:
             self.budget.tokens = self.budget.below(tokens)
         else:
             taken = self.budget.measures.pop(0)
-            checkpoint_layers(self.base.model, taken)
+            checkpoint_layers(self.base.model)
             self.executor.checkpointed()
         free_memory(self.base.device)
         remember_failure(self.run, self.prepared, self.base, tokens)
@@ -327,8 +327,7 @@ def _budget(run: Run, prepared: PreparedRun, base: Base) -> TokenBudget:
 
     whole = base.storage.is_whole
     is_auto = whole and (run.max_tokens_per_microbatch == "auto" or run.leaves("max_tokens_per_microbatch"))
-    steps: list[bool | str] = [False, True, "offload"] if base.device.type == "cuda" else [False, True]
-    measures = steps[steps.index(run.gradient_checkpointing) + 1 :] if run.gradient_checkpointing in steps else []
+    measures = [] if run.gradient_checkpointing else [True]
     if not (whole and run.leaves("gradient_checkpointing") and base.model.supports_gradient_checkpointing):
         measures = []
 

@@ -16,7 +16,6 @@ import transformers
 from safetensors.torch import load_file
 
 import packlora
-from packlora.base.offload import HostCheckpoints
 from packlora.engine.memory import free_memory
 from packlora.report.events import TrainingBegan
 
@@ -158,31 +157,3 @@ def test_a_run_goes_on_where_memory_runs_out_after_the_choice(
     assert any("out of memory in a microbatch" in text for text in record["warnings"])
     assert taken in record["fit"]
     assert close(got, want) if not keys or "cuda_graphs" in keys else same(got, want)
-
-
-def test_offload_gives_the_bits_of_checkpointing_in_less_memory(tree: Tree) -> None:
-    """Four layers keep 256 MiB each of a microbatch; two of them are there at a time."""
-    found = {
-        how: trained(tree(str(how), gradient_checkpointing=how, **{MICROBATCH: 32768})) for how in (True, "offload")
-    }
-    assert same(found["offload"][0], found[True][0])
-    more, less = (
-        [one["result"]["peak_memory_bytes"], one["fit"]["predicted_bytes"]]
-        for one in (found[True][1], found["offload"][1])
-    )
-    assert more[0] - less[0] > 0.5 * (more[1] - less[1]) > 0
-
-
-def test_a_checkpoint_in_the_memory_of_the_host_comes_back_as_it_was() -> None:
-    held = HostCheckpoints()
-    weights = [torch.randn(512, 512, device=DEVICE, requires_grad=True) for _ in range(6)]
-    x = torch.randn(4096, 512, device=DEVICE)
-
-    def out(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        y = x
-        for weight in weights:
-            y = run(lambda y, weight=weight: torch.tanh(y @ weight), y)
-        return list(torch.autograd.grad(y.square().sum(), weights))
-
-    for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(out(held), out(lambda layer, y: layer(y)), strict=True))
