@@ -31,7 +31,8 @@ def generate(
         base_model: folder or hub id of the base; by default what the adapter names.
         dtype: of the base; auto is that of the run that trained the adapter.
         device: auto, cpu, cuda or cuda:1.
-        sampling: max_new_tokens (256), temperature (0: the likeliest token each time) and seed (0).
+        sampling: max_new_tokens (256), temperature (0: the likeliest token each time) and seed (0), on
+            which an answer depends alone, whatever is asked beside it.
 
     Returns:
         The answers, in the order of the prompts.
