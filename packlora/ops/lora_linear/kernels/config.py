@@ -68,7 +68,7 @@ class Sizes:
 
 
 BITS_16 = Sizes()
-SMALL_16 = replace(BITS_16, grad_stages=2)
+SMALL_16 = replace(BITS_16, down_stages=3, grad_stages=2)
 """Sizes for GPUs with 64 KiB of shared memory per program: AMD's."""
 LARGE_16 = replace(BITS_16, several_grad_m=64, several_grad_r=64, several_grad_warps=8)
 """Sizes for GPUs with more shared memory per program: Hopper, and Blackwell in data centres."""
