@@ -39,6 +39,7 @@ from packlora.ops.dropout import kernel as dropping
 from packlora.ops.lora_experts import low_rank as experts_low_rank
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.kernels import config as kernel_config
 from packlora.ops.lora_linear.kernels import forward as forward_path
 from packlora.ops.lora_linear.kernels import sizes as block_sizes
 from packlora.ops.lora_linear.plan import ROUTED, Plan
@@ -157,6 +158,7 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
         mock.patch.object(torch, "empty", torch.zeros),
         mock.patch.object(gpu, "capability", return_value=divmod(capability, 10)),
         mock.patch.object(row_norm_path, "capability", return_value=divmod(capability, 10)),
+        mock.patch.object(kernel_config, "has_little_memory", return_value=target.backend == "hip"),
     ]  # fmt: skip
     for patch in patches:
         patch.start()

@@ -25,6 +25,7 @@ from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import hidden_states, packed_logits
 from packlora.base.shape import attention_of_text, plain_head, scaled_by_place, vocabulary
 from packlora.errors import InputError
+from packlora.ops.wide import widened
 
 PROBE_TOKENS = 48
 PROBE_ERROR = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -143,7 +144,7 @@ def check_packing(
         with cannot_be_packed(model, path), first_layers(model, own.layers):
             behind = long.logits(model)
         pairs += zip((behind[:n], behind[n:]), own.long, strict=True)
-    errors = [difference(got, want.to(got.device), model.dtype) for got, want in pairs]
+    errors = [difference(got, want.to(got), model.dtype) for got, want in pairs]
     if not max(errors) < PROBE_ERROR[model.dtype]:
         raise InputError(what + (_places(model, second, own) or _what_differs(errors, longest, n, model.dtype)))
     return by_head
@@ -155,10 +156,10 @@ def _places(model: PreTrainedModel, ids_T: torch.Tensor, own: OwnLogits) -> str 
 
     def packed(places_T: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(n, device=ids_T.device)
-        return packed_logits(model, ids_T, places_T.to(ids_T.device), (n,), rows).double()
+        return widened(packed_logits(model, ids_T, places_T.to(ids_T.device), (n,), rows))
 
     def is_own(logits: torch.Tensor) -> bool:
-        return difference(logits, own.second.to(logits.device), model.dtype) < PROBE_ERROR[model.dtype]
+        return difference(logits, own.second.to(logits), model.dtype) < PROBE_ERROR[model.dtype]
 
     try:
         found: str | None = _diagnosis().of_places(packed, n, is_own)
@@ -194,7 +195,7 @@ def _gives_by_head(model: PreTrainedModel, pack: Pack, logits: torch.Tensor, in_
         return False
     try:
         hidden_TD = hidden_states(model, *pack.inputs[:3])
-        return head is not None and torch.equal(head(hidden_TD[pack.inputs[3]][None])[0].double(), logits)
+        return head is not None and torch.equal(widened(head(hidden_TD[pack.inputs[3]][None])[0]), logits)
     except (AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError):
         return False  # a model that cannot be run without its output layer
 
@@ -202,7 +203,7 @@ def _gives_by_head(model: PreTrainedModel, pack: Pack, logits: torch.Tensor, in_
 def _logits(model: PreTrainedModel, ids_T: torch.Tensor, **more: Any) -> torch.Tensor:
     """Logits of one sample as transformers runs it, float64 [T, V]."""
     logits: torch.Tensor = model(input_ids=ids_T[None], use_cache=False, **more).logits[0]
-    return logits.double()
+    return widened(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ class Pack:
         return Pack((ids, positions.to(ids.device), lengths, rows.to(ids.device)))
 
     def logits(self, model: PreTrainedModel) -> torch.Tensor:
-        return packed_logits(model, *self.inputs).double()
+        return widened(packed_logits(model, *self.inputs))
 
 
 def probe(model: PreTrainedModel, seed: int, length: int | None = None) -> torch.Tensor:

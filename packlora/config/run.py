@@ -30,13 +30,14 @@ class Run(Strict):
     """Branch, tag or commit of a base model on the hub; null: its main branch."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Dtype of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification).
-    auto: bfloat16 on a GPU that computes in it, else float32; a run that is resumed keeps its own. The code that reads the data
+    auto: bfloat16 on a GPU that computes in it, float16 on an older one, float32 on a CPU; a run that is resumed keeps its own.
+    In float16 each job has a loss scale. The code that reads the data
     or loads the model replaces auto by the dtype."""
     quantization: QuantizationConfig | None = None
     """Quantise the frozen linear layers while they are loaded, as QLoRA does: nf4, fp4 or int8, or a mapping: double_quant, or
     method torchao with its quant_type. They are multiplied in dtype. null: as they are saved."""
     device: str = Field("auto", max_length=100)
-    """auto takes the GPU if there is one; cpu, cuda or cuda:1 insist."""
+    """auto takes the GPU if there is one; cpu, cuda or cuda:1 insist. mps is a Mac's GPU, which auto does not take."""
     output_dir: PathText
     """Folder for adapters, checkpoints, logs and the report: new, empty, or one that holds this run, to resume it."""
     seed: int = Field(0, ge=0, lt=2**63)

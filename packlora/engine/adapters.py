@@ -20,6 +20,7 @@ from packlora.adapters.starts import Held
 from packlora.config import TrainConfig
 from packlora.engine.memory import on_host
 from packlora.engine.optimizer import optimizer_of
+from packlora.ops.wide import wide_dtype, widened
 
 if TYPE_CHECKING:
     from packlora.engine.loss_scale import LossScale
@@ -36,7 +37,7 @@ class AdapterState:
 
     def __init__(self, adapter: Adapter, train: TrainConfig, num_sums: int, scale: LossScale | None = None) -> None:
         self.adapter, self.num_sums, self.scale = adapter, num_sums, scale
-        self.max_grad_norm = train.max_grad_norm
+        self.max_grad_norm, self._wide = train.max_grad_norm, wide_dtype(adapter.flat.device)
         self.parameters = adapter.named_parameters()
         self.optimizer = optimizer_of(adapter, train)
         self._held = Held(adapter)
@@ -102,7 +103,7 @@ class AdapterState:
 
     def no_sums(self) -> torch.Tensor:
         """Sums of losses and metrics of nothing [1 + M]."""
-        return torch.zeros(self.num_sums, dtype=torch.float64, device=self.adapter.flat.device)
+        return torch.zeros(self.num_sums, dtype=self._wide, device=self.adapter.flat.device)
 
     def collect(self, sums: torch.Tensor) -> None:
         """Add a microbatch's sums [1 + M] of this adapter to the global batch, and the gradients of its parameters."""
@@ -156,9 +157,9 @@ class AdapterState:
     def square(self) -> torch.Tensor:
         """Square of the norm of the gradient here, [] float64, of a complete global batch."""
         if self.gradient is None:
-            return torch.zeros((), dtype=torch.float64, device=self.adapter.flat.device)
+            return torch.zeros((), dtype=self._wide, device=self.adapter.flat.device)
         self._held.zero(self.gradient)
-        return (self.norm_of(self.gradient).double() / self.grad_scale).square()
+        return (widened(self.norm_of(self.gradient)) / self.grad_scale).square()
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor | None = None) -> torch.Tensor:
@@ -188,7 +189,7 @@ class AdapterState:
                 self.optimizer.step(self.gradient, self.without, lr)
                 self._held.restore(flat, self._before)
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
-        return torch.stack([number.double() for number in (self.sums[0], norm, largest, changed)])
+        return torch.stack([widened(number) for number in (self.sums[0], norm, largest, changed)])
 
     def put_back(self) -> None:
         """Give the parameters the values before the step that was begun. Moments of the optimizer stay as the step made them:

@@ -21,6 +21,7 @@ from packlora.engine.parts import PackedPart, Part, Parts, num_tokens, rows_of
 from packlora.engine.rows import NO_ADAPTER
 from packlora.modality import BatchExtras, Modality
 from packlora.ops.dropout.keys import packed_token_keys
+from packlora.ops.wide import wide_dtype
 
 IGNORE = -100
 ALIGNED = 16
@@ -244,8 +245,14 @@ def _send(columns: Mapping[Name, Sequence[np.ndarray]], device: torch.device) ->
         if size:
             bits = [part.reshape(-1).view(np.int64) if part.dtype == np.float64 else part.reshape(-1) for part in parts]
             np.concatenate(bits, out=words[start : start + size])
-    sent, out = host.to(device, non_blocking=True), dict[Name, torch.Tensor]()
+    sent, out = host.to(device, non_blocking=device.type == "cuda"), dict[Name, torch.Tensor]()
+    wide = wide_dtype(device)
     for (name, parts), start, size in zip(columns.items(), starts, sizes, strict=False):
         own = sent[start : start + size]
-        out[name] = own.view(torch.float64) if parts and parts[0].dtype == np.float64 else own
+        if not parts or parts[0].dtype != np.float64:
+            out[name] = own
+        elif wide == torch.float64:
+            out[name] = own.view(wide)
+        else:
+            out[name] = torch.from_numpy(words[start : start + size].view(np.float64).astype(np.float32)).to(device)
     return out

@@ -32,6 +32,7 @@ from packlora.engine.objectives.smoothing import SMOOTHING
 from packlora.engine.parts import PackedPart
 from packlora.ops.cross_entropy.chunked import Weigh, chunked_cross_entropy
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from packlora.ops.wide import widened
 
 
 class Judgement(NamedTuple):
@@ -90,7 +91,7 @@ def judge(losses_L: torch.Tensor, batch: PackedBatch) -> Judgement:
 
     One sum per part over its own rows, in row order: index_add on a GPU would add in any order.
     """
-    logps = (-losses_L.detach().double()).split([part.num_rows for part in batch.parts])
+    logps = (-widened(losses_L.detach())).split([part.num_rows for part in batch.parts])
     sums, factors = dict[int, torch.Tensor](), list[torch.Tensor | None]()
     for part, logp_L in zip(batch.parts, logps, strict=True):
         own, gradient_L = _judged(part, logp_L)
@@ -128,7 +129,7 @@ def _weighed(
 
 def _weigh_rows(losses_C: torch.Tensor, batch: PackedBatch, start: int, stop: int) -> torch.Tensor:
     """Factors [C] of label rows start to stop, where objectives know them by row."""
-    out, first, logp_C = [], 0, -losses_C.detach().double()
+    out, first, logp_C = [], 0, -widened(losses_C.detach())
     for part in batch.parts:
         begin, end = max(start, first), min(stop, first + part.num_rows)
         labels = max(min(end - first, part.num_labels) - max(begin - first, 0), 0)

@@ -121,6 +121,8 @@ def synchronize(device: torch.device) -> None:
     """Wait for a GPU; a CPU has nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def peak_memory(device: torch.device) -> int:

@@ -91,6 +91,11 @@ def rounds_before_adding(device: torch.device) -> bool:
     return device.type == "cuda" and (torch.version.hip is not None or capability(device) >= (9, 0))
 
 
+def has_little_memory(device: torch.device) -> bool:
+    """Whether a program has 64 KiB of shared memory: AMD's GPUs."""
+    return device.type == "cuda" and torch.version.hip is not None
+
+
 def has_copy_engine(device: torch.device) -> bool:
     """Whether kernels may read through tensor descriptors, and keep as much on their way as it takes for that to pay: Hopper,
     and Blackwell in data centres. Blackwell's cards (12.x) have the engine, and less than half of the memory."""

@@ -25,7 +25,7 @@ from packlora.runtime.profiles import Profile
 from packlora.schedule.cost import CostModel, balance
 from packlora.schedule.types import Microbatch
 
-PRODUCTS_SHARE = {"cuda": 0.8, "cpu": 0.55}
+PRODUCTS_SHARE = {"cuda": 0.8, "cpu": 0.55, "mps": 0.8}
 """Speed of a model's matrix products over that of large square ones: four jobs on 0.6B's and 8B's shapes on an H200. Of a CPU,
 the part of a whole step that they would take at that speed: SmolLM2-135M on two cores."""
 PASSES = 3, 7
@@ -34,7 +34,7 @@ norms, activations, rotations, sums, the products with narrow adapters. Four job
 PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11}
 """FLOP/s that schedules of a pipeline and layouts are planned for, on any machine. It sets what is fixed for a microbatch
 against what its tokens take."""
-LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
+LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4, "mps": 3e-4}
 """Least seconds of the forward of a decoder layer, however few its tokens are."""
 OPTIMIZER_BYTES = 16
 """Per trainable parameter, of what training keeps beside parameter and a microbatch's gradient: that of the global batch, two

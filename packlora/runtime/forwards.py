@@ -90,7 +90,7 @@ class Forwards:
             name = placed[0].job
             sums[number] = done.sums[owners[name]][0].cpu()
             if name in logps:
-                logps[name].put([own.sample for own in placed], -done.losses_L.double().cpu())
+                logps[name].put([own.sample for own in placed], -done.losses_L.cpu().double())
         if lacking := self.team.agree(lacking):
             free_memory(self.device)
             self.budget.held_out = self.budget.below(lacking)

@@ -20,7 +20,7 @@ from packlora.data.encode import Encoded
 from packlora.data.prompts import Prompt
 from packlora.engine.objectives.configured import objective_of
 
-AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
+AUTO_BUDGET = {"cpu": 2048, "cuda": 8192, "mps": 2048}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
 known (profiler.py)."""
 

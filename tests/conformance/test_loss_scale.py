@@ -145,7 +145,7 @@ def test_a_job_that_overflows_is_told_of_and_goes_on_after_a_kill_with_its_scale
     made = Job.__post_init__
     monkeypatch.setattr(Job, "__post_init__", lambda own: (made(own), job.update({own.config.name: own}))[0])
     monkeypatch.setattr(SingleDevice, "backward", backward)
-    monkeypatch.setattr(attach, "LossScale", lambda: LossScale(FEW))  # so few labels overflow at the usual one
+    monkeypatch.setattr(attach, "_scale", lambda run: LossScale(FEW))  # so few labels overflow at the usual one
     jobs = [{"name": name, "adapter": {"r": 2}, "train": {"global_batch_size": 8, "max_steps": 4}} for name in "ab"]
     for job_ in jobs:
         job_["data"] = {"path": write_rows(job_["name"], 8, 1)}

@@ -8,13 +8,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from test_training import config, same_bits, train
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import packlora
 from packlora import portable
+from packlora.engine.adapters import AdapterState
+from packlora.engine.passes import SingleDevice
+from packlora.ops import wide
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -52,6 +60,53 @@ def test_a_job_whose_folder_windows_would_not_make_is_refused_there(
     else:
         with pytest.raises(ValueError, match=found):
             read()
+
+
+class NoFloat64(TorchDispatchMode):
+    """Raises where a tensor of float64 comes up."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in pytree.tree_leaves(out):
+            if isinstance(one, torch.Tensor) and one.dtype == torch.float64:
+                raise TypeError(f"{func} made a float64 tensor, which mps has none of")
+        return out
+
+
+def without_float64(call: Callable[..., Any]) -> Callable[..., Any]:
+    def own(*args: Any, **named: Any) -> Any:
+        with NoFloat64():
+            return call(*args, **named)
+
+    return own
+
+
+def test_a_run_makes_no_float64_tensor_on_a_device_that_has_none(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU in the place of mps: what runs there may make none, and the numbers are those of float64 up to rounding."""
+    jobs: list[dict[str, Any]] = [
+        {"name": "dora", "adapter": {"r": 2, "use_dora": True, "lora_dropout": 0.1}}, {"name": "dpo", "adapter": {"r": 2}},
+    ]  # fmt: skip
+    for job in jobs:
+        path = write_rows(f"rows-of-{job['name']}", 4)
+        job |= {"data": {"path": path, "eval_path": path}, "train": {"global_batch_size": 4, "max_steps": 2}}
+    rows = [{"prompt": "a b", "chosen": f"c {n}", "rejected": "d e"} for n in range(4)]
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    jobs[1]["train"]["trainer"] = "dpo"
+    told = []
+    for without in (False, True):
+        if without:
+            monkeypatch.setattr(wide, "WITHOUT_FLOAT64", {"cpu"})
+            for owner, names in (
+                (SingleDevice, ("forward", "backward", "evaluate")),
+                (AdapterState, ("collect", "step", "square", "no_sums", "accept", "discard")),
+            ):
+                for name in names:
+                    monkeypatch.setattr(owner, name, without_float64(getattr(owner, name)))
+        result = train(config(tiny_base(), tmp_path / str(without), write_rows, jobs))
+        told.append([[job.eval_before, job.eval_after] for job in result.jobs.values()])
+    np.testing.assert_allclose(told[0], told[1], rtol=1e-6)
 
 
 def test_a_rename_waits_for_a_reader_where_the_system_refuses_it(

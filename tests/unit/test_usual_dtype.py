@@ -25,7 +25,7 @@ def run(out: Path, **keys: Any) -> Run:
     ("device", "capability", "dtype"),
     [
         ("auto", (9, 0), "bfloat16"), ("cuda", (8, 0), "bfloat16"), ("cuda:0", (12, 0), "bfloat16"),
-        ("auto", (7, 5), "float32"), ("auto", None, "float32"), ("cpu", (9, 0), "float32"),
+        ("auto", (7, 5), "float16"), ("auto", None, "float32"), ("cpu", (9, 0), "float32"),
     ],
 )  # fmt: skip
 def test_it_is_bfloat16_where_the_device_computes_in_it(
@@ -41,6 +41,26 @@ def test_it_is_bfloat16_where_the_device_computes_in_it(
     settle_dtype(own)
     assert own.dtype == dtype
     assert usual_dtype(run(tmp_path / "out", device=device, dtype="float16")) == "float16"
+
+
+@pytest.mark.parametrize(("macos", "dtype"), [(14, "bfloat16"), (13, "float16")])
+def test_it_is_16_bits_on_a_mac_s_gpu_and_float64_is_refused_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, macos: int, dtype: str
+) -> None:
+    with pytest.raises(InputError, match="'mps' is not there"):
+        usual_dtype(run(tmp_path, device="mps"))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: macos >= major)
+    assert usual_dtype(run(tmp_path, device="mps")) == dtype
+    assert usual_dtype(run(tmp_path)) == "float32"
+    with pytest.raises(InputError, match="dtype: float64 is not there on device: mps"):
+        settle_dtype(run(tmp_path, device="mps", dtype="float64"))
+
+
+def test_an_amd_gpu_computes_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert usual_dtype(run(tmp_path)) == "bfloat16"
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:

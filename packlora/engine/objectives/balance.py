@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from packlora.engine.objectives import Carried, CarriedSums, Facts, Term
+from packlora.ops.wide import widened
 
 METRIC = "aux_loss"
 """TRL's name for the mean over a global batch, without the coefficient."""
@@ -95,7 +96,7 @@ def _losses(counts_NE: torch.Tensor, sums_NE: torch.Tensor, top_k: int) -> torch
 def sums_by_adapter(losses_N: torch.Tensor, carried: Sequence[Carried]) -> dict[int, torch.Tensor]:
     """Sum [] of the losses of each adapter's samples, in float64, without gradient."""
     parts = losses_N.detach().split([len(one.spans) for one in carried])
-    return {one.adapter: part.sum().double() for one, part in zip(carried, parts, strict=True)}
+    return {one.adapter: widened(part.sum()) for one, part in zip(carried, parts, strict=True)}
 
 
 def _spans(carried: Sequence[Carried]) -> list[tuple[int, int]]:

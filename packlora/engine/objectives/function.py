@@ -27,6 +27,7 @@ from packlora.engine.objectives import Column, Evaluate, Facts, Objective, RowsV
 from packlora.engine.rows import Row
 from packlora.errors import InputError, quoted
 from packlora.functions import first_line, load_function, place_of
+from packlora.ops.wide import widened
 
 TRIED = 4
 """Samples that the function is tried on."""
@@ -174,7 +175,7 @@ class FunctionObjective(Objective):
                 f"losses {tuple(losses.shape)} and sums {list(sums)} for {len(rows.lengths)} samples with "
                 f"{sum(rows.lengths)} labels; on the first samples it gave one loss a {self.unit} and sums {list(self.metrics)}"
             )
-        found = [sums[name].detach().double().sum()[None] for name in self.metrics]
+        found = [widened(sums[name].detach()).sum()[None] for name in self.metrics]
         return losses, torch.cat([logp_L.new_zeros(0), *found])
 
     def report(self, sums: Sequence[float], facts: Facts) -> dict[str, float]:
@@ -194,7 +195,7 @@ class FunctionObjective(Objective):
                 f"it returned {_said(found)}; it returns losses, a tensor of one number a label or a sample, or "
                 "these and a mapping of names to tensors"
             )
-        return losses.double(), sums
+        return widened(losses), sums
 
     def _unit_of(self, losses: torch.Tensor, view: RowsView) -> Any:
         labels, samples = sum(view.lengths), len(view.lengths)

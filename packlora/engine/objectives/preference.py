@@ -265,7 +265,7 @@ class PreferenceObjective(Objective):
             is_N2 = torch.ones_like(logps_N3[:, CHOSEN:])
             pairs = [own_N3[:, CHOSEN:] for own_N3 in (rewards_N3, logps_N3)]
             wins = (rewards_N3[:, CHOSEN] > rewards_N3[:, REJECTED]).sum(0, keepdim=True)
-        return torch.cat([is_N2.sum(0), *(pair.sum(0) for pair in pairs), wins]).double()
+        return torch.cat([is_N2.sum(0), *(pair.sum(0) for pair in pairs), wins]).to(logps_N3.dtype)
 
     def report(self, sums: Sequence[float], facts: Facts) -> dict[str, float]:
         """Metrics by TRL's names. sums: as `sums_of` gives them."""

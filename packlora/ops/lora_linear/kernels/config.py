@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from packlora.ops.gpu import has_copy_engine
+from packlora.ops.gpu import has_copy_engine, has_little_memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +68,8 @@ class Sizes:
 
 
 BITS_16 = Sizes()
+SMALL_16 = replace(BITS_16, down_stages=3, grad_stages=2)
+"""Sizes for GPUs with 64 KiB of shared memory per program: AMD's."""
 LARGE_16 = replace(BITS_16, several_grad_m=64, several_grad_r=64, several_grad_warps=8)
 """Sizes for GPUs with more shared memory per program: Hopper, and Blackwell in data centres."""
 FLOAT_32 = Sizes(
@@ -88,7 +90,7 @@ def sizes_for(dtype: torch.dtype, device: torch.device) -> Sizes:
 
 def usual(device: torch.device) -> Sizes:
     """Sizes in 16 bits for a device that was not tuned."""
-    return LARGE_16 if has_copy_engine(device) else BITS_16
+    return LARGE_16 if has_copy_engine(device) else SMALL_16 if has_little_memory(device) else BITS_16
 
 
 def use(device: torch.device, sizes: Sizes | None) -> Sizes | None:
