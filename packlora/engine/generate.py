@@ -225,7 +225,7 @@ class Sampler:
 
 def sampler_for(
     model: PreTrainedModel, attached: Attached, tokenizer: Any = None, own: torch.Tensor | None = None,
-    settings: GenerationConfig | None = None, **room: int,
+    settings: GenerationConfig | None = None, **room: Any,
 ) -> tuple[Sampler | LibrarySampler, str | None]:  # fmt: skip
     """A Sampler where the model's cache is keys and values of tokens alone, else transformers' own generation, request by
     request, and why.
