@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from packlora.result import JobResult, Result
     from packlora.runtime.run import train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "InputError", "Job", "JobResult", "ProcessError", "Report", "Result", "Run", "Trainer", "WriteError", "__version__",
     "accelerate", "callbacks", "events", "generate", "merge", "preview", "restore", "train",
