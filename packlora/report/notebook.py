@@ -13,15 +13,16 @@ from html import escape
 from typing import Any
 
 from packlora.report.charts import Point, colour, linear_axis, thin
-from packlora.report.events import Evaluated, Event, RunBegan, RunEnded, Stepped
+from packlora.report.events import Evaluated, Event, JobJoined, RunBegan, RunEnded, Stepped
 from packlora.report.progress import Progress, duration
+from packlora.report.run_files import loss_of
 from packlora.report.screen import Screen
 from packlora.report.tables import table
 
 PAUSE = 0.5
 """Seconds between two changes of the output."""
-WIDTH, HEIGHT, MARGIN = 640, 200, 40
-"""Size of the curve in pixels, and the room for its labels."""
+WIDTH, HEIGHT, MARGIN = 560, 220, 40
+"""Size of a curve in pixels, and the room for its labels."""
 MOST_POINTS = 1000
 """Points of a job's curve."""
 
@@ -32,6 +33,8 @@ class Notebook(Progress):
     def __init__(self) -> None:
         super().__init__(Screen(file=io.StringIO()))
         self._notes: list[str] = []
+        self._losses: dict[str, tuple[str, str]] = {}
+        """Kind and unit of each job's loss."""
         self._curves: dict[str, list[Point]] = {}
         self._held_out: dict[str, list[Point]] = {}
         self._ipython: Any = importlib.import_module("IPython.display")
@@ -49,12 +52,22 @@ class Notebook(Progress):
     def __call__(self, event: Event) -> None:
         super().__call__(event)
         match event:
-            case Stepped(job=job, step=step, loss=loss):
-                _add(self._curves.setdefault(job, []), step, loss)
-            case Evaluated(job=job, step=step, eval_loss=loss):
-                _add(self._held_out.setdefault(job, []), step, loss)
+            case RunBegan(config=config, earlier=earlier):
+                self._losses = {job["name"]: loss_of(job.get("train", {})) for job in config.get("jobs", ())}
+                for one in earlier:
+                    self._take(one)
+            case JobJoined(job=name, config=config):
+                self._losses[name] = loss_of(config.get("train", {}))
+            case Stepped() | Evaluated():
+                self._take(event)
         if isinstance(event, RunBegan | RunEnded) or time.monotonic() - self._changed > PAUSE:
             self._change()
+
+    def _take(self, event: Stepped | Evaluated) -> None:
+        if isinstance(event, Stepped):
+            _add(self._curves.setdefault(event.job, []), event.step, event.loss)
+        else:
+            _add(self._held_out.setdefault(event.job, []), event.step, event.eval_loss)
 
     def _print(self, text: str) -> None:
         """Keep a note for the end of the output, each once."""
@@ -72,11 +85,14 @@ class Notebook(Progress):
         left = self.time_left()
         foot = f"{duration(time.perf_counter() - self._start)} elapsed" + (f", {duration(left)} left" if left else "")
         notes = "".join(f"<div>{escape(text)}</div>" for text in [foot, *self._notes])
-        return f"{jobs}{self._curve()}<small>{notes}</small>"
+        kinds: dict[tuple[str, str], dict[str, str]] = {}
+        for number, name in enumerate(self.jobs):
+            kinds.setdefault(self._losses.get(name, ("", "")), {})[name] = colour(number, "light")
+        return f"{jobs}{''.join(self._curve(*kind, own) for kind, own in kinds.items())}<small>{notes}</small>"
 
-    def _curve(self) -> str:
-        """Losses by step as SVG, a line a job; held-out losses are dots."""
-        every = [point for curves in (self._curves, self._held_out) for own in curves.values() for point in own]
+    def _curve(self, kind: str, unit: str, inks: dict[str, str]) -> str:
+        """Losses of one kind by step as SVG, a line a job; held-out losses are dots. inks: colours by job."""
+        every = [point for curves in (self._curves, self._held_out) for name in inks for point in curves.get(name, ())]
         if not every:
             return ""
         x = linear_axis("step", (step for step, _ in every), whole=True, tight=True)
@@ -94,8 +110,7 @@ class Notebook(Progress):
             f'<text x="{place((value, y.low))[0]:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(text)}</text>'
             for value, text in x.ticks
         ]
-        for number, name in enumerate(self.jobs):
-            ink = colour(number, "light")
+        for name, ink in inks.items():
             line = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in self._curves.get(name, ()))
             marks.append(
                 f'<polyline fill="none" stroke="{ink}" points="{line}"><title>{escape(name)}</title></polyline>'
@@ -103,8 +118,13 @@ class Notebook(Progress):
             for point in self._held_out.get(name, ()):
                 across, down = place(point)
                 marks.append(f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{ink}"/>')
-        style = 'font-size="11" fill="currentColor"'
-        return f'<svg width="{WIDTH}" height="{HEIGHT}" {style}>{"".join(marks)}</svg>'
+        title = f"<b>{escape(kind)} loss</b>{escape(f', {unit}' * bool(unit))}, dots: held-out"
+        names = " ".join(f'<span style="color:{ink}">&#9632;</span> {escape(name)} ' for name, ink in inks.items())
+        style = 'font-size="11" fill="currentColor" style="display:block"'
+        return (
+            f'<div style="display:inline-block;max-width:100%;margin:8px 16px 8px 0">{title}<br>{names}'
+            f'<svg width="{WIDTH}" height="{HEIGHT}" {style}>{"".join(marks)}</svg></div>'
+        )
 
 
 def _add(points: list[Point], step: int, loss: float) -> None:

@@ -24,6 +24,17 @@ EARLY_END = re.compile(r"job (.+?) ends at (?:step \d+ of \d+(?:, |: )?)?(.*)", 
 """Note of a job that ends early."""
 
 
+def loss_of(train: Line) -> tuple[str, str]:
+    """Kind of a job's loss, and the unit; losses of one kind can be compared. train: of the job, as in a run file."""
+    if train.get("objective"):
+        return Path(str(train["objective"])).name, ""
+    trainer, types = str(train.get("trainer") or "sft"), train.get("loss_type")
+    unit = {"sft": "nats per token", "dpo": "per pair", "orpo": "per pair", "kto": "per sample"}.get(trainer, "")
+    if types in (None, "sigmoid", ["sigmoid"]):
+        return trainer.upper(), f"nats {unit}" if trainer == "dpo" else unit
+    return f"{trainer.upper()} ({types if isinstance(types, str) else ', '.join(map(str, types))})", unit
+
+
 @dataclass
 class JobFiles:
     """Files of one job: its configuration, its adapter, and its progress."""
@@ -42,15 +53,7 @@ class JobFiles:
 
     @property
     def loss(self) -> tuple[str, str]:
-        """Kind of its loss and the unit; losses of one kind can be compared."""
-        train = self.config.get("train", {})
-        if train.get("objective"):
-            return Path(str(train["objective"])).name, ""
-        trainer, types = str(train.get("trainer") or "sft"), train.get("loss_type")
-        unit = {"sft": "nats per token", "dpo": "per pair", "orpo": "per pair", "kto": "per sample"}.get(trainer, "")
-        if types in (None, "sigmoid", ["sigmoid"]):
-            return trainer.upper(), f"nats {unit}" if trainer == "dpo" else unit
-        return f"{trainer.upper()} ({types if isinstance(types, str) else ', '.join(map(str, types))})", unit
+        return loss_of(self.config.get("train", {}))
 
     @property
     def held_out(self) -> list[Point]:
