@@ -281,9 +281,9 @@ function sortTable(table) {
     if (at === order.column) head.setAttribute("aria-sort", order.down ? "descending" : "ascending"); else head.removeAttribute("aria-sort");
   });
   const select = part.querySelector(".sortby select") || make("select", {"aria-label": `Sort ${part.querySelector("h2").textContent.toLowerCase()} by`},
-    ...heads.map((head, at) => make("option", {value: at}, at ? head.textContent : "name")));
+    make("option", {value: -1, disabled: true}, "as listed"), ...heads.map((head, at) => make("option", {value: at}, at ? head.textContent : "name")));
   select.onchange = () => by(+select.value, false);
-  select.value = String(Math.max(0, order.column));
+  select.value = String(order.column);
   if (!select.isConnected) table.parentElement.before(make("label", {class: "sortby"}, "sorted by ", select));
   if (order.column < 0) return;
   const body = table.tBodies[0], key = row => order.column ? row.cells[order.column].dataset.key : row.dataset.key;

@@ -56,7 +56,7 @@ def section(folder: Path, styles: Mapping[str, str]) -> str:
     best = f"Best: <b>{escape(str(sweep['best']))}</b>, a copy is in <code>best/</code>." if sweep.get("best") else ""
     metric = str(sweep.get("metric", "eval_loss"))
     named = name_of(metric)
-    caption = f"Candidates by {escape(named)}. {best if sweep.get('status') == 'done' else ''}"
+    caption = f"From the best {escape(named)} to the worst. {best if sweep.get('status') == 'done' else ''}"
     return (
         f"<section><h2>Sweep</h2>{_coordinates(lines, metric, named, styles)}{_table(lines, metric, named, styles)}"
         f"<p class='caption'>{caption}</p></section>"
