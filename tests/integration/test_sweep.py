@@ -270,7 +270,7 @@ def test_candidates_are_ranked_by_their_held_out_margins(tree: Tree, tmp_path: P
     stopped = [line for line in found["candidates"] if line["status"] == "stopped"]
     assert stopped and all("held-out rewards/margins" in line["reason"] for line in stopped)
     page, shown = (out / "report.html").read_text(), ranked_table(out)
-    assert "Held-out rewards/margins" in page and "Candidates by held-out rewards/margins" in page
+    assert "Held-out rewards/margins" in page and "the best held-out rewards/margins" in page
     assert shown is not None and "held-out rewards/margins" in [column.header for column in shown.columns]
 
 
