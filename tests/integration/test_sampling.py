@@ -239,7 +239,9 @@ def test_the_library_s_generation_draws_the_same_tokens(exact: Case) -> None:
     for own, others in zip(got, want, strict=True):
         for one, other in zip(own, others, strict=True):
             assert ids_of(one) == ids_of(other) and [t.reason for t in one] == [t.reason for t in other]
-            np.testing.assert_allclose([t.logprob for t in one], [t.logprob for t in other], rtol=1e-5, atol=2e-6)  # float32
+            np.testing.assert_allclose(
+                [t.logprob for t in one], [t.logprob for t in other], rtol=1e-5, atol=2e-6
+            )  # float32
     scores, own_scores = want[0][0][0].scores, got[0][0][0].scores
     assert scores is not None and own_scores is not None and scores.logprobs is not None
     np.testing.assert_allclose(scores.logprobs, own_scores.logprobs, rtol=1e-5, atol=2e-6)  # type: ignore[arg-type]
