@@ -8,6 +8,7 @@ batch: where they differ by more than rounding the job ends, as what it would le
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,9 @@ class RolloutChanges(Changes):
 
     def _generate(self, wanted: Sequence[tuple[Job, int]], jobs: Sequence[Job], budget: TokenBudget) -> None:
         """Draw and judge the completions of steps of jobs. Where a stop is asked for meanwhile, nothing comes of it."""
+        began = time.perf_counter()
         drawn = self._draw(wanted) if wanted else []
+        took = time.perf_counter() - began
         groups = [self._groups(own) for own in drawn]
         asked = [self._rewards_of(own.job).ask(some) for own, some in zip(drawn, groups, strict=True)]
         forwards = Forwards(self.base.device, self.executor, budget, Team(ALONE, self.events.stop, list(jobs)))
@@ -131,7 +134,7 @@ class RolloutChanges(Changes):
             if scores is None:
                 return
             judged = self._rewards_of(own.job).take(some, futures)
-            self._put(own, judged, scores)
+            self._put(own, judged, scores, took)
 
     def _draw(self, wanted: Sequence[tuple[Job, int]]) -> list[_Drawn]:
         """Completions of all prompts, in one batch; none where a stop is asked for."""
@@ -214,8 +217,9 @@ class RolloutChanges(Changes):
         return None if base is None else (own[name].logps, base[name].logps)
 
     def _put(
-        self, drawn: _Drawn, judged: Sequence[Judged], scores: tuple[list[np.ndarray], list[np.ndarray] | None]
-    ) -> None:
+        self, drawn: _Drawn, judged: Sequence[Judged], scores: tuple[list[np.ndarray], list[np.ndarray] | None],
+        draw_seconds: float,
+    ) -> None:  # fmt: skip
         job, config = drawn.job, drawn.job.config.rollout
         rewards, names = self._rewards_of(job), self._rewards_of(job).names
         for one in judged:
@@ -245,7 +249,7 @@ class RolloutChanges(Changes):
             )
             return
         job.data.rollouts.put(  # type: ignore[attr-defined]
-            Batch(drawn.step, job.step, reward_hash(config), tuple(completions))
+            Batch(drawn.step, job.step, reward_hash(config), tuple(completions), draw_seconds)
         )
 
 

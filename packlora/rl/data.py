@@ -51,12 +51,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Completions of a step. version: steps that the adapter had taken when it drew them. reward_hash: of the functions."""
+    """Completions of a step. version: steps that the adapter had taken when it drew them. reward_hash: of the functions.
+    draw_seconds: that drawing took, with the completions of other jobs; 0 for those of a file."""
 
     step: int
     version: int
     reward_hash: str
     completions: tuple[Completion, ...]
+    draw_seconds: float = 0.0
 
 
 class RolloutSamples(Sequence[Sample]):
@@ -128,7 +130,7 @@ class RolloutSamples(Sequence[Sample]):
         columns = {
             "logprobs": np.array(one.logprobs), "advantages": np.array(one.advantage), "reward": np.array(one.reward),
             "drift": np.array(one.drift), "cut": np.array(float(one.is_cut)), "lost": np.array(float(one.is_lost)),
-            "staleness": np.array(float(batch.step - batch.version)),
+            "staleness": np.array(float(batch.step - batch.version)), "seconds": np.array(batch.draw_seconds),
         }  # fmt: skip
         columns |= {f"rewards/{name}": np.array(np.nan if own is None else own) for name, own in one.rewards.items()}
         if one.reference is not None:

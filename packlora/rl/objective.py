@@ -54,7 +54,7 @@ class RewardObjective(PolicyObjective):
             "reward_std": float(judged.std(ddof=1)) if len(judged) > 1 else np.nan,
             "frac_reward_zero_std": float(np.mean(idle)), "completions/mean_length": float(lengths.mean()),
             "completions/clipped_ratio": float(by_name["cut"].mean()), "rollout/lost": float(lost.mean()),
-            "rollout/staleness": float(by_name["staleness"].mean()),
+            "rollout/staleness": float(by_name["staleness"].mean()), "rollout/seconds": float(by_name["seconds"].max()),
             "sampling/sampling_logp_difference/mean": float(by_name["drift"].mean()),
         }  # fmt: skip
         for name in self.rewards:
@@ -68,4 +68,4 @@ class RewardObjective(PolicyObjective):
         return told | super().report(sums, facts)
 
 
-COLUMNS = ("reward", "drift", "cut", "lost", "staleness")
+COLUMNS = ("reward", "drift", "cut", "lost", "staleness", "seconds")
