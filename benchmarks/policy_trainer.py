@@ -16,7 +16,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.trainer import DEVICE, Ends
 
@@ -24,7 +25,7 @@ ROWS = 16
 """Completions of a microbatch."""
 
 
-class Timed(GRPOTrainer):  # type: ignore[misc]
+class Timed(GRPOTrainer):
     """GRPOTrainer that keeps the seconds of each generation."""
 
     def __init__(self, **words: Any) -> None:

@@ -48,7 +48,8 @@ class RewardObjective(PolicyObjective):
         rewards, lost = by_name["reward"], by_name["lost"]
         judged = rewards[lost == 0]
         lengths = np.array([sample.num_labels for sample in batch])
-        idle = [float(sample.columns["advantages"]) == 0 for sample in batch]
+        idle = [not sample.columns["advantages"].any() for sample in batch]
+        away = [sample.columns["away"] for sample in batch if "away" in sample.columns]
         found = {
             "reward": float(judged.mean()) if len(judged) else np.nan,
             "reward_std": float(judged.std(ddof=1)) if len(judged) > 1 else np.nan,
@@ -57,6 +58,8 @@ class RewardObjective(PolicyObjective):
             "rollout/staleness": float(by_name["staleness"].mean()), "rollout/seconds": float(by_name["seconds"].max()),
             "sampling/sampling_logp_difference/mean": float(by_name["drift"].mean()),
         }  # fmt: skip
+        if away:
+            found["teacher/reverse_kl"] = float(np.mean(away))
         for name in self.rewards:
             own = np.array([float(sample.columns[f"rewards/{name}"]) for sample in batch])
             found[f"rewards/{name}/mean"] = float(own[~np.isnan(own)].mean()) if (~np.isnan(own)).any() else np.nan
