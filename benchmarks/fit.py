@@ -4,14 +4,16 @@ The table is model x weights x card. A card is one GPU whose memory is capped. W
 matter and takes no GPU, so each choice is trained once, under the cap of the smallest card that gets it, where memory is
 shortest; larger cards with the same choice have its figures (`as`). What is predicted not to fit is not tried.
 
-`least` are the settings with the least memory: a sample in a microbatch, checkpointing, without a cap, with the embedding on the
-device and on the host. `peft` trains the same samples with PEFT over the same codes.
+`least` are the settings with the least memory: a sample in a microbatch, checkpointing, without a cap, with the embedding on
+the device and on the host. `peft` trains the same samples with PEFT over the same codes.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -27,7 +29,7 @@ from unittest import mock
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoTokenizer, PreTrainedConfig, Trainer, TrainingArguments, default_data_collator
+from transformers import AutoConfig, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 
 import packlora
 from benchmarks.commands import WORDS, write_tokenizer
@@ -117,7 +119,7 @@ def choice(folder: Path, one: Case, card: int, options: Options) -> tuple[dict[s
     """Keys that `fit` chooses for a card, the bytes that it predicts, and whether they fit."""
     room = room_of(card, options)
     run = run_of(folder, one, options)
-    with mock.patch.object(fit, "memory_room", lambda device: room):
+    with mock.patch.object(fit, "memory_room", return_value=room):
         found = fit.fitted(prepare(run), options.device, prepare)
     chosen = {key: value for key, value in found.fit.items() if key != "predicted_bytes"}
     predicted = found.fit["predicted_bytes"]
@@ -177,7 +179,8 @@ def folder_of(one: Case, options: Options) -> Path:
 def run_of(folder: Path, one: Case, options: Options, **keys: Any) -> Run:
     """A run of one LoRA job; keys: more of the run file's."""
     job = {
-        "name": "a", "data": {"path": str(folder / "rows.jsonl")}, "adapter": {"r": RANK, "lora_dropout": 0.0, "target_modules": TARGETS},
+        "name": "a", "data": {"path": str(folder / "rows.jsonl")},
+        "adapter": {"r": RANK, "lora_dropout": 0.0, "target_modules": TARGETS},
         "train": {"global_batch_size": BATCH, "max_steps": STEPS, "learning_rate": 1e-4},
     }  # fmt: skip
     form = FORMS[one.form]
@@ -195,7 +198,9 @@ def random_weights(device: torch.device) -> Iterator[None]:
     def floats(path: str, *_: Any, **__: Any) -> Any:
         return build(read_sizes(path), device).eval()
 
-    def codes(path: str, revision: Any, asked: QuantizationConfig, stored: Any, dtype: torch.dtype, *_: Any, **__: Any) -> Any:
+    def codes(
+        path: str, revision: Any, asked: QuantizationConfig, stored: Any, dtype: torch.dtype, *_: Any, **__: Any
+    ) -> Any:
         def layer(weight_NK: torch.Tensor) -> torch.nn.Module:
             return QuantizedLinear(codes_made_of(weight_NK, asked, dtype), None, dtype)
 
@@ -208,16 +213,12 @@ def random_weights(device: torch.device) -> Iterator[None]:
         yield
 
 
-def read_sizes(path: str) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
+def read_sizes(path: str) -> Any:
     return AutoConfig.from_pretrained(path, attn_implementation="sdpa")
 
 
 def train(folder: Path, one: Case, options: Options, keys: Mapping[str, Any]) -> Row:
     """Train by packlora.train. Raises MemoryError."""
-    import shutil
-
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
     with random_weights(options.device):
@@ -233,14 +234,17 @@ def train_peft(folder: Path, one: Case, options: Options) -> Row:
     """The same samples by PEFT and SFTTrainer, or without TRL by transformers' Trainer; layers are bitsandbytes' own."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    def layer(weight_NK: torch.Tensor) -> torch.nn.Module:
+    def layer(weight_NK: torch.Tensor) -> Any:
         N, K = weight_NK.shape
         with torch.device("meta"):
             codes = Linear4bit(K, N, False, weight_NK.dtype, True, "nf4")
-        codes.weight = Params4bit(weight_NK, quant_type="nf4", compress_statistics=True, module=codes).to(options.device)
+        codes.weight = Params4bit(weight_NK, quant_type="nf4", compress_statistics=True, module=codes).to(
+            options.device
+        )
         return codes
 
-    liger = use_liger(options.device) if importlib.util.find_spec("trl") is None else "TRL's loss"
+    by_trl = all(importlib.util.find_spec(name) is not None for name in ("trl", "datasets"))
+    loss = "TRL's loss" if by_trl else use_liger(options.device)
     model = build_layers(read_sizes(str(folder / "base")), options.device, layer)
     model.is_loaded_in_4bit = True
     model.config.use_cache = False
@@ -252,26 +256,40 @@ def train_peft(folder: Path, one: Case, options: Options) -> Row:
         "report_to": [], "bf16": options.device.type == "cuda", "use_cpu": options.device.type == "cpu",
     }  # fmt: skip
     ends = Ends()
-    if importlib.util.find_spec("trl") is None:
-        args = TrainingArguments(**arguments, remove_unused_columns=False, gradient_checkpointing_kwargs={"use_reentrant": False})
+    if not by_trl:
+        args = TrainingArguments(
+            **arguments, remove_unused_columns=False, gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
         adapted = get_peft_model(model, adapter, autocast_adapter_dtype=True)
         adapted.enable_input_require_grads()
-        how = Trainer(model=adapted, args=args, train_dataset=rows, data_collator=default_data_collator, callbacks=[ends])
+        how = Trainer(
+            model=adapted, args=args, train_dataset=rows, data_collator=default_data_collator, callbacks=[ends]
+        )
         said = f"Trainer of transformers {version('transformers')}"
     else:
         from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
+        from datasets.table import InMemoryTable
 
-        args = SFTConfig(**arguments, max_length=length_of(options), packing=False)
+        trl: Any = importlib.import_module("trl")
+
+        args = trl.SFTConfig(**arguments, max_length=length_of(options), dataset_kwargs={"skip_prepare_dataset": True})
         tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-        how = SFTTrainer(
-            model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, peft_config=adapter,
+        columns = {key: [row[key] for row in rows] for key in ("input_ids", "labels")}
+        data = Dataset(
+            InMemoryTable.from_pydict(columns), fingerprint="rows"
+        )  # else it pickles all of pyarrow to make one
+        how = trl.SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer,
+            peft_config=adapter,
             callbacks=[ends],
-        )  # fmt: skip
+        )
         said = f"SFTTrainer of TRL {version('trl')}"
     how.train()
     losses = [line["loss"] for line in how.state.log_history if "loss" in line]
-    return {"ends": ends.times, "losses": losses, "by": f"{said}, PEFT {version('peft')}, {liger}"}
+    return {"ends": ends.times, "losses": losses, "by": f"{said}, PEFT {version('peft')}, {loss}"}
 
 
 def measured(options: Options, run: Any) -> Row:
@@ -318,22 +336,26 @@ def fit_summary(rows: list[Row]) -> Row:
         for name, label in (("gib", "least"), ("offload_gib", "least_host"), ("peft_gib", "peft")):
             row = by_case.get(f"{shape} nf4 {label}", {})
             if row.get("gib") is not None and not row.get("failed"):
-                out |= {f"{key}_{name}": row["gib"], f"{key}_{name.replace('gib', 'tokens_per_s')}": row["tokens_per_s"]}
+                out |= {
+                    f"{key}_{name}": row["gib"],
+                    f"{key}_{name.replace('gib', 'tokens_per_s')}": row["tokens_per_s"],
+                }
     errors = [error for row in rows if (error := error_of(row)) is not None]
     return out | ({"largest_memory_error": max(errors)} if errors else {})
 
 
 FIT = Benchmark(
     fit_cases, measure_fit, fit_summary,
-    f"Qwen3's shapes with random weights, bfloat16 or NF4 with double quantisation (output layer and embedding bfloat16); LoRA "
-    f"r {RANK} on {', '.join(TARGETS)}, no dropout; samples of {LENGTH} tokens, {BATCH} to an optimizer step, AdamW in float32, "
-    f"{STEPS} steps. A card of N GB is one GPU capped at N * 2**30 bytes by torch.cuda.set_per_process_memory_fraction; a run "
-    "may also need room for CUDA itself, which the cap does not count. card: packlora.train with defaults; each choice of `fit` "
-    "is trained under the cap of the smallest card that gets it, and larger cards with the same choice refer to it by `as`. "
-    "least: no cap; one sample in a microbatch, gradient checkpointing; least_host: also offload_embedding. peft: bitsandbytes' "
-    "Linear4bit under PEFT, batches of one sample, accumulation 2, gradient checkpointing, and the trainer that `by` names. gib: "
-    "peak of memory reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, "
-    "which predicted_gib is held against. tokens_per_s: of an optimizer step over the median time between the ends of steps, "
-    f"the first {WARM} left out.",
+    "Qwen3's shapes with random weights, bfloat16 or NF4 with double quantisation (output layer and embedding "
+    f"bfloat16); LoRA r {RANK} on {', '.join(TARGETS)}, no dropout; samples of {LENGTH} tokens, {BATCH} to an "
+    f"optimizer step, AdamW in float32, {STEPS} steps. A card of N GB is one GPU capped at N * 2**30 bytes by "
+    "torch.cuda.set_per_process_memory_fraction; CUDA's own memory, which a real card holds too, is not counted. "
+    "card: packlora.train with defaults; each choice of `fit` is trained under the cap of the smallest card that gets "
+    "it, and larger cards with the same choice refer to it by `as`. least: no cap; one sample in a microbatch, "
+    "gradient checkpointing; least_host: also offload_embedding. peft: bitsandbytes' Linear4bit under PEFT, batches "
+    f"of one sample, accumulation {BATCH}, gradient checkpointing, the trainer that `by` names. gib: peak of memory "
+    "reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, which "
+    "predicted_gib is compared with. tokens_per_s: of an optimizer step over the median time between the ends of "
+    f"steps, the first {WARM} left out.",
     ["packlora"], by_case=True,
 )  # fmt: skip

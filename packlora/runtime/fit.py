@@ -1,8 +1,8 @@
 """Settings with which a run fits into the free memory of one GPU: `fit` of the run file.
 
 The choice is by the estimate (estimate.py), before the model is loaded: smaller microbatches first, then gradient
-checkpointing, then the embedding on the host, then, for `fit: auto`, a base of int8 or nf4. It never touches a key that is written. The
-trainer owns what happens where memory runs out in training all the same.
+checkpointing, then the embedding on the host, then, for `fit: auto`, a base of int8 or nf4. It never touches a key that is
+written. The trainer owns what happens where memory runs out in training all the same.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _settings(prepared: PreparedRun) -> Iterator[dict[str, Any]]:
     run, budget, longest = prepared.run, prepared.budget, prepared.longest
     budgets, methods = [budget], list[str | None]([None])
     if run.leaves(MICROBATCH):
-        budgets = sorted({budget, longest, *(own for own in BUDGETS if longest < own < budget)}, reverse=True)
+        between = {own for own in BUDGETS if longest < own < budget and filled(prepared, own) == own}
+        budgets = sorted({budget, longest} | between, reverse=True)
     elif run.max_tokens_per_microbatch == "auto":
         budgets = [longest]  # larger ones are measured
     if run.fit == "auto" and run.leaves("quantization") and _can_quantise(prepared):
@@ -110,7 +111,9 @@ def _can_offload(prepared: PreparedRun) -> bool:
     """Whether the embedding may lie on the host. A model that was handed over keeps its own all the same."""
     if prepared.encoder is None or given().model is not None:
         return False
-    return why_on_device(prepared.encoder.skeleton, {path for job in prepared.jobs for path in job.spec.modules}) is None
+    return (
+        why_on_device(prepared.encoder.skeleton, {path for job in prepared.jobs for path in job.spec.modules}) is None
+    )
 
 
 def _can_quantise(prepared: PreparedRun) -> bool:
@@ -133,13 +136,18 @@ def quantization(method: str | None) -> Any:
 
 def predicted(run: Run, prepared: PreparedRun, tokens: int) -> int:
     """Bytes at the peak of a microbatch of so many tokens, or of all samples where they have fewer."""
-    if not any(job.most for job in prepared.jobs):  # else there are streams, of which the first samples alone are known
-        lengths = [job.data.planned.lengths for job in prepared.jobs]
-        tokens = min(tokens, sum(int(own.sum()) for own in lengths))
-        alike = {int(end) for own in lengths for end in (own.min(), own.max())}
-        if len(alike) == 1:  # a microbatch has whole samples
-            tokens = max(1, tokens // (length := alike.pop())) * length
-    return sum(memory_parts(run, prepared, tokens).values())
+    return sum(memory_parts(run, prepared, filled(prepared, tokens)).values())
+
+
+def filled(prepared: PreparedRun, tokens: int) -> int:
+    """Most tokens that the samples can fill in a microbatch of at most so many: whole samples, where all have one length."""
+    if any(job.most for job in prepared.jobs):  # there are streams, of which the first samples alone are known
+        return tokens
+    lengths = [job.data.planned.lengths for job in prepared.jobs]
+    alike = {int(end) for own in lengths for end in (own.min(), own.max())}
+    if len(alike) == 1:
+        tokens = max(1, tokens // (length := alike.pop())) * length
+    return min(tokens, sum(int(own.sum()) for own in lengths))
 
 
 def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any) -> str:
@@ -152,18 +160,16 @@ def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any
     remedies = ["lower max_tokens_per_microbatch"] * (longest < tokens)
     remedies += ["set gradient_checkpointing: true"] * (now is False and can_checkpoint(prepared))
     budgets = [tokens, longest] if longest < tokens else [tokens]
-    began = {"gradient_checkpointing": now, "offload_embedding": run.offload_embedding}
-    steps = [began]
-    steps += [began | {"gradient_checkpointing": True}] * (now is False and can_checkpoint(prepared))
-    steps += [steps[-1] | {"offload_embedding": True}] * (not run.offload_embedding and _can_offload(prepared))
-    for how, budget in product(steps, budgets):
-        if (how, budget) == (began, tokens):
+    ways = [now, True] if now is False and can_checkpoint(prepared) else [now]
+    for how, budget in product(ways, budgets):
+        if (how, budget) == (now, tokens):
             continue
-        size = predicted(run.model_copy(update=how), prepared, budget)
+        size = predicted(run.model_copy(update={"gradient_checkpointing": how}), prepared, budget)
         if size <= ROOM_SHARE * room:
-            own = words({MICROBATCH: budget, **how})
+            own = words({MICROBATCH: budget, "gradient_checkpointing": how})
             fits = f"Predicted to fit, {_of(size, room)}: {own}; fit: memory takes it where that is left out"
             return f"{' or '.join(remedies)}. {fits}"
+    remedies += ["set offload_embedding: true"] * (not run.offload_embedding and _can_offload(prepared))
     quantise = ["set quantization: nf4"] if prepared.form is None else ["take a smaller base model"]
     return " or ".join([*remedies, *quantise, "shorten the samples (data.max_length)"])
 
