@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_model
 from test_training import JOBS, adapter, config, distance, train
 
+from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine import memory, passes
@@ -216,7 +218,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         (20, {"fit": "auto"}, {"gradient_checkpointing": True}, True),
         (12.5, {"fit": "auto"}, {"gradient_checkpointing": True, "quantization": "int8"}, True),
         (10, {"fit": "auto"}, {"gradient_checkpointing": True, "quantization": "nf4"}, True),
-        (8, {"fit": "auto", "gradient_checkpointing": True}, 
+        (8, {"fit": "auto", "gradient_checkpointing": True},
          {MICROBATCH: 2048, "quantization": "nf4", "offload_embedding": True}, True),
         (12, {"fit": "auto", "quantization": None, "offload_embedding": False},
          {MICROBATCH: 2048, "gradient_checkpointing": True}, False),
@@ -289,7 +291,7 @@ def test_an_embedding_on_the_host_changes_no_bit(tiny_base: Base, write_rows: Ro
 @pytest.mark.parametrize(
     ("family", "adapter", "why"),
     [
-        ("gemma", {}, "its output layer is the embedding"),
+        ("gemma", {}, "its embedding is a GemmaTextScaledWordEmbedding"),
         ("llama", {"trainable_token_indices": [3]}, "embed_tokens is trained"),
     ],
 )
@@ -302,6 +304,12 @@ def test_an_embedding_that_must_be_on_the_device_is_not_moved(
     ]
     with pytest.raises(InputError, match=f"offload_embedding: true is not for base_model .*{why}"):
         train(tree)
+
+
+def test_an_embedding_that_is_the_output_layer_stays_on_the_device() -> None:
+    tied = tiny_model("llama", tie_word_embeddings=True)
+    assert why_on_device(tied, ()) == "its output layer is the embedding, and is multiplied on the device"
+    assert why_on_device(tiny_model("llama"), ()) is None
 
 
 def test_a_quantised_base_that_was_chosen_is_that_of_the_resumed_run(
