@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -38,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-4B": _shape("qwen3", 2560, 9728, 36, 32, 8, 151936, **_SMALL),
     "Qwen3-8B": _shape("qwen3", 4096, 12288, 36, 32, 8, 151936, **_QWEN3),
     "Qwen3-14B": _shape("qwen3", 5120, 17408, 40, 40, 8, 151936, **_QWEN3),
+    "Qwen3-32B": _shape("qwen3", 5120, 25600, 64, 64, 8, 151936, **_QWEN3),
     "Qwen3-30B-A3B": _shape(
         "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8,
         moe_intermediate_size=768, norm_topk_prob=True, experts_implementation="grouped_mm",
@@ -86,6 +88,34 @@ def build(config: PreTrainedConfig, device: torch.device, make: Any = AutoModelF
     finally:
         torch.set_default_dtype(before)
     return model.requires_grad_(False).train()
+
+
+def build_layers(config: PreTrainedConfig, device: torch.device, layer_of: Callable[[torch.Tensor], nn.Module]) -> Any:
+    """A frozen model with random bfloat16 weights, made on the device tensor by tensor, so that the floats of one linear layer
+    are there at a time.
+
+    Args:
+        layer_of: gives the module in the place of a linear layer, but for the output layer, of its weight [N, K].
+    """
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    def drawn(own: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(own.shape, dtype=own.dtype, device=device)
+        return made.fill_(1) if own.ndim == 1 else made.normal_(0, config.initializer_range)
+
+    head = model.get_output_embeddings()
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not head:
+            model.set_submodule(path, layer_of(drawn(module.weight)))
+            continue
+        for name, own in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(drawn(own), requires_grad=False))
+    model.tie_weights()
+    rotary = model.base_model.rotary_emb  # its buffers are made from the configuration
+    model.base_model.rotary_emb = type(rotary)(config).to(device)
+    return model.requires_grad_(False)
 
 
 def shared_copy(model: nn.Module) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from rich.text import Text
 
+from packlora.base.host_embedding import why_on_device
 from packlora.base.load import load_skeleton
 from packlora.commands.plan_tables import print_table
 from packlora.config import QuantizationConfig
@@ -26,7 +27,7 @@ from packlora.form import is_stored
 from packlora.report.screen import Screen
 from packlora.run_file import run_from
 from packlora.runtime.estimate import memory_parts
-from packlora.runtime.fit import CHECKPOINTING, GIB, QUANTIZATION, words
+from packlora.runtime.fit import GIB, QUANTIZATION, measures_of, quantization, words
 from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import ModelShape, PreparedJob, products_kept, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
@@ -93,13 +94,19 @@ def card_bytes(text: str) -> int:
     return int(float(found[1]) * GIB)
 
 
-def settings_of(model: str, room: int, rank: int = 16, length: int = 2048) -> Card:
+FORMS = tuple(quantization(method) for method in QUANTIZATION)
+
+
+def settings_of(
+    model: str, room: int, rank: int = 16, length: int = 2048, forms: Sequence[QuantizationConfig | None] = FORMS
+) -> Card:
     """Settings of a LoRA job on all linear layers, and whether they fit.
 
     Args:
         model: folder or hub id with a config.json.
         room: bytes of the card.
         length: tokens of each sample, all of which are learnt.
+        forms: of the linear layers, where the model is saved as floats; None: floats.
 
     Raises:
         InputError: there is no such model, or none that is trained here.
@@ -114,14 +121,17 @@ def settings_of(model: str, room: int, rank: int = 16, length: int = 2048) -> Ca
     data = JobData("a", samples, config.train, 0)
     made = PreparedJob(config, data, Encoded(samples), Encoded([]), spec, trainable, trainable, products=products)
     prepared = PreparedRun(run, None, length, ModelShape.of(skeleton), [made])
-    checkpointing = CHECKPOINTING if skeleton.supports_gradient_checkpointing else CHECKPOINTING[:1]
+    possible = {
+        "gradient_checkpointing": skeleton.supports_gradient_checkpointing,
+        "offload_embedding": why_on_device(skeleton, spec.modules) is None,
+    }
     out = []
-    for method in QUANTIZATION if not is_stored(skeleton.config) else QUANTIZATION[:1]:
-        prepared.form = _form(skeleton, method, model)
-        for how in checkpointing:
-            own = run.model_copy(update={"gradient_checkpointing": how})
-            keys: dict[str, Any] = {"quantization": method} if method is not None else {}
-            keys |= {"gradient_checkpointing": how} if how else {}
+    for form in (None,) if is_stored(skeleton.config) else forms:
+        prepared.form = _form(skeleton, form, model)
+        for measures in measures_of(run, possible):
+            own = run.model_copy(update=measures)
+            keys: dict[str, Any] = {} if form is None else {"quantization": form.method}
+            keys |= {key: value for key, value in measures.items() if value}
             one, two = (memory_parts(own, prepared, count, kernels=True) for count in (length, 2 * length))
             each = (sum(two.values()) - sum(one.values())) / length
             most = int(length + (ROOM_SHARE * room - sum(one.values())) / each)
@@ -129,15 +139,15 @@ def settings_of(model: str, room: int, rank: int = 16, length: int = 2048) -> Ca
     return Card(model, prepared.shape, room, rank, length, tuple(out))
 
 
-def _form(skeleton: Any, method: str | None, path: str) -> Any:
+def _form(skeleton: Any, form: QuantizationConfig | None, path: str) -> Any:
     """Form of the linear layers; None of floats."""
-    if method is None and not is_stored(skeleton.config):
+    if form is None and not is_stored(skeleton.config):
         return None
     from packlora.codes.load import codes_in
     from packlora.codes.plugin import Form
     from packlora.codes.stored import check_stored
 
-    asked = check_stored(None, skeleton.config, path) if method is None else QuantizationConfig(method=method)  # type: ignore[arg-type]
+    asked = check_stored(None, skeleton.config, path) if form is None else form
     assert asked is not None
     return Form(asked, None, codes_in(skeleton, asked, path, torch.bfloat16))
 

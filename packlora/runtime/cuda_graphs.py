@@ -72,6 +72,8 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "linear attention is computed sample by sample, of which each microbatch has others"
     if base.modality is not None:
         return "microbatches have images, which the host decodes and of which each has a size of its own"
+    if run.offload_embedding:
+        return "the embedding lies on the host, which looks up its rows"
     if run.gradient_checkpointing:
         return CHECKPOINTS
     if len(jobs) > LEAST_TOKENS:

@@ -239,7 +239,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     labels = max(job.data.label_share for job in prepared.jobs)
     logits = CHUNK_BYTES["cuda"] if kernels else round(tokens * labels * shape.vocabulary * (4 * 2 + width))
     return {
-        "frozen weights": _frozen_bytes(prepared, width),
+        "frozen weights": _frozen_bytes(run, prepared, width),
         "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES,
         "activations": tokens * kept,
         "logits": logits,
@@ -259,10 +259,12 @@ def _numbers_of_adapters(prepared: PreparedRun) -> int:
     return sum(ranks.values()) + sum(products.values())
 
 
-def _frozen_bytes(prepared: PreparedRun, width: int) -> int:
-    """Bytes of all frozen weights: floats, codes of quantised layers, and their two largest weights as they are multiplied."""
+def _frozen_bytes(run: Run, prepared: PreparedRun, width: int) -> int:
+    """Bytes of all frozen weights on the device: floats, codes of quantised layers, and their two largest weights as they are
+    multiplied."""
     shape, (numbers, codes) = prepared.shape, prepared.in_codes
-    return (shape.parameters - numbers + 2 * shape.largest * (numbers > 0)) * width + codes
+    floats = shape.parameters - numbers - shape.vocabulary * shape.hidden * run.offload_embedding
+    return (floats + 2 * shape.largest * (numbers > 0)) * width + codes
 
 
 def by_kernels(run: Run) -> bool:

@@ -1,8 +1,8 @@
 """Settings with which a run fits into the free memory of one GPU: `fit` of the run file.
 
 The choice is by the estimate (estimate.py), before the model is loaded: smaller microbatches first, then gradient
-checkpointing, then, for `fit: auto`, a base of int8 or nf4. It never touches a key that is written. The
-trainer owns what happens where memory runs out in training all the same.
+checkpointing, then the embedding on the host, then, for `fit: auto`, a base of int8 or nf4. It never touches a key that is
+written. The trainer owns what happens where memory runs out in training all the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
 from packlora.engine.memory import memory_room
 from packlora.errors import InputError
@@ -23,8 +24,8 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import BUDGETS
 from packlora.runtime.profiles import ROOM_SHARE
 
-CHECKPOINTING = (False, True)
-"""Values of gradient_checkpointing, each with less memory than the one before."""
+MEASURES = ("gradient_checkpointing", "offload_embedding")
+"""Keys that may become true, in the order of what they cost."""
 QUANTIZATION = (None, "int8", "nf4")
 GIB = 2**30
 MICROBATCH = "max_tokens_per_microbatch"
@@ -47,7 +48,7 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
                 known[method] = again(run.with_chosen({"quantization": quantization(method)}))
             except InputError:  # not on this device, or not beside something else of the run
                 continue
-        changed = run.model_copy(update={"gradient_checkpointing": own["gradient_checkpointing"]})
+        changed = run.model_copy(update={key: own[key] for key in MEASURES})
         taken, size = own, predicted(changed, known[method], own[MICROBATCH])
         first = first or (own, size)
         if size <= ROOM_SHARE * room:
@@ -55,8 +56,8 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
     assert first is not None
     chosen = {key: value for key, value in taken.items() if value != first[0][key]}
     out = known[taken.get("quantization")]
-    if "gradient_checkpointing" in chosen:
-        out.run = out.run.with_chosen({"gradient_checkpointing": chosen["gradient_checkpointing"]})
+    if measures := {key: chosen[key] for key in MEASURES if key in chosen}:
+        out.run = out.run.with_chosen(measures)
     out.budget = chosen.get(MICROBATCH, out.budget)
     if chosen:
         out.warnings.append(_why(chosen, first, size, room))
@@ -71,23 +72,48 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
 def _settings(prepared: PreparedRun) -> Iterator[dict[str, Any]]:
     """Settings that may be taken: first those of the run file and the defaults, then what costs more and needs less."""
     run, budget, longest = prepared.run, prepared.budget, prepared.longest
-    budgets, checkpointing, methods = [budget], [run.gradient_checkpointing], list[str | None]([None])
+    budgets, methods = [budget], list[str | None]([None])
     if run.leaves(MICROBATCH):
-        budgets = sorted({budget, longest, *(own for own in BUDGETS if longest < own < budget)}, reverse=True)
+        between = {own for own in BUDGETS if longest < own < budget and filled(prepared, own) == own}
+        budgets = sorted({budget, longest} | between, reverse=True)
     elif run.max_tokens_per_microbatch == "auto":
         budgets = [longest]  # larger ones are measured
-    if run.leaves("gradient_checkpointing") and can_checkpoint(prepared):
-        checkpointing = list(CHECKPOINTING)
     if run.fit == "auto" and run.leaves("quantization") and _can_quantise(prepared):
         methods = list(QUANTIZATION)
-    for method, how, tokens in product(methods, checkpointing, budgets):
-        own: dict[str, Any] = {MICROBATCH: tokens, "gradient_checkpointing": how}
+    for method, measures, tokens in product(methods, measures_of(run, _possible(prepared)), budgets):
+        own: dict[str, Any] = {MICROBATCH: tokens, **measures}
         yield own if run.fit != "auto" else {**own, "quantization": method}
+
+
+def measures_of(run: Run, possible: Mapping[str, bool]) -> list[dict[str, bool]]:
+    """Values of MEASURES that may be taken, each with less memory than the one before; first those of the run.
+
+    Args:
+        possible: by key, whether the model and the jobs allow it.
+    """
+    out: list[dict[str, bool]] = [{key: getattr(run, key) for key in MEASURES}]
+    for key in MEASURES:
+        if possible[key] and run.leaves(key) and not out[-1][key]:
+            out.append(out[-1] | {key: True})
+    return out
+
+
+def _possible(prepared: PreparedRun) -> dict[str, bool]:
+    return {"gradient_checkpointing": can_checkpoint(prepared), "offload_embedding": _can_offload(prepared)}
 
 
 def can_checkpoint(prepared: PreparedRun) -> bool:
     """Whether the layers of the base model can be computed again in the backward."""
     return prepared.encoder is None or bool(prepared.encoder.skeleton.supports_gradient_checkpointing)
+
+
+def _can_offload(prepared: PreparedRun) -> bool:
+    """Whether the embedding may lie on the host. A model that was handed over keeps its own all the same."""
+    if prepared.encoder is None or given().model is not None:
+        return False
+    return (
+        why_on_device(prepared.encoder.skeleton, {path for job in prepared.jobs for path in job.spec.modules}) is None
+    )
 
 
 def _can_quantise(prepared: PreparedRun) -> bool:
@@ -110,9 +136,18 @@ def quantization(method: str | None) -> Any:
 
 def predicted(run: Run, prepared: PreparedRun, tokens: int) -> int:
     """Bytes at the peak of a microbatch of so many tokens, or of all samples where they have fewer."""
-    if not any(job.most for job in prepared.jobs):  # else there are streams, of which the first samples alone are known
-        tokens = min(tokens, sum(int(job.data.planned.lengths.sum()) for job in prepared.jobs))
-    return sum(memory_parts(run, prepared, tokens).values())
+    return sum(memory_parts(run, prepared, filled(prepared, tokens)).values())
+
+
+def filled(prepared: PreparedRun, tokens: int) -> int:
+    """Most tokens that the samples can fill in a microbatch of at most so many: whole samples, where all have one length."""
+    if any(job.most for job in prepared.jobs):  # there are streams, of which the first samples alone are known
+        return tokens
+    lengths = [job.data.planned.lengths for job in prepared.jobs]
+    alike = {int(end) for own in lengths for end in (own.min(), own.max())}
+    if len(alike) == 1:
+        tokens = max(1, tokens // (length := alike.pop())) * length
+    return min(tokens, sum(int(own.sum()) for own in lengths))
 
 
 def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any) -> str:
@@ -125,7 +160,8 @@ def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any
     remedies = ["lower max_tokens_per_microbatch"] * (longest < tokens)
     remedies += ["set gradient_checkpointing: true"] * (now is False and can_checkpoint(prepared))
     budgets = [tokens, longest] if longest < tokens else [tokens]
-    for how, budget in product(CHECKPOINTING[CHECKPOINTING.index(now) :], budgets):
+    ways = [now, True] if now is False and can_checkpoint(prepared) else [now]
+    for how, budget in product(ways, budgets):
         if (how, budget) == (now, tokens):
             continue
         size = predicted(run.model_copy(update={"gradient_checkpointing": how}), prepared, budget)
@@ -133,6 +169,7 @@ def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any
             own = words({MICROBATCH: budget, "gradient_checkpointing": how})
             fits = f"Predicted to fit, {_of(size, room)}: {own}; fit: memory takes it where that is left out"
             return f"{' or '.join(remedies)}. {fits}"
+    remedies += ["set offload_embedding: true"] * (not run.offload_embedding and _can_offload(prepared))
     quantise = ["set quantization: nf4"] if prepared.form is None else ["take a smaller base model"]
     return " or ".join([*remedies, *quantise, "shorten the samples (data.max_length)"])
 

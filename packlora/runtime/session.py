@@ -273,7 +273,10 @@ class Session:
             from packlora.runtime.restoring import same_base
 
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
-        return base, *attach_jobs(own, base, self.placement)
+        single, jobs = attach_jobs(own, base, self.placement)
+        if base.device.type == "cuda":  # what reading and proving have left is of other sizes than what training takes
+            torch.cuda.empty_cache()
+        return base, single, jobs
 
     def _choose_budget(
         self, prepared: PreparedRun, own: PreparedRun, base: Base, executor: Executor, jobs: list[Job]

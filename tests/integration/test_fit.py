@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_model
 from test_training import JOBS, adapter, config, distance, train
 
+from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine import memory, passes
@@ -167,7 +169,11 @@ def prepared_8b(run: Run, codes: int = 0, longest: int = 2048) -> Any:
     modules = {f"{n}.{m}": SimpleNamespace(kind="linear", rank=16) for n in range(32) for m in range(len(WIDTHS))}
     planned = SimpleNamespace(lengths=np.full(100, longest))
     data, spec = SimpleNamespace(label_share=1.0, planned=planned), SimpleNamespace(modules=modules)
-    skeleton = SimpleNamespace(supports_gradient_checkpointing=True, config=SimpleNamespace())
+    embedding, head = torch.nn.Embedding(1, 1, device="meta"), torch.nn.Linear(1, 1, False, "meta")
+    skeleton = SimpleNamespace(
+        supports_gradient_checkpointing=True, config=SimpleNamespace(), get_input_embeddings=lambda: embedding,
+        get_output_embeddings=lambda: head, named_modules=lambda: [("embed_tokens", embedding), ("lm_head", head)],
+    )  # fmt: skip
     return SimpleNamespace(
         run=run, shape=LLAMA_8B, trainable=41_943_040, jobs=[SimpleNamespace(data=data, spec=spec, products={}, most=0)],
         in_codes=(LLAMA_8B.linear_parameters, codes) if codes else (0, 0), longest=longest, warnings=[], fit={}, form=None,
@@ -201,16 +207,21 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         (80, {}, {}, True), (40, {}, {}, True),
         # measured under a cap: 4096 tokens end in a MemoryError at 24 GiB, and take 18.0 GiB with checkpointing
         (24, {}, {MICROBATCH: 2048}, True), (20, {}, {"gradient_checkpointing": True}, True),
-        (17, {}, {MICROBATCH: 2048, "gradient_checkpointing": True}, False),
+        (19, {}, {MICROBATCH: 2048, "gradient_checkpointing": True}, True),
+        (18.3, {}, {"gradient_checkpointing": True, "offload_embedding": True}, True),
+        (18.3, {"offload_embedding": False}, {MICROBATCH: 2048, "gradient_checkpointing": True}, False),
+        (17, {}, {MICROBATCH: 2048, "gradient_checkpointing": True, "offload_embedding": True}, False),
         (24, {MICROBATCH: 4096}, {"gradient_checkpointing": True}, True),
         (22, {MICROBATCH: 8192}, {"gradient_checkpointing": True}, True),
-        (20, {"gradient_checkpointing": False}, {MICROBATCH: 2048}, False),
-        (10, {MICROBATCH: 4096, "gradient_checkpointing": True}, {}, False),
+        (20, {"gradient_checkpointing": False}, {MICROBATCH: 2048, "offload_embedding": True}, False),
+        (10, {MICROBATCH: 4096, "gradient_checkpointing": True, "offload_embedding": True}, {}, False),
         (20, {"fit": "auto"}, {"gradient_checkpointing": True}, True),
         (12.5, {"fit": "auto"}, {"gradient_checkpointing": True, "quantization": "int8"}, True),
         (10, {"fit": "auto"}, {"gradient_checkpointing": True, "quantization": "nf4"}, True),
-        (8, {"fit": "auto", "gradient_checkpointing": True}, {MICROBATCH: 2048, "quantization": "nf4"}, False),
-        (12, {"fit": "auto", "quantization": None}, {MICROBATCH: 2048, "gradient_checkpointing": True}, False),
+        (8, {"fit": "auto", "gradient_checkpointing": True},
+         {MICROBATCH: 2048, "quantization": "nf4", "offload_embedding": True}, True),
+        (12, {"fit": "auto", "quantization": None, "offload_embedding": False},
+         {MICROBATCH: 2048, "gradient_checkpointing": True}, False),
     ],
 )  # fmt: skip
 def test_the_first_settings_that_fit_on_a_card_are_chosen_and_nothing_that_is_written_is_changed(
@@ -266,6 +277,39 @@ def test_a_run_holds_what_was_chosen_before_it_began(
     assert train({**tree, "gradient_checkpointing": False, MICROBATCH: 4096}, resume=True).status == "done"
     assert record(out)["schedule"]["budget"] == 4096 and record(out)["config"]["gradient_checkpointing"] is False
     assert distance(*(adapter(folder, ONE[0]["name"]) for folder in (out, tmp_path / "plenty"))) < 1e-5
+
+
+def test_an_embedding_on_the_host_changes_no_bit(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
+    """A resumed run may have it elsewhere."""
+    tree = tree_of(tiny_base(), tmp_path / "out", write_rows)
+    train({**tree, "output_dir": str(tmp_path / "device")})
+    train({**tree, "offload_embedding": True}, max_steps=1)
+    assert train(tree, resume=True).status == "done"
+    assert same(tmp_path / "out", tmp_path / "device")
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "why"),
+    [
+        ("gemma", {}, "its embedding is a GemmaTextScaledWordEmbedding"),
+        ("llama", {"trainable_token_indices": [3]}, "embed_tokens is trained"),
+    ],
+)
+def test_an_embedding_that_must_be_on_the_device_is_not_moved(
+    family: str, adapter: dict[str, Any], why: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    tree = tree_of(tiny_base(family), tmp_path / "out", write_rows, offload_embedding=True)
+    tree["jobs"] = [
+        {**ONE[0], "data": {"path": write_rows("a", 4)}, "adapter": {**ONE[0].get("adapter", {}), **adapter}}
+    ]
+    with pytest.raises(InputError, match=f"offload_embedding: true is not for base_model .*{why}"):
+        train(tree)
+
+
+def test_an_embedding_that_is_the_output_layer_stays_on_the_device() -> None:
+    tied = tiny_model("llama", tie_word_embeddings=True)
+    assert why_on_device(tied, ()) == "its output layer is the embedding, and is multiplied on the device"
+    assert why_on_device(tiny_model("llama"), ()) is None
 
 
 def test_a_quantised_base_that_was_chosen_is_that_of_the_resumed_run(

@@ -1,0 +1,361 @@
+"""`fit`: which model fits on which card, with which settings, beside PEFT under TRL's SFTTrainer.
+
+The table is model x weights x card. A card is one GPU whose memory is capped. What `fit` chooses for a card is the estimate's
+matter and takes no GPU, so each choice is trained once, under the cap of the smallest card that gets it, where memory is
+shortest; larger cards with the same choice have its figures (`as`). What is predicted not to fit is not tried.
+
+`least` are the settings with the least memory: a sample in a microbatch, checkpointing, without a cap, with the embedding on
+the device and on the host. `peft` trains the same samples with PEFT over the same codes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
+
+import packlora
+from benchmarks.commands import WORDS, write_tokenizer
+from benchmarks.harness import Benchmark, Case, Options, Row, case
+from benchmarks.shapes import TARGETS, build, build_layers, config_of, use_liger
+from benchmarks.trainer import Ends
+from packlora.codes.load import codes_made_of
+from packlora.codes.weight import QuantizedLinear
+from packlora.config import QuantizationConfig, Run
+from packlora.engine.memory import free_memory
+from packlora.run_file import run_from
+from packlora.runtime import fit
+from packlora.runtime.prepare import prepare
+from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.profiles import ROOM_SHARE
+
+GIB = 2**30
+SHAPES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
+CARDS = (8, 12, 16, 24, 48, 80)
+"""GB, in units of 2**30 bytes as vendors count."""
+NF4 = QuantizationConfig(method="nf4", double_quant=True)
+FORMS: dict[str, QuantizationConfig | None] = {"bf16": None, "nf4": NF4}
+LENGTH, BATCH, RANK = 2048, 2, 16
+"""Tokens of a sample; samples of an optimizer step."""
+STEPS, WARM = 6, 2
+"""Optimizer steps of a run, and those at the start that are not counted."""
+LARGE = ("8B", "14B", "32B")
+"""Shapes that are measured beside PEFT."""
+UNIT = 2**16
+"""Bytes that stand for a GB where sizes are toys."""
+
+
+def fit_cases(options: Options) -> list[Case]:
+    shapes = ("0.6B",) if options.quick else SHAPES
+    large = shapes if options.quick else LARGE
+    cells = [
+        case(f"{shape} {form} {card}GB", part="card", shape=shape, form=form, card=card)
+        for shape in shapes
+        for form in FORMS
+        for card in CARDS
+    ]
+    least = [
+        case(f"{shape} nf4 least{'_host' * host}", part="least", shape=shape, form="nf4", host=host)
+        for shape in large
+        for host in (False, True)
+    ]
+    return [*cells, *least, *(case(f"{shape} nf4 peft", part="peft", shape=shape, form="nf4") for shape in large)]
+
+
+def measure_fit(one: Case, names: list[str], options: Options) -> Row:
+    if one.part == "peft":
+        return measured(options, partial(train_peft, folder_of(one, options), one, options))
+    if one.part == "least":
+        keys = {fit.MICROBATCH: length_of(options), "gradient_checkpointing": True, "offload_embedding": one.host}
+        if one.host and config_of(f"Qwen3-{one.shape}", options.tiny).tie_word_embeddings:
+            return {"failed": {}, "note": "its output layer is the embedding"}
+        folder = folder_of(one, options)
+        predicted = prediction(run_of(folder, one, options, fit="off", **keys))
+        return {"predicted_gib": predicted / GIB} | measured(options, partial(train, folder, one, options, keys))
+    return measure_card(one, options)
+
+
+# --- choices -----------------------------------------------------------------------------------------------------------
+
+
+def measure_card(one: Case, options: Options) -> Row:
+    """What `fit` chooses for a card; and how it trains there, if no smaller card gets the same choice."""
+    folder = folder_of(one, options)
+    found = {card: choice(folder, one, card, options) for card in CARDS}
+    chosen, predicted, fits = found[one.card]
+    row: Row = {"fits": fits, "predicted_gib": predicted / GIB, "chosen": chosen}
+    if not fits:
+        return row
+    same = [card for card in CARDS if found[card] == found[one.card]]
+    if same[0] != one.card:
+        return row | {"as": f"{one.shape} {one.form} {same[0]}GB"}
+    keys = chosen if options.tiny else {}  # on a GPU training chooses itself, under the cap
+    with capped(one.card, options):
+        done = measured(options, partial(train, folder, one, options, keys))
+    if "record" in done:
+        taken = {key: value for key, value in done["record"]["fit"].items() if key != "predicted_bytes"}
+        done["as_chosen"] = options.tiny or taken == chosen
+    return row | done
+
+
+def choice(folder: Path, one: Case, card: int, options: Options) -> tuple[dict[str, Any], int, bool]:
+    """Keys that `fit` chooses for a card, the bytes that it predicts, and whether they fit."""
+    room = room_of(card, options)
+    run = run_of(folder, one, options)
+    with mock.patch.object(fit, "memory_room", return_value=room):
+        found = fit.fitted(prepare(run), options.device, prepare)
+    chosen = {key: value for key, value in found.fit.items() if key != "predicted_bytes"}
+    predicted = found.fit["predicted_bytes"]
+    return chosen, predicted, predicted <= ROOM_SHARE * room
+
+
+def prediction(run: Run) -> int:
+    """Bytes that are predicted for a run as it is written."""
+    prepared: PreparedRun = prepare(run)
+    return fit.predicted(run, prepared, prepared.budget)
+
+
+def room_of(card: int, options: Options) -> int:
+    if options.tiny:
+        return card * UNIT
+    return min(card * GIB, torch.cuda.get_device_properties(options.device).total_memory)
+
+
+@contextmanager
+def capped(card: int, options: Options) -> Iterator[None]:
+    """A GPU whose memory is that of a card for this process."""
+    if options.tiny:
+        yield
+        return
+    total = torch.cuda.get_device_properties(options.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(room_of(card, options) / total, options.device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, options.device)
+
+
+# --- training ----------------------------------------------------------------------------------------------------------
+
+
+def length_of(options: Options) -> int:
+    return 32 if options.tiny else LENGTH
+
+
+def folder_of(one: Case, options: Options) -> Path:
+    """Folder with the configuration, a tokenizer and samples of a shape, and no weights."""
+
+    def make() -> Any:
+        made = tempfile.TemporaryDirectory()
+        folder = Path(made.name)
+        write_tokenizer(folder / "base", 100 if options.tiny else WORDS)
+        config = config_of(f"Qwen3-{one.shape}", options.tiny)
+        config.architectures = ["Qwen3ForCausalLM"]
+        config.save_pretrained(folder / "base")
+        ids = np.random.default_rng(0).integers(3, 100, (BATCH * STEPS, length_of(options))).tolist()
+        (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": own, "labels": own}) + "\n" for own in ids))
+        return made
+
+    return Path(options.shared(one.shape, make).name)
+
+
+def run_of(folder: Path, one: Case, options: Options, **keys: Any) -> Run:
+    """A run of one LoRA job; keys: more of the run file's."""
+    job = {
+        "name": "a", "data": {"path": str(folder / "rows.jsonl")},
+        "adapter": {"r": RANK, "lora_dropout": 0.0, "target_modules": TARGETS},
+        "train": {"global_batch_size": BATCH, "max_steps": STEPS, "learning_rate": 1e-4},
+    }  # fmt: skip
+    form = FORMS[one.form]
+    tree = {
+        "base_model": str(folder / "base"), "output_dir": str(folder / "out"), "dtype": "bfloat16",
+        "device": str(options.device), "jobs": [job], "save_every": 0,
+    }  # fmt: skip
+    return run_from(tree | ({} if form is None else {"quantization": form.model_dump()}) | keys)
+
+
+@contextmanager
+def random_weights(device: torch.device) -> Iterator[None]:
+    """While it lasts, base models have the sizes that their folder says and random weights, made on the device."""
+
+    def floats(path: str, *_: Any, **__: Any) -> Any:
+        return build(read_sizes(path), device).eval()
+
+    def codes(
+        path: str, revision: Any, asked: QuantizationConfig, stored: Any, dtype: torch.dtype, *_: Any, **__: Any
+    ) -> Any:
+        def layer(weight_NK: torch.Tensor) -> torch.nn.Module:
+            return QuantizedLinear(codes_made_of(weight_NK, asked, dtype), None, dtype)
+
+        return build_layers(read_sizes(path), device, layer)
+
+    with (
+        mock.patch("packlora.base.model.read_model", floats),
+        mock.patch("packlora.codes.plugin.read_quantised", codes),
+    ):
+        yield
+
+
+def read_sizes(path: str) -> Any:
+    return AutoConfig.from_pretrained(path, attn_implementation="sdpa")
+
+
+def train(folder: Path, one: Case, options: Options, keys: Mapping[str, Any]) -> Row:
+    """Train by packlora.train. Raises MemoryError."""
+    out = folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    with random_weights(options.device):
+        packlora.train(run_of(folder, one, options, **keys))
+    record = json.loads((out / "run.json").read_text())
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    ends = [line["elapsed"] for line in lines if line.get("loss") is not None]
+    losses = [line["loss"] for line in lines if line.get("loss") is not None]
+    return {"ends": ends, "losses": losses, "record": {key: record[key] for key in ("fit", "warnings")}}
+
+
+def train_peft(folder: Path, one: Case, options: Options) -> Row:
+    """The same samples by PEFT and SFTTrainer, or without TRL by transformers' Trainer; layers are bitsandbytes' own."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    def layer(weight_NK: torch.Tensor) -> Any:
+        N, K = weight_NK.shape
+        with torch.device("meta"):
+            codes = Linear4bit(K, N, False, weight_NK.dtype, True, "nf4")
+        codes.weight = Params4bit(weight_NK, quant_type="nf4", compress_statistics=True, module=codes).to(
+            options.device
+        )
+        return codes
+
+    by_trl = all(importlib.util.find_spec(name) is not None for name in ("trl", "datasets"))
+    loss = "TRL's loss" if by_trl else use_liger(options.device)
+    model = build_layers(read_sizes(str(folder / "base")), options.device, layer)
+    model.is_loaded_in_4bit = True
+    model.config.use_cache = False
+    adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    arguments: Row = {
+        "output_dir": str(folder / "trainer"), "per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH,
+        "gradient_checkpointing": True, "learning_rate": 1e-4, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no",
+        "report_to": [], "bf16": options.device.type == "cuda", "use_cpu": options.device.type == "cpu",
+    }  # fmt: skip
+    ends = Ends()
+    if not by_trl:
+        args = TrainingArguments(
+            **arguments, remove_unused_columns=False, gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        adapted = get_peft_model(model, adapter, autocast_adapter_dtype=True)
+        adapted.enable_input_require_grads()
+        how = Trainer(
+            model=adapted, args=args, train_dataset=rows, data_collator=default_data_collator, callbacks=[ends]
+        )
+        said = f"Trainer of transformers {version('transformers')}"
+    else:
+        from datasets import Dataset
+        from datasets.table import InMemoryTable
+
+        trl: Any = importlib.import_module("trl")
+
+        args = trl.SFTConfig(**arguments, max_length=length_of(options), dataset_kwargs={"skip_prepare_dataset": True})
+        tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+        columns = {key: [row[key] for row in rows] for key in ("input_ids", "labels")}
+        data = Dataset(
+            InMemoryTable.from_pydict(columns), fingerprint="rows"
+        )  # else it pickles all of pyarrow to make one
+        how = trl.SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer,
+            peft_config=adapter,
+            callbacks=[ends],
+        )
+        said = f"SFTTrainer of TRL {version('trl')}"
+    how.train()
+    losses = [line["loss"] for line in how.state.log_history if "loss" in line]
+    return {"ends": ends.times, "losses": losses, "by": f"{said}, PEFT {version('peft')}, {loss}"}
+
+
+def measured(options: Options, run: Any) -> Row:
+    """Rate of a run and the peaks of its memory, all of it: reading, the proof of packing, training."""
+    cuda = options.device.type == "cuda"
+    free_memory(options.device)
+    before = torch.cuda.memory_reserved(options.device) if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(options.device)
+    start = time.perf_counter()
+    try:
+        done: Row = run()
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        done = {"failed": {"memory": str(error).splitlines()[0]}}
+    ends = done.pop("ends", [])
+    took = [end - begin for begin, end in pairwise(ends)][WARM - 1 :]
+    row: Row = {"tokens_per_s": None, "wall_s": time.perf_counter() - start, **done}
+    if took:
+        row["tokens_per_s"] = BATCH * length_of(options) / statistics.median(took)
+    if cuda:
+        stats = torch.cuda.memory_stats(options.device)
+        row |= {
+            "gib": torch.cuda.max_memory_reserved(options.device) / GIB,
+            "allocated_gib": torch.cuda.max_memory_allocated(options.device) / GIB,
+            "reserved_before_gib": before / GIB, "retries": stats.get("num_alloc_retries", 0),
+        }  # fmt: skip
+    return row
+
+
+# --- figures -----------------------------------------------------------------------------------------------------------
+
+
+def error_of(row: Row) -> float | None:
+    """|predicted - measured| / measured, of memory allocated; None where one is missing."""
+    measured, guess = row.get("allocated_gib"), row.get("predicted_gib")
+    return None if measured is None or guess is None or row.get("failed") else abs(guess - measured) / measured
+
+
+def fit_summary(rows: list[Row]) -> Row:
+    by_case = {row["case"]: row for row in rows}
+    out: Row = {}
+    for shape in LARGE:
+        key = f"nf4_{shape.lower()}"
+        for name, label in (("gib", "least"), ("offload_gib", "least_host"), ("peft_gib", "peft")):
+            row = by_case.get(f"{shape} nf4 {label}", {})
+            if row.get("gib") is not None and not row.get("failed"):
+                out |= {
+                    f"{key}_{name}": row["gib"],
+                    f"{key}_{name.replace('gib', 'tokens_per_s')}": row["tokens_per_s"],
+                }
+    errors = [error for row in rows if (error := error_of(row)) is not None]
+    return out | ({"largest_memory_error": max(errors)} if errors else {})
+
+
+FIT = Benchmark(
+    fit_cases, measure_fit, fit_summary,
+    "Qwen3's shapes with random weights, bfloat16 or NF4 with double quantisation (output layer and embedding "
+    f"bfloat16); LoRA r {RANK} on {', '.join(TARGETS)}, no dropout; samples of {LENGTH} tokens, {BATCH} to an "
+    f"optimizer step, AdamW in float32, {STEPS} steps. A card of N GB is one GPU capped at N * 2**30 bytes by "
+    "torch.cuda.set_per_process_memory_fraction; CUDA's own memory, which a real card holds too, is not counted. "
+    "card: packlora.train with defaults; each choice of `fit` is trained under the cap of the smallest card that gets "
+    "it, and larger cards with the same choice refer to it by `as`. least: no cap; one sample in a microbatch, "
+    "gradient checkpointing; least_host: also offload_embedding. peft: bitsandbytes' Linear4bit under PEFT, batches "
+    f"of one sample, accumulation {BATCH}, gradient checkpointing, the trainer that `by` names. gib: peak of memory "
+    "reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, which "
+    "predicted_gib is compared with. tokens_per_s: of an optimizer step over the median time between the ends of "
+    f"steps, the first {WARM} left out.",
+    ["packlora"], by_case=True,
+)  # fmt: skip

@@ -1,0 +1,60 @@
+"""The embedding of a base model in the memory of the host, where the rows of a microbatch's tokens are looked up: they are a
+hundredth of it, and the device has room for more. No number changes. The host waits for the device once a forward.
+
+Shapes: V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from transformers import PreTrainedModel
+
+
+class HostEmbedding(torch.nn.Module):
+    """Rows of an embedding, on the device of the ids. The weight is no parameter: those say where the model is."""
+
+    def __init__(self, embedding: torch.nn.Embedding) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self._held = [embedding.weight.detach().cpu()]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight [V, D] on the CPU."""
+        return self._held[0]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows [..., D] of ids [...]."""
+        rows = self.weight.new_empty(ids.numel(), self.embedding_dim, pin_memory=ids.is_cuda)
+        torch.index_select(self.weight, 0, ids.flatten().cpu(), out=rows)
+        return rows.to(ids.device, non_blocking=True).view(*ids.shape, -1)
+
+
+def is_on_host(model: PreTrainedModel) -> bool:
+    """Whether the embedding of a loaded model lies on the host."""
+    return isinstance(model.get_input_embeddings(), HostEmbedding)
+
+
+def move_to_host(model: PreTrainedModel) -> None:
+    """Put a HostEmbedding in the place of a model's embedding."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, torch.nn.Embedding)
+    model.set_input_embeddings(HostEmbedding(embedding))
+
+
+def why_on_device(model: PreTrainedModel, adapted: Collection[str]) -> str | None:
+    """Reason, in words, why a model's embedding stays on the device; None where it may lie on the host.
+
+    Args:
+        model: also one without weights.
+        adapted: paths of modules that jobs train.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None:
+        return f"its embedding is a {type(embedding).__name__} that changes what it looks up"
+    if head is None or head.weight is embedding.weight or getattr(model.config, "tie_word_embeddings", False):
+        return "its output layer is the embedding, and is multiplied on the device"
+    path = next(path for path, module in model.named_modules() if module is embedding)
+    return f"{path} is trained" if path in adapted else None
