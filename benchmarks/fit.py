@@ -145,11 +145,11 @@ def capped(card: int, options: Options) -> Iterator[None]:
         yield
         return
     total = torch.cuda.get_device_properties(options.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(room_of(card, options) / total, options.device)
+    torch.cuda.set_per_process_memory_fraction(room_of(card, options) / total, torch.cuda.current_device())
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, options.device)
+        torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
 
 
 # --- training ----------------------------------------------------------------------------------------------------------
