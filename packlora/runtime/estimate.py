@@ -219,12 +219,12 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     Counted: frozen weights, of quantised ones the codes; per trainable parameter its value, the gradient of the global batch,
     two AdamW moments and the last good value (4 bytes each), and a microbatch's gradient where that is more than what the
     activations take; per token and layer the tensors that backward needs, those of adapters too (or with checkpointing one per
-    layer, and one layer's, which then holds the inputs of all its products). On top comes the more of two moments. "logits" is
-    the part of the loss that exceeds the buffers: logits of the label tokens, their softmax and gradient; or, where kernels make
-    the loss, logits of one chunk, and the hidden states, their rows and their gradient. "buffers" is a layer's backward: the
-    gradients of its input and of two inner products, and the two largest quantised weights as they are multiplied.
-    Measured peaks of an H200 and an H100 are 0.97 to 1.03 of the sum. Not counted: what keep_outputs saves, the allocator's
-    rounding, the interpreter and its libraries (about 0.6 GiB of a CPU process).
+    layer, and one layer's). On top comes the more of two moments. "logits" is the part of the loss that exceeds the buffers:
+    logits of the label tokens, their softmax and gradient; or, where kernels make the loss, logits of one chunk, and the hidden
+    states, their rows and their gradient. "buffers" is a layer's backward: the gradients of its input and of two inner
+    products, under checkpointing inputs of products, and the two largest quantised weights as they are multiplied. Measured
+    peaks of an H200 and an H100 are 0.97 to 1.04 of the sum. Not counted: what keep_outputs saves, the allocator's rounding,
+    the interpreter and its libraries (about 0.6 GiB of a CPU process).
 
     Args:
         kernels: whether kernels compute attention, norms and the loss; None: as on the run's device.

@@ -59,7 +59,7 @@ SMALLEST = {
     "quantised": "4jobs,lora_r16,packlora", "experts": "1job,dora_r16,packlora", "vlm": "forward,bf16,packlora",
     "small": "dora,compiled,packlora", "workloads": "packlora", "schedule": "jobs,1,auto",
     "peers": "packlora,peft_bf16", "megatron": "plain", "speed": "", "parity": "", "dora-fidelity": "",
-    "dora-convergence": "packlora,peft_reversed", "sweep": "halving", "sampling": "",
+    "dora-convergence": "packlora,peft_reversed", "sweep": "halving", "sampling": "", "fit": "nf4,24GB",
 }  # fmt: skip
 """Words of `--only`. Those that start processes or commands are below."""
 
