@@ -17,6 +17,7 @@ from packlora.base.device import choose_device
 from packlora.config import Run
 from packlora.engine.memory import memory_room
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
+from packlora.ops.gpu import why_no_kernels
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
 from packlora.runtime.prepared_job import ModelShape
@@ -235,6 +236,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
         per_layer = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
         per_layer += width * (shape.attention + shape.key_value) * shape.head_norms
+        if attends_by_sample(run):  # keys and values of all heads; the output of each sample, and of all
+            per_layer += width * (3 * shape.attention - 2 * shape.key_value)
     else:
         # two norms keep their input in float32, and their outputs feed the projections; queries, keys and values of all
         # heads as attention reads them, its output twice; gate, up, activation and their product
@@ -283,6 +286,12 @@ def _frozen_bytes(run: Run, prepared: PreparedRun, width: int) -> int:
     shape, (numbers, codes) = prepared.shape, prepared.in_codes
     floats = shape.parameters - numbers - shape.vocabulary * shape.hidden * run.offload_embedding
     return floats * width + codes
+
+
+def attends_by_sample(run: Run) -> bool:
+    """Whether torch computes attention on the run's GPU, sample by sample."""
+    device = choose_device(run.device)
+    return device.type == "cuda" and why_no_kernels(device) is not None
 
 
 def by_kernels(run: Run) -> bool:

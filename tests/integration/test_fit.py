@@ -187,6 +187,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """GiB, keys -> the run as `fit` chose for a card of so much."""
     device = torch.device("cuda")
     monkeypatch.setattr(estimate, "choose_device", lambda name: device)
+    monkeypatch.setattr(estimate, "why_no_kernels", lambda device: None)
 
     def choose(gib: float, **keys: Any) -> Any:
         monkeypatch.setattr(fit, "memory_room", lambda device: int(gib * GIB))
