@@ -49,6 +49,10 @@ TITLES = {
 """Contenders and ways in words."""
 
 
+CHOICES = {"max_tokens_per_microbatch": "m", "gradient_checkpointing": "c", "offload_embedding": "e"}
+"""Letters of what `fit` chooses."""
+
+
 def results(name: str) -> Row:
     """A results file. Raises ValueError for a part of a benchmark, which is not for pages."""
     file: Row = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
@@ -185,11 +189,26 @@ def cosines(file: Row) -> list[Row]:
     ]
 
 
+def cards(file: Row) -> list[Row]:
+    """`fit`: a row for each model and its weights, with a cell for each card: tokens a second, peak of reserved memory and, by
+    its letter in CHOICES, what was chosen."""
+    rows = {row["case"]: row for row in file["rows"]}
+    out: dict[str, Row] = {}
+    for row in rows.values():
+        if row["part"] == "card":
+            own = out.setdefault(f"{row['shape']} {row['form']}", {"shape": row["shape"], "form": row["form"]})
+            done = rows.get(row.get("as", row["case"]), {})
+            letters = "".join(letter for key, letter in CHOICES.items() if key in row["chosen"])
+            found = done.get("tokens_per_s")
+            own[f"on_{row['card']}"] = f"{found:,.0f} ({done['gib']:.1f}) {letters}".strip() if found else "-"
+    return list(out.values())
+
+
 VIEWS: dict[str, Callable[[Row], list[Row]]] = {
     "rows": lambda file: file["rows"],
     "summary": lambda file: [file["summary"]],
     **{one.__name__: one for one in (
-        by_contender, by_case, by_way, by_mode, behind, worst, transposed, wire, stages, cosines,
+        by_contender, by_case, by_way, by_mode, behind, worst, transposed, wire, stages, cosines, cards,
     )},
 }  # fmt: skip
 

@@ -11,6 +11,11 @@ from collections.abc import Collection
 import torch
 from transformers import PreTrainedModel
 
+from packlora.config import Run
+from packlora.errors import InputError
+
+IN_PARTS = "the base model is in parts on several processes (parallel)"
+
 
 class HostEmbedding(torch.nn.Module):
     """Rows of an embedding, on the device of the ids. The weight is no parameter: those say where the model is."""
@@ -37,8 +42,19 @@ def is_on_host(model: PreTrainedModel) -> bool:
     return isinstance(model.get_input_embeddings(), HostEmbedding)
 
 
-def move_to_host(model: PreTrainedModel) -> None:
-    """Put a HostEmbedding in the place of a model's embedding."""
+def check_host(run: Run, skeleton: PreTrainedModel, adapted: Collection[str]) -> None:
+    """Raises InputError where the embedding is to lie on the host, and cannot. adapted: see why_on_device."""
+    reason = why_on_device(skeleton, adapted)
+    if run.parallel.in_parts or run.parallel.is_sharded:
+        reason = IN_PARTS
+    if reason is not None:
+        raise InputError(f"offload_embedding: true is not for base_model {run.base_model!r}: {reason}; leave it out")
+
+
+def move_to_host(model: PreTrainedModel, is_whole: bool) -> None:
+    """Put a HostEmbedding in the place of a model's embedding. Raises InputError where it is not whole on its device."""
+    if not is_whole:
+        raise InputError(f"offload_embedding: true is not for this run: {IN_PARTS}; leave it out")
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, torch.nn.Embedding)
     model.set_input_embeddings(HostEmbedding(embedding))

@@ -16,13 +16,11 @@ from transformers import PreTrainedModel
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
 from packlora.base.fingerprint import Fingerprint, fingerprint
-from packlora.base.host_embedding import move_to_host
 from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
 from packlora.base.shape import check_row
 from packlora.config import Run
-from packlora.errors import InputError
 from packlora.form import WeightForm, form_in
 from packlora.given import given
 from packlora.modality import Modality
@@ -114,9 +112,9 @@ def ready_base(
     known, own = looked_at or look_at(run, model, path, longest, storage.is_whole)
     with_extras = None if modality is None else modality.own(model, path)
     if run.offload_embedding:
-        if not storage.is_whole:
-            raise InputError("offload_embedding: true is for a base model that is whole on its device; leave it out")
-        move_to_host(model)
+        from packlora.base.host_embedding import move_to_host
+
+        move_to_host(model, storage.is_whole)
     notes = prepare_model(model, run.gradient_checkpointing)
     replaced: list[str] = []
     if run.liger is True or (run.liger == "auto" and device.type == "cuda"):

@@ -17,6 +17,7 @@ from packlora.base.device import choose_device
 from packlora.config import Run
 from packlora.engine.memory import memory_room
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
+from packlora.ops.gpu import why_no_kernels
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
 from packlora.runtime.prepared_job import ModelShape
@@ -39,8 +40,14 @@ LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4, "mps": 3e-4}
 OPTIMIZER_BYTES = 16
 """Per trainable parameter, of what training keeps beside parameter and a microbatch's gradient: that of the global batch, two
 moments and the last good value."""
-TRAINABLE_BYTES = 4 * 6
-"""Per trainable parameter in all: with its value and a microbatch's gradient."""
+TRAINABLE_BYTES = 4 * 5
+"""Per trainable parameter while a microbatch runs: with its value."""
+GRADIENT_BYTES = 4
+"""Per trainable parameter of a microbatch's gradient, which is whole when the activations are gone."""
+LIBRARY_BYTES = 72 * 2**20
+"""Workspaces of cuBLAS, and small tensors."""
+MANY = 2**16
+"""Tokens of a microbatch from which on its memory grows by the same for each."""
 RANK_MULTIPLE = 16
 """Kernels pad ranks to multiples of it."""
 BYTES_PER_SECOND = 2e11
@@ -56,9 +63,9 @@ def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
         stages: of a pipeline of such devices; memory is then that of one of them, with as many microbatches in flight.
     """
     device = choose_device(run.device)
-    parts = memory_parts(run, prepared, tokens=1)
-    per_token = parts["activations"] + parts["buffers"] + (0 if by_kernels(run) else parts["logits"])
-    kept = sum(parts.values()) - per_token
+    least, many, twice = (sum(memory_parts(run, prepared, tokens).values()) for tokens in (1, MANY, 2 * MANY))
+    per_token = (twice - many) / MANY  # it falls for none, so that the line is nowhere below the parts
+    kept = least - per_token
     cost = analytic_cost(run, prepared, *_speed(run), stages=stages)
     own = kept * largest_stage(run, prepared, stages)
     return Profile(stages, "estimated", cost, own, per_token, memory_room(device))
@@ -210,13 +217,15 @@ def model_flops(shape: ModelShape, jobs: Mapping[str, Job], microbatches: Sequen
 def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | None = None) -> dict[str, int]:
     """Bytes by what holds them on the device, in a microbatch of so many tokens.
 
-    Counted: frozen weights, of quantised ones the codes and the two largest as they are multiplied; per trainable parameter its
-    value, the gradients of microbatch and global batch, two AdamW moments and the last good value (4 bytes each); per token and
-    layer the tensors that backward needs, those of adapters too (or with checkpointing one per layer and one
-    layer's worth); logits of the label tokens, their softmax and gradient, or, where kernels make the
-    loss, of one chunk; there also temporary buffers, as large as the gradients of one layer's input and inner product. Nine
-    measured peaks of an H200 are 0.96 to 1.03 of the sum. Not counted: what keep_outputs saves, the allocator's rounding, the
-    interpreter and its libraries (about 0.6 GiB of a CPU process).
+    Counted: frozen weights, of quantised ones the codes; per trainable parameter its value, the gradient of the global batch,
+    two AdamW moments and the last good value (4 bytes each), and a microbatch's gradient where that is more than what the
+    activations take; per token and layer the tensors that backward needs, those of adapters too (or with checkpointing one per
+    layer, and one layer's). On top comes the more of two moments. "logits" is the part of the loss that exceeds the buffers:
+    logits of the label tokens, their softmax and gradient; or, where kernels make the loss, logits of one chunk, and the hidden
+    states, their rows and their gradient. "buffers" is a layer's backward: the gradients of its input and of two inner
+    products, under checkpointing inputs of products, and the two largest quantised weights as they are multiplied. Measured
+    peaks of an H200 and an H100 are 0.97 to 1.04 of the sum. Not counted: what keep_outputs saves, the allocator's rounding,
+    the interpreter and its libraries (about 0.6 GiB of a CPU process).
 
     Args:
         kernels: whether kernels compute attention, norms and the loss; None: as on the run's device.
@@ -227,6 +236,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
         per_layer = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
         per_layer += width * (shape.attention + shape.key_value) * shape.head_norms
+        if attends_by_sample(run):  # keys and values of all heads; the output of each sample, and of all
+            per_layer += width * (3 * shape.attention - 2 * shape.key_value)
     else:
         # two norms keep their input in float32, and their outputs feed the projections; queries, keys and values of all
         # heads as attention reads them, its output twice; gate, up, activation and their product
@@ -237,13 +248,24 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     if run.gradient_checkpointing:
         kept = shape.layers * shape.hidden * width + per_layer
     labels = max(job.data.label_share for job in prepared.jobs)
-    logits = CHUNK_BYTES["cuda"] if kernels else round(tokens * labels * shape.vocabulary * (4 * 2 + width))
+    temporary = 2 * shape.largest * width * (prepared.in_codes[0] > 0)
+    if kernels:
+        loss = CHUNK_BYTES["cuda"] + 3 * tokens * shape.hidden * width
+        inside = shape.hidden * (2 if run.gradient_checkpointing else 1) + 2 * shape.inner
+        buffers = tokens * width * inside + temporary
+        if run.gradient_checkpointing:  # in the loss no layer is computed again
+            loss -= tokens * per_layer
+    else:
+        loss, buffers = round(tokens * labels * shape.vocabulary * (4 * 2 + width)), temporary
+        loss += buffers
+    more = max(0, loss - buffers)
+    last = GRADIENT_BYTES * prepared.trainable - tokens * kept - buffers - more
     return {
-        "frozen weights": _frozen_bytes(run, prepared, width),
-        "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES,
+        "frozen weights": _frozen_bytes(run, prepared, width) + LIBRARY_BYTES * kernels,
+        "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES + max(0, last),
         "activations": tokens * kept,
-        "logits": logits,
-        "buffers": tokens * width * (shape.hidden + 2 * shape.inner) if kernels else 0,
+        "logits": more,
+        "buffers": buffers,
     }
 
 
@@ -260,11 +282,16 @@ def _numbers_of_adapters(prepared: PreparedRun) -> int:
 
 
 def _frozen_bytes(run: Run, prepared: PreparedRun, width: int) -> int:
-    """Bytes of all frozen weights on the device: floats, codes of quantised layers, and their two largest weights as they are
-    multiplied."""
+    """Bytes of all frozen weights on the device: floats, and codes of quantised layers."""
     shape, (numbers, codes) = prepared.shape, prepared.in_codes
     floats = shape.parameters - numbers - shape.vocabulary * shape.hidden * run.offload_embedding
-    return (floats + 2 * shape.largest * (numbers > 0)) * width + codes
+    return floats * width + codes
+
+
+def attends_by_sample(run: Run) -> bool:
+    """Whether torch computes attention on the run's GPU, sample by sample."""
+    device = choose_device(run.device)
+    return device.type == "cuda" and why_no_kernels(device) is not None
 
 
 def by_kernels(run: Run) -> bool:

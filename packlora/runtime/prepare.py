@@ -18,7 +18,6 @@ from packlora.adapters.targets import try_patterns
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
 from packlora.base.held import check_held
-from packlora.base.host_embedding import why_on_device
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.changes import check_prepared
 from packlora.config import JobConfig, Run
@@ -77,7 +76,6 @@ def prepare(
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for job in run_jobs:
         _check_spec(run, job, specs[job.name], skeleton)
-    _check_embedding(run, skeleton, specs)
     asks = _asks(run, skeleton, specs, len(run_jobs) < len(run.jobs))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
@@ -171,18 +169,11 @@ def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTraine
             f"job {job.name!r} adapts {spec.parameter}, experts or a router, which cuda_graphs: true does not serve in this "
             "version; leave that out, or name linear layers alone in target_modules"
         )
+    if run.offload_embedding:
+        from packlora.base.host_embedding import check_host
+
+        check_host(run, skeleton, spec.modules)
     check_start_of_weights(run, job, spec, skeleton)
-
-
-def _check_embedding(run: Run, skeleton: PreTrainedModel, specs: Mapping[str, AdapterSpec]) -> None:
-    """Raises InputError where the embedding is to lie on the host, and cannot."""
-    if not run.offload_embedding:
-        return
-    reason = why_on_device(skeleton, {path for spec in specs.values() for path in spec.modules})
-    if run.parallel.in_parts or run.parallel.is_sharded:
-        reason = "it is in parts on several processes (parallel)"
-    if reason is not None:
-        raise InputError(f"offload_embedding: true is not for base_model {run.base_model!r}: {reason}; leave it out")
 
 
 def modality_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Modality | None:
@@ -230,7 +221,6 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
         _check_spec(run, job, spec, encoder.skeleton)
-        _check_embedding(run, encoder.skeleton, {job.name: spec})
         if prepared.form is not None:
             from packlora.runtime.wholeness import copied_alone
 

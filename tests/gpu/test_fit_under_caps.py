@@ -157,3 +157,14 @@ def test_a_run_goes_on_where_memory_runs_out_after_the_choice(
     assert any("out of memory in a microbatch" in text for text in record["warnings"])
     assert taken in record["fit"]
     assert close(got, want) if not keys or "cuda_graphs" in keys else same(got, want)
+
+
+def test_an_embedding_on_the_host_leaves_its_room_to_others_and_changes_no_bit(tree: Tree) -> None:
+    """Peaks are of training: with the embedding there, more is in use then than while the model is read."""
+    keys = {"cuda_graphs": False, "gradient_checkpointing": True, MICROBATCH: 16384}
+    want, plenty = trained(tree("device", **keys))
+    got, record = trained(tree("host", **keys, offload_embedding=True))
+    assert same(got, want)
+    saved = plenty["result"]["peak_memory_bytes"] - record["result"]["peak_memory_bytes"]
+    assert 0.95 <= saved / (32000 * 4096 * 2) <= 1.05
+    assert record["result"]["peak_memory_bytes"] <= (1 + ERROR) * record["fit"]["predicted_bytes"]

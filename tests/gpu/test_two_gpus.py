@@ -1,4 +1,4 @@
-"""Every layout of two processes on two GPUs: with every kind of job the numbers of one GPU, and under torchrun as users start it.
+"""Every layout on two GPUs: with every kind of job the numbers of one GPU, and under torchrun as users start it.
 
 pytest tests/gpu/test_two_gpus.py -n 4 --dist worksteal
 TWO_ON=cpu pytest tests/gpu/test_two_gpus.py        # the same table on two processes of a CPU
@@ -170,8 +170,8 @@ def losses(folder: Path) -> dict[tuple[str, int], float]:
 def test_a_quantised_base_gives_the_numbers_of_one_gpu(
     family: str, parallel: Tree, kind: str, few: Callable[..., Tree], two: Groups, tmp_path: Path
 ) -> None:
-    """In codes that are whole on each GPU, shared by rows, and shared in the memory of the host; also where embedding and output
-    layer are one."""
+    """In codes that are whole on each GPU, shared by rows, and shared in the memory of the host; also where embedding and
+    output layer are one."""
     if importlib.util.find_spec("bitsandbytes") is None:
         pytest.skip("needs bitsandbytes")
     tree = few(family, "float64", kind)

@@ -285,10 +285,11 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     apart, together, sharded, staged = run.layouts.rows
     assert base_bytes(run.prepared)[0] // 2 < staged.bytes < together.bytes - base_bytes(run.prepared)[0] // 3
     known, shape = run.known, run.prepared.shape
-    sizes = [estimate.memory_parts(run.prepared.run, run.prepared, 1)["adapters and optimizer"]]
+    each, gradient = estimate.TRAINABLE_BYTES, estimate.GRADIENT_BYTES
+    size = estimate.memory_parts(run.prepared.run, run.prepared, 1)["adapters and optimizer"]
     trainable = {job.config.name: job.trainable for job in run.prepared.jobs}
-    assert sizes == [24 * sum(trainable.values())]
-    assert apart.bytes < together.bytes - 24 * min(trainable.values()) + known.bytes_per_token * 96
+    assert each <= size / sum(trainable.values()) <= each + gradient
+    assert apart.bytes < together.bytes - each * min(trainable.values()) + known.bytes_per_token * 96
     base = 4 * shape.parameters
     others = 4 * (shape.parameters - shape.linear_parameters)  # whole from one end of a microbatch to the other
     layers = 4 * 2 * shape.linear_parameters // shape.layers

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packlora.base.device import choose_device
 from packlora.errors import InputError
 from packlora.ops import gpu
+from packlora.ops.attention import attention
 
 
 @pytest.fixture
@@ -80,6 +82,32 @@ def test_kernels_run_on_gpus_that_they_were_compiled_for_unless_they_are_switche
     assert not (hip and gpu.has_copy_engine(device))
     for cached in (gpu.capability, gpu.architecture):
         cached.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "calls"), [((7, 5), [300, 200, 300]), ((8, 0), [])])
+def test_attention_without_kernels_is_torch_s_own_for_each_sample_and_makes_no_mask(
+    kind: tuple[int, int], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors of a GPU that have no numbers."""
+    gpu.capability.cache_clear()
+    monkeypatch.setattr(gpu, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: kind)
+    found = list[int]()
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+        assert how == {"is_causal": True, "scale": 0.25} and q.shape == k.shape == v.shape
+        found.append(q.shape[2])
+        return plain(q, k, v, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(attention, "_one_call", lambda q, *_: q.transpose(0, 1))
+    monkeypatch.setattr(attention, "blocks_of", lambda *_: None)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(H, 800, 16, dtype=torch.float16, device="cuda") for H in (4, 2, 2))
+        y = attention.packed_attention(q, k, v, [300, 200, 300], 0.25)
+    assert found == calls and y.shape == (800, 4, 16) and y.dtype == torch.float16
+    gpu.capability.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["cpu:1", "cpu:3", "cpu:127"])

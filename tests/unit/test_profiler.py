@@ -55,8 +55,11 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
 ) -> None:
     """Within 5 %: 8192 tokens on Llama-3.1-8B's shape, LoRA r 16 or DoRA r 384 in bfloat16 without an optimizer."""
     monkeypatch.setattr(estimate, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(estimate, "why_no_kernels", lambda device: None)
     shape = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
-    run = SimpleNamespace(dtype="bfloat16", device="auto", gradient_checkpointing=checkpointing)
+    run = SimpleNamespace(
+        dtype="bfloat16", device="auto", gradient_checkpointing=checkpointing, offload_embedding=False
+    )
     outputs = {f"{layer}.{name}": width for layer in range(32) for name, width in LLAMA_8B.items()}
     modules = {path: SimpleNamespace(kind="linear", rank=rank) for path in outputs}
     job = SimpleNamespace(
@@ -66,6 +69,10 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
     )
     prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0))
     parts = estimate.memory_parts(run, prepared, 8192)  # type: ignore[arg-type]
+    monkeypatch.setattr(estimate, "why_no_kernels", lambda device: "a T4")
+    torch_s = estimate.memory_parts(run, prepared, 8192)  # type: ignore[arg-type]
+    layers = 1 if checkpointing else 32
+    assert torch_s["activations"] - parts["activations"] == 8192 * 2 * layers * (3 * 4096 - 2 * 1024)
     adapters = 41_943_040 * rank // 16 * 2 * 2  # values and gradients
     recorded = json.loads((RESULTS / "model-h200.json").read_text())["summary"]
     measured = sum(recorded[key.removeprefix("-")] * (-1 if key.startswith("-") else 1) for key in keys) * 2**30
@@ -83,7 +90,8 @@ def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
 ) -> None:  # fmt: skip
     """Within 10 %: the benchmark's four jobs of short samples, at a product's and a copy's speeds of that H200."""
     for name, given in (
-        ("choose_device", torch.device("cuda")), ("memory_room", 1), ("machine_flops", 7.5e14), ("machine_bandwidth", 3.98e12),
+        ("choose_device", torch.device("cuda")), ("memory_room", 1), ("why_no_kernels", None),
+        ("machine_flops", 7.5e14), ("machine_bandwidth", 3.98e12),
     ):  # fmt: skip
         monkeypatch.setattr(estimate, name, lambda *asked, given=given: given)
     wide = [(attention, hidden), (1024, hidden), (1024, hidden), (hidden, attention)]
@@ -92,7 +100,7 @@ def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
     shape = ModelShape(
         "qwen3", linear, linear, layers, hidden, attention, 1024, inner, vocabulary, largest=inner * hidden, outputs=outputs
     )  # fmt: skip
-    run: Any = SimpleNamespace(dtype="bfloat16", device="auto", gradient_checkpointing=False)
+    run: Any = SimpleNamespace(dtype="bfloat16", device="auto", gradient_checkpointing=False, offload_embedding=False)
     jobs, samples = [], []
     for name, (lengths, rank) in JOBS.items():
         drawn = lengths.draw(320, 2048, 0)
