@@ -200,11 +200,14 @@ class RolloutChanges(Changes):
             self._ends[job.chat_template] = frozenset(answer_ends(tokenizer, getattr(settings, "eos_token_id", None)))
         return self._ends[job.chat_template]
 
+    def _texts(self, drawn: _Drawn) -> list[str]:
+        tokenizer = templated(self.base.tokenizer, drawn.job.chat_template)
+        return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in drawn.ids]
+
     def _groups(self, drawn: _Drawn) -> list[Group]:
         data, size = drawn.job.data, drawn.job.config.rollout.num_generations
         assert isinstance(data, RolloutData)
-        tokenizer, out = templated(self.base.tokenizer, drawn.job.chat_template), []
-        texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in drawn.ids]
+        out, texts = [], self._texts(drawn)
         for first in range(0, len(texts), size):
             prompt = data.rollouts.prompts[drawn.prompts[first]]
             said: list[Any] = texts[first : first + size]
@@ -255,7 +258,7 @@ class RolloutChanges(Changes):
         totals = [np.zeros(config.num_generations) if own.lost is not None else rewards.total(own) for own in judged]
         advantages = advantages_of(totals, [own.lost is not None for own in judged], config.scale_rewards)
         logps, base, taught = scores.own, scores.base, scores.teacher
-        completions, drifts = [], []
+        completions, drifts, texts = [], [], self._texts(drawn)
         for at, tokens in enumerate(drawn.tokens):
             group, place = divmod(at, config.num_generations)
             drifts.append(float(np.abs(logps[at] - [token.logprob for token in tokens]).mean()))
@@ -264,7 +267,7 @@ class RolloutChanges(Changes):
                 drawn.prompts[at], drawn.ids[at], logps[at].tolist(), float(advantages[group][place]),
                 float(totals[group][place]), drifts[-1],
                 {name: None if np.isnan(value) else float(value) for name, value in values.items()},
-                None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(),
+                None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(), texts[at],
                 tokens[-1].reason == "length", judged[group].lost is not None,
             ))  # fmt: skip
         if (drift := float(np.mean(drifts))) > DRIFT.get(self.base.model.dtype, 1e-3) or drift != drift:
