@@ -22,10 +22,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from packlora.errors import quoted, reason_of
+from packlora.serve import openai
 from packlora.serve.desk import Desk
 from packlora.serve.errors import Refused
 from packlora.serve.page import PAGE
 from packlora.serve.rest import Rest
+from packlora.serve.served import ServedModels
 
 LOG = logging.getLogger("packlora.serve")
 API = "/api/v1"
@@ -48,14 +50,14 @@ class Keys:
     def __init__(self, keys: list[str] | None = None) -> None:
         self._keys = None if keys is None else [key.encode() for key in keys]
 
-    def owner(self, key: str | None) -> str:
-        """Raises Refused."""
+    def owner(self, key: str | None, missing: str = "x-api-key: there is none; set TINKER_API_KEY") -> str:
+        """Raises Refused. missing: what is said where there is no key."""
         given = (key or "").encode()
         if not given:
-            raise Refused("x-api-key: there is none; set TINKER_API_KEY", 401)
+            raise Refused(missing, 401)
         # all are compared, so that the time tells nothing
         if self._keys is not None and not sum(hmac.compare_digest(given, own) for own in self._keys):
-            raise Refused("x-api-key: it is not one of this service's keys", 401)
+            raise Refused("api key: it is not one of this service's keys", 401)
         return hashlib.sha256(given).hexdigest()[:32]
 
 
@@ -269,6 +271,13 @@ def _check_client(version: Any) -> None:
         )
 
 
+def bearer(keys: Keys, request: Request) -> str:
+    """The owner of a request of the OpenAI-style endpoint. Raises Refused."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    own = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key")
+    return keys.owner(own, "authorization: there is no key; send 'Bearer tml-...', which OPENAI_API_KEY sets")
+
+
 def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
     """The service as an ASGI application."""
     door = Door(desk, keys, hold)
@@ -292,6 +301,7 @@ def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
     routes = [
         Route("/", page), Route("/metrics", metrics), Route("/status", status), Route("/files/{ticket}/{name}", file),
         Route(API + "/{path:path}", door.handle, methods=methods),
+        *openai.routes(ServedModels(desk, lambda: door.is_closing), lambda request: bearer(keys, request)),
     ]  # fmt: skip
     app = Starlette(routes=routes)
     app.state.door = door

@@ -220,6 +220,7 @@ def _counted(
             stop = start + request.work.samples[number].num_labels
             request.logprobs.append(np.array(logprobs[start:stop]))
             start = stop
+        tenant.saw(request.work.samples[piece.start])
         tokens = _tokens(request, piece)
         outcome.tokens[lane.owner] = outcome.tokens.get(lane.owner, 0) + tokens
         request.at += 1

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -33,6 +34,8 @@ from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.optimizer import FIRST, Settings
+from packlora.serve.proof import TOKENS as SCORED
+from packlora.serve.proof import Scored
 
 OPTIMIZER = "optimizer.safetensors"
 START = "start"
@@ -60,6 +63,8 @@ class Tenant:
         """Optimizer steps; rows since the last one; tokens since the snapshot."""
         self.spoilt: int | None = None
         """Number of a forward_backward that failed since the last step, whose gradients are not complete."""
+        self.recent = np.arange(min(SCORED, host.facts.context - 1), dtype=np.int32) % host.facts.vocabulary
+        """Tokens by which samplers of its weights are proved: the first ones of its last rows."""
         self.dropout_key = stable_hash("dropout", wanted.seed) if wanted.adapter.get("lora_dropout") else None
 
     @property
@@ -128,6 +133,11 @@ class Tenant:
         assert self.state is not None and isinstance(self.state.optimizer, FlatAdamW)
         self.state.max_grad_norm, self.state.optimizer.config = settings.config.max_grad_norm, settings.config
 
+    def saw(self, sample: Sample) -> None:
+        """Rows were trained, this one among them."""
+        ids = sample.ids[: min(SCORED, self.host.facts.context - 1)]
+        self.recent = ids if len(ids) > 1 else self.recent
+
     def stepped(self) -> None:
         """A step was taken."""
         self.steps += 1
@@ -174,10 +184,12 @@ class Tenant:
             optimizer: whether the optimizer's state is written beside it.
         """
         adapter, state = self.wake()
-        peft = adapter.spec.peft
+        peft, scored = adapter.spec.peft, self._scored(adapter)
 
         def write(out: Path) -> None:
             save_adapter(out, adapter)
+            if scored is not None:
+                scored.write(out)
             if optimizer:
                 write_tensors(out / OPTIMIZER, _moments(state), {"steps": str(self.steps)})
 
@@ -187,6 +199,14 @@ class Tenant:
         finally:
             peft.base_model_name_or_path = before
         return sum(file.stat().st_size for file in folder.iterdir())
+
+    def _scored(self, adapter: Adapter) -> Scored | None:
+        """Some tokens of the model with their log-probabilities; None where there is no memory for that."""
+        try:
+            logprobs = self.host.score(adapter.number, self.recent)
+        except MemoryError:
+            return None
+        return None if logprobs is None else Scored(self.recent, logprobs)
 
     def load(self, folder: Path, optimizer: bool) -> None:
         """Take the values of an adapter folder, and the optimizer's or none. Raises Failed where it is another adapter."""
