@@ -1,0 +1,112 @@
+"""A sampler whose adapter is not that of its trainer is refused, for its tenant alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from serving import NAME, Talk, datum, host_of, leave
+
+from packlora.serve import samplers
+from packlora.serve.host import Host
+from packlora.serve.service import Service
+
+
+@pytest.fixture(scope="module")
+def host(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), budget=64)
+
+
+def sampler_of(talk: Talk, model: str, **more: Any) -> str:
+    promise = talk.call(model, "save_weights_for_sampler", sampling_session_seq_id=0, **more)
+    talk.run()
+    return str(talk.result(promise)["sampling_session_id"])
+
+
+def sampled(talk: Talk, sampler: str, seq: int = 0) -> Any:
+    body = {
+        "sampling_session_id": sampler, "seq_id": seq, "prompt": {"chunks": [{"tokens": [60, 61], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 3, "seed": 1},
+    }  # fmt: skip
+    promise, _ = talk.desk.asample(talk.owner, body)
+    talk.run()
+    return talk.result(promise)
+
+
+def trained(talk: Talk, count: int = 2) -> list[str]:
+    session = talk.session()
+    models = [talk.model(session, number, use_dora=bool(number)) for number in range(count)]
+    for model in models:
+        for step in range(2):
+            talk.forward_backward(model, [datum(step, 90)])
+            talk.step(model, 3e-2)
+    talk.run()
+    return models
+
+
+def test_a_wrong_sampler_is_refused_and_its_neighbour_is_not(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk(Service({NAME: host}, tmp_path))
+    bad, good = trained(talk)
+    first, second = sampler_of(talk, bad), sampler_of(talk, good)
+    original, spoilt = (
+        samplers.load_adapter,
+        talk.service.journal.one("select folder from samplers where id = ?", first),
+    )
+    assert spoilt is not None
+
+    def load(folder: Path, adapter: Any) -> None:
+        original(folder, adapter)
+        if folder.name == spoilt["folder"]:
+            adapter.flat.mul_(1.5)
+
+    monkeypatch.setattr(samplers, "load_adapter", load)
+    for seq in range(2):
+        found = sampled(talk, first, seq)
+        assert "sampler and the trainer differ by" in found["error"] and found["category"] == "server"
+        assert len(sampled(talk, second, seq).sequences[0].tokens) == 3 * 4
+    talk.step(bad)
+    promise = talk.forward_backward(bad, [datum(5, 20)], only=True)
+    talk.run()
+    assert talk.result(promise)[0]["tokens:sum"] == 20, "its training goes on"
+    monkeypatch.undo()
+    again = sampler_of(talk, bad)
+    assert len(sampled(talk, again).sequences[0].tokens) == 3 * 4
+    leave(talk.service)
+
+
+def test_a_file_that_was_changed_on_the_disk_is_refused_after_a_restart(host: Host, tmp_path: Path) -> None:
+    talk = Talk(Service({NAME: host}, tmp_path))
+    (model,) = trained(talk, 1)
+    right, wrong = sampler_of(talk, model), sampler_of(talk, model)
+    row = talk.service.journal.one("select folder from samplers where id = ?", wrong)
+    assert row is not None
+    leave(talk.service)
+    talk.service.journal.close()
+    file = tmp_path / "samplers" / row["folder"] / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(own for own in tensors if own.endswith("lora_B.weight"))
+    save_file(tensors | {name: torch.zeros_like(tensors[name])}, file)
+    talk = Talk(Service({NAME: host}, tmp_path))
+    assert "which is more than rounding" in sampled(talk, wrong)["error"]
+    assert len(sampled(talk, right).sequences[0].tokens) == 3 * 4
+    leave(talk.service)
+
+
+def test_snapshots_pass_whatever_their_model_has_become(host: Host, tmp_path: Path) -> None:
+    """Before any row, after rows of one token, with a gradient that has not stepped, and behind later steps."""
+    talk = Talk(Service({NAME: host}, tmp_path))
+    fresh = talk.model(talk.session(), init_lora_weights=False)
+    found = [sampler_of(talk, fresh)]
+    talk.forward_backward(fresh, [datum(1, 1)])
+    talk.forward_backward(fresh, [datum(1, 200)])
+    found.append(sampler_of(talk, fresh))
+    talk.step(fresh, 0.1)
+    talk.run()
+    assert all("error" not in str(sampled(talk, sampler)) for sampler in found)
+    leave(talk.service)
