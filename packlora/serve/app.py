@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import logging
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -88,6 +89,10 @@ class Door:
             answer = JSONResponse({"error": error.text}, error.status, headers=dict(error.headers))
         except ClientDisconnect:
             answer = Response(status_code=499)
+        except (sqlite3.OperationalError, OSError) as error:
+            LOG.error("%s %s: %s", request.method, request.url.path, reason_of(error))
+            full = Refused(f"nothing can be written down now: {reason_of(error)}", 429, 10)
+            answer = JSONResponse({"error": full.text}, full.status, headers=dict(full.headers))
         except Exception as error:
             LOG.exception("%s %s failed", request.method, request.url.path)
             answer = JSONResponse({"error": f"a defect of the service: {type(error).__name__}"}, 500)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from packlora.errors import WriteError, reason_of
 from packlora.serve.errors import Failed
 from packlora.serve.figures import Figures
 from packlora.serve.host import Host
@@ -36,6 +37,8 @@ class Core:
         self.stopping = False
         self.failure: BaseException | None = None
         """What ended the thread that computes."""
+        self.trouble: str | None = None
+        """What all work waits for, such as space on a disk."""
         self._listeners: dict[str, list[Callable[[], None]]] = {}
         self._lock = threading.Lock()
 
@@ -45,11 +48,13 @@ class Core:
             try:
                 with self.journal.write(flush=False) as db:
                     write(db)
+                self.trouble = None
                 return
             except sqlite3.OperationalError as error:
-                LOG.error("the journal cannot be written: %s; trying again", error)
+                self.trouble = f"the journal cannot be written: {error}"
+                LOG.error("%s; free some space there: all work waits for it", self.trouble)
                 if self.stopping:
-                    raise
+                    raise WriteError(f"{self.state}: {self.trouble}; the next start computes it again") from None
                 time.sleep(RETRY_SECONDS)
 
     def listen(self, promise: str, call: Callable[[], None]) -> None:
@@ -82,8 +87,8 @@ class Core:
         sessions = self.journal.one("select count(*) as n from sessions where ended is null")
         tenants = list(self.tenants.values())
         return {
-            "status": "ok" if self.failure is None else "failed",
-            "failure": None if self.failure is None else str(self.failure),
+            "status": "failed" if self.failure is not None else "ok" if self.trouble is None else "waits",
+            "failure": self.trouble if self.failure is None else reason_of(self.failure),
             "bases": {name: host.facts.path for name, host in self.hosts.items()},
             "sessions": 0 if sessions is None else sessions["n"],
             "models": len(tenants),

@@ -30,7 +30,7 @@ class Figures:
         self.waiting = Gauge("packlora_waiting_requests", "Requests that wait", registry=own)
         self.models = Gauge("packlora_models", "Models, by whether they are on the base", ["state"], registry=own)
         self.answers = Counter("packlora_http_answers", "Answers by status", ["status"], registry=own)
-        self.began = time.time()
+        self.began = time.monotonic()
         self._recent: deque[tuple[float, str, int]] = deque()
         self._lock = threading.Lock()
 
@@ -64,7 +64,7 @@ class Figures:
         shares = self.shares()
         total = sum(shares.values())
         return {
-            "seconds": round(time.time() - self.began),
+            "seconds": round(time.monotonic() - self.began),
             "tokens_per_second": round(total / WINDOW, 1),
             "shares": sorted((round(own / total, 3) for own in shares.values()), reverse=True) if total else [],
         }

@@ -60,7 +60,7 @@ class Promises:
 
     def _make_room(self, owner: str) -> None:
         """End the oldest session of an owner that was silent for long, where there are too many. Raises Refused."""
-        rows = self.journal.all("select id from sessions where owner = ? and ended is null order by created", owner)
+        rows = self.journal.all("select id from sessions where owner = ? and ended is null order by rowid", owner)
         if len(rows) < self.limits.sessions:
             return
         now = time.monotonic()
@@ -136,8 +136,6 @@ class Promises:
             if (known := self._known(owner, key, digest)) is None:
                 raise
             return known, False
-        except sqlite3.OperationalError as error:
-            raise Refused(f"nothing can be written down now: {error}", 429, 10) from None
         return promise, True
 
     def result(self, owner: str, promise: Any) -> sqlite3.Row | None:

@@ -243,12 +243,9 @@ class Service(Publisher):
             except Failed as error:
                 results.append((lane, request, error))
         for lane, request, found in outcome.steps:
-            tenant = self.tenants[lane.model]
             results.append((lane, request, found))
             if isinstance(found, Failed):
                 rewound.append(lane)
-            else:
-                tenant.stepped()
         self._publish(results)
         for lane in rewound:  # its moments may not be finite
             self._set_aside(lane)

@@ -238,12 +238,19 @@ def _stepped(slotted: Slotted, done: Done, tenants: Mapping[str, Tenant]) -> Ite
     for lane, request in slotted.steps:
         tenant = tenants[lane.model]
         event, after = taken[_number(tenant)], made.get(_number(tenant))
+        if event.refused == "overflow":
+            metrics = {"step": float(tenant.steps), "skipped": 1.0, "loss_scale": tenant.skipped()}
+            yield lane, request, {"metrics": metrics}
+            continue
         if event.refused is not None:
             why = WHY[event.refused]
         elif after is not None and after.reverted:
             why = f"the step makes parameters infinite; lower learning_rate {_settings(request).learning_rate:g}"
         else:
-            metrics = {"grad_norm": event.norm, "step": float(tenant.steps + 1)}
+            tenant.stepped()
+            metrics = {"grad_norm": event.norm, "step": float(tenant.steps)}
+            if event.scale != 1.0:
+                metrics["loss_scale"] = event.scale
             yield lane, request, {"metrics": metrics}
             continue
         yield (

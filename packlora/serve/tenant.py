@@ -11,6 +11,7 @@ who else is there.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,12 @@ class Tenant:
         self.steps += 1
         self.drawn = 0
 
+    def skipped(self) -> float:
+        """A step was skipped, since its gradient overflowed. Returns the loss scale of the next one."""
+        assert self.state is not None
+        self.drawn = 0
+        return self.state.grad_scale
+
     @property
     def wants_snapshot(self) -> bool:
         """Whether so much came since the last one that doing it again would take long. Asked right after a step."""
@@ -157,7 +164,7 @@ class Tenant:
         tensors = {f"adapter/{name}": own for name, own in adapter.layout.views(adapter.flat).items()}
         tensors |= {f"optimizer/{name}": own for name, own in _moments(state).items()}
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(self.folder / f"{seq}.safetensors", tensors, {"steps": str(self.steps)})
+        write_tensors(self.folder / f"{seq}.safetensors", tensors, self._numbers(state))
         self.tokens = 0
 
     def drop_snapshot(self, seq: int) -> None:
@@ -168,13 +175,24 @@ class Tenant:
         assert self.adapter is not None and self.state is not None
         with safe_open(file, "pt") as stored:
             tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
-            self.steps = int((stored.metadata() or {})["steps"])
+            self._take_numbers(stored.metadata())
         with torch.no_grad():
             for name, view in self.adapter.layout.views(self.adapter.flat).items():
                 view.copy_(tensors[f"adapter/{name}"])
         self._load_optimizer(
             {key.partition("/")[2]: own for key, own in tensors.items() if key.startswith("optimizer/")}
         )
+
+    def _numbers(self, state: AdapterState) -> dict[str, str]:
+        """Numbers beside the optimizer's tensors: steps, and the loss scale of float16."""
+        scale = {} if state.scale is None else {"loss_scale": json.dumps(state.scale.state())}
+        return {"steps": str(self.steps), **scale}
+
+    def _take_numbers(self, numbers: Mapping[str, str]) -> None:
+        assert self.state is not None
+        self.steps = int(numbers["steps"])
+        if self.state.scale is not None and "loss_scale" in numbers:
+            self.state.scale.load(json.loads(numbers["loss_scale"]))
 
     def save(self, folder: Path, base: str, optimizer: bool) -> int:
         """Write a PEFT adapter folder, whole or not at all. Returns its bytes.
@@ -191,7 +209,7 @@ class Tenant:
             if scored is not None:
                 scored.write(out)
             if optimizer:
-                write_tensors(out / OPTIMIZER, _moments(state), {"steps": str(self.steps)})
+                write_tensors(out / OPTIMIZER, _moments(state), self._numbers(state))
 
         before, peft.base_model_name_or_path = peft.base_model_name_or_path, base
         try:
@@ -223,7 +241,7 @@ class Tenant:
         if optimizer:
             with safe_open(folder / OPTIMIZER, "pt") as stored:
                 moments = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
-                self.steps = int((stored.metadata() or {})["steps"])
+                self._take_numbers(stored.metadata())
         self._load_optimizer(moments)
 
     def _load_optimizer(self, moments: Mapping[str, torch.Tensor]) -> None:
