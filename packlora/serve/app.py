@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import logging
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -26,11 +25,11 @@ from packlora.errors import quoted, reason_of
 from packlora.serve import openai
 from packlora.serve.desk import Desk
 from packlora.serve.errors import Refused
+from packlora.serve.logs import LOG
 from packlora.serve.page import PAGE
 from packlora.serve.rest import Rest
 from packlora.serve.served import ServedModels
 
-LOG = logging.getLogger("packlora.serve")
 API = "/api/v1"
 HOLD = 20.0
 """Seconds for which a request for a result is held."""
@@ -50,6 +49,11 @@ class Keys:
 
     def __init__(self, keys: list[str] | None = None) -> None:
         self._keys = None if keys is None else [key.encode() for key in keys]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are keys, so that clients need not trust each other."""
+        return self._keys is not None
 
     def owner(self, key: str | None, missing: str = "x-api-key: there is none; set TINKER_API_KEY") -> str:
         """Raises Refused. missing: what is said where there is no key."""
@@ -86,13 +90,12 @@ class Door:
         try:
             answer = await self._answer(request)
         except Refused as error:
-            answer = JSONResponse({"error": error.text}, error.status, headers=dict(error.headers))
+            answer = _refusal(request, error)
         except ClientDisconnect:
             answer = Response(status_code=499)
         except (sqlite3.OperationalError, OSError) as error:
             LOG.error("%s %s: %s", request.method, request.url.path, reason_of(error))
-            full = Refused(f"nothing can be written down now: {reason_of(error)}", 429, 10)
-            answer = JSONResponse({"error": full.text}, full.status, headers=dict(full.headers))
+            answer = _refusal(request, Refused(f"nothing can be written down now: {reason_of(error)}", 429, 10))
         except Exception as error:
             LOG.exception("%s %s failed", request.method, request.url.path)
             answer = JSONResponse({"error": f"a defect of the service: {type(error).__name__}"}, 500)
@@ -276,6 +279,11 @@ def _check_client(version: Any) -> None:
         )
 
 
+def _refusal(request: Request, error: Any) -> Response:
+    """Answer with a Refused."""
+    return JSONResponse({"error": error.text}, error.status, headers=dict(error.headers))
+
+
 def bearer(keys: Keys, request: Request) -> str:
     """The owner of a request of the OpenAI-style endpoint. Raises Refused."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
@@ -291,16 +299,18 @@ def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
         return Response(await run_in_threadpool(desk.service.metrics), media_type="text/plain; version=0.0.4")
 
     async def status(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(desk.service.status))
+        key = request.headers.get("x-api-key")
+        owner = keys.owner(key) if key and keys.is_closed else None
+        found = await run_in_threadpool(desk.service.status, owner)
+        if keys.is_closed and owner is None:
+            found["training"] = []
+        return JSONResponse(found)
 
     async def page(request: Request) -> Response:
         return Response(PAGE, media_type="text/html")
 
     async def file(request: Request) -> Response:
-        try:
-            return await run_in_threadpool(door.rest.file, request.path_params["ticket"], request.path_params["name"])
-        except Refused as error:
-            return JSONResponse({"error": error.text}, error.status)
+        return await run_in_threadpool(door.rest.file, request.path_params["ticket"], request.path_params["name"])
 
     methods = ["GET", "POST", "PUT", "DELETE"]
     routes = [
@@ -308,6 +318,6 @@ def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
         Route(API + "/{path:path}", door.handle, methods=methods),
         *openai.routes(ServedModels(desk, lambda: door.is_closing), lambda request: bearer(keys, request)),
     ]  # fmt: skip
-    app = Starlette(routes=routes)
+    app = Starlette(routes=routes, exception_handlers={Refused: _refusal})
     app.state.door = door
     return app

@@ -15,6 +15,7 @@ from packlora.errors import quoted
 from packlora.serve.core import result_bytes
 from packlora.serve.errors import Refused
 from packlora.serve.journal import add_request, as_json, insert, set_result
+from packlora.serve.logs import log
 from packlora.serve.service import Service
 from packlora.serve.stores import new_id
 
@@ -56,6 +57,7 @@ class Promises:
         with self.journal.write() as db:
             insert(db, "sessions", (session, owner, known, time.time(), None, as_json(dict(body))))
         self._heard[session] = time.monotonic()
+        log("session opened", session=session, owner=owner[:8])
         return session
 
     def _make_room(self, owner: str) -> None:
@@ -90,6 +92,7 @@ class Promises:
             db.execute("update sessions set ended = ? where id = ?", (reason, session))
             db.execute("update models set state = 'closed' where session = ?", (session,))
             db.execute("update samplers set state = 'closed' where session = ?", (session,))
+        log("session ended", session=session, reason=reason, models=len(models))
         for model in models:
             self.service.queue.call(partial(self.service.close_model, model["id"]))
 

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from packlora.errors import reason_of
-from packlora.serve.core import LOG, Core, result_bytes
+from packlora.serve.core import Core, result_bytes
 from packlora.serve.errors import Failed
 from packlora.serve.journal import set_result
+from packlora.serve.logs import LOG, log
 from packlora.serve.queue import Lane, Request
 from packlora.serve.samplers import Samplers
 from packlora.serve.stores import Write
@@ -78,6 +79,8 @@ class Publisher(Core):
         for lane, request, _ in results:
             self.queue.pop(lane, request)
         self.tell([request.id for _, request, _ in new])
+        for _, request, _ in new:
+            self.figures.seconds.labels(request.kind).observe(time.monotonic() - request.arrived)
         for lane in unloaded:
             self._set_aside(lane)
 
@@ -139,6 +142,7 @@ class Publisher(Core):
         tenant.sleep()
         tenant.forget()
         self.tell([own.id for own in left])
+        log("model closed", model=model, steps=tenant.steps, dropped=len(left))
 
 
 def request_of(row: sqlite3.Row) -> Request:

@@ -40,6 +40,8 @@ class Request:
     pieces: list[range] = field(default_factory=list)
     at: int = 0
     logprobs: list[np.ndarray] = field(default_factory=list)
+    loss: float = 0.0
+    """Mean of a label, once its rows have run."""
     alone: bool = False
     """Whether it runs in microbatches of its own, since one with others has failed."""
     arrived: float = field(default_factory=time.monotonic)

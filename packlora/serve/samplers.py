@@ -8,6 +8,7 @@ in one batch (engine/generate.py); what one draws depends on its seed, which the
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from packlora.engine.rows import NO_ADAPTER
 from packlora.engine.sampling import PromptScores, SampledToken, SampleRequest
 from packlora.errors import InputError, reason_of
 from packlora.runtime.continued import resolve_folder
-from packlora.serve.core import LOG, Core, result_bytes
+from packlora.serve.core import Core, result_bytes
 from packlora.serve.errors import Failed, Refused
 from packlora.serve.host import Host
 from packlora.serve.journal import set_result
+from packlora.serve.logs import LOG, log
 from packlora.serve.messages import Sequence_, sample_response
 from packlora.serve.proof import Scored, read_scores
 from packlora.serve.sampling_requests import request_of
@@ -145,7 +147,7 @@ class Samplers:
         except Exception as error:
             self._give_up(host, error)
             return True
-        self.core.figures.sampled.inc(len(tokens))
+        self.core.figures.drew(len(tokens))
         for token in tokens:
             running = on.running.get(token.ticket)
             if running is not None and running.take(token):
@@ -227,7 +229,7 @@ class Samplers:
         """A snapshot was held against its trainer. apart: how they differ."""
         waiting, snapshot.waiting = snapshot.waiting or [], None
         if apart is not None:
-            LOG.error("a sampler is refused: %s", apart)
+            log("sampler refused", logging.ERROR, why=apart, base=source.host.facts.name, snapshot=source.key)
             assert snapshot.adapter is not None
             source.host.detach(snapshot.adapter)
             snapshot.adapter, snapshot.apart = None, f"{apart}; save the weights again, or report it"

@@ -17,10 +17,10 @@ from typing import Any
 from packlora.engine.memory import free_memory
 from packlora.errors import InputError, reason_of
 from packlora.serve.adapters import Wanted
-from packlora.serve.core import LOG
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.limits import Limits
+from packlora.serve.logs import LOG
 from packlora.serve.losses import work_of
 from packlora.serve.messages import read_forward_backward
 from packlora.serve.publisher import Publisher
@@ -95,14 +95,16 @@ class Service(Publisher):
         self._thread = threading.Thread(target=self._run, name="packlora-serve", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after its present turn, and close the journal. What waits goes on at the next start."""
+    def stop(self) -> int:
+        """End the thread after its present turn, and close the journal. Returns how many promises the next start keeps."""
         self.stopping = True
         with self.queue.changed:
             self.queue.changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        row = self.journal.one("select count(*) as n from requests where state = 'waiting'")
         self.journal.close()
+        return 0 if row is None else int(row["n"])
 
     def _run(self) -> None:
         try:
@@ -114,6 +116,7 @@ class Service(Publisher):
                             self.queue.changed.wait(1.0)
         except BaseException as error:
             self.failure = error
+            self.tell_all()
             LOG.exception("the thread that computes has ended")
 
     # --- a turn ------------------------------------------------------------------------------------------------------------
@@ -240,6 +243,7 @@ class Service(Publisher):
         for lane, request in outcome.ended:
             try:
                 results.append((lane, request, b"" if request.is_replayed else outcome.result(request)))
+                self.tenants[lane.model].saw_loss(request)
             except Failed as error:
                 results.append((lane, request, error))
         for lane, request, found in outcome.steps:

@@ -139,6 +139,7 @@ class Outcome:
                 "are dropped"
             )
         labels = sum(map(len, request.logprobs))
+        request.loss = loss / max(labels, 1)
         metrics = {"loss:sum": loss, "tokens:sum": float(labels), "datums:sum": float(len(work.samples))}
         shaped = [own.reshape(shape) for own, shape in zip(request.logprobs, work.shapes, strict=True)]
         return forward_backward_output(shaped, metrics)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,12 @@ from packlora.serve.host import Host
 from packlora.serve.optimizer import FIRST, Settings
 from packlora.serve.proof import TOKENS as SCORED
 from packlora.serve.proof import Scored
+from packlora.serve.queue import Request
 
 OPTIMIZER = "optimizer.safetensors"
 START = "start"
+LOSSES = 100
+"""Losses that are kept for the page."""
 SNAPSHOT_TOKENS = 1 << 18
 """Tokens of forward_backwards after which an optimizer step is followed by a snapshot."""
 
@@ -62,11 +67,19 @@ class Tenant:
         self.state: AdapterState | None = None
         self.steps = self.drawn = self.tokens = 0
         """Optimizer steps; rows since the last one; tokens since the snapshot."""
+        self.losses: deque[float] = deque(maxlen=LOSSES)
+        """Mean losses of a label of its last forward_backwards."""
+        self.trained_at = 0.0
+        """When it had its last rows, seconds of a monotonic clock."""
         self.spoilt: int | None = None
         """Number of a forward_backward that failed since the last step, whose gradients are not complete."""
         self.recent = np.arange(min(SCORED, host.facts.context - 1), dtype=np.int32) % host.facts.vocabulary
         """Tokens by which samplers of its weights are proved: the first ones of its last rows."""
         self.dropout_key = stable_hash("dropout", wanted.seed) if wanted.adapter.get("lora_dropout") else None
+
+    @property
+    def method(self) -> str:
+        return "DoRA" if self.wanted.adapter.get("use_dora") else "LoRA"
 
     @property
     def is_awake(self) -> bool:
@@ -138,6 +151,12 @@ class Tenant:
         """Rows were trained, this one among them."""
         ids = sample.ids[: min(SCORED, self.host.facts.context - 1)]
         self.recent = ids if len(ids) > 1 else self.recent
+
+    def saw_loss(self, request: Request) -> None:
+        """A request's rows have run."""
+        self.trained_at = time.monotonic()
+        if not (request.forward_only or request.is_replayed):
+            self.losses.append(request.loss)
 
     def stepped(self) -> None:
         """A step was taken."""
