@@ -3,7 +3,7 @@
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>packlora serve</title>
 <meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
 <style>body{font:16px/1.5 system-ui,sans-serif;max-width:56rem;margin:3rem auto;padding:0 1rem}
-td,th{padding:.1rem 1.5rem .1rem 0;text-align:left}svg{vertical-align:middle;stroke:#47a;fill:none}
+td,th{padding:.1rem 1.5rem .1rem 0;text-align:left;white-space:nowrap}svg{vertical-align:middle;stroke:#47a;fill:none}
 .bar{display:inline-block;height:.8rem;background:#47a;margin-right:2px}</style>
 <h1>packlora serve</h1><table id="figures"></table><p>Share of each tenant in the last minute: <span id="shares"></span></p>
 <h2>Models</h2><p id="none">None is listed. Where the service has keys, <code>packlora serve status</code> lists your own.</p>
@@ -13,7 +13,7 @@ const named = {status: "Status", failure: "Failure", bases: "Bases", sessions: "
   models_on_the_base: "Models with work", waiting_requests: "Requests that wait", samples: "Samples that run",
   tokens_per_second: "Trained tokens a second", sampled_per_second: "Sampled tokens a second",
   seconds: "Seconds since the start"};
-const heads = ["", "Base", "Adapter", "Steps", "Loss of a token", "Requests that wait"];
+const heads = ["", "Base", "Adapter", "Steps", "Loss of a token", "Waiting"];
 function row(kind, cells) {
   const row = document.createElement("tr");
   for (const own of cells) { const cell = document.createElement(kind); cell.append(own); row.append(cell); }

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from serving import NAME, Talk, datum, host_of, leave
 
+from packlora.engine.drift import drift_of
 from packlora.serve import samplers
-from packlora.serve.host import Host
+from packlora.serve.host import Host, run_of
+from packlora.serve.proof import Scored
 from packlora.serve.service import Service
 
 
@@ -37,9 +40,9 @@ def sampled(talk: Talk, sampler: str, seq: int = 0) -> Any:
     return talk.result(promise)
 
 
-def trained(talk: Talk, count: int = 2) -> list[str]:
+def trained(talk: Talk, count: int = 2, **more: Any) -> list[str]:
     session = talk.session()
-    models = [talk.model(session, number, use_dora=bool(number)) for number in range(count)]
+    models = [talk.model(session, number, use_dora=bool(number), **more) for number in range(count)]
     for model in models:
         for step in range(2):
             talk.forward_backward(model, [datum(step, 90)])
@@ -109,4 +112,37 @@ def test_snapshots_pass_whatever_their_model_has_become(host: Host, tmp_path: Pa
     talk.step(fresh, 0.1)
     talk.run()
     assert all("error" not in str(sampled(talk, sampler)) for sampler in found)
+    leave(talk.service)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_on_a_gpu_rounding_passes_and_a_missing_adapter_does_not(
+    tmp_path: Path, tokenizer: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8,
+        vocab_size=32000, max_position_embeddings=512, eos_token_id=2, bos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    run = run_of(str(tmp_path / "base"), ["device=cuda", f"dtype={dtype}"], None, tmp_path)
+    (tmp_path / "state").mkdir()
+    talk = Talk(Service({NAME: Host(NAME, run, 512)}, tmp_path / "state"))
+    drifts, original = list[float](), Scored.why_apart
+
+    def why_apart(own: Scored, sampler: Any, kind: torch.dtype) -> str | None:
+        drifts.append(drift_of(own.logprobs, sampler))
+        return original(own, sampler, kind)
+
+    monkeypatch.setattr(Scored, "why_apart", why_apart)
+    models = trained(talk, init_lora_weights=False)  # the first steps of float16 may be skipped
+    for model in [*models, talk.model(talk.session("fresh"), use_dora=True)]:
+        assert "error" not in str(sampled(talk, sampler_of(talk, model)))
+    monkeypatch.setattr(samplers, "load_adapter", lambda folder, adapter: None)
+    for model in models:
+        assert "which is more than rounding" in sampled(talk, sampler_of(talk, model))["error"]
+    print(f"mean differences of log-probabilities, {dtype}: {', '.join(f'{own:.3g}' for own in drifts)}")
     leave(talk.service)
