@@ -256,7 +256,7 @@ class Desk(Models):
         if row is None:
             raise Refused(f"sampling_session_id: there is no sampling session {quoted(sampler)} of yours", 404)
         if row["state"] != "open":
-            raise Refused(f"sampling_session_id: {sampler} is over, as its session has ended", 410)
+            raise Refused(f"sampling_session_id: {sampler} is over: its session has ended, or newer ones came", 410)
         self._heard[row["session"]] = time.monotonic()
         return row
 

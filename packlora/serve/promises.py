@@ -92,6 +92,8 @@ class Promises:
             db.execute("update sessions set ended = ? where id = ?", (reason, session))
             db.execute("update models set state = 'closed' where session = ?", (session,))
             db.execute("update samplers set state = 'closed' where session = ?", (session,))
+        for row in self.journal.all("select folder from samplers where session = ? and folder is not null", session):
+            self.service.stores.remove(self.service.stores.sampler_folder(row["folder"]))
         log("session ended", session=session, reason=reason, models=len(models))
         for model in models:
             self.service.queue.call(partial(self.service.close_model, model["id"]))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -83,6 +85,8 @@ class Samplers:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._on: dict[str, _OnHost] = {name: _OnHost() for name in core.hosts}
+        self._used: dict[str, float] = {}
+        """When a snapshot was last sampled, by key, seconds of a monotonic clock."""
 
     def restore(self) -> None:
         """Draw again what an earlier process did not finish."""
@@ -109,7 +113,7 @@ class Samplers:
             host = self.core.hosts[sampler["base"]]
             request = request_of(body, host.facts, self.core.limits)
             name = sampler["folder"]
-            folder = None if name is None else self.core.stores.state / "samplers" / name
+            folder = None if name is None else self.core.stores.sampler_folder(name)
             source = Source(host, sampler["model"], folder, name or "")
             running = _Promised(self.core, promise, source, request, body.get("prompt_logprobs_last_n"))
             self.enter(request, running, lambda: self.begin_later(promise))
@@ -188,14 +192,13 @@ class Samplers:
 
     def _snapshot(self, source: Source, again: Callable[[], None]) -> int | None:
         on, host, key = self._on[source.host.facts.name], source.host, source.key
-        snapshot = on.attached.pop(key, None)
+        snapshot, self._used[key] = on.attached.pop(key, None), time.monotonic()
         if snapshot is None:
             snapshot = self._attach(source)
         on.attached[key] = snapshot
         used = {running.source.key for running in on.running.values()} | {key}
         for old in [own for own in on.attached if own not in used][: max(len(on.attached) - ATTACHED, 0)]:
-            if (adapter := on.attached.pop(old).adapter) is not None:
-                host.detach(adapter)
+            self._drop(host, old)
         if snapshot.apart is not None:
             raise Failed(snapshot.apart, "server")
         if snapshot.waiting is not None:
@@ -203,6 +206,31 @@ class Samplers:
             return None
         assert snapshot.adapter is not None
         return snapshot.adapter.number
+
+    def _drop(self, host: Host, key: str) -> None:
+        """Take a snapshot off its base."""
+        snapshot = self._on[host.facts.name].attached.pop(key, None)
+        if snapshot is not None and snapshot.adapter is not None:
+            host.detach(snapshot.adapter)
+
+    def make_room(self, owner: str) -> None:
+        """Close unnamed samplers of an owner that were sampled longest ago, above the limit `samplers`."""
+        query = (
+            "select id, base, folder from samplers where owner = ? and state = 'open' and path is null and folder is not "
+            "null order by rowid"
+        )
+        rows = self.core.journal.all(query, owner)
+        running = {own.source.key for on in self._on.values() for own in on.running.values()}
+        idle = sorted(
+            (row for row in rows[:-1] if row["folder"] not in running),
+            key=lambda row: self._used.get(row["folder"], 0.0),
+        )
+        for row in idle[: max(len(rows) - self.core.limits.samplers, 0)]:
+            self.core.commit(lambda db, id=row["id"]: _close(db, id))  # type: ignore[misc]
+            self._drop(self.core.hosts[row["base"]], row["folder"])
+            self._used.pop(row["folder"], None)
+            self.core.stores.remove(self.core.stores.sampler_folder(row["folder"]))
+            log("sampler closed", sampler=row["id"], why="the limit samplers")
 
     def _attach(self, source: Source) -> _Snapshot:
         """Put a snapshot onto its base, and begin to hold it against its trainer."""
@@ -296,6 +324,10 @@ class _Proof:
     def fail(self, why: Failed) -> None:
         """See Running."""
         self.samplers.proved(self.source, self.snapshot, why.text)
+
+
+def _close(db: sqlite3.Connection, sampler: str) -> None:
+    db.execute("update samplers set state = 'closed' where id = ?", (sampler,))
 
 
 def _finish(core: Core, promise: str, found: bytes | Failed) -> None:

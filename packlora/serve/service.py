@@ -78,6 +78,8 @@ class Service(Publisher):
                     f"{row['base']}=PATH, or give another --state"
                 )
             self.add_tenant(row, host)
+        samplers = self.journal.all("select folder from samplers where state = 'open' and folder is not null")
+        self.stores.clean(self.tenants, [row["folder"] for row in samplers])
         self.samplers.restore()
 
     def add_tenant(self, row: Any, host: Host) -> None:
@@ -181,6 +183,8 @@ class Service(Publisher):
                 return False
         elif not request.is_replayed:
             self.finish(lane, request, *carry_out(self, tenant, request))
+            if request.kind == "save_weights_for_sampler":
+                self.samplers.make_room(tenant.owner)
             return False
         self.queue.pop(lane, request)
         return False

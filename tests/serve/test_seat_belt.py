@@ -14,7 +14,9 @@ from serving import NAME, Talk, datum, host_of, leave
 
 from packlora.engine.drift import drift_of
 from packlora.serve import samplers
+from packlora.serve.errors import Refused
 from packlora.serve.host import Host, run_of
+from packlora.serve.limits import Limits
 from packlora.serve.proof import Scored
 from packlora.serve.service import Service
 
@@ -145,4 +147,34 @@ def test_on_a_gpu_rounding_passes_and_a_missing_adapter_does_not(
     for model in models:
         assert "which is more than rounding" in sampled(talk, sampler_of(talk, model))["error"]
     print(f"mean differences of log-probabilities, {dtype}: {', '.join(f'{own:.3g}' for own in drifts)}")
+    leave(talk.service)
+
+
+def test_weights_of_samplers_that_are_over_leave_the_disk(host: Host, tmp_path: Path) -> None:
+    """The one that was sampled longest ago makes room for a new one; a session's end and a restart leave none."""
+    talk = Talk(Service({NAME: host}, tmp_path, Limits(samplers=2)))
+    (model,) = trained(talk, 1)
+    first, second = sampler_of(talk, model), sampler_of(talk, model)
+    assert sampled(talk, first) and sampled(talk, second) and sampled(talk, first, 1)
+    third = sampler_of(talk, model)
+    assert sampled(talk, first, 2) and sampled(talk, third)
+    with pytest.raises(Refused, match="is over"):
+        sampled(talk, second, 1)
+    folders = [folder.name for folder in (tmp_path / "samplers").iterdir()]
+    assert len(folders) == 2 and len(talk.service.samplers._on[NAME].attached) == 2
+    (tmp_path / "samplers" / "left").mkdir()
+    (tmp_path / "models" / ".tmp-left").mkdir()
+    (tmp_path / "checkpoints" / ".tmp-old-kept").mkdir()
+    leave(talk.service)
+    talk.service.journal.close()
+    talk = Talk(Service({NAME: host}, tmp_path))
+    assert sorted(folders) == sorted(folder.name for folder in (tmp_path / "samplers").iterdir())
+    assert [own.name for own in (tmp_path / "models").iterdir()] == [
+        talk.service.tenants[model].folder.name
+    ] or not any((tmp_path / "models").iterdir())
+    assert (tmp_path / "checkpoints" / "kept").is_dir(), "what a crash left under another name is back"
+    assert sampled(talk, third, 1)
+    talk.desk.finish_session(talk.owner, talk.session(), "success")
+    talk.run()
+    assert not list((tmp_path / "samplers").iterdir())
     leave(talk.service)
