@@ -15,11 +15,14 @@ import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from packlora.errors import quoted, reason_of
 from packlora.serve import openai
@@ -99,7 +102,6 @@ class Door:
         except Exception as error:
             LOG.exception("%s %s failed", request.method, request.url.path)
             answer = JSONResponse({"error": f"a defect of the service: {type(error).__name__}"}, 500)
-        self.service.figures.answers.labels(answer.status_code).inc()
         return answer
 
     async def _answer(self, request: Request) -> Response:
@@ -291,6 +293,21 @@ def bearer(keys: Keys, request: Request) -> str:
     return keys.owner(own, "authorization: there is no key; send 'Bearer tml-...', which OPENAI_API_KEY sets")
 
 
+class _Counted:
+    """The application, with a counter of its answers by status."""
+
+    def __init__(self, app: ASGIApp, answers: Counter) -> None:
+        self.app, self.answers = app, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.answers.labels(message["status"]).inc()
+            await send(message)
+
+        await self.app(scope, receive, counting)
+
+
 def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
     """The service as an ASGI application."""
     door = Door(desk, keys, hold)
@@ -318,6 +335,7 @@ def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
         Route(API + "/{path:path}", door.handle, methods=methods),
         *openai.routes(ServedModels(desk, lambda: door.is_closing), lambda request: bearer(keys, request)),
     ]  # fmt: skip
-    app = Starlette(routes=routes, exception_handlers={Refused: _refusal})
+    counted = Middleware(_Counted, answers=desk.service.figures.answers)
+    app = Starlette(routes=routes, middleware=[counted], exception_handlers={Refused: _refusal})
     app.state.door = door
     return app

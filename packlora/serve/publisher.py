@@ -122,6 +122,7 @@ class Publisher(Core):
     def _set_aside(self, lane: Lane) -> None:
         """Take a model off its base; its next work begins at its snapshot."""
         tenant = self.tenants[lane.model]
+        self.samplers.end_of(tenant.id, "the model was put back to its last good values; sample again")
         tenant.sleep()
         self._rewind(lane, tenant, lane.next)
 
@@ -138,7 +139,7 @@ class Publisher(Core):
                 set_result(db, own.id, text, True)
 
         self.commit(refuse)
-        self.samplers.model_closed(model)
+        self.samplers.end_of(model, "the model was unloaded")
         tenant.sleep()
         tenant.forget()
         self.tell([own.id for own in left])

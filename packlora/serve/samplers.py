@@ -30,8 +30,11 @@ from packlora.serve.journal import set_result
 from packlora.serve.logs import LOG, log
 from packlora.serve.messages import Sequence_, sample_response
 from packlora.serve.proof import Scored, read_scores
+from packlora.serve.queue import Shares
 from packlora.serve.sampling_requests import request_of
 
+ROWS = 64
+"""Samples that run at once; more requests wait for their owners' turns."""
 ATTACHED = 16
 """Adapters of snapshots that stay on a base without being sampled."""
 
@@ -52,6 +55,7 @@ class Source:
 class Running(Protocol):
     """Samples of a request. source: the weights that they are drawn by."""
 
+    owner: str
     source: Source
 
     def take(self, token: SampledToken) -> bool:
@@ -72,11 +76,49 @@ class _Snapshot:
 
 
 @dataclass(slots=True)
+class _Waiting:
+    """A request that waits for room. again: what is called if its adapter is not ready in its turn."""
+
+    request: SampleRequest
+    again: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """An owner's turn."""
+
+    owner: str
+    running: Running
+    model: str = ""
+
+
+@dataclass(slots=True)
 class _OnHost:
-    """Samples of a base, by ticket. attached: snapshots, that which was used last at the end."""
+    """Samples of a base that run, by ticket, and those that wait for room, by owner. attached: snapshots, that which was used
+    last at the end."""
 
     running: dict[int, Running] = field(default_factory=dict)
+    waiting: dict[str, dict[Running, _Waiting]] = field(default_factory=dict)
+    shares: Shares = field(default_factory=Shares)
     attached: dict[str, _Snapshot] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Running]:
+        """Requests that run or wait."""
+        return [*self.running.values(), *(own for some in self.waiting.values() for own in some)]
+
+    def pop(self, running: Running) -> _Waiting | None:
+        """Take a request from those that wait."""
+        own = self.waiting.get(running.owner, {})
+        found = own.pop(running, None)
+        if not own:
+            self.waiting.pop(running.owner, None)
+        return found
+
+    def next(self) -> Running:
+        """The first request of the owner that was given the fewest tokens."""
+        heads = [_Turn(owner, next(iter(own))) for owner, own in self.waiting.items()]
+        return self.shares.order(heads)[0].running
 
 
 class Samplers:
@@ -115,35 +157,48 @@ class Samplers:
             name = sampler["folder"]
             folder = None if name is None else self.core.stores.sampler_folder(name)
             source = Source(host, sampler["model"], folder, name or "")
-            running = _Promised(self.core, promise, source, request, body.get("prompt_logprobs_last_n"))
+            last = body.get("prompt_logprobs_last_n")
+            running = _Promised(self.core, promise, row["owner"], source, request, last)
             self.enter(request, running, lambda: self.begin_later(promise))
         except Refused as error:
             _finish(self.core, promise, Failed(error.text, "server"))
         except Failed as error:
             _finish(self.core, promise, error)
 
-    def enter(self, request: SampleRequest, running: Running, again: Callable[[], None]) -> int | None:
-        """Let the samples of a request run. Returns the ticket; None where its adapter is not ready, and then `again` is
-        called once it is. Raises Failed."""
-        source = running.source
-        try:
-            number = self._adapter(source, again)
-            if number is None:
-                return None
-            ticket = source.host.sampling.submit(replace(request, adapter=number))
-        except (InputError, OSError, MemoryError) as error:
-            raise Failed(reason_of(error), "server") from None
-        self._on[source.host.facts.name].running[ticket] = running
-        return ticket
+    def enter(self, request: SampleRequest, running: Running, again: Callable[[], None]) -> None:
+        """Let the samples of a request run once there is room. Where its adapter is not ready then, the request is forgotten,
+        and `again` is called once it is."""
+        on = self._on[running.source.host.facts.name]
+        on.waiting.setdefault(running.owner, {})[running] = _Waiting(request, again)
 
-    def leave(self, host: Host, ticket: int) -> None:
-        """Forget a request that entered."""
-        if self._on[host.facts.name].running.pop(ticket, None) is not None:
+    def leave(self, running: Running) -> None:
+        """Forget a request."""
+        host = running.source.host
+        on = self._on[host.facts.name]
+        on.pop(running)
+        for ticket in [ticket for ticket, own in on.running.items() if own is running]:
+            del on.running[ticket]
             host.sampling.cancel(ticket)
+
+    def _admit(self, host: Host, on: _OnHost) -> None:
+        """Let requests run while there is room for their samples: in turns of owners, by the tokens that these were given."""
+        while on.waiting and host.samples < ROWS:
+            waiting = on.pop(running := on.next())
+            assert waiting is not None
+            try:
+                number = self._adapter(running.source, waiting.again)
+                if number is not None:
+                    on.running[host.sampling.submit(replace(waiting.request, adapter=number))] = running
+                    on.shares.charge(_Turn(running.owner, running), len(waiting.request.prompt))
+            except (InputError, OSError, MemoryError) as error:
+                running.fail(Failed(reason_of(error), "server"))
+            except Failed as error:
+                running.fail(error)
 
     def step(self, host: Host) -> bool:
         """Draw the next token of all samples of a base. Returns whether there are any."""
         on = self._on[host.facts.name]
+        self._admit(host, on)
         if not on.running:
             return False
         try:
@@ -154,7 +209,10 @@ class Samplers:
         self.core.figures.drew(len(tokens))
         for token in tokens:
             running = on.running.get(token.ticket)
-            if running is not None and running.take(token):
+            if running is None:
+                continue
+            on.shares.charge(_Turn(running.owner, running), 1)
+            if running.take(token):
                 del on.running[token.ticket]
                 if token.reason == "not finite":
                     host.sampling.cancel(token.ticket)
@@ -171,13 +229,13 @@ class Samplers:
         host.sampling.free()
         free_memory(host.device)
 
-    def model_closed(self, model: str) -> None:
-        """A model is over: samples with its adapter end."""
+    def end_of(self, model: str, why: str) -> None:
+        """A model leaves its base: samples that follow it end."""
         for on in self._on.values():
-            for ticket, running in list(on.running.items()):
+            for running in on.all:
                 if running.source.model == model:
-                    self.leave(running.source.host, ticket)
-                    running.fail(Failed("the model was unloaded"))
+                    self.leave(running)
+                    running.fail(Failed(why, "server"))
 
     # --- whose weights -----------------------------------------------------------------------------------------------------
 
@@ -196,7 +254,7 @@ class Samplers:
         if snapshot is None:
             snapshot = self._attach(source)
         on.attached[key] = snapshot
-        used = {running.source.key for running in on.running.values()} | {key}
+        used = {running.source.key for running in on.all} | {key} if len(on.attached) > ATTACHED else set()
         for old in [own for own in on.attached if own not in used][: max(len(on.attached) - ATTACHED, 0)]:
             self._drop(host, old)
         if snapshot.apart is not None:
@@ -220,7 +278,7 @@ class Samplers:
             "null order by rowid"
         )
         rows = self.core.journal.all(query, owner)
-        running = {own.source.key for on in self._on.values() for own in on.running.values()}
+        running = {own.source.key for on in self._on.values() for own in on.all}
         idle = sorted(
             (row for row in rows[:-1] if row["folder"] not in running),
             key=lambda row: self._used.get(row["folder"], 0.0),
@@ -276,8 +334,10 @@ class Samplers:
 class _Promised:
     """An asample, whose result goes into the journal. last: places of the prompt whose log-probabilities are wanted."""
 
-    def __init__(self, core: Core, promise: str, source: Source, request: SampleRequest, last: int | None) -> None:
-        self.core, self.promise, self.source, self.last = core, promise, source, last
+    def __init__(
+        self, core: Core, promise: str, owner: str, source: Source, request: SampleRequest, last: int | None
+    ) -> None:
+        self.core, self.promise, self.owner, self.source, self.last = core, promise, owner, source, last
         self.prompt, self.left = len(request.prompt), request.num_samples
         self.sequences = [Sequence_([], [], False, []) for _ in range(request.num_samples)]
         self.scores: PromptScores | None = None
@@ -305,7 +365,7 @@ class _Promised:
         _finish(self.core, self.promise, why)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Proof:
     """The seat belt: log-probabilities by the sampler of tokens that the trainer has scored when the snapshot was made."""
 
@@ -313,6 +373,7 @@ class _Proof:
     source: Source
     snapshot: _Snapshot
     scores: Scored
+    owner: str = ""
 
     def take(self, token: SampledToken) -> bool:
         """See Running."""

@@ -86,7 +86,7 @@ class ServedModels:
         if self._open[owner] >= self.service.limits.waiting_requests:
             raise Refused(f"{self._open[owner]} answers are on their way, the limit waiting_requests", 429, WAIT)
         self._open[owner] += 1
-        answer = _Answer(self, source, request, lambda: self._source(owner, name))
+        answer = _Answer(self, owner, source, request, lambda: self._source(owner, name))
         try:
             self.service.queue.call(answer.begin)
             while answer.left:
@@ -117,33 +117,31 @@ class _Answer:
     thread that computes."""
 
     def __init__(
-        self, models: ServedModels, source: Source, request: SampleRequest, find: Callable[[], Source | None]
-    ) -> None:
+        self, models: ServedModels, owner: str, source: Source, request: SampleRequest,
+        find: Callable[[], Source | None],
+    ) -> None:  # fmt: skip
+        self.owner = owner
         self.samplers, self.source, self.request, self._find = models.service.samplers, source, request, find
         self.left = self._left = request.num_samples
         """Samples that have not ended, for the reader and for the thread that computes."""
         self.is_closed = False
         self.tokens: asyncio.Queue[SampledToken | Failed] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._ticket: int | None = None
 
     def begin(self) -> None:
         """Let it run, unless its client has left."""
         if self.is_closed:
             return
-        try:
-            found = self._find()  # the checkpoint may be another one, or gone, since it was asked for
-            if found is None:
-                raise Failed("model: it was deleted")
+        found = self._find()  # the checkpoint may be another one, or gone, since it was asked for
+        if found is None:
+            self.fail(Failed("model: it was deleted"))
+        else:
             self.source = found
-            self._ticket = self.samplers.enter(self.request, self, self.begin)
-        except Failed as error:
-            self.fail(error)
+            self.samplers.enter(self.request, self, self.begin)
 
     def end(self) -> None:
         """Forget it."""
-        if self._ticket is not None:
-            self.samplers.leave(self.source.host, self._ticket)
+        self.samplers.leave(self)
 
     def take(self, token: SampledToken) -> bool:
         """See Running."""

@@ -178,3 +178,31 @@ def test_weights_of_samplers_that_are_over_leave_the_disk(host: Host, tmp_path: 
     talk.run()
     assert not list((tmp_path / "samplers").iterdir())
     leave(talk.service)
+
+
+def test_who_asks_for_one_sample_does_not_wait_behind_hundreds_of_another(host: Host, tmp_path: Path) -> None:
+    talks = [Talk(Service({NAME: host}, tmp_path), "busy")]
+    talks.append(Talk(talks[0].service, "calm"))
+    ended: list[str] = []
+    original = samplers._finish
+
+    def promised(talk: Talk, count: int) -> list[str]:
+        session = talk.session(talk.owner)
+        opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
+        sampler = talk.desk.create_sampling_session(talk.owner, opened)
+        body = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [60, 61], "type": "encoded_text"}]}}
+        params = {"max_tokens": 10, "seed": 1, "stop": []}
+        return [
+            talk.desk.asample(talk.owner, {**body, "seq_id": seq, "sampling_params": params})[0] for seq in range(count)
+        ]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            samplers, "_finish", lambda core, promise, found: ended.append(promise) or original(core, promise, found)
+        )
+        busy, (calm,) = promised(talks[0], 300), promised(talks[1], 1)
+        talks[0].run()
+    assert sorted(ended) == sorted([*busy, calm])
+    assert ended.index(calm) < 3 * samplers.ROWS, "it waits for samples that run, and for none of those that wait"
+    assert [own for own in ended if own != calm] == busy, "requests of one owner come in their order"
+    leave(talks[0].service)
