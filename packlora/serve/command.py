@@ -62,7 +62,7 @@ def listening(host: str, port: int) -> socket.socket:
         found.listen(128)  # two sockets can be bound to a port until one listens
     except OSError as error:
         found.close()
-        raise InputError(f"--host {host} --port {port}: it cannot be had: {error.strerror or error}") from None
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; give another --port") from None
     return found
 
 
@@ -94,7 +94,9 @@ def serve(
         log("service started", bases=",".join(hosts), models=len(service.tenants), waiting=service.queue.waiting)
         service.start()
         address = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
-        show(f"TINKER_BASE_URL={address} TINKER_API_KEY={'one of ' + str(keys) if known else 'tml-local'}")
+        key = f"one of {keys}" if known else "tml-local"
+        show(f"TINKER_BASE_URL={address} TINKER_API_KEY={key}")
+        show(f"OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}")
         show(
             f"serving {', '.join(hosts)} from {state}; figures at {address}/, Ctrl-C ends it and the next start goes on"
         )
