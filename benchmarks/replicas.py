@@ -280,7 +280,7 @@ def replicas_cases(options: Options) -> list[Case]:
     return [
         case(f"{part} x{size} unit {number}", part=part, processes=size, unit=number)
         for part in ("jobs", "fsdp2")
-        for number in range(WARMUP, WARMUP + (1 if options.tiny else UNITS))
+        for number in range(WARMUP, WARMUP + (1 if options.quick else UNITS))
     ]
 
 
@@ -370,7 +370,7 @@ class Piped:
 
     def __init__(self, options: Options, shape: str, lengths: str, ways: Sequence[str]) -> None:
         sizes = Sizes.of(options)  # a window as training plans it; fewer rounds are mostly filling and draining
-        sizes = replace(sizes, rounds=3 if options.tiny else 2 * sizes.rounds)
+        sizes = replace(sizes, rounds=3 if options.tiny else 4 if options.quick else 2 * sizes.rounds)
         if lengths != "short" and not options.tiny:
             sizes = replace(sizes, longest=LENGTHS_OF_SETS["cap_tokens"])
         self.sizes, self.mesh, self.names, mesh = sizes, options.mesh, ways, options.mesh

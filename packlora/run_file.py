@@ -159,6 +159,8 @@ def _find_files(run_file: Path, job: JobConfig, absolute: bool = False) -> None:
     job.train.objective = _each(job.train.objective, found_code)
     if job.rollout is not None:
         job.rollout.reward = _each(job.rollout.reward, found_code)
+        if job.rollout.teacher != BASE:
+            job.rollout.teacher = _each(job.rollout.teacher, found)
     if job.train.reference != BASE:
         job.train.reference = _each(job.train.reference, found)
 

@@ -39,11 +39,14 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """A process group of so many ranks (gloo), with one thread each. A call that fails ends its processes; the next one starts
-    others."""
+    """A process group of so many ranks, with one thread each. A call that fails ends its processes; the next one starts others.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        device: cpu, by gloo; cuda: each rank has a GPU, by NCCL, and is a Python of its own.
+    """
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self.size, self.device = size, device
         self._running: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
@@ -91,15 +94,16 @@ class Ranks:
         if self._running:
             return
         folder = tempfile.mkdtemp(prefix="ranks-")
+        context: Any = fresh if self.device == "cpu" else multiprocessing.get_context("spawn")  # no fork after CUDA
         for rank in range(self.size):
-            ours, theirs = fresh.Pipe()
-            process = fresh.Process(target=serve, args=(rank, self.size, folder, theirs), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, self.size, folder, theirs, self.device), daemon=True)
             process.start()
             theirs.close()
             self._running.append((process, ours))
 
 
-def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def serve(rank: int, size: int, folder: str, pipe: Connection, device: str = "cpu") -> None:
     """What a rank does: run functions until the pipe is closed."""
     import gc
     from datetime import timedelta
@@ -108,9 +112,12 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{Path(folder, 'store')}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", init_method=f"file://{Path(folder, 'store')}", rank=rank,
+        world_size=size, timeout=timedelta(seconds=60),
+    )  # fmt: skip
     while True:
         gc.collect()
         gc.freeze()  # so that what is imported by now is not looked through by every collection of a call

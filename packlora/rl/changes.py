@@ -8,6 +8,7 @@ batch: where they differ by more than rounding the job ends, as what it would le
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from packlora.report.events import Note
 from packlora.rl.config import RolloutConfig
 from packlora.rl.data import Batch, Completion, RolloutData
 from packlora.rl.rewards import Group, Judged, Rewards
+from packlora.rl.teacher import BASE, Teacher
 from packlora.runtime.events import Emitter
 from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job
@@ -59,15 +61,36 @@ class _Drawn:
         return [[token.id for token in own] for own in self.tokens]
 
 
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Log-probabilities [l] of each completion's tokens: by the trainer, and where asked for by the base model, to which the
+    divergence is counted, and by the teacher."""
+
+    own: list[np.ndarray]
+    base: list[np.ndarray] | None
+    teacher: list[np.ndarray] | None
+
+
 class RolloutChanges(Changes):
     """Changes of a run with such jobs: `inner`, and what is generated before them.
 
     Args:
         executor, single: of the run; the second one for its adapters.
+        jobs: of the run, whose teachers are loaded.
+
+    Raises:
+        InputError: a teacher cannot be loaded.
     """
 
-    def __init__(self, inner: Changes, base: Base, executor: Executor, single: SingleDevice, events: Emitter) -> None:
+    def __init__(
+        self, inner: Changes, base: Base, executor: Executor, single: SingleDevice, events: Emitter, jobs: Sequence[Job]
+    ) -> None:  # fmt: skip
         self.inner, self.base, self.executor, self.single, self.events = inner, base, executor, single, events
+        self._teachers: dict[str, Teacher] = {}
+        for job in jobs:
+            source = None if job.config.rollout is None else job.config.rollout.teacher
+            if source is not None and source not in (BASE, *self._teachers):
+                self._teachers[source] = Teacher(source, base.model.dtype, base.device, job.name)
         self._rewards: dict[str, Rewards] = {}
         self._ends: dict[str | None, frozenset[int]] = {}
         self._sampler: Any = None
@@ -122,7 +145,9 @@ class RolloutChanges(Changes):
 
     def _generate(self, wanted: Sequence[tuple[Job, int]], jobs: Sequence[Job], budget: TokenBudget) -> None:
         """Draw and judge the completions of steps of jobs. Where a stop is asked for meanwhile, nothing comes of it."""
+        began = time.perf_counter()
         drawn = self._draw(wanted) if wanted else []
+        took = time.perf_counter() - began
         groups = [self._groups(own) for own in drawn]
         asked = [self._rewards_of(own.job).ask(some) for own, some in zip(drawn, groups, strict=True)]
         forwards = Forwards(self.base.device, self.executor, budget, Team(ALONE, self.events.stop, list(jobs)))
@@ -131,7 +156,7 @@ class RolloutChanges(Changes):
             if scores is None:
                 return
             judged = self._rewards_of(own.job).take(some, futures)
-            self._put(own, judged, scores)
+            self._put(own, judged, scores, took)
 
     def _draw(self, wanted: Sequence[tuple[Job, int]]) -> list[_Drawn]:
         """Completions of all prompts, in one batch; none where a stop is asked for."""
@@ -195,9 +220,8 @@ class RolloutChanges(Changes):
 
     # --- what is learnt ----------------------------------------------------------------------------------------------------
 
-    def _scores(self, drawn: _Drawn, forwards: Forwards) -> tuple[list[np.ndarray], list[np.ndarray] | None] | None:
-        """Log-probabilities [l] of each completion's tokens by the trainer, and by the base model where that is asked for; None
-        where a stop is asked for."""
+    def _scores(self, drawn: _Drawn, forwards: Forwards) -> _Scores | None:
+        """Score each completion's tokens. None where a stop is asked for."""
         job, name = drawn.job, drawn.job.name
         prompts = job.data.rollouts.prompts  # type: ignore[attr-defined]
         samples = []
@@ -208,14 +232,19 @@ class RolloutChanges(Changes):
         own = forwards.over({name: samples}, {name: job.adapter.number}, [name])
         if own is None:
             return None
-        if not getattr(job.learning.objective, "kl", 0.0):
-            return own[name].logps, None
-        base = forwards.over({name: samples}, {name: NO_ADAPTER}, [name])
-        return None if base is None else (own[name].logps, base[name].logps)
+        base, teacher = None, job.config.rollout.teacher
+        has_reference = bool(getattr(job.learning.objective, "kl", 0.0))
+        if has_reference or teacher == BASE:
+            found = forwards.over({name: samples}, {name: NO_ADAPTER}, [name])
+            if found is None:
+                return None
+            base = found[name].logps
+        taught = base if teacher == BASE else None if teacher is None else self._teachers[teacher].logps(samples)
+        return _Scores(own[name].logps, base if has_reference else None, taught)
 
     def _put(
-        self, drawn: _Drawn, judged: Sequence[Judged], scores: tuple[list[np.ndarray], list[np.ndarray] | None]
-    ) -> None:
+        self, drawn: _Drawn, judged: Sequence[Judged], scores: _Scores, draw_seconds: float
+    ) -> None:  # fmt: skip
         job, config = drawn.job, drawn.job.config.rollout
         rewards, names = self._rewards_of(job), self._rewards_of(job).names
         for one in judged:
@@ -225,7 +254,7 @@ class RolloutChanges(Changes):
                 )
         totals = [np.zeros(config.num_generations) if own.lost is not None else rewards.total(own) for own in judged]
         advantages = advantages_of(totals, [own.lost is not None for own in judged], config.scale_rewards)
-        logps, base = scores
+        logps, base, taught = scores.own, scores.base, scores.teacher
         completions, drifts = [], []
         for at, tokens in enumerate(drawn.tokens):
             group, place = divmod(at, config.num_generations)
@@ -235,7 +264,8 @@ class RolloutChanges(Changes):
                 drawn.prompts[at], drawn.ids[at], logps[at].tolist(), float(advantages[group][place]),
                 float(totals[group][place]), drifts[-1],
                 {name: None if np.isnan(value) else float(value) for name, value in values.items()},
-                None if base is None else base[at].tolist(), tokens[-1].reason == "length", judged[group].lost is not None,
+                None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(),
+                tokens[-1].reason == "length", judged[group].lost is not None,
             ))  # fmt: skip
         if (drift := float(np.mean(drifts))) > DRIFT.get(self.base.model.dtype, 1e-3) or drift != drift:
             job.fail(
@@ -245,7 +275,7 @@ class RolloutChanges(Changes):
             )
             return
         job.data.rollouts.put(  # type: ignore[attr-defined]
-            Batch(drawn.step, job.step, reward_hash(config), tuple(completions))
+            Batch(drawn.step, job.step, reward_hash(config), tuple(completions), draw_seconds)
         )
 
 

@@ -18,10 +18,15 @@ MOST_REWARDS = 32
 class RolloutConfig(Strict):
     """Completions that a job's adapter generates, and their rewards. A global batch counts completions, as TRL's does."""
 
-    reward: PathText | list[PathText]
+    reward: PathText | list[PathText] | None = None
     """Functions that judge completions: FILE.py:FUNCTION, or an address that answers with JSON; one or a list."""
     reward_weights: list[float] | None = Field(None, min_length=1, max_length=MOST_REWARDS)
     """Weight of each reward in the sum; null: 1 for each."""
+    teacher: PathText | None = None
+    """A model that completions are to be likely for, token by token: base (the model without the adapter), the folder or hub id
+    of a model with the same tokens, or the folder of an adapter."""
+    teacher_weight: float = Field(1.0, gt=0, le=MOST_WEIGHT)
+    """Weight of the teacher beside the rewards."""
     num_generations: int = Field(8, ge=2, le=4096)
     """Completions of each prompt, which are compared with each other."""
     max_new_tokens: int = Field(256, ge=1, le=MOST_TOKENS)
@@ -39,11 +44,13 @@ class RolloutConfig(Strict):
     @property
     def rewards(self) -> list[str]:
         """Rewards as a list."""
-        return [self.reward] if isinstance(self.reward, str) else list(self.reward)
+        return [self.reward] if isinstance(self.reward, str) else list(self.reward or [])
 
     @field_validator("reward")
     @classmethod
-    def _known(cls, value: str | list[str]) -> str | list[str]:
+    def _known(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value is None:
+            return None
         specs = [value] if isinstance(value, str) else value
         if not 1 <= len(specs) <= MOST_REWARDS:
             raise ValueError(f"is a list of {len(specs)} rewards; from 1 to {MOST_REWARDS} are taken")
@@ -65,6 +72,8 @@ class RolloutConfig(Strict):
     def check(self, job: JobConfig) -> None:
         """Raises ValueError where other keys of the job do not go with a rollout."""
         train, data = job.train, job.data
+        if self.reward is None and self.teacher is None:
+            raise ValueError("rollout has neither a reward nor a teacher; set rollout.reward to FILE.py:FUNCTION")
         if train.trainer != "grpo":
             raise ValueError(
                 f"rollout is for trainer grpo, and this job's trainer is {train.trainer}; set train.loss_type, as dapo"

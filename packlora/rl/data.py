@@ -32,8 +32,8 @@ class Completion:
     """A completion of a prompt.
 
     prompt: its number. ids [l]: new tokens. logprobs [l]: of each when it was drawn, by the model that is trained.
-    reference [l]: by the base model, where that is asked for. advantage, reward: of the whole. drift: mean difference of the
-    log-probabilities of drawing and training. rewards: by their names; None: nothing to say.
+    reference, teacher [l]: by the base model and by the teacher, where these are asked for. advantage, reward: of the whole.
+    drift: mean difference of the log-probabilities of drawing and training. rewards: by their names; None: nothing to say.
     is_cut: whether it ended by its length. is_lost: whether its group teaches nothing, as its rewards failed.
     """
 
@@ -45,18 +45,27 @@ class Completion:
     drift: float
     rewards: dict[str, float | None]
     reference: list[float] | None = None
+    teacher: list[float] | None = None
     is_cut: bool = False
     is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Completions of a step. version: steps that the adapter had taken when it drew them. reward_hash: of the functions."""
+    """Completions of a step. version: steps that the adapter had taken when it drew them. reward_hash: of the functions.
+    draw_seconds: that drawing took, with the completions of other jobs; 0 for those of a file."""
 
     step: int
     version: int
     reward_hash: str
     completions: tuple[Completion, ...]
+    draw_seconds: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Mean over all tokens of how much likelier they are for the teacher."""
+        sums = [(np.subtract(one.teacher, one.logprobs).sum(), len(one.ids)) for one in self.completions if one.teacher]
+        return float(sum(total for total, _ in sums) / max(1, sum(count for _, count in sums)))
 
 
 class RolloutSamples(Sequence[Sample]):
@@ -121,19 +130,29 @@ class RolloutSamples(Sequence[Sample]):
         write_file(self._file(batch.step), lambda path: path.write_text(json.dumps(tree), encoding="utf-8"))
         self._hold(batch)
 
-    def sample(self, one: Completion, batch: Batch) -> Sample:
+    def sample(self, one: Completion, batch: Batch, gain: float) -> Sample:
         """A completion as a sample, with the columns of engine/objectives/policy.py and those of rl/objective.py."""
         prompt = self.prompts[one.prompt]
         ids = np.concatenate([prompt.ids, np.asarray(one.ids, np.int32)])
         columns = {
-            "logprobs": np.array(one.logprobs), "advantages": np.array(one.advantage), "reward": np.array(one.reward),
+            "logprobs": np.array(one.logprobs), "advantages": self._advantages(one, gain), "reward": np.array(one.reward),
             "drift": np.array(one.drift), "cut": np.array(float(one.is_cut)), "lost": np.array(float(one.is_lost)),
-            "staleness": np.array(float(batch.step - batch.version)),
+            "staleness": np.array(float(batch.step - batch.version)), "seconds": np.array(batch.draw_seconds),
         }  # fmt: skip
         columns |= {f"rewards/{name}": np.array(np.nan if own is None else own) for name, own in one.rewards.items()}
         if one.reference is not None:
             columns["reference"] = np.array(one.reference)
+        if one.teacher is not None:
+            columns["away"] = np.array(np.mean(np.subtract(one.logprobs, one.teacher)))
         return Sample(ids, np.arange(len(ids)) >= len(prompt.ids), columns=columns)
+
+    def _advantages(self, one: Completion, gain: float) -> np.ndarray:
+        """Advantages [] or [l]. With a teacher a token's own is greater by how much likelier it is for the teacher than tokens of
+        the batch are on average, which gives the gradient of the divergence from the teacher."""
+        if one.teacher is None:
+            return np.array(one.advantage)
+        own: np.ndarray = one.advantage + self.config.teacher_weight * (np.subtract(one.teacher, one.logprobs) - gain)
+        return own
 
     # --- files -------------------------------------------------------------------------------------------------------------
 
@@ -165,7 +184,8 @@ class RolloutSamples(Sequence[Sample]):
         return found if is_own and [one.prompt for one in found.completions] == prompts else None
 
     def _hold(self, batch: Batch) -> None:
-        self._held[batch.step] = batch, [self.sample(one, batch) for one in batch.completions]
+        gain = batch.gain
+        self._held[batch.step] = batch, [self.sample(one, batch, gain) for one in batch.completions]
         for step in [own for own in self._held if own < batch.step - self.config.max_staleness - 2]:
             del self._held[step]
 

@@ -48,15 +48,18 @@ class RewardObjective(PolicyObjective):
         rewards, lost = by_name["reward"], by_name["lost"]
         judged = rewards[lost == 0]
         lengths = np.array([sample.num_labels for sample in batch])
-        idle = [float(sample.columns["advantages"]) == 0 for sample in batch]
+        idle = [not sample.columns["advantages"].any() for sample in batch]
+        away = [sample.columns["away"] for sample in batch if "away" in sample.columns]
         found = {
             "reward": float(judged.mean()) if len(judged) else np.nan,
             "reward_std": float(judged.std(ddof=1)) if len(judged) > 1 else np.nan,
             "frac_reward_zero_std": float(np.mean(idle)), "completions/mean_length": float(lengths.mean()),
             "completions/clipped_ratio": float(by_name["cut"].mean()), "rollout/lost": float(lost.mean()),
-            "rollout/staleness": float(by_name["staleness"].mean()),
+            "rollout/staleness": float(by_name["staleness"].mean()), "rollout/seconds": float(by_name["seconds"].max()),
             "sampling/sampling_logp_difference/mean": float(by_name["drift"].mean()),
         }  # fmt: skip
+        if away:
+            found["teacher/reverse_kl"] = float(np.mean(away))
         for name in self.rewards:
             own = np.array([float(sample.columns[f"rewards/{name}"]) for sample in batch])
             found[f"rewards/{name}/mean"] = float(own[~np.isnan(own)].mean()) if (~np.isnan(own)).any() else np.nan
@@ -68,4 +71,4 @@ class RewardObjective(PolicyObjective):
         return told | super().report(sums, facts)
 
 
-COLUMNS = ("reward", "drift", "cut", "lost", "staleness")
+COLUMNS = ("reward", "drift", "cut", "lost", "staleness", "seconds")

@@ -14,6 +14,7 @@ from packlora.errors import InputError
 from packlora.rl.data import FOLDER, RolloutData, RolloutSamples
 from packlora.rl.prompts import read_prompts
 from packlora.rl.rewards import Rewards
+from packlora.rl.teacher import check_teacher
 from packlora.terminal import Told
 
 
@@ -54,6 +55,8 @@ def rollout_data(
             "(data.max_length, a microbatch, or the model's context); lower the one or raise the other"
         )
     Rewards(job.rollout, job.name)
+    if job.rollout.teacher is not None:
+        check_teacher(job.rollout.teacher, tokenizer, job.name)
     prompts, notes = read_prompts(job, tokenizer, most - new, told)
     check_vocabulary(job.name, (prompt.ids for prompt in prompts), vocabulary, tokenizer)
     seed, steps = run.seed_of(job), configured_steps(job.train, len(prompts) * job.rollout.num_generations)

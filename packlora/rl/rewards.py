@@ -107,7 +107,7 @@ class Rewards:
             if isinstance(numbers, str):
                 return self._lost(group, f"{self.names[number]} {numbers}")
             found[number] = numbers
-        if np.isnan(found).all(axis=0).any():
+        if self._asked and np.isnan(found).all(axis=0).any():
             return self._lost(group, "no reward has anything to say of a completion")
         return Judged(found)
 

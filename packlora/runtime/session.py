@@ -178,7 +178,9 @@ class Session:
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, group, self.logged)
         changes = self._changes(prepared, base, executor, writer)
         if run.generates:
-            changes = import_module("packlora.rl.changes").RolloutChanges(changes, base, executor, self.single, events)
+            changes = import_module("packlora.rl.changes").RolloutChanges(
+                changes, base, executor, self.single, events, jobs
+            )
         more = self.placement.pipeline(own, known, self.single)
         return Trainer(*loop, changes=changes, tokens_of_gone=tokens, **more)
 

@@ -147,7 +147,7 @@ def expert_jobs(folder: Path) -> list[Tree]:
     ]
 
 
-def tree_of(base: str, folder: Path, jobs: list[Tree]) -> Tree:
+def tree_of(base: str, folder: Path, jobs: list[Tree], device: str = "cpu") -> Tree:
     """Run file of these jobs. Adam's epsilon is large: with 1e-8 it magnifies the rounding of a gradient that is nearly 0."""
     jobs[0]["sample_prompts"] = ["why?", "ab"]
     for at, one in enumerate(jobs):
@@ -156,35 +156,42 @@ def tree_of(base: str, folder: Path, jobs: list[Tree]) -> Tree:
         if at > 1:
             one["data"].pop("eval_path", None)
     return {
-        "base_model": base, "output_dir": str(folder / "whole"), "jobs": jobs, "device": "cpu", "dtype": "float64",
+        "base_model": base, "output_dir": str(folder / "whole"), "jobs": jobs, "device": device, "dtype": "float64",
         "max_tokens_per_microbatch": 120, "save_every": 1, "eval_every": 2, "sample_max_new_tokens": 3,
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def dense(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+def dense_run(folder: Path, tokenizer: Any, device: str = "cpu") -> Tree:
     """Run file of a run that one device has ended."""
-    folder = tmp_path_factory.mktemp("dense")
     model = tiny_model("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=3)
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     base = str(folder / "base")
-    packlora.train(tree_of(base, folder, [changing_base(folder)]) | {"output_dir": str(folder / "first")}, max_steps=1)
+    first = tree_of(base, folder, [changing_base(folder)], device) | {"output_dir": str(folder / "first")}
+    packlora.train(first, max_steps=1)
     half = changing_base(folder) | {"adapter": {"init_from": str(folder / "first" / "half")}}
-    tree = tree_of(base, folder, [*text_jobs(folder), half])
+    tree = tree_of(base, folder, [*text_jobs(folder), half], device)
     packlora.train(tree)
     return tree
 
 
-@pytest.fixture(scope="module")
-def routed(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+def routed_run(folder: Path, tokenizer: Any, device: str = "cpu") -> Tree:
     """The same of a model with experts."""
-    folder = tmp_path_factory.mktemp("routed")
     tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0]).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    tree = tree_of(str(folder / "base"), folder, expert_jobs(folder))
+    tree = tree_of(str(folder / "base"), folder, expert_jobs(folder), device)
     assert part_of(0, tree, {}) == "done"
     return tree
+
+
+@pytest.fixture(scope="module")
+def dense(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    return dense_run(tmp_path_factory.mktemp("dense"), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def routed(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    return routed_run(tmp_path_factory.mktemp("routed"), tokenizer)
 
 
 def broken_by(target: str, broken: Callable[[Any], Any]) -> Any:

@@ -1,99 +1,196 @@
-"""`packlora train` as torchrun starts it on two GPUs, beside one GPU.
+"""Every layout on two GPUs: with every kind of job the numbers of one GPU, and under torchrun as users start it.
 
-pytest tests/gpu/test_two_gpus.py -n 4
+pytest tests/gpu/test_two_gpus.py -n 4 --dist worksteal
+TWO_ON=cpu pytest tests/gpu/test_two_gpus.py        # the same table on two processes of a CPU
+
+The processes of the table are started once and run all cases of a worker. Layouts and jobs are those of test_placement.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from conftest import rows_into
+from ranks import Ranks
+from test_placement import (
+    BOUND,
+    EXPERT_LAYOUTS,
+    LARGER,
+    LARGER_EXPERTS,
+    LAYOUTS,
+    check,
+    dense_run,
+    part_of,
+    routed_run,
+)
 from test_replicas import same_run
-from test_training import config, train
+from test_torchrun import ended, launch
+from test_training import adapter, config, distance, train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-ROOT = Path(__file__).parents[2]
-LAYOUTS = [
-    {"devices_per_job": 1}, {"devices_per_job": 2}, {"shard_base": True}, {"tensor": 2},
-    {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"shard_base": True, "offload_base": True},
+DEVICE = "cuda" if torch.cuda.device_count() > 1 else os.environ.get("TWO_ON", "")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE, reason="needs two GPUs")]
+Groups = Callable[[int], Ranks]
+Tree = dict[str, Any]
+SECONDS = 60.0
+"""After which a call of the processes is given up."""
+
+
+def of_two(*tables: dict[str, tuple[int, Tree]]) -> dict[str, tuple[int, Tree]]:
+    """Layouts of two processes, and one GPU at the end."""
+    return {name: own for table in tables for name, own in table.items() if own[0] == 2} | {"one": (1, {})}
+
+
+DENSE, EXPERTS = of_two(LAYOUTS, LARGER), of_two(EXPERT_LAYOUTS, LARGER_EXPERTS)
+FEW: list[Tree] = [
+    {"name": "lora", "adapter": {"r": 4, "lora_dropout": 0.1}, "train": {"global_batch_size": 4, "learning_rate": 1e-2}},
+    {"name": "dora", "adapter": {"r": 3, "use_dora": True}, "train": {"global_batch_size": 3, "learning_rate": 1e-2}},
 ]  # fmt: skip
 
 
-def torchrun(tree: dict[str, Any], folder: Path, processes: int = 2) -> tuple[int, str]:
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "packlora",
-        "train", str(file),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, env=env | {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout
+@pytest.fixture(scope="module")
+def two() -> Iterator[Groups]:
+    """Two processes, each with a GPU."""
+    ranks = Ranks(2, DEVICE)
+    ranks.run = partial(ranks.run, seconds=SECONDS)  # type: ignore[method-assign]
+    yield lambda size: ranks
+    ranks.close()
 
 
-def tree_of(base: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    return config(base, folder / "one", rows_into(folder), max_tokens_per_microbatch=70, device="cuda", **changes)
+@pytest.fixture(scope="module")
+def dense(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    return dense_run(tmp_path_factory.mktemp("dense"), tokenizer, DEVICE)
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-def test_two_gpus_give_the_adapters_of_one(parallel: dict[str, Any], tiny_base: Any, tmp_path: Path) -> None:
-    tree = tree_of(tiny_base(), tmp_path, dtype="float64")
+@pytest.fixture(scope="module")
+def routed(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    return routed_run(tmp_path_factory.mktemp("routed"), tokenizer, DEVICE)
+
+
+CHAIN: list[tuple[Tree, str, int]] = [
+    ({"shard_base": True, "offload_base": True}, "kill", 1), ({"tensor": 2}, "term", 0), ({"pipeline": 2}, "kill", 0),
+]  # fmt: skip
+"""Layouts, what happens there, and to which process."""
+
+
+def test_stopped_and_killed_under_torchrun_it_goes_on_on_other_layouts(tiny_base: Any, tmp_path: Path) -> None:
+    rows = rows_into(tmp_path)
+    tree = config(tiny_base(), tmp_path / "one", rows, dtype="float64", max_tokens_per_microbatch=70, device=DEVICE)
+    tree |= {"save_every": 1}
     train(tree)
-    code, said = torchrun({**tree, "output_dir": str(tmp_path / "two"), "parallel": parallel}, tmp_path)
+    for at, (parallel, mishap, rank) in enumerate(CHAIN):
+        words = ("--resume",) * (at > 0)
+        code, said = ended(launch(None, {**tree, "parallel": parallel}, tmp_path / "out", mishap, rank, (), words), 120)
+        assert code != 0, f"{parallel}: it ended before anything happened: {said[-2000:]}"
+        assert ("Signal 9" if mishap == "kill" else "SIGTERM") in said, said
+    code, said = ended(launch(None, tree, tmp_path / "out", words=("--resume",)), 120)
     assert code == 0, said
-    same_run(tmp_path / "two", tmp_path / "one", 1e-10)
+    same_run(tmp_path / "out", tmp_path / "one", BOUND)
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-def test_half_precision_trains_on_two_gpus(parallel: dict[str, Any], tiny_base: Any, tmp_path: Path) -> None:
-    """With the kernels, and graphs where there are any; losses are those of one GPU but for rounding."""
-    tree = tree_of(tiny_base(), tmp_path, dtype="bfloat16")
-    train(tree)
-    code, said = torchrun({**tree, "output_dir": str(tmp_path / "two"), "parallel": parallel}, tmp_path)
-    assert code == 0, said
-    one, two = (
-        {
-            (line["job"], line["step"]): line["loss"]
-            for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
-        }
-        for name in ("one", "two")
-    )
-    assert one.keys() == two.keys()
-    for key, loss in one.items():
-        assert math.isclose(two[key], loss, rel_tol=0.02), (key, two[key], loss)
+def pairs_of(layouts: dict[str, Any]) -> list[Any]:
+    """Routes from each layout to the next one; from the last to the first."""
+    names = list(layouts)
+    return [pytest.param(pair, id=" to ".join(pair)) for pair in zip(names, names[1:] + names[:1], strict=True)]
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_layers_that_are_kept_on_the_host_are_trained_on_two_gpus(
-    family: str, quantization: str | None, tiny_base: Any, tmp_path: Path
+@pytest.mark.parametrize("route", pairs_of(DENSE))
+def test_a_layout_gives_the_numbers_of_one_gpu(route: list[str], dense: Tree, two: Groups, tmp_path: Path) -> None:
+    """Stopped after a step, and gone on with on the next layout."""
+    found = check([DENSE[name] for name in route], dense, two, tmp_path / "out")
+    assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
+
+
+@pytest.mark.parametrize("route", pairs_of(EXPERTS))
+def test_a_layout_of_experts_gives_the_numbers_of_one_gpu(
+    route: list[str], routed: Tree, two: Groups, tmp_path: Path
 ) -> None:
-    """Also where embedding and output layer are one, and in codes; with the losses of one GPU but for rounding."""
-    if quantization is not None:
-        pytest.importorskip("bitsandbytes")
-    tree = tree_of(tiny_base(family), tmp_path, dtype="float32", quantization=quantization)
-    train(tree)
-    parallel = {"shard_base": True, "offload_base": True}
-    code, said = torchrun({**tree, "output_dir": str(tmp_path / "two"), "parallel": parallel}, tmp_path)
-    assert code == 0, said
-    same_run(tmp_path / "two", tmp_path / "one", 1e-3)
+    found = check([EXPERTS[name] for name in route], routed, two, tmp_path / "out")
+    assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
+
+
+@pytest.fixture(scope="module")
+def few(tiny_base: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tree]:
+    """Run files of two jobs that one GPU has ended, by family, dtype and quantization."""
+    made: dict[Any, Tree] = {}
+
+    def make(*kind: str | None) -> Tree:
+        if kind not in made:
+            family, dtype, quantization = kind
+            folder = tmp_path_factory.mktemp("few")
+            tree = config(
+                tiny_base(family), folder / "one", rows_into(folder), json.loads(json.dumps(FEW)), dtype=dtype,
+                quantization=quantization, max_tokens_per_microbatch=70, device=DEVICE,
+            )  # fmt: skip
+            assert part_of(0, tree, {}) == "done"
+            made[kind] = tree
+        return made[kind]
+
+    return make
+
+
+def trained(tree: Tree, parallel: Tree, two: Groups, out: Path) -> Path:
+    """The folder of the same run on a layout of two processes."""
+    assert two(2).run(part_of, {**tree, "output_dir": str(out), "parallel": parallel}, {}) == ["done", "done"]
+    return out
+
+
+@pytest.mark.parametrize("name", [name for name in DENSE if name != "one"])
+def test_half_precision_trains(name: str, few: Callable[..., Tree], two: Groups, tmp_path: Path) -> None:
+    """With the kernels, and graphs where there are any; losses are those of one GPU but for rounding."""
+    tree = few("llama", "bfloat16", None)
+    one, both = (losses(folder) for folder in (Path(tree["output_dir"]), trained(tree, DENSE[name][1], two, tmp_path)))
+    assert one.keys() == both.keys()
+    for key, loss in one.items():
+        assert math.isclose(both[key], loss, rel_tol=0.02), (key, both[key], loss)
+
+
+def losses(folder: Path) -> dict[tuple[str, int], float]:
+    return {(line["job"], line["step"]): line["loss"] for line in map(json.loads, (folder / "metrics.jsonl").open())}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("llama", {"shard_base": True}), ("llama", {"shard_base": True, "offload_base": True}),
+        ("gemma2", {"shard_base": True, "offload_base": True}), ("qwen2", {"devices_per_job": 2}),
+        ("qwen2", {"devices_per_job": 1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_quantised_base_gives_the_numbers_of_one_gpu(
+    family: str, parallel: Tree, kind: str, few: Callable[..., Tree], two: Groups, tmp_path: Path
+) -> None:
+    """In codes that are whole on each GPU, shared by rows, and shared in the memory of the host; also where embedding and
+    output layer are one."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("needs bitsandbytes")
+    tree = few(family, "float64", kind)
+    found = trained(tree, parallel, two, tmp_path / "two")
+    assert furthest(found, Path(tree["output_dir"])) < BOUND
+
+
+def furthest(out: Path, whole: Path) -> float:
+    """Largest relative difference of the two jobs' losses and adapters."""
+    ours, theirs = losses(out), losses(whole)
+    assert ours.keys() == theirs.keys()
+    found = [abs(ours[key] - loss) / loss for key, loss in theirs.items()]
+    return max(*found, *(distance(adapter(out, job["name"]), adapter(whole, job["name"])) for job in FEW))
 
 
 def test_a_third_process_is_refused_for_want_of_a_gpu(tiny_base: Any, tmp_path: Path) -> None:
     if torch.cuda.device_count() != 2:
         pytest.skip("counts on two GPUs")
-    tree = tree_of(tiny_base(), tmp_path, dtype="float64") | {"output_dir": str(tmp_path / "two")}
-    code, said = torchrun(tree, tmp_path, processes=3)
+    tree = config(tiny_base(), tmp_path / "one", rows_into(tmp_path), device=DEVICE)
+    options = ("--standalone", "--nproc-per-node", "3")
+    code, said = ended(launch(None, tree, tmp_path / "out", options=options), 120)
     assert code != 0 and "2 usable GPUs" in said, said

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import WORDS
+from peft import PeftModel
 from test_training import adapter, distance, steps, train
 
 import packlora
@@ -59,8 +63,12 @@ def files(tmp_path: Path) -> tuple[str, str]:
 def job(name: str, files: tuple[str, str], reward: str = "brevity", seed: int = 1, **train_keys: Any) -> dict[str, Any]:
     rollout = {"reward": f"{files[0]}:{reward}", "num_generations": 4, "max_new_tokens": 6}
     rollout |= {
-        key: train_keys.pop(key) for key in ("max_staleness", "reward_timeout", "scale_rewards") if key in train_keys
+        key: train_keys.pop(key)
+        for key in ("max_staleness", "reward_timeout", "scale_rewards", "teacher", "teacher_weight")
+        if key in train_keys
     }
+    if reward == "none":
+        del rollout["reward"]
     keys = {"loss_type": "dapo", "global_batch_size": 8, "learning_rate": 1e-2, "max_steps": 4} | train_keys
     return {
         "name": name, "data": {"path": files[1]}, "adapter": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
@@ -199,9 +207,72 @@ def test_a_function_in_python_is_given_the_columns_of_its_row_and_changes_what_i
         torch.testing.assert_close(torch.tensor([one["advantage"] for one in group]).double(), wanted)
 
 
+def divergence(model: Any, name: str | None, tokenizer: Any, prompts: list[str]) -> float:
+    """Mean divergence of an adapter, or of the base model, from the first adapter, of the token after each of the prompts'."""
+    total = 0.0
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        with torch.no_grad():
+            model.set_adapter("default")
+            wanted = model(ids).logits[0].double().log_softmax(-1)
+            if name is not None:
+                model.set_adapter(name)
+            with model.disable_adapter() if name is None else nullcontext():
+                own = model(ids).logits[0].double().log_softmax(-1)
+        total += float((own.exp() * (own - wanted)).sum(-1).mean())
+    return total / len(prompts)
+
+
+def test_an_adapter_learns_from_a_teacher_what_it_says_of_its_own_completions(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    """The teacher is an adapter that has learnt a word. Its log-probabilities are PEFT's; the divergence from it falls."""
+    base, rows = tiny_base("llama"), tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": word, "completion": " fox fox fox"}) + "\n" for word in WORDS[:6]))
+    knows = {"name": "knows", "data": {"path": str(rows)}, "train": {"max_steps": 8, "learning_rate": 1e-2}}
+    train(tree(base, tmp_path / "first", knows))
+    folder = str(tmp_path / "first" / "knows")
+    own = job(
+        "pupil", files, "none", loss_type="importance_sampling", global_batch_size=48, max_steps=12, teacher=folder
+    )
+    own["rollout"]["num_generations"] = 8
+    beside = job("plain", files, "brevity", 2, teacher="base", teacher_weight=0.5, max_steps=1)
+    assert train(tree(base, tmp_path / "out", own, beside)).status == "done"
+
+    taught = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    taught.load_adapter(str(tmp_path / "out" / "pupil"), "pupil")
+    prompts = [json.loads(line)["prompt"] for line in Path(files[1]).read_text().splitlines()]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    for name, judge in (("pupil", nullcontext), ("plain", taught.disable_adapter)):
+        first = json.loads((tmp_path / "out" / name / "rollouts" / "step-1.json").read_text())["completions"][0]
+        ids = tokenizer(prompts[first["prompt"]])["input_ids"] + first["ids"]
+        with torch.no_grad(), judge():
+            logp = taught(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        wanted = [float(logp[at - 1, ids[at]]) for at in range(len(ids) - len(first["ids"]), len(ids))]
+        assert first["teacher"] == pytest.approx(wanted, abs=1e-4)
+    before, after = (divergence(taught, name, tokenizer, prompts) for name in (None, "pupil"))
+    assert after < 0.95 * before
+
+
+def test_a_teacher_with_other_tokens_is_refused(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_base("llama"), other)
+    tokens = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    first, second = list(vocabulary)[5:7]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(InputError, match="its tokens are not those of base_model"):
+        packlora.train(tree(tiny_base("llama"), tmp_path / "out", job("pupil", files, "none", teacher=str(other))))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"rollout": {"reward": None}}, "neither a reward nor a teacher"),
+        ({"rollout": {"teacher": "nowhere"}}, "rollout.teacher 'nowhere'"),
         ({"train": {"loss_type": "dpo"}}, "rollout is for trainer grpo, and this job's trainer is dpo"),
         ({"train": {"global_batch_size": 6}}, "no whole groups of 4"),
         ({"adapter": {"lora_dropout": 0.1}}, "lora_dropout is 0.1"),

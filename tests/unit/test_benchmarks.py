@@ -17,7 +17,6 @@ import pytest
 import torch
 from conftest import tiny_model
 from peft import LoraConfig
-from ranks import Ranks
 
 from benchmarks import commands, contenders, harness, layers, peer_block, tables
 from benchmarks.__main__ import NAMES, main
@@ -61,7 +60,7 @@ SMALLEST = {
     "peers": "packlora,peft_bf16", "megatron": "plain", "speed": "", "parity": "", "dora-fidelity": "",
     "dora-convergence": "packlora,peft_reversed", "sweep": "halving", "sampling": "", "fit": "nf4,24GB",
 }  # fmt: skip
-"""Words of `--only`. Those that start processes or commands are below."""
+"""Words of `--only`. Those that start commands are below, those of processes in tests/parallel."""
 
 
 def test_every_benchmark_runs_its_smallest_case(
@@ -428,7 +427,7 @@ def test_sources_are_fetched_once_at_their_commit(tmp_path: Path, monkeypatch: p
         sources.fetched("name")
 
 
-# --- commands and processes ------------------------------------------------------------------------------------------------
+# --- commands --------------------------------------------------------------------------------------------------------------
 
 
 def test_where_the_time_of_a_command_went_adds_up() -> None:
@@ -459,30 +458,3 @@ def test_seconds_until_a_refusal_and_a_first_step_are_measured(tmp_path: Path) -
     assert main(["start", "--quick", "--device", "cpu", "--out", str(tmp_path / "start.json")]) == 0
     summary = json.loads((tmp_path / "start.json").read_text())["summary"]
     assert 0 < summary["part_bad_path_s"] < summary["part_first_step_s"] and summary["part_bad_line_s"] > 0
-
-
-def on_ranks(rank: int, words: list[str]) -> int:
-    return main(words)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["replicas", "pipeline", "tensor-parallel", "experts"])
-def test_benchmarks_of_processes_run_at_toy_sizes(name: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    """Divided jobs have the bits of one device; all ways of a pipeline train on the same tokens; a step sends one message more
-    than the frozen layers do, and with sequence parallelism each of the four blocks joins its input once more."""
-    out = tmp_path / f"{name}.json"
-    words = [name, "--quick", "--device", "cpu", "--out", str(out)]
-    assert ranks(2).run(on_ranks, words) == [0, 0]
-    content = json.loads(out.read_text())
-    rows, summary = content["rows"], {key.removeprefix("part_"): value for key, value in content["summary"].items()}
-    assert rows and all(not row["failed"] for row in rows)
-    if name == "replicas":
-        assert summary["bits_equal_jobs"] is True and summary["fsdp2_over_replica"] > 0
-    elif name == "pipeline":
-        ways = bench_of(name).contenders
-        assert all(len({row[way]["tokens"] for way in ways}) == 1 for row in rows)
-        assert 0 < summary["bubble_4jobs_2gpu"] < 1
-    elif name == "tensor-parallel":
-        assert (summary["extra_collectives_per_step"], summary["extra_collectives_per_step_sp"]) == (1, 5)
-    else:
-        assert all(row["messages"]["frozen"] == row["messages"]["packlora"] for row in rows)
