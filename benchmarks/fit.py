@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
@@ -54,10 +55,12 @@ NF4 = QuantizationConfig(method="nf4", double_quant=True)
 FORMS: dict[str, QuantizationConfig | None] = {"bf16": None, "nf4": NF4}
 LENGTH, BATCH, RANK = 2048, 2, 16
 """Tokens of a sample; samples of an optimizer step."""
-STEPS, WARM = 6, 2
+STEPS, WARM = 5, 2
 """Optimizer steps of a run, and those at the start that are not counted."""
 LARGE = ("8B", "14B", "32B")
 """Shapes that are measured beside PEFT."""
+TOLD = ("CUDA graphs", "out of memory")
+"""Words of what a run says that a row keeps."""
 UNIT = 2**16
 """Bytes that stand for a GB where sizes are toys."""
 
@@ -75,21 +78,13 @@ def fit_cases(options: Options) -> list[Case]:
         case(f"{shape} nf4 least{'_host' * host}", part="least", shape=shape, form="nf4", host=host)
         for shape in large
         for host in (False, True)
+        if shape != "14B" or not host  # of which no figure is asked
     ]
     return [*cells, *least, *(case(f"{shape} nf4 peft", part="peft", shape=shape, form="nf4") for shape in large)]
 
 
 def measure_fit(one: Case, names: list[str], options: Options) -> Row:
-    if one.part == "peft":
-        return measured(options, partial(train_peft, folder_of(one, options), one, options))
-    if one.part == "least":
-        keys = {fit.MICROBATCH: length_of(options), "gradient_checkpointing": True, "offload_embedding": one.host}
-        if one.host and config_of(f"Qwen3-{one.shape}", options.tiny).tie_word_embeddings:
-            return {"failed": {}, "note": "its output layer is the embedding"}
-        folder = folder_of(one, options)
-        predicted = prediction(run_of(folder, one, options, fit="off", **keys))
-        return {"predicted_gib": predicted / GIB} | measured(options, partial(train, folder, one, options, keys))
-    return measure_card(one, options)
+    return PARTS[one.part](one, options)
 
 
 # --- choices -----------------------------------------------------------------------------------------------------------
@@ -98,7 +93,7 @@ def measure_fit(one: Case, names: list[str], options: Options) -> Row:
 def measure_card(one: Case, options: Options) -> Row:
     """What `fit` chooses for a card; and how it trains there, if no smaller card gets the same choice."""
     folder = folder_of(one, options)
-    found = {card: choice(folder, one, card, options) for card in CARDS}
+    found = choices(folder, one, options)
     chosen, predicted, fits = found[one.card]
     row: Row = {"fits": fits, "predicted_gib": predicted / GIB, "chosen": chosen}
     if not fits:
@@ -109,21 +104,47 @@ def measure_card(one: Case, options: Options) -> Row:
     keys = chosen if options.tiny else {}  # on a GPU training chooses itself, under the cap
     with capped(one.card, options):
         done = measured(options, partial(train, folder, one, options, keys))
-    if "record" in done:
-        taken = {key: value for key, value in done["record"]["fit"].items() if key != "predicted_bytes"}
+    if "taken" in done:
+        taken = {key: value for key, value in done["taken"].items() if key != "predicted_bytes"}
         done["as_chosen"] = options.tiny or taken == chosen
     return row | done
 
 
-def choice(folder: Path, one: Case, card: int, options: Options) -> tuple[dict[str, Any], int, bool]:
-    """Keys that `fit` chooses for a card, the bytes that it predicts, and whether they fit."""
-    room = room_of(card, options)
-    run = run_of(folder, one, options)
-    with mock.patch.object(fit, "memory_room", return_value=room):
-        found = fit.fitted(prepare(run), options.device, prepare)
-    chosen = {key: value for key, value in found.fit.items() if key != "predicted_bytes"}
-    predicted = found.fit["predicted_bytes"]
-    return chosen, predicted, predicted <= ROOM_SHARE * room
+def measure_least(one: Case, options: Options) -> Row:
+    """The settings with the least memory."""
+    if one.host and config_of(f"Qwen3-{one.shape}", options.tiny).tie_word_embeddings:
+        return {"failed": {}, "note": "its output layer is the embedding"}
+    keys = {fit.MICROBATCH: length_of(options), "gradient_checkpointing": True, "offload_embedding": one.host}
+    folder = folder_of(one, options)
+    predicted = prediction(run_of(folder, one, options, fit="off", **keys))
+    return {"predicted_gib": predicted / GIB} | measured(options, partial(train, folder, one, options, keys))
+
+
+def measure_peft(one: Case, options: Options) -> Row:
+    return measured(options, partial(train_peft, folder_of(one, options), one, options))
+
+
+PARTS = {"card": measure_card, "least": measure_least, "peft": measure_peft}
+"""How the cases of each part are measured."""
+Choice = tuple[dict[str, Any], int, bool]
+"""Keys that `fit` chooses for a card, the bytes that it predicts, and whether they fit."""
+_CHOICES: dict[tuple[str, str], dict[int, Choice]] = {}
+
+
+def choices(folder: Path, one: Case, options: Options) -> dict[int, Choice]:
+    """What `fit` chooses by card, for a shape and form."""
+    if (one.shape, one.form) in _CHOICES:
+        return _CHOICES[one.shape, one.form]
+    out: dict[int, Choice] = {}
+    prepared = prepare(run_of(folder, one, options))
+    for card in CARDS:
+        room, own = room_of(card, options), replace(prepared, warnings=[])
+        with mock.patch.object(fit, "memory_room", return_value=room):
+            found = dict(fit.fitted(own, options.device, prepare).fit)
+        predicted = found.pop("predicted_bytes")
+        out[card] = found, predicted, predicted <= ROOM_SHARE * room
+    _CHOICES[one.shape, one.form] = out
+    return out
 
 
 def prediction(run: Run) -> int:
@@ -227,7 +248,8 @@ def train(folder: Path, one: Case, options: Options, keys: Mapping[str, Any]) ->
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     ends = [line["elapsed"] for line in lines if line.get("loss") is not None]
     losses = [line["loss"] for line in lines if line.get("loss") is not None]
-    return {"ends": ends, "losses": losses, "record": {key: record[key] for key in ("fit", "warnings")}}
+    said = [text for text in record["warnings"] if any(word in text for word in TOLD)]
+    return {"ends": ends, "losses": losses, "taken": record["fit"], "notes": said}
 
 
 def train_peft(folder: Path, one: Case, options: Options) -> Row:
@@ -295,6 +317,8 @@ def train_peft(folder: Path, one: Case, options: Options) -> Row:
 def measured(options: Options, run: Any) -> Row:
     """Rate of a run and the peaks of its memory, all of it: reading, the proof of packing, training."""
     cuda = options.device.type == "cuda"
+    if cuda:
+        torch._C._cuda_clearCublasWorkspaces()  # which stay for each stream that a run had for its graphs
     free_memory(options.device)
     before = torch.cuda.memory_reserved(options.device) if cuda else 0
     if cuda:

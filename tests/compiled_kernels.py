@@ -10,6 +10,7 @@ these arguments; results mean nothing. Must be a process of its own: the tests' 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from packlora.codes import four_bit
 from packlora.ops import gpu, launcher
 from packlora.ops.attention import triton_path as attention_path
 from packlora.ops.cross_entropy import triton_path as cross_entropy_path
@@ -51,6 +53,7 @@ from packlora.ops.row_norm.types import NormProblem
 
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8",
 }  # fmt: skip
 FUSED = Plan("routed", "fused", "one-pass", "fused")
 EPILOGUE = Plan("mm", "epilogue", "one-pass", "fused")
@@ -230,6 +233,12 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
             cross_entropy_path.part_sums(odd, labels)
             cross_entropy_path.part_gradient(odd, labels, torch.ones(64), torch.ones(64), labels == 0)
         forward_path.add_dropped({}, logits, logits, logits, torch.ones(5008), None)
+        if importlib.util.find_spec("bitsandbytes") is not None:
+            for nested in (False, True):
+                from bitsandbytes.functional import quantize_4bit
+
+                made = quantize_4bit(torch.ones(256, 64), quant_type="nf4", compress_statistics=nested)
+                four_bit.computed(*made, dtype)
         dropping.masked(logits, torch.zeros(64, 2, dtype=torch.int32), 3, 0.1, scaled=gradient)
         for (at, D), (number, (offset, rounding)) in itertools.product(
             enumerate(RMS_NORMS), enumerate(KINDS_OF_RMS_NORMS)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from packlora.codes.weight import Codes
+from packlora.ops.gpu import runs_triton
 
 LARGEST_CODE = 127
 IDENTITY_ROWS = 1024
@@ -45,6 +46,13 @@ class FourBit:
         return {"": self.stored, **self.state.as_dict(packed=True)}
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.stored.is_cuda and runs_triton(self.stored.device):
+            from packlora.codes.four_bit import dense
+
+            return dense(self.stored, self.state, dtype, lambda: self._by_library(dtype).flatten()).view(self.shape)
+        return self._by_library(dtype)
+
+    def _by_library(self, dtype: torch.dtype) -> torch.Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
         state = copy.copy(self.state)

@@ -265,6 +265,11 @@ class _Rehearsal:
         kernel.warmup(*args, grid=grid, **constants)
 
 
+def is_rehearsing() -> bool:
+    """Whether launches compile and do not launch."""
+    return _rehearsal is not None
+
+
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Inside, `launch` launches nothing, it compiles; at the end all of it is compiled. What kernels would have written is not

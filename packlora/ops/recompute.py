@@ -256,9 +256,12 @@ def _why_not_product(module: Any) -> str | None:
     forwards = dict(zip(GATED, (projection("_gate"), projection("_up"), down), strict=True))
     kept = {name: getattr(module, name).__dict__.get("forward") for name in GATED}
     try:
-        weight = module.gate_proj.weight
-        N = getattr(module.gate_proj, "out_features", None) or weight.shape[0]
-        K = getattr(module.gate_proj, "in_features", None) or weight.shape[1]
+        gate, weight = module.gate_proj, module.gate_proj.weight
+        sized = (
+            gate if hasattr(gate, "out_features") else getattr(gate, "base", None)
+        )  # codes have another shape than W
+        N = getattr(sized, "out_features", None) or weight.shape[0]
+        K = getattr(sized, "in_features", None) or weight.shape[1]
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         for name, replaced in forwards.items():
             getattr(module, name).forward = replaced

@@ -5,6 +5,7 @@ make gpu
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import quantize_4bit
 from conftest import tiny_model
 from exactness import assert_as_exact
 from group_cases import cast, make_case, outcome
@@ -23,7 +25,8 @@ from seeds import SEED
 from transformers import AutoModelForCausalLM
 
 import packlora
-from packlora.codes.library import library_codes
+from packlora.codes import four_bit
+from packlora.codes.library import FourBit, library_codes
 from packlora.codes.load import read_in_codes
 from packlora.codes.weight import Quantized
 from packlora.config import QuantizationConfig
@@ -204,3 +207,12 @@ def test_a_run_has_the_losses_of_dense_weights_which_say_the_same_and_no_graphs(
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     record = (tmp_path / "codes" / "run.json").read_text()
     assert "the weights of quantised layers are made where they are read" in record
+
+
+@pytest.mark.parametrize("dtype", four_bit.TYPES, ids=str)
+def test_the_kernel_of_4_bit_codes_gives_the_bits_of_bitsandbytes(dtype: torch.dtype) -> None:
+    for kind, nested, shape in itertools.product(("nf4", "fp4"), (False, True), ((4096, 1024), (100, 192), (257, 128))):
+        W = torch.randn(shape, device=DEVICE) * torch.logspace(-3, 2, shape[0], device=DEVICE)[:, None]
+        stored, state = quantize_4bit(W.to(dtype), quant_type=kind, compress_statistics=nested)
+        got = four_bit.computed(stored, state, dtype).view(shape)
+        assert torch.equal(got, FourBit(stored, state)._by_library(dtype)), (kind, nested, shape)

@@ -108,7 +108,7 @@ def test_kernels_without_products_compile_for_gpus_without_bfloat16_and_fit(tmp_
     rows = compiled(75, tmp_path)
     assert {row["kernel"] for row in rows} == {
         "softmax_gradient_kernel", "part_sums_kernel", "part_gradient_kernel", "dropped_kernel", "masked_kernel",
-        "rms_forward_kernel", "rms_backward_kernel",
+        "rms_forward_kernel", "rms_backward_kernel", "four_bit_kernel",
     }  # fmt: skip
     assert all(row["shared"] <= 64 * 1024 for row in rows)
 
