@@ -68,11 +68,12 @@ class Running(Protocol):
 @dataclass(slots=True)
 class _Snapshot:
     """An adapter of a snapshot on a base. waiting: what is to be called once it was held against its trainer; None: it was.
-    apart: why it is not used, and then it is on no base."""
+    apart: why it is not used, and then it is on no base. is_final: whether it will not be tried again."""
 
     adapter: Adapter | None
     waiting: list[Callable[[], None]] | None
     apart: str | None = None
+    is_final: bool = True
 
 
 @dataclass(slots=True)
@@ -258,6 +259,8 @@ class Samplers:
         for old in [own for own in on.attached if own not in used][: max(len(on.attached) - ATTACHED, 0)]:
             self._drop(host, old)
         if snapshot.apart is not None:
+            if not snapshot.is_final:
+                del on.attached[key]
             raise Failed(snapshot.apart, "server")
         if snapshot.waiting is not None:
             snapshot.waiting.append(again)
@@ -312,13 +315,13 @@ class Samplers:
         return snapshot
 
     def proved(self, source: Source, snapshot: _Snapshot, apart: str | None) -> None:
-        """A snapshot was held against its trainer. apart: how they differ."""
+        """A snapshot was held against its trainer. apart: how they differ, or why that is not known."""
         waiting, snapshot.waiting = snapshot.waiting or [], None
         if apart is not None:
             log("sampler refused", logging.ERROR, why=apart, base=source.host.facts.name, snapshot=source.key)
             assert snapshot.adapter is not None
             source.host.detach(snapshot.adapter)
-            snapshot.adapter, snapshot.apart = None, f"{apart}; save the weights again, or report it"
+            snapshot.adapter, snapshot.apart = None, apart
         for again in waiting:
             self.core.queue.call(again)
 
@@ -379,11 +382,13 @@ class _Proof:
         """See Running."""
         assert token.scores is not None and token.scores.logprobs is not None
         apart = self.scores.why_apart(token.scores.logprobs[1:], self.source.host.base.model.dtype)
-        self.samplers.proved(self.source, self.snapshot, apart)
+        advice = "; save the weights again, or report it"
+        self.samplers.proved(self.source, self.snapshot, None if apart is None else apart + advice)
         return True
 
     def fail(self, why: Failed) -> None:
         """See Running."""
+        self.snapshot.is_final = False
         self.samplers.proved(self.source, self.snapshot, why.text)
 
 

@@ -1,4 +1,4 @@
-"""A sampler whose adapter is not that of its trainer is refused, for its tenant alone."""
+"""Samplers: refused where their adapter is not their trainer's, run in turns of owners, removed when they are over."""
 
 from __future__ import annotations
 
@@ -147,6 +147,29 @@ def test_on_a_gpu_rounding_passes_and_a_missing_adapter_does_not(
     for model in models:
         assert "which is more than rounding" in sampled(talk, sampler_of(talk, model))["error"]
     print(f"mean differences of log-probabilities, {dtype}: {', '.join(f'{own:.3g}' for own in drifts)}")
+    leave(talk.service)
+
+
+def test_samples_that_fail_are_refused_and_the_next_ones_are_drawn(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that finds no memory, for the proof of a snapshot or for samples: the service goes on."""
+    talk = Talk(Service({NAME: host}, tmp_path))
+    (model,) = trained(talk, 1)
+    sampler = sampler_of(talk, model)
+    original, fails = host.sampling.step, [True]
+
+    def step() -> Any:
+        if fails.pop():
+            raise torch.OutOfMemoryError("for this test")
+        return original()
+
+    monkeypatch.setattr(host.sampling, "step", step)
+    assert "for this test" in sampled(talk, sampler)["error"], "in the proof"
+    fails[:] = [True, False]
+    assert "for this test" in sampled(talk, sampler, 1)["error"], "in the samples"
+    monkeypatch.undo()
+    assert len(sampled(talk, sampler, 2).sequences[0].tokens) == 3 * 4
     leave(talk.service)
 
 
