@@ -11,6 +11,7 @@ import json
 import logging
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,7 +90,6 @@ class _Turn:
     """An owner's turn."""
 
     owner: str
-    running: Running
     model: str = ""
 
 
@@ -118,8 +118,8 @@ class _OnHost:
 
     def next(self) -> Running:
         """The first request of the owner that was given the fewest tokens."""
-        heads = [_Turn(owner, next(iter(own))) for owner, own in self.waiting.items()]
-        return self.shares.order(heads)[0].running
+        first = self.shares.order(_Turn(owner) for owner in self.waiting)[0]
+        return next(iter(self.waiting[first.owner]))
 
 
 class Samplers:
@@ -190,7 +190,7 @@ class Samplers:
                 number = self._adapter(running.source, waiting.again)
                 if number is not None:
                     on.running[host.sampling.submit(replace(waiting.request, adapter=number))] = running
-                    on.shares.charge(_Turn(running.owner, running), len(waiting.request.prompt))
+                    on.shares.charge(_Turn(running.owner), len(waiting.request.prompt))
             except (InputError, OSError, MemoryError) as error:
                 running.fail(Failed(reason_of(error), "server"))
             except Failed as error:
@@ -208,15 +208,18 @@ class Samplers:
             self._give_up(host, error)
             return True
         self.core.figures.drew(len(tokens))
+        drawn = Counter[str]()
         for token in tokens:
             running = on.running.get(token.ticket)
             if running is None:
                 continue
-            on.shares.charge(_Turn(running.owner, running), 1)
+            drawn[running.owner] += 1
             if running.take(token):
                 del on.running[token.ticket]
                 if token.reason == "not finite":
                     host.sampling.cancel(token.ticket)
+        for owner, count in drawn.items():
+            on.shares.charge(_Turn(owner), count)
         return True
 
     def _give_up(self, host: Host, error: Exception) -> None:
