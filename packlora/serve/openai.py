@@ -144,9 +144,10 @@ async def _while_there(request: Request, work: Coroutine[Any, Any, None]) -> Non
             await asyncio.wait({task}, timeout=LOOK_SECONDS)
             if not task.done() and await request.is_disconnected():
                 raise _Problem("the client has left", 499)
+        await task
     finally:
         task.cancel()
-    await task
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _card(model: Served) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import logging
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,11 +69,12 @@ class Running(Protocol):
 @dataclass(slots=True)
 class _Snapshot:
     """An adapter of a snapshot on a base. waiting: what is to be called once it was held against its trainer; None: it was.
-    apart: why it is not used, and then it is on no base."""
+    apart: why it is not used, and then it is on no base. is_final: whether it will not be tried again."""
 
     adapter: Adapter | None
     waiting: list[Callable[[], None]] | None
     apart: str | None = None
+    is_final: bool = True
 
 
 @dataclass(slots=True)
@@ -88,7 +90,6 @@ class _Turn:
     """An owner's turn."""
 
     owner: str
-    running: Running
     model: str = ""
 
 
@@ -117,8 +118,8 @@ class _OnHost:
 
     def next(self) -> Running:
         """The first request of the owner that was given the fewest tokens."""
-        heads = [_Turn(owner, next(iter(own))) for owner, own in self.waiting.items()]
-        return self.shares.order(heads)[0].running
+        first = self.shares.order(_Turn(owner) for owner in self.waiting)[0]
+        return next(iter(self.waiting[first.owner]))
 
 
 class Samplers:
@@ -189,7 +190,7 @@ class Samplers:
                 number = self._adapter(running.source, waiting.again)
                 if number is not None:
                     on.running[host.sampling.submit(replace(waiting.request, adapter=number))] = running
-                    on.shares.charge(_Turn(running.owner, running), len(waiting.request.prompt))
+                    on.shares.charge(_Turn(running.owner), len(waiting.request.prompt))
             except (InputError, OSError, MemoryError) as error:
                 running.fail(Failed(reason_of(error), "server"))
             except Failed as error:
@@ -207,15 +208,18 @@ class Samplers:
             self._give_up(host, error)
             return True
         self.core.figures.drew(len(tokens))
+        drawn = Counter[str]()
         for token in tokens:
             running = on.running.get(token.ticket)
             if running is None:
                 continue
-            on.shares.charge(_Turn(running.owner, running), 1)
+            drawn[running.owner] += 1
             if running.take(token):
                 del on.running[token.ticket]
                 if token.reason == "not finite":
                     host.sampling.cancel(token.ticket)
+        for owner, count in drawn.items():
+            on.shares.charge(_Turn(owner), count)
         return True
 
     def _give_up(self, host: Host, error: Exception) -> None:
@@ -258,6 +262,8 @@ class Samplers:
         for old in [own for own in on.attached if own not in used][: max(len(on.attached) - ATTACHED, 0)]:
             self._drop(host, old)
         if snapshot.apart is not None:
+            if not snapshot.is_final:
+                del on.attached[key]
             raise Failed(snapshot.apart, "server")
         if snapshot.waiting is not None:
             snapshot.waiting.append(again)
@@ -312,13 +318,13 @@ class Samplers:
         return snapshot
 
     def proved(self, source: Source, snapshot: _Snapshot, apart: str | None) -> None:
-        """A snapshot was held against its trainer. apart: how they differ."""
+        """A snapshot was held against its trainer. apart: how they differ, or why that is not known."""
         waiting, snapshot.waiting = snapshot.waiting or [], None
         if apart is not None:
             log("sampler refused", logging.ERROR, why=apart, base=source.host.facts.name, snapshot=source.key)
             assert snapshot.adapter is not None
             source.host.detach(snapshot.adapter)
-            snapshot.adapter, snapshot.apart = None, f"{apart}; save the weights again, or report it"
+            snapshot.adapter, snapshot.apart = None, apart
         for again in waiting:
             self.core.queue.call(again)
 
@@ -379,11 +385,13 @@ class _Proof:
         """See Running."""
         assert token.scores is not None and token.scores.logprobs is not None
         apart = self.scores.why_apart(token.scores.logprobs[1:], self.source.host.base.model.dtype)
-        self.samplers.proved(self.source, self.snapshot, apart)
+        advice = "; save the weights again, or report it"
+        self.samplers.proved(self.source, self.snapshot, None if apart is None else apart + advice)
         return True
 
     def fail(self, why: Failed) -> None:
         """See Running."""
+        self.snapshot.is_final = False
         self.samplers.proved(self.source, self.snapshot, why.text)
 
 

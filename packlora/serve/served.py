@@ -13,15 +13,16 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 
+from starlette.concurrency import run_in_threadpool
+
 from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.serve.desk import Desk
 from packlora.serve.errors import Failed, Refused
 from packlora.serve.openai import Served
 from packlora.serve.promises import WAIT
 from packlora.serve.samplers import Source
+from packlora.serve.stores import new_id
 
-LOOK_SECONDS = 1.0
-"""Seconds between two looks whether the service still runs."""
 SCHEME = "tinker://"
 
 
@@ -79,7 +80,7 @@ class ServedModels:
 
     async def stream(self, owner: str, name: str, request: SampleRequest) -> AsyncGenerator[SampledToken]:
         """See Backend."""
-        source = self._source(owner, name)
+        source = await run_in_threadpool(self._source, owner, name)
         if source is None:
             raise Refused(f"model: {name!r} is not served", 404)
         source.host.check_sample(request)
@@ -87,29 +88,31 @@ class ServedModels:
             raise Refused(f"{self._open[owner]} answers are on their way, the limit waiting_requests", 429, WAIT)
         self._open[owner] += 1
         answer = _Answer(self, owner, source, request, lambda: self._source(owner, name))
+        key = new_id()
+        self.service.listen(key, answer.look)  # it is called where the service stops
         try:
+            self._check()
             self.service.queue.call(answer.begin)
             while answer.left:
-                token = await self._next(answer)
-                answer.left -= token.reason is not None
-                yield token
+                token = await answer.tokens.get()
+                self._check()
+                if isinstance(token, Failed):
+                    raise Refused(token.text, 400 if token.category == "user" else 500)
+                if token is not None:
+                    answer.left -= token.reason is not None
+                    yield token
         finally:
+            self.service.unlisten(key, answer.look)
             self._open -= Counter([owner])
             answer.is_closed = True
             self.service.queue.call(answer.end)
 
-    async def _next(self, answer: _Answer) -> SampledToken:
-        """The next token. Raises Refused."""
-        while True:
-            if self.service.failure is not None:
-                raise Refused("the service has failed; start it again", 503, 5)
-            if self.is_closing():
-                raise Refused("the service is stopping; ask again when it is back", 503, 2)
-            with suppress(TimeoutError):
-                found = await asyncio.wait_for(answer.tokens.get(), LOOK_SECONDS)
-                if isinstance(found, Failed):
-                    raise Refused(found.text, 400 if found.category == "user" else 500)
-                return found
+    def _check(self) -> None:
+        """Raises Refused where the service gives no more tokens."""
+        if self.service.failure is not None:
+            raise Refused("the service has failed; start it again", 503, 5)
+        if self.is_closing():
+            raise Refused("the service is stopping; ask again when it is back", 503, 2)
 
 
 class _Answer:
@@ -125,7 +128,8 @@ class _Answer:
         self.left = self._left = request.num_samples
         """Samples that have not ended, for the reader and for the thread that computes."""
         self.is_closed = False
-        self.tokens: asyncio.Queue[SampledToken | Failed] = asyncio.Queue()
+        self.tokens: asyncio.Queue[SampledToken | Failed | None] = asyncio.Queue()
+        """None: look whether the service still runs."""
         self._loop = asyncio.get_running_loop()
 
     def begin(self) -> None:
@@ -153,6 +157,10 @@ class _Answer:
         """See Running."""
         self._put(why)
 
-    def _put(self, found: SampledToken | Failed) -> None:
+    def look(self) -> None:
+        """Let the reader look whether the service still runs. Any thread may call it."""
+        self._put(None)
+
+    def _put(self, found: SampledToken | Failed | None) -> None:
         with suppress(RuntimeError):  # the server's loop is closed
             self._loop.call_soon_threadsafe(self.tokens.put_nowait, found)

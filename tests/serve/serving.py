@@ -52,6 +52,7 @@ def served(host: Host, state: Path, keys: list[str] | None = None, limits: Limit
         thread.join(10)
         service.stop()
         leave(service)
+        assert not thread.is_alive(), "a request holds the server"
 
 
 def leave(service: Service) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import urllib.error
@@ -17,6 +18,9 @@ import torch
 from peft import PeftModel
 from serving import NAME, host_of, served
 from transformers import AutoModelForCausalLM
+
+from packlora.serve import openai as endpoint
+from packlora.serve import samplers
 
 tinker = pytest.importorskip("tinker")
 openai = pytest.importorskip("openai")
@@ -52,13 +56,13 @@ class World:
     def client(self, key: str = KEYS[0]) -> Any:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
-    def post(self, body: Any) -> str:
+    def post(self, body: Any, timeout: float = 30) -> str:
         """The answer to a request as it is on the wire."""
         request = urllib.request.Request(
             f"{self.url}/v1/chat/completions", json.dumps(body).encode(),
             {"authorization": f"Bearer {KEYS[0]}", "content-type": "application/json"},
         )  # fmt: skip
-        return str(urllib.request.urlopen(request).read().decode())
+        return str(urllib.request.urlopen(request, timeout=timeout).read().decode())
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +167,19 @@ def test_calls_of_open_webui_are_answered(world: World) -> None:
     assert json.loads(world.post(title))["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_clients_that_leave_and_checkpoints_that_go_leave_nothing_behind(world: World) -> None:
+def test_an_adapter_that_is_not_its_trainers_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "load_adapter", lambda folder, adapter: adapter.flat.zero_())
+    with pytest.raises(openai.InternalServerError, match="sampler and the trainer differ"):
+        world.client().completions.create(model="out", prompt="a")
+    assert world.client().completions.create(model=NAME, prompt="a", max_tokens=2).usage.completion_tokens
+
+
+def test_clients_that_leave_and_checkpoints_that_go_leave_nothing_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "LOOK_SECONDS", 0.05)
+    with contextlib.suppress(TimeoutError):
+        world.post({"model": NAME, "messages": TALK, "n": 100, "max_tokens": 200}, timeout=0.3)
     with world.client().chat.completions.create(model=NAME, messages=TALK, max_tokens=200, stream=True) as chunks:
         next(iter(chunks))
     host = next(iter(world.service.hosts.values()))
