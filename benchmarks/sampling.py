@@ -15,6 +15,7 @@ from benchmarks.shapes import build, config_of, shared_copy
 from packlora.adapters.attach import attach
 from packlora.adapters.linear import Attached
 from packlora.adapters.spec import resolve
+from packlora.base.liger import use_liger
 from packlora.base.packing import prepare_model
 from packlora.engine.generate import Sampler, sample
 from packlora.engine.rows import NO_ADAPTER
@@ -42,6 +43,7 @@ def prompts_of(one: Case, vocabulary: int) -> np.ndarray:
 def mixed(model: Any, one: Case, adapters: int) -> Callable[[], None]:
     """Samples of all rows, of as many adapters in turn; without any, of the base model."""
     prepare_model(model, False)
+    use_liger(model, "auto")
     attached, owners = Attached([]), [NO_ADAPTER]
     if adapters:
         config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")

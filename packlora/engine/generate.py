@@ -67,13 +67,13 @@ class Sampler:
         cache_tokens: most tokens that the cache of keys and values has room for.
         context: most tokens of a prompt with its answer; None: the model's.
         fewest_rows: rows of a pass at least. With fewer, a sample's bits on a CPU depend on how many run beside it.
-        graphs: record decode passes as CUDA graphs; it has never run on a GPU, so nothing asks for it.
+        graphs: record decode passes as CUDA graphs, where they can be.
     """
 
     def __init__(
         self, model: PreTrainedModel, attached: Attached, tokenizer: Any = None, *, rows: int = 64,
         cache_tokens: int = 65536, context: int | None = None, fewest_rows: int = FEWEST_ROWS,
-        graphs: bool = False,
+        graphs: bool = True,
     ) -> None:  # fmt: skip
         self.tokenizer, self.rows, self.cache_tokens = tokenizer, rows, cache_tokens
         self.context = min(context or context_of(model.config), cache_tokens)

@@ -77,6 +77,7 @@ class GraphedPasses:
         self._recorder: Any = None
         self._bodies: dict[Shape, _Body] = {}
         self._seen: dict[Shape, int] = {}
+        self._fits: dict[tuple[int, ...], bool] = {}
         self._turn = eager.cache.turn
 
     @property
@@ -115,8 +116,12 @@ class GraphedPasses:
         """None where these tokens have no graph."""
         owners = {token.adapter for token in tokens}
         adapters = tuple(sorted(owners - {NO_ADAPTER}))
-        if self.why_not is not None or (len(adapters) == 1 and NO_ADAPTER in owners) or not self._fit(adapters):
+        if self.why_not is not None or (len(adapters) == 1 and NO_ADAPTER in owners):
             return None  # a single adapter would be given all rows
+        if adapters not in self._fits:
+            self._fits[adapters] = self._fit(adapters)
+        if not self._fits[adapters]:
+            return None
         rows = max(MIN_ROWS, 1 << (len(tokens) - 1).bit_length())
         places = max(VIEW, 1 << max(token.place for token in tokens).bit_length())
         return Shape(rows, self.cache.slots, min(places, self.cache.length), adapters)
@@ -143,6 +148,7 @@ class GraphedPasses:
         self._turn, self._recorder = self.cache.turn, None
         self._bodies.clear()
         self._seen.clear()
+        self._fits.clear()
         free_memory(self.eager.model.device)
 
 
@@ -157,6 +163,11 @@ class _Body:
         self._moving = MovingSegments(R, shape.adapters) if shape.adapters else None
         nominal = self._moving.nominal if self._moving is not None else ()
         self._owners = TokenOwners(R, nominal, moving=self._moving)
+        self._flats = _flats(passes.model, shape.adapters)
+        self._versions: list[int] = []
+        """Of `_flats`, when the operands were brought up to date."""
+        self._written: tuple[tuple[int, int, int], ...] = ()
+        self._wanted: tuple[tuple[int, ...], torch.Tensor] = (), self._every_R
         self._logits_RV: torch.Tensor | None = None
         self._replay: Callable[[], None] | None = None
 
@@ -168,13 +179,23 @@ class _Body:
         host = torch.from_numpy(np.concatenate([np.asarray(column, np.int64) for column in columns]))
         self._buffer.copy_(host.pin_memory() if self._buffer.is_cuda else host, non_blocking=True)
         if self._moving is not None:
-            self._moving.write(layout.segments)
-            self._moving.refresh()
+            self._bring_up_to_date(self._moving, layout.segments)
         if self._replay is None and self._logits_RV is not None:
             self._replay = self._recorder.record(self._forward)
         (self._replay or self._forward)()
         assert self._logits_RV is not None
-        return self._logits_RV[torch.tensor(wanted, device=self._buffer.device)]
+        if (rows := tuple(wanted)) != self._wanted[0]:
+            self._wanted = rows, torch.tensor(rows, device=self._buffer.device)
+        return self._logits_RV[self._wanted[1]]
+
+    def _bring_up_to_date(self, moving: MovingSegments, segments: tuple[tuple[int, int, int], ...]) -> None:
+        """Owners of rows, and operands; nothing where neither has changed since the last pass, as token by token."""
+        versions = [flat._version for flat in self._flats]
+        if self._replay is not None and versions == self._versions and segments == self._written:
+            return
+        moving.write(segments)
+        moving.refresh()
+        self._versions, self._written = versions, segments
 
     def _forward(self) -> None:
         R, S = self._shape.rows, self._shape.slots
@@ -182,3 +203,16 @@ class _Body:
         own_pass = Decode(self._passes.cache, rows_S, slots_R, Visible(places_S, self._shape.places))
         with self._passes.attached.active(self._owners):
             self._logits_RV = packed_logits(self._passes.model, ids_R, places_R, own_pass, self._every_R)
+
+
+def _flats(model: PreTrainedModel, adapters: Sequence[int]) -> list[torch.Tensor]:
+    """A tensor of each memory that parameters of these adapters lie in; all in one share a version (adapters/flat.py)."""
+    layers = [layer for layer in adapted_layers(model).values() if isinstance(layer, AdaptedLinear)]
+    found = {
+        tensor.untyped_storage().data_ptr(): tensor
+        for layer in layers
+        for number in adapters
+        if number in layer.adapters
+        for tensor in layer.adapters[number].named_parameters().values()
+    }
+    return [*found.values()]

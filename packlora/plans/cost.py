@@ -34,6 +34,8 @@ WASTE_RANK = {"down": 0.010, "up": 0.03, "one-pass": 0.08, "inputs": 0.014}
 """Increase of WASTE for each rank past 16 (at rank 64 down, up and inputs took 37, 50 and 69 us; one-pass 34 at rank 16 and 59
 at rank 32, the two library products in its place 45 at any rank)."""
 SKINNY = 256
+TILE = 128
+"""Tokens of a tile of a fused kernel (kernels/sizes.py, FUSED_M)."""
 TRITON_GEMM = {"forward": 1.022, "backward": 1.040}
 """A fused GEMM's time over cuBLAS: geometric mean of five shapes on an H200 at rank 16, T = 8192; the backward with dropout."""
 
@@ -126,6 +128,11 @@ class _Shapes:
         waste = WASTE["skinny"] if self.case.device == "cuda" and min(m, k, n) < SKINNY else 1.0
         return Step(phase, name, 2 * m * k * n, self.e * (m * k + k * n + m * n + extra), waste=waste)
 
+    def rows_of_tiles(self) -> int:
+        """Rows that a fused kernel computes: each adapter's tokens fill tiles of their own."""
+        alone = self.case.tokens - sum(self.tokens)
+        return sum(-(-t // TILE) * TILE for t in (*self.tokens, alone)) if len(self.tokens) > 1 else self.case.tokens
+
     def drop(self, phase: Phase, t: int) -> Step:
         if self.case.device == "cuda" and self.case.dtype != "float64" and gpu.HAS_TRITON:
             return Step(phase, "dropout", 0, t * self.case.K * 2 * self.e)
@@ -182,7 +189,7 @@ def _forward(plan: Plan, s: _Shapes) -> Iterator[Step]:
             yield s.mm("forward", "W + s B A", N, adapters[0][1], K, extra=N * K)
             yield s.mm("forward", "y = x (W + s B A)'", T, K, N)
         elif plan.up == "fused":
-            yield _fused("forward", "y = x W' + s S B'", T, K, N, _low_rank(adapters, N), s.e)
+            yield _fused("forward", "y = x W' + s S B'", s.rows_of_tiles(), K, N, _low_rank(adapters, N), s.e)
             if s.case.composed:  # z is kept beside y
                 yield Step("forward", "z", 0, s.e * T * N, 0)
         elif plan.up == "epilogue":

@@ -20,6 +20,7 @@ from packlora.runtime.job import Job
 LAUNCHED = ("nf4", "fp4", "int8")
 """Methods of quantisation whose weights are made by launches alone."""
 
+
 def graphed(
     run: Run, base: Base, single: Executor, jobs: Sequence[Job], budget: int, tell: Callable[[str], None]
 ) -> Executor:

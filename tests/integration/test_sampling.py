@@ -374,17 +374,34 @@ class Routed(PlanChooser):
 
 
 def test_passes_by_graphs_draw_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays that run again what was recorded, and kernels in the interpreter, stand in for a GPU."""
+    """Replays that run again what was recorded, and kernels in the interpreter, stand in for a GPU. The second time adapters
+    have stepped between two tokens."""
     case = case_of(tmp_path, ("lora", "dora", "some"), torch.float32, num_hidden_layers=1)
     for layer in adapted_layers(case.model).values():
         layer.chooser = Routed(torch.device("cpu"))  # type: ignore[union-attr]
     monkeypatch.setattr(recorded_decode, "UNRECORDED", 1)
     requests = [SampleRequest(prompt(at, 3 + at), at % 4 - 1, 5 + at % 2, seed=at) for at in range(5)]
-    want = sample(Sampler(case.model, case.attached), requests)
+
+    def drawn(sampler: Sampler) -> list[list[list[Any]]]:
+        first = sample(sampler, requests)
+        found: list[list[list[Any]]] = [[[]] for _ in requests]
+        tickets = {sampler.submit(request): number for number, request in enumerate(requests)}
+        passes = 0
+        while sampler.waiting:
+            for token in sampler.step():
+                found[tickets[token.ticket]][token.sample].append(token)
+            if (passes := passes + 1) == 3:
+                for adapter in case.adapters:
+                    adapter.flat.mul_(1.25)
+        for adapter in case.adapters:
+            adapter.flat.div_(1.25)
+        return [*first, *found]
+
+    want = drawn(Sampler(case.model, case.attached))
     sampler = Sampler(case.model, case.attached)
     pretended = Pretended(torch.device("cpu"))
     passes = sampler._passes = GraphedPasses(Passes(case.model, case.attached), lambda device: pretended)
-    got = sample(sampler, requests)
+    got = drawn(sampler)
     assert passes.why_not is None and pretended.recorded == 1, "not for the last tokens, which fewer adapters own"
     for samples, others in zip(got, want, strict=True):
         assert ids_of(samples[0]) == ids_of(others[0])

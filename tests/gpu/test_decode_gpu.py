@@ -1,0 +1,80 @@
+"""Sampling by CUDA graphs of decode passes on a GPU: the tokens and log-probabilities of passes without graphs.
+
+make gpu
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from peft import LoraConfig
+from sampling_cases import prompt
+
+from packlora.adapters.attach import Adapter, attach
+from packlora.adapters.linear import Attached
+from packlora.adapters.spec import resolve
+from packlora.base.packing import prepare_model
+from packlora.engine.generate import Sampler, sample
+from packlora.engine.recorded_decode import GraphedPasses
+from packlora.engine.sampling import SampledToken, SampleRequest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+NEW = 40
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4}, "dora": {"r": 8, "use_dora": True}, "some": {"r": 16, "target_modules": ["q_proj", "down_proj"]},
+}  # fmt: skip
+
+
+def adapted(names: tuple[str, ...]) -> tuple[Any, Attached, list[Adapter]]:
+    model = tiny_model("llama", torch.bfloat16).to("cuda")
+    prepare_model(model, False)
+    if not names:
+        return model, Attached([]), []
+    more = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+    attached, adapters = attach(
+        model, {name: resolve(LoraConfig(**more | KINDS[name]), model, name) for name in names}, 0
+    )
+    torch.manual_seed(0)
+    for adapter in adapters:
+        for parameter in adapter.named_parameters().values():
+            with torch.no_grad():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model, attached, adapters
+
+
+@pytest.mark.parametrize("names", [("lora", "dora", "some"), ("lora",), ()], ids=["three", "one", "none"])
+def test_graphs_draw_what_passes_without_draw(names: tuple[str, ...]) -> None:
+    """Over rows that enter and leave, and adapters that step in between; log-probabilities within the dtype's rounding."""
+    model, attached, adapters = adapted(names)
+    count = len(names) + (len(names) != 1)  # the base model beside several
+    requests = [
+        SampleRequest(prompt(at, 5 + at), at % count - (len(names) != 1), NEW - 5 * (at % 3), temperature=0.0)
+        for at in range(7)
+    ]
+
+    def drawn(graphs: bool) -> tuple[Sampler, list[SampledToken]]:
+        sampler = Sampler(model, attached, rows=4, graphs=graphs)
+        found = [token for samples in sample(sampler, requests) for token in samples[0]]
+        for adapter in adapters:
+            adapter.flat.mul_(1.1)
+        found += [token for samples in sample(sampler, requests) for token in samples[0]]
+        for adapter in adapters:
+            adapter.flat.div_(1.1)
+        return sampler, found
+
+    _, plain = drawn(False)
+    sampler, graphed = drawn(True)
+    passes = sampler._passes
+    assert isinstance(passes, GraphedPasses) and passes.why_not is None
+    assert any(body._replay is not None for body in passes._bodies.values())
+    is_same, compared = True, 0
+    for at, (one, other) in enumerate(zip(plain, graphed, strict=True)):
+        is_same |= at == 0 or plain[at - 1].reason is not None  # a new sample
+        if is_same:  # greedy tokens part where two are as likely; then prompts are others
+            assert abs(one.logprob - other.logprob) < 0.05
+            compared += 1
+        is_same &= one.id == other.id
+    assert compared > len(plain) / 2
