@@ -114,7 +114,7 @@ def _layers(memory: int) -> int:
     kept = shape["num_key_value_heads"] / shape["num_attention_heads"]
     each = 2 * (width * width * (2 + 2 * kept) + 3 * width * inner)
     ends = 2 * 2 * shape["vocab_size"] * width
-    return min(shape["num_hidden_layers"], round((MORE * memory - ends) / each))
+    return int(min(shape["num_hidden_layers"], (MORE * memory - ends) // each))
 
 
 def write_weights(folder: Path, held: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -150,8 +150,8 @@ def _write(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     with file.open("wb", buffering=0) as opened:
         opened.write(struct.pack("<Q", len(text)) + text)
         for array in arrays.values():
-            rest = memoryview(array).cast("B")
-            while rest:
+            rest: Any = array.reshape(-1).view(np.uint8)
+            while len(rest):
                 rest = rest[opened.write(rest) :]
 
 

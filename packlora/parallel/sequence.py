@@ -22,15 +22,8 @@ import torch.distributed as dist
 
 from packlora.adapters.sharded import Through
 from packlora.ops.recompute import recompute_of
-from packlora.parallel.collectives import (
-    JoinedAgain,
-    all_tokens,
-    copied,
-    joined_tokens,
-    own_tokens,
-    summed,
-    summed_tokens,
-)
+from packlora.parallel.collectives import copied, summed
+from packlora.parallel.tokens import JoinedAgain, all_tokens, joined_tokens, own_tokens, summed_tokens
 
 
 class TokenSlices:

@@ -30,7 +30,8 @@ from tensor_runs import (
 from packlora.adapters.sharded import Shard
 from packlora.engine.passes import SingleDevice
 from packlora.parallel import sequence
-from packlora.parallel.collectives import GATHER, SCATTER, JoinedAgain, all_tokens, copied
+from packlora.parallel.collectives import GATHER, SCATTER, copied
+from packlora.parallel.tokens import JoinedAgain, all_tokens
 
 Pool = Callable[[int], Ranks]
 
