@@ -1,17 +1,10 @@
-"""Messages between the processes of a group in forwards and backwards, as functions of autograd. Nothing else of packlora
-sends a tensor in a forward or a backward.
+"""Messages between the processes of a group in forwards and backwards, as functions of autograd. Nothing else of packlora,
+but tokens.py, sends a tensor in a forward or a backward.
 
     copied    forward nothing              backward sums       into the layers that each compute a part of the outputs
     summed    forward sums                 backward nothing    out of those that each compute a part of a sum
     gathered  forward joins last dims      backward takes own  out of the former, where what follows needs all outputs
     split     forward takes own            backward joins      into the latter, where all inputs are everywhere
-
-The same for tokens, where each process has consecutive ones of its own between the layers:
-
-    all_tokens       forward joins           backward sums, takes own    in the place of copied
-    summed_tokens    forward sums, takes own backward joins              in the place of summed
-    own_tokens       forward takes own       backward joins              before the first layer
-    joined_tokens    forward joins           backward takes own          after the last one
 
 What follows a sum, or is joined, is the same on all processes to the bit, so its gradient is too.
 """
@@ -21,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -115,57 +107,6 @@ def split(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return out
 
 
-def all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[1, t, K] of all processes as [1, T, K]. Who needs it in a backward may have it joined again, and keeps t tokens."""
-    out: torch.Tensor = _AllTokens.apply(x, group)
-    recompute = recompute_of(x)
-    if recompute is None:
-        return recomputable(out, partial(_joined_again, group, None), x)
-    return recomputable(out, partial(_joined_again, group, recompute.function), *recompute.operands)
-
-
-def _joined_again(group: dist.ProcessGroup, function: Through | None, *operands: torch.Tensor) -> torch.Tensor:
-    return _join_tokens(operands[0] if function is None else function(*operands), group)
-
-
-def summed_tokens(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of [1, T, N] over the group, of which this process has [1, t, N]."""
-    out: torch.Tensor = _SummedTokens.apply(y, group)
-    return out
-
-
-def own_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This process's [1, t, K] of [1, T, K]."""
-    out: torch.Tensor = _OwnTokens.apply(x, group)
-    return out
-
-
-def joined_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[1, t, K] of all processes as [1, T, K], for what every process computes alike."""
-    out: torch.Tensor = _JoinedTokens.apply(x, group)
-    return out
-
-
-def _join_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    x = x.contiguous()
-    whole = x.new_empty(1, x.shape[1] * dist.get_world_size(group), x.shape[2])
-    with answered():
-        getattr(dist, GATHER)(whole[0], x[0], group=group)
-    return whole.data  # of version 0, as recompute_of wants what nobody has written into since it was made
-
-
-def _sum_tokens(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    y = y.contiguous()
-    own = y.new_empty(1, y.shape[1] // dist.get_world_size(group), y.shape[2])
-    with answered():
-        getattr(dist, SCATTER)(own[0], y[0], group=group)
-    return own
-
-
-def _take_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
-
-
 def _joined(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.cat(all_of(part.contiguous(), group), -1)
 
@@ -215,7 +156,7 @@ class _Exchanged(torch.autograd.Function):
         return _all_to_all(d, ctx.got, ctx.sent, ctx.group), None, None, None
 
 
-def _function(name: str, forward: Through, backward: Through) -> Any:
+def function_of(name: str, forward: Through, backward: Through) -> Any:
     """An autograd function of a tensor and a group that both directions are given."""
 
     def run(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -229,9 +170,5 @@ def _function(name: str, forward: Through, backward: Through) -> Any:
     return type(name, (torch.autograd.Function,), methods)
 
 
-_Gathered = _function("Gathered", _joined, _own)
-_Split = _function("Split", _own, _joined)
-_AllTokens = _function("AllTokens", _join_tokens, _sum_tokens)
-_SummedTokens = _function("SummedTokens", _sum_tokens, _join_tokens)
-_OwnTokens = _function("OwnTokens", _take_tokens, _join_tokens)
-_JoinedTokens = _function("JoinedTokens", _join_tokens, _take_tokens)
+_Gathered = function_of("Gathered", _joined, _own)
+_Split = function_of("Split", _own, _joined)

@@ -5,7 +5,7 @@ A block gets all tokens (`enter`), and its last layer's sum gives each process i
 parallelism, each in two halves. What of a decoder layer is no block and no norm (experts with their router, attentions that are
 not cut) is given all tokens too, computed by each process alike, and gives each its own ones. The tokens part before the first
 decoder layer and are joined after the last. Norms are frozen: nothing of theirs is to be added up. What a block is given is
-joined again in the backward, not kept.
+joined again in the backward, not kept: while the backward of its last layer is computed.
 
 Forwards over tokens that the number of processes does not divide are computed whole, with tensor parallelism's messages. All
 microbatches that are trained must divide: SingleDevice.multiple.
@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from packlora.adapters.sharded import Through
-from packlora.parallel.collectives import all_tokens, copied, joined_tokens, own_tokens, summed, summed_tokens
+from packlora.ops.recompute import recompute_of
+from packlora.parallel.collectives import copied, summed
+from packlora.parallel.tokens import JoinedAgain, all_tokens, joined_tokens, own_tokens, summed_tokens
 
 
 class TokenSlices:
@@ -30,6 +32,8 @@ class TokenSlices:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._apart = False
+        self._entered: JoinedAgain | None = None
+        """Input of the block that is running."""
 
     def attach(self, model: torch.nn.Module, blocks: Iterable[str], apart: Set[str]) -> None:
         """Put hooks on the first and the last of the decoder layers that have blocks, and on what of these and those between
@@ -48,11 +52,20 @@ class TokenSlices:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """All tokens for a block."""
-        return all_tokens(x, self.group) if self._apart else copied(x, self.group)
+        if not self._apart:
+            return copied(x, self.group)
+        out = all_tokens(x, self.group)
+        recompute = recompute_of(out)
+        function = None if recompute is None else recompute.function
+        self._entered = function if isinstance(function, JoinedAgain) else None
+        return out
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
         """The sum of a row-parallel layer's products, of the tokens that are here."""
-        return summed_tokens(y, self.group) if self._apart else summed(y, self.group)
+        if not self._apart:
+            return summed(y, self.group)
+        entered, self._entered = self._entered, None
+        return summed_tokens(y, self.group, entered)
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def part(x: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,7 @@ class Shards:
             path: layer for path, layer in decoder_layers(model).items() if next(layer.parameters(), None) is not None
         }  # others are on another stage
         self.offload = offload
+        self._codes = _as_floats(model)
         for layer in self.layers.values():
             fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy(cuda) if offload else OffloadPolicy())
         # the embedding and the output layer are read at both ends of a microbatch: they stay from one to the other
@@ -158,7 +159,8 @@ class Shards:
             assert isinstance(empty, DTensor)
             key = next(keys[name] for name in names if name in keys)
             on_host = self.offload and self._holder(names[0]) is not self.model
-            filled = made_like(empty, torch.device("cpu") if on_host else self.device)
+            device = torch.device("cpu") if on_host else self.device
+            filled = made_like(empty, device, self._codes.get(names[0], empty.dtype))
             filled.to_local().copy_(self._read(files, key, names[0], own_rows(empty.shape[0], self.mesh)))
             for name in names:
                 parent, _, leaf = name.rpartition(".")
@@ -225,13 +227,23 @@ class Shards:
         run_nobody(self.model, self.device, attached, backward)
 
 
-def made_like(empty: DTensor, device: torch.device) -> Any:
+def _as_floats(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Give parameters of whole numbers a dtype of floats as long as they are on the meta device; their own dtypes, by name.
+    FSDP, up to torch 2.11, shares only what could have a gradient."""
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.is_floating_point():
+            found[name], parameter.data = parameter.dtype, torch.empty_like(parameter, dtype=torch.float8_e4m3fn)
+    return found
+
+
+def made_like(empty: DTensor, device: torch.device, dtype: torch.dtype) -> Any:
     """A frozen parameter that is shared as one on the meta device is, with its rows on a device.
 
     They stay there where the mesh is of another device. DTensor.from_local would take them to that one, and FSDP keeps no
     layers on the host whose rows are not there.
     """
-    return torch.nn.Parameter(torch.empty_like(empty, device=device), requires_grad=False)
+    return torch.nn.Parameter(torch.empty_like(empty, device=device, dtype=dtype), requires_grad=False)
 
 
 def run_nobody(model: PreTrainedModel, device: torch.device, attached: Attached, backward: bool) -> None:

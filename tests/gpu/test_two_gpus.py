@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import rows_into
 from ranks import Ranks
 from test_placement import (
@@ -56,10 +57,18 @@ FEW: list[Tree] = [
 ]  # fmt: skip
 
 
+def meets(rank: int, device: str) -> float:
+    """The sum of both ranks, by the device's own messages."""
+    own = torch.full((1,), float(rank + 1), device=device)
+    dist.all_reduce(own)
+    return own.item()
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[Groups]:
-    """Two processes, each with a GPU."""
+    """Two processes, each with a GPU. They take half a minute to start, which no case is charged with."""
     ranks = Ranks(2, DEVICE)
+    assert ranks.run(meets, DEVICE) == [3.0, 3.0]
     ranks.run = partial(ranks.run, seconds=SECONDS)  # type: ignore[method-assign]
     yield lambda size: ranks
     ranks.close()
@@ -76,7 +85,7 @@ def routed(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 
 CHAIN: list[tuple[Tree, str, int]] = [
-    ({"shard_base": True, "offload_base": True}, "kill", 1), ({"tensor": 2}, "term", 0), ({"pipeline": 2}, "kill", 0),
+    ({"shard_base": True, "offload_base": True}, "kill", 1), ({"tensor": 2}, "term", 0), ({"pipeline": 2}, "none", 0),
 ]  # fmt: skip
 """Layouts, what happens there, and to which process."""
 
@@ -89,10 +98,8 @@ def test_stopped_and_killed_under_torchrun_it_goes_on_on_other_layouts(tiny_base
     for at, (parallel, mishap, rank) in enumerate(CHAIN):
         words = ("--resume",) * (at > 0)
         code, said = ended(launch(None, {**tree, "parallel": parallel}, tmp_path / "out", mishap, rank, (), words), 120)
-        assert code != 0, f"{parallel}: it ended before anything happened: {said[-2000:]}"
-        assert ("Signal 9" if mishap == "kill" else "SIGTERM") in said, said
-    code, said = ended(launch(None, tree, tmp_path / "out", words=("--resume",)), 120)
-    assert code == 0, said
+        wanted = {"kill": "Signal 9", "term": "SIGTERM", "none": ""}[mishap]
+        assert (code == 0) == (mishap == "none") and wanted in said, f"{parallel}: {code}, {said[-2000:]}"
     same_run(tmp_path / "out", tmp_path / "one", BOUND)
 
 

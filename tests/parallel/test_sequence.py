@@ -30,7 +30,8 @@ from tensor_runs import (
 from packlora.adapters.sharded import Shard
 from packlora.engine.passes import SingleDevice
 from packlora.parallel import sequence
-from packlora.parallel.collectives import GATHER, SCATTER, all_tokens, copied
+from packlora.parallel.collectives import GATHER, SCATTER, copied
+from packlora.parallel.tokens import JoinedAgain, all_tokens
 
 Pool = Callable[[int], Ranks]
 
@@ -102,6 +103,48 @@ def messages(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], dic
     with counted() as calls:
         model.base_model(inputs_embeds=hidden, use_cache=False, sample_lengths=(24,)).last_hidden_state.sum().backward()
     return dict(Counter(calls)), dict(Counter(learn(case, dist.group.WORLD).collectives)), tokens
+
+
+def begun_ahead(rank: int, case: Case) -> tuple[list[str], float]:
+    """What becomes of each join of a block's input that is begun before it is needed: whether anything was computed in between;
+    and the error of what is learnt."""
+    told: list[str] = []
+    begin, call, gather = JoinedAgain.begin, JoinedAgain.__call__, getattr(dist, GATHER)
+
+    def begun(self: JoinedAgain) -> None:
+        begin(self)
+        told.append("begun" if self._begun else "not wanted")
+
+    def called(self: JoinedAgain, *operands: torch.Tensor) -> torch.Tensor:
+        told.append("waited for" if self._begun else "joined at once")
+        return call(self, *operands)
+
+    def sent(*args: Any, **kwargs: Any) -> Any:
+        told.append("async" if kwargs.get("async_op") else "sync")
+        return gather(*args, **kwargs)
+
+    with (
+        mock.patch.object(JoinedAgain, "begin", begun), mock.patch.object(JoinedAgain, "__call__", called),
+        mock.patch.object(dist, GATHER, sent),
+    ):  # fmt: skip
+        found = learn(case, dist.group.WORLD)
+    return told, max(found.errors(learn(case)).values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_block_s_input_is_joined_again_while_its_last_layer_is_computed(checkpointing: bool, ranks: Pool) -> None:
+    """Two blocks in each of two layers; the first block's own input has no gradient, and its layers ask for nothing ahead. A
+    block that is computed again keeps its input, and nothing is joined in vain."""
+    case = case_of("llama", adapter_of("LoRA", 0.1), steps=1, sequence=True, checkpointing=checkpointing)
+    for told, error in ranks(2).run(begun_ahead, case):
+        assert error < BOUND
+        backward = [word for word in told if word != "sync"]
+        if checkpointing:
+            assert set(backward) == {"not wanted"}
+            continue
+        one = ["async", "begun", "waited for"]
+        assert backward == (one * 3 + ["not wanted", "joined at once"]) * (len(backward) // 11)
+        assert len(backward) >= 11
 
 
 def test_messages_are_those_of_the_frozen_model_and_one_for_each_job_and_a_block_s_input_again(ranks: Pool) -> None:

@@ -183,7 +183,7 @@ def placed(rank: int) -> tuple[str, list[int], float]:
         mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False)
     rows = torch.empty((3, 2)[rank], 4, device="meta")
     empty = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=torch.Size((5, 4)), stride=(4, 1))
-    filled = made_like(empty, torch.device("cpu"))
+    filled = made_like(empty, torch.device("cpu"), empty.dtype)
     filled.to_local().fill_(1)
     assert isinstance(filled, torch.nn.Parameter) and filled.shape == (5, 4) and not filled.requires_grad
     assert filled.device_mesh.device_type == "cuda"

@@ -51,7 +51,8 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks | None]:
 
 def environment() -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    places = [str(HERE.parents[1]), *filter(None, [env.get("PYTHONPATH")])]
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
 
 
 def launch(

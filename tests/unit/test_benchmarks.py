@@ -446,7 +446,7 @@ def test_where_the_time_of_a_command_went_adds_up() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["anchors", "command"])
+@pytest.mark.parametrize("name", ["anchors", "command", "large"])
 def test_commands_run_at_toy_sizes(name: str, tmp_path: Path) -> None:
     out = tmp_path / f"{name}.json"
     assert main([name, "--quick", "--device", "cpu", "--out", str(out)]) == 0

@@ -78,6 +78,8 @@ def lora_group(
         return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
     hooks = saving_hooks()
     if hooks is None:
+        if recompute is not None and recompute.wanted is not None and x.requires_grad:
+            recompute.wanted()
         outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.owned(call))
         return outputs
     if is_checkpoint(hooks):  # makes x again anyway, which is then alive no longer than its block's backward

@@ -1,0 +1,224 @@
+"""`large`: a base model that no GPU here holds, trained on all of them by the command, from its files.
+
+    python -m benchmarks large --out large-h100.json
+
+It starts torchrun itself. The files are written to memory (/dev/shm) where there is room. The model has as many layers of one
+shape as fill somewhat more than a GPU; all have the same random weights, which are written for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from benchmarks.commands import WORDS, words_of, write_rows, write_tokenizer
+from benchmarks.harness import Benchmark, Case, Options, Row, case
+from benchmarks.shapes import SHAPES, TINY, config_of
+from packlora.engine.memory import free_memory
+from packlora.errors import InputError
+
+SHAPE, MORE = "Llama-3.1-70B", 1.05
+"""Shape of the layers, and bytes of all weights over those of a GPU's memory."""
+WAYS: dict[str, Row] = {"sharded": {"shard_base": True}, "offloaded": {"shard_base": True, "offload_base": True},
+                        "stages": {}}  # fmt: skip
+"""Layouts; the stages are as many as there are GPUs."""
+RANKS, LENGTH, BATCH, STEPS = (16, 32), 1024, 8, 4
+"""Jobs by rank; tokens of a sample, samples of a step, steps of each."""
+PAUSE = 0.2
+"""Seconds between two looks at the memory of processes."""
+
+
+def cases(options: Options) -> list[Case]:
+    return [case(name, parallel=name) for name in WAYS]
+
+
+def measure(one: Case, names: list[str], options: Options) -> Row:
+    """Raises InputError where there is one GPU."""
+    size = 2 if options.tiny else torch.cuda.device_count()
+    if size < 2:
+        raise InputError("large needs two GPUs or more")
+    folder, layers, weights = options.shared("large", lambda: written(options))
+    parallel = WAYS[one.parallel] or {"pipeline": size}
+    start = time.perf_counter()
+    code, said, host = launched(Path(folder.name), one.parallel, parallel, size)
+    wall = time.perf_counter() - start
+    row: Row = {"layers": layers, "weights_gib": weights / 2**30, "processes": size, "wall_s": wall, "host_gib": host}
+    if code:
+        return row | {"failed": {"packlora": said[-400:]}}
+    out = Path(folder.name) / one.parallel
+    result = json.loads((out / "run.json").read_text())["result"]
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    first = max(line["elapsed"] for line in steps if line["step"] == 1)
+    late = sum(line["tokens"] for line in steps if line["step"] > 1)
+    return row | {
+        "before_training_s": wall - result["seconds"], "first_step_s": first,
+        "tokens_per_s": late / (max(line["elapsed"] for line in steps) - first),
+        "gib": (result["peak_memory_bytes"] or 0) / 2**30, "loss": steps[-1]["loss"], "failed": {},
+    }  # fmt: skip
+
+
+# --- files -------------------------------------------------------------------------------------------------------------
+
+
+def written(options: Options) -> tuple[Any, int, int]:
+    """A folder with base model, data and run file; the number of layers, and bytes of the weights."""
+    room = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize if Path("/dev/shm").is_dir() else 0
+    layers = options.layers or (4 if options.tiny else _layers(torch.cuda.get_device_properties(0).total_memory))
+    cut = TINY | {"vocab_size": WORDS + 8} if options.tiny else {}
+    config = config_of(SHAPE, False, None, **cut | {"num_hidden_layers": layers, "dtype": "bfloat16"})
+    config.bos_token_id = config.eos_token_id = 0
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    held = skeleton.state_dict()
+    bytes_ = sum(tensor.nbytes for tensor in held.values())
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm" if room > 1.02 * bytes_ else None)
+    path = Path(folder.name)
+    write_tokenizer(path / "base", WORDS)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(path / "base")
+    write_weights(path / "base", held, options.device)
+    draw, length = np.random.default_rng(0), 32 if options.tiny else LENGTH
+    jobs = []
+    for rank in RANKS:
+        write_rows(path / f"r{rank}.jsonl", [words_of(draw, length - 1, WORDS) for _ in range(BATCH * STEPS)])
+        train = {"num_train_epochs": 1, "learning_rate": 1e-4, "global_batch_size": BATCH}
+        adapter = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+        jobs.append({"name": f"r{rank}", "data": {"path": f"r{rank}.jsonl"}, "adapter": adapter, "train": train})
+    tree = {
+        "base_model": "base", "jobs": jobs, "dtype": "bfloat16", "max_tokens_per_microbatch": 4 * length, "save_every": 0,
+        "gradient_checkpointing": True, "device": options.device.type,
+    }  # fmt: skip
+    (path / "run.yaml").write_text(yaml.safe_dump(tree))
+    return folder, layers, bytes_
+
+
+def _layers(memory: int) -> int:
+    """As many as need somewhat more than a GPU has, at most all."""
+    shape = SHAPES[SHAPE]
+    width, inner = shape["hidden_size"], shape["intermediate_size"]
+    kept = shape["num_key_value_heads"] / shape["num_attention_heads"]
+    each = 2 * (width * width * (2 + 2 * kept) + 3 * width * inner)
+    ends = 2 * 2 * shape["vocab_size"] * width
+    return int(min(shape["num_hidden_layers"], (MORE * memory - ends) // each))
+
+
+def write_weights(folder: Path, held: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Files of random weights, one for what is beside the layers and one for each layer, all of which have the same."""
+    torch.manual_seed(0)
+    drawn: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
+    files: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in held.items():
+        at = name.split(".layers.")
+        number, _, leaf = at[1].partition(".") if len(at) == 2 else ("ends", "", name)
+        if (leaf, tuple(tensor.shape)) not in drawn:
+            made = torch.ones(tensor.shape) if tensor.ndim == 1 else None
+            made = torch.randn(tensor.shape, device=device, dtype=torch.bfloat16).mul_(0.02) if made is None else made
+            drawn[leaf, tuple(tensor.shape)] = made.bfloat16().cpu().view(torch.int16).numpy()
+        files.setdefault(f"model-{number}.safetensors", {})[name] = drawn[leaf, tuple(tensor.shape)]
+    with ThreadPoolExecutor(16) as pool:
+        for done in [pool.submit(_write, folder / file, own) for file, own in files.items()]:
+            done.result()
+    free_memory(device)
+    index = {"metadata": {}, "weight_map": {name: file for file, own in files.items() for name in own}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """A file of safetensors with bfloat16 numbers, from memory that many files share."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, array in arrays.items():
+        header[name] = {"dtype": "BF16", "shape": list(array.shape), "data_offsets": [start, start + array.nbytes]}
+        start += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb", buffering=0) as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        for array in arrays.values():
+            rest: Any = array.reshape(-1).view(np.uint8)
+            while len(rest):
+                rest = rest[opened.write(rest) :]
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+def launched(folder: Path, out: str, parallel: Row, size: int) -> tuple[int, str, float]:
+    """`packlora train` on all GPUs: its exit code, what it said, and the most memory of the host that a process had at a time,
+    in GiB, without files that it has mapped."""
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m", "packlora",
+        "train", "run.yaml", "--set", f"output_dir={out}",
+    ]  # fmt: skip
+    words += [word for key, value in parallel.items() for word in ("--set", f"parallel.{key}={str(value).lower()}")]
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [env.get("PYTHONPATH")])])
+    process = subprocess.Popen(words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    most, ended = [0], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(PAUSE):
+            most[0] = max(most[0], *(own_memory(pid) for pid in descendants(process.pid)))
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        said, _ = process.communicate()
+    finally:
+        ended.set()
+        looking.join()
+    return process.returncode, said, most[0] / 2**30
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    try:
+        own = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return [pid]
+    return [pid, *(found for child in own for found in descendants(int(child)))]
+
+
+def own_memory(pid: int) -> int:
+    """Bytes of a process that are no files; 0 of one that has gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def summary(rows: list[Row]) -> Row:
+    """Figures by layout."""
+    keys = ("before_training_s", "tokens_per_s", "gib", "host_gib")
+    return {f"{row['case']}_{key}": row[key] for row in rows for key in keys if key in row}
+
+
+LARGE = Benchmark(
+    cases, measure, summary,
+    f"`torchrun --nproc-per-node N -m packlora train run.yaml` on all GPUs of a host: layers of {SHAPE}'s shape with its "
+    f"vocabulary, as many as have {MORE} times the bytes of a GPU's memory in bfloat16, from safetensors files in the "
+    "memory of the host; random weights, the same in all layers. Two LoRA jobs (ranks "
+    f"{', '.join(map(str, RANKS))}) on all linear layers, {STEPS} steps of {BATCH} samples of {LENGTH} tokens each, "
+    f"gradient_checkpointing, microbatches of {4 * LENGTH} tokens a process. sharded: parallel.shard_base; offloaded: and "
+    "offload_base; stages: a pipeline of as many stages as there are GPUs. before_training_s: from the start of torchrun "
+    "to the first microbatch: loading, the proof of packing, compiling; first_step_s: from there to the last of the "
+    "jobs' first steps; tokens_per_s: of later steps, of all GPUs together; gib: peak of the GPU that needs the most; "
+    "host_gib: most memory of a process at a time that is no mapped file and not pinned.",
+    ["packlora"], by_case=True, where="any",
+)  # fmt: skip
