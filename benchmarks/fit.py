@@ -40,6 +40,7 @@ from benchmarks.trainer import Ends
 from packlora.codes.load import codes_made_of
 from packlora.codes.weight import QuantizedLinear
 from packlora.config import QuantizationConfig, Run
+from packlora.engine.allocator import grow_segments
 from packlora.engine.memory import free_memory
 from packlora.run_file import run_from
 from packlora.runtime import fit
@@ -319,6 +320,7 @@ def measured(options: Options, run: Any) -> Row:
     cuda = options.device.type == "cuda"
     if cuda:
         torch._C._cuda_clearCublasWorkspaces()  # which stay for each stream that a run had for its graphs
+    grow_segments(False)  # torch's default; packlora.train has it otherwise
     free_memory(options.device)
     before = torch.cuda.memory_reserved(options.device) if cuda else 0
     if cuda:
