@@ -121,13 +121,17 @@ class ProcessError(Exception):
     """Whether no other process of the run has said before that it failed."""
 
 
+def system_number(error: BaseException) -> int | None:
+    """The system's number of an error, also of safetensors' own, which is no OSError; None for another error."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    return None if found is None else int(found[1])
+
+
 def unwritten(error: BaseException) -> str | None:
     """Describe a failed write (a full disk, a quota, a broken disk or pipe) with its file; None for another error."""
-    number, name = getattr(error, "errno", None), getattr(error, "filename", None)
-    if type(error).__name__ == "SafetensorError" and (found := re.search(r"\(os error (\d+)\)", str(error))):
-        number = int(found[1])  # the library raises no OSError
-    elif not isinstance(error, OSError):
-        return None
+    number, name = system_number(error), getattr(error, "filename", None)
     if number not in UNWRITABLE:
         return None
     what = f"{os.strerror(number)}: {name}" if name else os.strerror(number)

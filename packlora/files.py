@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packlora.errors import InputError
+from packlora.errors import InputError, system_number
 from packlora.portable import fcntl, flags, held, open_folder, replace, sync
 
 if TYPE_CHECKING:
@@ -163,11 +163,21 @@ def _encoder(separator: str = ", ") -> json.JSONEncoder:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: Mapping[str, str] | None = None) -> None:
-    """safetensors, on the CPU. told: texts for the file's header."""
+    """safetensors, on the CPU. told: texts for the file's header. Raises OSError where it cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file  # loads torch, which a reader of a run does not need
 
     on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    write_file(path, lambda file: save_file(on_cpu, file, {"format": "pt", **(told or {})}))
+
+    def save(file: Path) -> None:
+        try:
+            save_file(on_cpu, file, {"format": "pt", **(told or {})})
+        except SafetensorError as error:
+            if (number := system_number(error)) is None:
+                raise
+            raise OSError(number, os.strerror(number)) from error
+
+    write_file(path, save)
 
 
 def digest(path: Path) -> str:

@@ -109,7 +109,9 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     """Let the layers of a model compute their activations again in the backward, from now on; no number changes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # nothing random is computed again: the model's own dropout is off, and masks of adapters have keys
+        how = {"use_reentrant": False, "preserve_rng_state": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     # these checkpoint only in training mode; everything else stays in evaluation mode
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) or getattr(module, "gradient_checkpointing", False):

@@ -165,10 +165,6 @@ class Run(Strict):
             raise ValueError(
                 f"parallel.{key} does not take quantised layers apart ({what}){better}; leave one of them out"
             )
-        if self.cuda_graphs is True:
-            raise ValueError(
-                f"cuda_graphs: true is not for quantised layers ({what}); leave it at auto, which is off there"
-            )
 
     @model_validator(mode="after")
     def _cut_as_it_can_be(self) -> Run:

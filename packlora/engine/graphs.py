@@ -37,7 +37,6 @@ MOST = 32
 TRIES = 3
 """How often memory may run out before a run goes on without graphs."""
 NO_GRAPHS = "no CUDA graphs, so the host may be what takes the time"
-CHECKPOINTS = "gradient_checkpointing recomputes activations from the host"
 T = TypeVar("T")
 
 
@@ -187,10 +186,7 @@ class GraphedDevice:
         self.single.idle(backward)
 
     def checkpointed(self) -> None:
-        """See Executor: what was recorded keeps activations, so its memory is freed."""
-        if self.why_not is None:
-            self.why_not = CHECKPOINTS
-            self.tell(f"{NO_GRAPHS}: {CHECKPOINTS}")
+        """See Executor: what was recorded keeps activations, so its memory is freed, and it is recorded anew."""
         self._drop()
 
     def plans(self) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 SCRIPTS = [(Path(__file__).parent / f"{name}.js").read_text(encoding="utf-8") for name in ("numbers", "chart", "page")]
 SCRIPT = f'"use strict";{{\n{"".join(SCRIPTS)}}}'
 PLACES = (
-    "header", "tiles", "warnings", "sweep", "legend", "nothing", "jobs", "microbatches", "schedule", "pipeline", "lengths",
-    "reproducibility",
+    "header", "tiles", "warnings", "sweep", "legend", "nothing", "jobs", "completions", "microbatches", "schedule", "pipeline",
+    "lengths", "reproducibility",
 )  # fmt: skip
 """Names of the parts of the page that are HTML."""
 REMADE = 2.0
@@ -125,6 +125,7 @@ def _assembled(data: PageData, part: Mapping[str, str], is_live: bool) -> str:
 <div data-chart="optimization"></div>
 <div data-chart="machine"></div>
 <div data-chart="samples"></div>
+{place("completions")}
 {place("microbatches")}{place("schedule")}{place("pipeline")}{place("lengths")}{place("reproducibility")}
 </main>
 <script type="application/json" class="numbers">{numbers}</script>

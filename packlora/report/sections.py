@@ -51,12 +51,21 @@ def parts(run: RunFiles) -> dict[str, str]:
         "legend": legend(run),
         "nothing": "" if run.has_steps else f'<p class="empty">{nothing}</p>',
         "jobs": job_table(run),
+        "completions": _completions(run),
         "microbatches": microbatches(run),
         "schedule": schedule(run),
         "pipeline": _pipeline(run, styles),
         "lengths": _lengths(run),
         "reproducibility": _reproducibility(run),
     }
+
+
+def _completions(run: RunFiles) -> str:
+    if not any(job.config.get("rollout") for job in run.jobs):
+        return ""
+    from packlora.rl import page
+
+    return page.section(run.folder, [(job.name, job.style) for job in run.jobs if job.config.get("rollout")])
 
 
 def _pipeline(run: RunFiles, styles: dict[str, str]) -> str:

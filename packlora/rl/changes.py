@@ -22,6 +22,7 @@ from packlora.changes import Changed, Changes
 from packlora.data.encode import Sample
 from packlora.data.prompts import answer_ends
 from packlora.data.template import templated
+from packlora.engine.drift import drift_of, why_apart
 from packlora.engine.generate import sampler_for
 from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import Executor, SingleDevice
@@ -40,8 +41,6 @@ from packlora.runtime.team import Team
 from packlora.runtime.windows import slowest
 from packlora.seeding import stable_hash
 
-DRIFT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Mean difference of log-probabilities of sampler and trainer, by dtype of the model, that is still rounding."""
 TINY = 1e-4
 """Added to a standard deviation, as TRL does."""
 
@@ -200,11 +199,14 @@ class RolloutChanges(Changes):
             self._ends[job.chat_template] = frozenset(answer_ends(tokenizer, getattr(settings, "eos_token_id", None)))
         return self._ends[job.chat_template]
 
+    def _texts(self, drawn: _Drawn) -> list[str]:
+        tokenizer = templated(self.base.tokenizer, drawn.job.chat_template)
+        return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in drawn.ids]
+
     def _groups(self, drawn: _Drawn) -> list[Group]:
         data, size = drawn.job.data, drawn.job.config.rollout.num_generations
         assert isinstance(data, RolloutData)
-        tokenizer, out = templated(self.base.tokenizer, drawn.job.chat_template), []
-        texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in drawn.ids]
+        out, texts = [], self._texts(drawn)
         for first in range(0, len(texts), size):
             prompt = data.rollouts.prompts[drawn.prompts[first]]
             said: list[Any] = texts[first : first + size]
@@ -255,24 +257,21 @@ class RolloutChanges(Changes):
         totals = [np.zeros(config.num_generations) if own.lost is not None else rewards.total(own) for own in judged]
         advantages = advantages_of(totals, [own.lost is not None for own in judged], config.scale_rewards)
         logps, base, taught = scores.own, scores.base, scores.teacher
-        completions, drifts = [], []
+        completions, drifts, texts = [], [], self._texts(drawn)
         for at, tokens in enumerate(drawn.tokens):
             group, place = divmod(at, config.num_generations)
-            drifts.append(float(np.abs(logps[at] - [token.logprob for token in tokens]).mean()))
+            drifts.append(drift_of(logps[at], [token.logprob for token in tokens]))
             values = {name: judged[group].rewards[number, place] for number, name in enumerate(names)}
             completions.append(Completion(
                 drawn.prompts[at], drawn.ids[at], logps[at].tolist(), float(advantages[group][place]),
                 float(totals[group][place]), drifts[-1],
                 {name: None if np.isnan(value) else float(value) for name, value in values.items()},
-                None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(),
+                None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(), texts[at],
                 tokens[-1].reason == "length", judged[group].lost is not None,
             ))  # fmt: skip
-        if (drift := float(np.mean(drifts))) > DRIFT.get(self.base.model.dtype, 1e-3) or drift != drift:
-            job.fail(
-                f"log-probabilities of the sampler and the trainer differ by {drift:.3g} on the completions of step "
-                f"{drawn.step + 1}, which is more than rounding",
-                reverted=False,
-            )
+        tokens_of = f"the completions of step {drawn.step + 1}"
+        if (apart := why_apart(float(np.mean(drifts)), self.base.model.dtype, tokens_of)) is not None:
+            job.fail(apart, reverted=False)
             return
         job.data.rollouts.put(  # type: ignore[attr-defined]
             Batch(drawn.step, job.step, reward_hash(config), tuple(completions), draw_seconds)

@@ -31,7 +31,7 @@ FOLDER = "rollouts"
 class Completion:
     """A completion of a prompt.
 
-    prompt: its number. ids [l]: new tokens. logprobs [l]: of each when it was drawn, by the model that is trained.
+    prompt: its number. ids [l], text: new tokens. logprobs [l]: of each when it was drawn, by the model that is trained.
     reference, teacher [l]: by the base model and by the teacher, where these are asked for. advantage, reward: of the whole.
     drift: mean difference of the log-probabilities of drawing and training. rewards: by their names; None: nothing to say.
     is_cut: whether it ended by its length. is_lost: whether its group teaches nothing, as its rewards failed.
@@ -46,6 +46,7 @@ class Completion:
     rewards: dict[str, float | None]
     reference: list[float] | None = None
     teacher: list[float] | None = None
+    text: str = ""
     is_cut: bool = False
     is_lost: bool = False
 
@@ -147,8 +148,8 @@ class RolloutSamples(Sequence[Sample]):
         return Sample(ids, np.arange(len(ids)) >= len(prompt.ids), columns=columns)
 
     def _advantages(self, one: Completion, gain: float) -> np.ndarray:
-        """Advantages [] or [l]. With a teacher a token's own is greater by how much likelier it is for the teacher than tokens of
-        the batch are on average, which gives the gradient of the divergence from the teacher."""
+        """Advantages [] or [l]. With a teacher a token's own is greater by how much likelier it is for the teacher than the
+        batch's tokens are on average, which gives the gradient of the divergence from the teacher."""
         if one.teacher is None:
             return np.array(one.advantage)
         own: np.ndarray = one.advantage + self.config.teacher_weight * (np.subtract(one.teacher, one.logprobs) - gain)

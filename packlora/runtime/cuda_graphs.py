@@ -11,12 +11,14 @@ from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
 from packlora.base.shape import plain_head
 from packlora.config import Run
-from packlora.engine.graphs import CHECKPOINTS, NO_GRAPHS, GraphedDevice
+from packlora.engine.graphs import NO_GRAPHS, GraphedDevice
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.engine.recorded import LEAST_TOKENS, Buffers
 from packlora.errors import InputError
 from packlora.runtime.job import Job
 
+LAUNCHED = ("nf4", "fp4", "int8")
+"""Methods of quantisation whose weights are made by launches alone."""
 
 def graphed(
     run: Run, base: Base, single: Executor, jobs: Sequence[Job], budget: int, tell: Callable[[str], None]
@@ -60,8 +62,8 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     """Reason against graphs that is known beforehand; None where microbatches are tried."""
     if base.device.type != "cuda":
         return f"there are none on {base.device.type}"
-    if base.form is not None:
-        return "the weights of quantised layers are made where they are read, by their libraries"
+    if base.form is not None and base.form.method not in LAUNCHED:
+        return f"the weights of quantised layers of {base.form.method} are made where they are read, by their library"
     if not base.storage.is_whole:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
     if run.dtype not in ("bfloat16", "float16"):
@@ -74,8 +76,6 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "microbatches have images, which the host decodes and of which each has a size of its own"
     if run.offload_embedding:
         return "the embedding lies on the host, which looks up its rows"
-    if run.gradient_checkpointing:
-        return CHECKPOINTS
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
     for job in jobs:

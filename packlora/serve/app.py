@@ -11,23 +11,28 @@ import contextlib
 import hashlib
 import hmac
 import json
-import logging
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from packlora.errors import quoted, reason_of
+from packlora.serve import openai
 from packlora.serve.desk import Desk
 from packlora.serve.errors import Refused
+from packlora.serve.logs import LOG
 from packlora.serve.page import PAGE
 from packlora.serve.rest import Rest
+from packlora.serve.served import ServedModels
 
-LOG = logging.getLogger("packlora.serve")
 API = "/api/v1"
 HOLD = 20.0
 """Seconds for which a request for a result is held."""
@@ -48,14 +53,19 @@ class Keys:
     def __init__(self, keys: list[str] | None = None) -> None:
         self._keys = None if keys is None else [key.encode() for key in keys]
 
-    def owner(self, key: str | None) -> str:
-        """Raises Refused."""
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are keys, so that clients need not trust each other."""
+        return self._keys is not None
+
+    def owner(self, key: str | None, missing: str = "x-api-key: there is none; set TINKER_API_KEY") -> str:
+        """Raises Refused. missing: what is said where there is no key."""
         given = (key or "").encode()
         if not given:
-            raise Refused("x-api-key: there is none; set TINKER_API_KEY", 401)
+            raise Refused(missing, 401)
         # all are compared, so that the time tells nothing
         if self._keys is not None and not sum(hmac.compare_digest(given, own) for own in self._keys):
-            raise Refused("x-api-key: it is not one of this service's keys", 401)
+            raise Refused("api key: it is not one of this service's keys", 401)
         return hashlib.sha256(given).hexdigest()[:32]
 
 
@@ -83,13 +93,15 @@ class Door:
         try:
             answer = await self._answer(request)
         except Refused as error:
-            answer = JSONResponse({"error": error.text}, error.status, headers=dict(error.headers))
+            answer = _refusal(request, error)
         except ClientDisconnect:
             answer = Response(status_code=499)
+        except (sqlite3.OperationalError, OSError) as error:
+            LOG.error("%s %s: %s", request.method, request.url.path, reason_of(error))
+            answer = _refusal(request, Refused(f"nothing can be written down now: {reason_of(error)}", 429, 10))
         except Exception as error:
             LOG.exception("%s %s failed", request.method, request.url.path)
             answer = JSONResponse({"error": f"a defect of the service: {type(error).__name__}"}, 500)
-        self.service.figures.answers.labels(answer.status_code).inc()
         return answer
 
     async def _answer(self, request: Request) -> Response:
@@ -269,6 +281,33 @@ def _check_client(version: Any) -> None:
         )
 
 
+def _refusal(request: Request, error: Any) -> Response:
+    """Answer with a Refused."""
+    return JSONResponse({"error": error.text}, error.status, headers=dict(error.headers))
+
+
+def bearer(keys: Keys, request: Request) -> str:
+    """The owner of a request of the OpenAI-style endpoint. Raises Refused."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    own = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key")
+    return keys.owner(own, "authorization: there is no key; send 'Bearer tml-...', which OPENAI_API_KEY sets")
+
+
+class _Counted:
+    """The application, with a counter of its answers by status."""
+
+    def __init__(self, app: ASGIApp, answers: Counter) -> None:
+        self.app, self.answers = app, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.answers.labels(message["status"]).inc()
+            await send(message)
+
+        await self.app(scope, receive, counting)
+
+
 def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
     """The service as an ASGI application."""
     door = Door(desk, keys, hold)
@@ -277,22 +316,26 @@ def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
         return Response(await run_in_threadpool(desk.service.metrics), media_type="text/plain; version=0.0.4")
 
     async def status(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(desk.service.status))
+        key = request.headers.get("x-api-key")
+        owner = keys.owner(key) if key and keys.is_closed else None
+        found = await run_in_threadpool(desk.service.status, owner)
+        if keys.is_closed and owner is None:
+            found["training"] = []
+        return JSONResponse(found)
 
     async def page(request: Request) -> Response:
         return Response(PAGE, media_type="text/html")
 
     async def file(request: Request) -> Response:
-        try:
-            return await run_in_threadpool(door.rest.file, request.path_params["ticket"], request.path_params["name"])
-        except Refused as error:
-            return JSONResponse({"error": error.text}, error.status)
+        return await run_in_threadpool(door.rest.file, request.path_params["ticket"], request.path_params["name"])
 
     methods = ["GET", "POST", "PUT", "DELETE"]
     routes = [
         Route("/", page), Route("/metrics", metrics), Route("/status", status), Route("/files/{ticket}/{name}", file),
         Route(API + "/{path:path}", door.handle, methods=methods),
+        *openai.routes(ServedModels(desk, lambda: door.is_closing), lambda request: bearer(keys, request)),
     ]  # fmt: skip
-    app = Starlette(routes=routes)
+    counted = Middleware(_Counted, answers=desk.service.figures.answers)
+    app = Starlette(routes=routes, middleware=[counted], exception_handlers={Refused: _refusal})
     app.state.door = door
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+import os
 import socket
 import urllib.error
 import urllib.request
@@ -59,9 +59,10 @@ def listening(host: str, port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
+        found.listen(128)  # two sockets can be bound to a port until one listens
     except OSError as error:
         found.close()
-        raise InputError(f"--host {host} --port {port}: it cannot be had: {error.strerror or error}") from None
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; give another --port") from None
     return found
 
 
@@ -80,25 +81,27 @@ def serve(
         raise needed(str(error.name), "serve", "packlora serve") from None
     from packlora.serve.desk import Desk
     from packlora.serve.host import Host, run_of
+    from packlora.serve.logs import begin_logging, log
     from packlora.serve.service import Service
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    begin_logging()
     make_folder(state)
     with lock_folder(state):
         hosts = {name: Host(name, run_of(path, settings, quantization, state), context) for name, path in names.items()}
         service = Service(hosts, state, max_wait=max_wait_ms / 1000)
         app = application(Desk(service), Keys(known))
-        server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5), app)
+        server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5), app)
+        log("service started", bases=",".join(hosts), models=len(service.tenants), waiting=service.queue.waiting)
         service.start()
         address = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
-        show(f"TINKER_BASE_URL={address} TINKER_API_KEY={'one of ' + str(keys) if known else 'tml-local'}")
+        key = f"one of {keys}" if known else "tml-local"
+        show(f"TINKER_BASE_URL={address} TINKER_API_KEY={key}")
+        show(f"OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}")
         show(
             f"serving {', '.join(hosts)} from {state}; figures at {address}/, Ctrl-C ends it and the next start goes on"
         )
         server.run(sockets=[at])
-        waiting = service.queue.waiting
-        service.stop()
+        waiting = service.stop()
         say(f"stopped; {waiting} requests wait for the next start" if waiting else "stopped; nothing waits")
         if service.failure is not None:
             raise service.failure
@@ -120,14 +123,24 @@ class _Server:
 
 
 def status(host: str, port: int) -> None:
-    """Print how a service stands. Raises InputError where none answers."""
+    """Print how a service stands, with the models of the key in TINKER_API_KEY. Raises InputError where none answers."""
     address = f"http://{host}:{port}/status"
     try:
-        with urllib.request.urlopen(address, timeout=10) as answer:
+        asked = urllib.request.Request(address, headers={"x-api-key": os.environ.get("TINKER_API_KEY", "")})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
             found = json.load(answer)
-    except (OSError, ValueError, urllib.error.URLError) as error:
+        models = found.pop("training")
+    except urllib.error.HTTPError as error:
+        raise InputError(f"{address}: {error.read(1000).decode(errors='replace')}") from None
+    except (OSError, ValueError, KeyError, urllib.error.URLError) as error:
         raise InputError(f"{address}: no packlora serve answers: {getattr(error, 'reason', error)}") from None
     for key, value in found.items():
         if value not in (None, [], ""):
             text = ", ".join(map(str, value)) if isinstance(value, list | dict) else value
             show(f"{key.replace('_', ' '):<22}{text}")
+    for number, own in enumerate(models, 1):
+        loss = f", loss {own['losses'][-1]:g}" if own["losses"] else ""
+        waits = f", {own['waiting']} requests wait" if own["waiting"] else ""
+        show(
+            f"{f'model {number}':<22}{own['method']} r {own['rank']} on {own['base']}, {own['steps']} steps{loss}{waits}"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sqlite3
 import threading
 import time
@@ -11,16 +10,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from packlora.errors import WriteError, reason_of
 from packlora.serve.errors import Failed
 from packlora.serve.figures import Figures
 from packlora.serve.host import Host
 from packlora.serve.journal import Journal
 from packlora.serve.limits import Limits
+from packlora.serve.logs import LOG
 from packlora.serve.queue import Queue
 from packlora.serve.stores import Stores, Write
 from packlora.serve.tenant import Tenant
 
-LOG = logging.getLogger("packlora.serve")
+MOST_SHOWN = 50
+"""Models that the page and the status list."""
 RETRY_SECONDS = 1.0
 """Seconds between two tries to write the journal, where the disk is full."""
 
@@ -36,6 +38,8 @@ class Core:
         self.stopping = False
         self.failure: BaseException | None = None
         """What ended the thread that computes."""
+        self.trouble: str | None = None
+        """What all work waits for, such as space on a disk."""
         self._listeners: dict[str, list[Callable[[], None]]] = {}
         self._lock = threading.Lock()
 
@@ -45,11 +49,13 @@ class Core:
             try:
                 with self.journal.write(flush=False) as db:
                     write(db)
+                self.trouble = None
                 return
             except sqlite3.OperationalError as error:
-                LOG.error("the journal cannot be written: %s; trying again", error)
+                self.trouble = f"the journal cannot be written: {error}"
+                LOG.error("%s; all work waits for it", self.trouble)
                 if self.stopping:
-                    raise
+                    raise WriteError(f"{self.state}: {self.trouble}; the next start computes it again") from None
                 time.sleep(RETRY_SECONDS)
 
     def listen(self, promise: str, call: Callable[[], None]) -> None:
@@ -77,25 +83,53 @@ class Core:
             promises = list(self._listeners)
         self.tell(promises)
 
-    def status(self) -> dict[str, Any]:
-        """What `packlora serve status` and the live page show. No id and no key is in it."""
+    def status(self, owner: str | None = None) -> dict[str, Any]:
+        """What `packlora serve status` and the live page show. No id and no key is in it.
+
+        Args:
+            owner: whose models are listed; None: all are.
+        """
         sessions = self.journal.one("select count(*) as n from sessions where ended is null")
         tenants = list(self.tenants.values())
-        return {
-            "status": "ok" if self.failure is None else "failed",
-            "failure": None if self.failure is None else str(self.failure),
-            "bases": {name: host.facts.path for name, host in self.hosts.items()},
-            "sessions": 0 if sessions is None else sessions["n"],
-            "models": len(tenants),
-            "models_on_the_base": sum(tenant.is_awake for tenant in tenants),
-            "waiting_requests": self.queue.waiting,
-            "samples": sum(host.samples for host in self.hosts.values()),
-        } | self.figures.status()
+        return (
+            {
+                "status": "failed" if self.failure is not None else "ok" if self.trouble is None else "waits",
+                "failure": self.trouble if self.failure is None else reason_of(self.failure),
+                "bases": {name: host.facts.path for name, host in self.hosts.items()},
+                "sessions": 0 if sessions is None else sessions["n"],
+                "models": len(tenants),
+                "models_on_the_base": sum(tenant.is_awake for tenant in tenants),
+                "waiting_requests": self.queue.waiting,
+                "samples": self._samples,
+            }
+            | self.figures.status()
+            | {"training": self._training(owner)}
+        )
+
+    @property
+    def _samples(self) -> int:
+        return sum(host.samples for host in self.hosts.values())
+
+    def _training(self, owner: str | None) -> list[dict[str, Any]]:
+        """Models, the one first that trained last."""
+        lanes = dict(self.queue.lanes)
+        own = [tenant for tenant in list(self.tenants.values()) if owner is None or tenant.owner == owner]
+        return [
+            {
+                "base": tenant.host.facts.name, "method": tenant.method, "rank": tenant.wanted.rank, "steps": tenant.steps,
+                "losses": [round(loss, 4) for loss in list(tenant.losses)],
+                "waiting": lanes[tenant.id].waiting if tenant.id in lanes else 0, "on_the_base": tenant.is_awake,
+            }
+            for tenant in sorted(own, key=lambda tenant: tenant.trained_at, reverse=True)[:MOST_SHOWN]
+        ]  # fmt: skip
 
     def metrics(self) -> bytes:
         """Figures in Prometheus' format."""
         awake = sum(tenant.is_awake for tenant in list(self.tenants.values()))
+        sessions = self.journal.one("select count(*) as n from sessions where ended is null")
+        self.figures.sessions.set(0 if sessions is None else sessions["n"])
         self.figures.waiting.set(self.queue.waiting)
+        self.figures.samples.set(self._samples)
         self.figures.models.labels("on the base").set(awake)
         self.figures.models.labels("put aside").set(len(self.tenants) - awake)
         return self.figures.text()

@@ -19,6 +19,7 @@ from packlora.serve.adapters import Wanted, wanted
 from packlora.serve.errors import Failed, Refused
 from packlora.serve.host import Host
 from packlora.serve.journal import add_request, as_json, insert
+from packlora.serve.logs import log
 from packlora.serve.losses import work_of
 from packlora.serve.messages import message, read_forward_backward
 from packlora.serve.optimizer import settings_of
@@ -90,6 +91,7 @@ class Models(Promises):
         if is_new:
             stored = self.journal.one("select * from models where id = ?", model)
             self.service.add_tenant(stored, host)
+            log("model made", model=model, base=host.facts.name, rank=own.rank, owner=owner[:8])
         return promise
 
     def unload(self, owner: str, body: Mapping[str, Any]) -> str:
@@ -254,7 +256,7 @@ class Desk(Models):
         if row is None:
             raise Refused(f"sampling_session_id: there is no sampling session {quoted(sampler)} of yours", 404)
         if row["state"] != "open":
-            raise Refused(f"sampling_session_id: {sampler} is over, as its session has ended", 410)
+            raise Refused(f"sampling_session_id: {sampler} is over: its session has ended, or newer ones came", 410)
         self._heard[row["session"]] = time.monotonic()
         return row
 

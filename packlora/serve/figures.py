@@ -27,11 +27,18 @@ class Figures:
         self.tenants = Histogram(
             "packlora_tenants_of_a_microbatch", "Models in a microbatch", buckets=[1, 2, 4, 8, 16, 32, 64], registry=own
         )
+        self.seconds = Histogram(
+            "packlora_request_seconds", "From a request's arrival to its result, by kind", ["kind"],
+            buckets=[0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100], registry=own,
+        )  # fmt: skip
         self.waiting = Gauge("packlora_waiting_requests", "Requests that wait", registry=own)
+        self.samples = Gauge("packlora_running_samples", "Samples that have not ended", registry=own)
+        self.sessions = Gauge("packlora_sessions", "Sessions that have not ended", registry=own)
         self.models = Gauge("packlora_models", "Models, by whether they are on the base", ["state"], registry=own)
         self.answers = Counter("packlora_http_answers", "Answers by status", ["status"], registry=own)
-        self.began = time.time()
+        self.began = time.monotonic()
         self._recent: deque[tuple[float, str, int]] = deque()
+        self._drawn: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
 
     def slot(self, by_owner: Mapping[str, int], models: int, steps: int) -> None:
@@ -45,6 +52,15 @@ class Figures:
             self._recent.extend((now, owner, tokens) for owner, tokens in by_owner.items())
             while self._recent and self._recent[0][0] < now - WINDOW:
                 self._recent.popleft()
+
+    def drew(self, tokens: int) -> None:
+        """So many tokens were sampled."""
+        now = time.monotonic()
+        self.sampled.inc(tokens)
+        with self._lock:
+            self._drawn.append((now, tokens))
+            while self._drawn[0][0] < now - WINDOW:
+                self._drawn.popleft()
 
     def shares(self) -> dict[str, int]:
         """Tokens of each owner in the last minute."""
@@ -61,10 +77,13 @@ class Figures:
 
     def status(self) -> dict[str, Any]:
         """Speed, and the share of each owner, whose name is not in it."""
-        shares = self.shares()
-        total = sum(shares.values())
+        shares, now = self.shares(), time.monotonic()
+        total, over = sum(shares.values()), max(min(WINDOW, now - self.began), 1.0)
+        with self._lock:
+            drawn = sum(tokens for at, tokens in self._drawn if at >= now - WINDOW)
         return {
-            "seconds": round(time.time() - self.began),
-            "tokens_per_second": round(total / WINDOW, 1),
+            "seconds": round(now - self.began),
+            "tokens_per_second": round(total / over, 1),
+            "sampled_per_second": round(drawn / over, 1),
             "shares": sorted((round(own / total, 3) for own in shares.values()), reverse=True) if total else [],
         }

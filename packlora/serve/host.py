@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
@@ -19,13 +20,15 @@ from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.model import load_base
 from packlora.base.shape import context_of, vocabulary
 from packlora.config import Run
+from packlora.data.encode import Sample
 from packlora.data.prompts import answer_ends
 from packlora.engine.adapters import AdapterState
 from packlora.engine.engine import Engine
 from packlora.engine.generate import sampler_for
 from packlora.engine.memory import TokenBudget, free_memory
-from packlora.engine.parts import Parts, num_tokens
+from packlora.engine.parts import Part, Parts, num_tokens
 from packlora.engine.passes import MicrobatchResult, SingleDevice
+from packlora.engine.rows import Row
 from packlora.engine.sampling import SampleRequest, Sampling, check_request
 from packlora.errors import InputError
 from packlora.parallel.replicas import ALONE
@@ -171,3 +174,9 @@ class Host:
         """Losses of rows without gradients; None where memory ran out and a smaller microbatch may fit."""
         run: Callable[[], MicrobatchResult] = lambda: self.executor.evaluate(parts)  # noqa: E731
         return self.budget.attempt(num_tokens(parts), run)
+
+    def score(self, adapter: int, ids: np.ndarray) -> np.ndarray | None:
+        """Log-probabilities [n - 1] of tokens [n] from the second on, as training computes them; None as of `evaluate`."""
+        row = Row(Sample(ids, np.arange(len(ids)) > 0))
+        found = self.evaluate([Part(adapter, [row])])
+        return None if found is None else -found.losses_L[: len(ids) - 1].double().cpu().numpy()

@@ -56,16 +56,30 @@ class Journal:
         self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.row_factory = sqlite3.Row
         try:
+            self._check_version(file)
             self._db.execute("pragma journal_mode = wal")
             self._db.execute("pragma synchronous = full")
             self._db.executescript(TABLES)
-        except sqlite3.DatabaseError as error:
-            raise InputError(f"{file} is no journal of packlora serve: {error}; give another --state") from None
-        found = self.fact("version")
-        if found is None:
             self.set_fact("version", str(VERSION))
-        elif found != str(VERSION):
-            raise InputError(f"{file} is of version {found} of the journal, this packlora has {VERSION}")
+        except sqlite3.OperationalError as error:
+            self._db.close()
+            raise InputError(f"{file} cannot be written: {error}") from None
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise InputError(f"{file} is no journal of packlora serve: {error}; give another --state") from None
+
+    def _check_version(self, file: Path) -> None:
+        """Raises InputError before anything is written into what is of another version, or none of ours."""
+        tables = {row["name"] for row in self._db.execute("select name from sqlite_master where type = 'table'")}
+        if not tables:
+            return
+        found = self.fact("version") if "facts" in tables else None
+        if found != str(VERSION):
+            self._db.close()
+            raise InputError(
+                f"{file} is of version {found} of the journal, and this packlora has {VERSION}; give another --state, or "
+                "the packlora that made it"
+            )
 
     def close(self) -> None:
         """Close the database."""
@@ -81,10 +95,11 @@ class Journal:
             try:
                 yield self._db
                 self.commits()
+                self._db.execute("commit")
             except BaseException:
-                self._db.execute("rollback")
+                if self._db.in_transaction:  # a full disk may have ended it
+                    self._db.execute("rollback")
                 raise
-            self._db.execute("commit")
 
     def commits(self) -> None:
         """A transaction is about to be committed. Tests end the process here."""

@@ -26,8 +26,8 @@ class Limits:
     """Open models of one owner."""
     sessions: int = 1024
     """Open sessions of one owner."""
-    samplers: int = 4096
-    """Sampling sessions of one owner that were not dropped."""
+    samplers: int = 256
+    """Unnamed sampling sessions of one owner whose weights are kept; then the one that was sampled longest ago is closed."""
     samples: int = 1024
     """num_samples of an asample."""
     likeliest: int = 64

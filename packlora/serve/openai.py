@@ -6,11 +6,12 @@ here: tokens of prompts by the chat template, texts of answers token by token, c
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -21,13 +22,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from packlora.data.prompts import prompt_ids
-from packlora.engine.sampling import Likeliest, SampledToken, SampleRequest
+from packlora.engine.sampling import Likeliest, PromptScores, SampledToken, SampleRequest
 from packlora.engine.text import TextStream
 from packlora.errors import InputError
+from packlora.serve.errors import Refused
 from packlora.serve.openai_fields import ChatFields, CompletionFields, Fields, refusal_of
 
 MOST_BYTES = 8 << 20
 """Largest body of a request."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks whether a client that waits for a whole answer is still there."""
+MOST_AHEAD = 256
+"""Tokens that are kept for a client that reads slowly."""
 F = TypeVar("F", bound=Fields)
 
 
@@ -42,7 +48,7 @@ class Served:
 
 
 class Backend(Protocol):
-    """What samples. An owner sees its own adapters and the base models."""
+    """What samples. An owner sees its own adapters and the base models. `models` and `served` may be called in any thread."""
 
     def models(self, owner: str) -> Sequence[Served]:
         """Models that an owner may name."""
@@ -55,6 +61,7 @@ class Backend(Protocol):
 
         Raises:
             InputError: the request cannot be served.
+            Refused: nor can it, with an HTTP status.
         """
 
 
@@ -69,7 +76,10 @@ class _Problem(Exception):
         self.status = status
 
 
-_TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 413: "invalid_request_error"}
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error", 413: "invalid_request_error",
+    429: "rate_limit_error",
+}  # fmt: skip
 
 
 def routes(backend: Backend, owner_of: Callable[[Request], str]) -> list[Route]:
@@ -79,51 +89,72 @@ def routes(backend: Backend, owner_of: Callable[[Request], str]) -> list[Route]:
         owner_of: the owner that a request's key names; what it raises is the application's to answer.
     """
 
-    async def models(request: Request) -> Response:
-        owner = owner_of(request)
-        return JSONResponse({"object": "list", "data": [_card(one) for one in backend.models(owner)]})
+    def answered(call: Callable[[str, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await _answered(lambda: call(owner_of(request), request))
 
-    async def model(request: Request) -> Response:
-        with_owner = owner_of(request)
-        return await _answered(lambda: _one_card(backend, with_owner, request.path_params["name"]))
+        return answer
 
-    async def chat(request: Request) -> Response:
-        owner = owner_of(request)
-        return await _answered(lambda: _chat(backend, owner, request))
+    async def models(owner: str, request: Request) -> Response:
+        found = await run_in_threadpool(backend.models, owner)
+        return JSONResponse({"object": "list", "data": [_card(one) for one in found]})
 
-    async def completions(request: Request) -> Response:
-        owner = owner_of(request)
-        return await _answered(lambda: _completions(backend, owner, request))
+    async def model(owner: str, request: Request) -> Response:
+        return JSONResponse(_card(await _served(backend, owner, request.path_params["name"])))
+
+    async def chat(owner: str, request: Request) -> Response:
+        return await _chat(backend, owner, request)
+
+    async def completions(owner: str, request: Request) -> Response:
+        return await _completions(backend, owner, request)
 
     return [
-        Route("/v1/models", models, methods=["GET"]),
-        Route("/v1/models/{name:path}", model, methods=["GET"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", answered(models), methods=["GET"]),
+        Route("/v1/models/{name:path}", answered(model), methods=["GET"]),
+        Route("/v1/chat/completions", answered(chat), methods=["POST"]),
+        Route("/v1/completions", answered(completions), methods=["POST"]),
     ]
 
 
-async def _answered(answer: Callable[[], Any]) -> Response:
+async def _answered(answer: Callable[[], Awaitable[Response]]) -> Response:
     try:
-        found: Response = await answer()
-        return found
+        return await answer()
     except _Problem as problem:
         return JSONResponse(problem.body, problem.status)
+    except Refused as error:
+        return JSONResponse(_problem_of(error).body, error.status, headers=dict(error.headers))
     except InputError as error:
-        field = str(error).partition(":")[0] if ":" in str(error) else None
-        return JSONResponse(_Problem(str(error), param=field).body, 400)
+        return JSONResponse(_Problem(str(error), param=_field(str(error))).body, 400)
+
+
+def _problem_of(error: Refused) -> _Problem:
+    return _Problem(error.text, error.status, _field(error.text))
+
+
+def _field(text: str) -> str | None:
+    """The field that an error names."""
+    return text.partition(":")[0] if ":" in text else None
+
+
+async def _while_there(request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Wait for work, and end it where its client has left."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=LOOK_SECONDS)
+            if not task.done() and await request.is_disconnected():
+                raise _Problem("the client has left", 499)
+    finally:
+        task.cancel()
+    await task
 
 
 def _card(model: Served) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": model.created, "owned_by": "packlora"}
 
 
-async def _one_card(backend: Backend, owner: str, name: str) -> Response:
-    return JSONResponse(_card(_served(backend, owner, name)))
-
-
-def _served(backend: Backend, owner: str, name: str) -> Served:
-    found = backend.served(owner, name)
+async def _served(backend: Backend, owner: str, name: str) -> Served:
+    found = await run_in_threadpool(backend.served, owner, name)
     if found is None:
         raise _Problem(
             f"model: {name!r} is not served; GET /v1/models lists those that are", 404, "model", "model_not_found"
@@ -188,12 +219,13 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(slots=True)
 class _Asked:
-    """A request on its way: prompts with their token ids, and what is sampled of each."""
+    """A request on its way: prompts with their token ids, and what is sampled of each. scores: of prompts, by number."""
 
     model: Served
     prompts: Sequence[Sequence[int]]
     fields: Fields
     choices: list[_Choice] = field(default_factory=list)
+    scores: dict[int, PromptScores] = field(default_factory=dict)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -202,23 +234,63 @@ class _Asked:
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
     async def run(self, backend: Backend, owner: str) -> AsyncGenerator[tuple[int, SampledToken, str]]:
-        """Number of the choice, its new token, and the text that can be sent with it."""
+        """Number of the choice, its new token, and the text that can be sent with it. All prompts are sampled at once."""
+        own, tokenizer = self.fields, self.model.tokenizer
+        self.choices = [_Choice(TextStream(tokenizer, True), own.stops) for _ in range(own.n * len(self.prompts))]
+        streams = [backend.stream(owner, self.model.name, self._request(number)) for number in range(len(self.prompts))]
+        async with contextlib.aclosing(_merged(streams)) as tokens:
+            async for number, token in tokens:
+                if token.reason == "not finite":
+                    raise _Problem(f"model: {self.model.name!r} gives logits that are not finite", 500, "model")
+                if token.scores is not None:
+                    self.scores[number] = token.scores
+                at = number * own.n + token.sample
+                yield at, token, self.choices[at].take(token, self.model.ends)
+
+    def _request(self, number: int) -> SampleRequest:
         own = self.fields
-        for number, ids in enumerate(self.prompts):
-            request = SampleRequest(
-                tuple(ids), max_tokens=own.most_tokens, num_samples=own.n, temperature=own.temperature, top_k=own.top_k,
-                top_p=own.top_p, seed=own.own_seed + number, stop_tokens=self.model.ends, stop_strings=tuple(own.stops),
-                prompt_logprobs=own.scores_prompt, top_sampled=own.likeliest,
-            )  # fmt: skip
-            tokenizer = self.model.tokenizer
-            self.choices += [_Choice(TextStream(tokenizer, True), own.stops) for _ in range(own.n)]
-            tokens = backend.stream(owner, self.model.name, request)
-            async with contextlib.aclosing(tokens):
-                async for token in tokens:
-                    if token.reason == "not finite":
-                        raise _Problem(f"model: {self.model.name!r} gives logits that are not finite", 500, "model")
-                    at = number * own.n + token.sample
-                    yield at, token, self.choices[at].take(token, self.model.ends)
+        return SampleRequest(
+            tuple(self.prompts[number]), max_tokens=own.most_tokens, num_samples=own.n, temperature=own.temperature,
+            top_k=own.top_k, top_p=own.top_p, seed=(own.own_seed + number) % (1 << 63), stop_tokens=self.model.ends,
+            stop_strings=tuple(own.stops), prompt_logprobs=own.scores_prompt, top_sampled=own.likeliest,
+        )  # fmt: skip
+
+    async def whole(self, backend: Backend, owner: str) -> None:
+        """Sample all choices to their ends."""
+        async with contextlib.aclosing(self.run(backend, owner)) as tokens:
+            async for _ in tokens:
+                pass
+
+
+async def _merged(streams: Sequence[AsyncGenerator[SampledToken]]) -> AsyncGenerator[tuple[int, SampledToken]]:
+    """Tokens of several streams as they come, each with the number of its stream."""
+    found: asyncio.Queue[tuple[int, SampledToken | BaseException | None]] = asyncio.Queue(MOST_AHEAD)
+
+    async def pass_on(number: int, stream: AsyncGenerator[SampledToken]) -> None:
+        last: BaseException | None = None
+        try:
+            async with contextlib.aclosing(stream):
+                async for token in stream:
+                    await found.put((number, token))
+        except Exception as error:
+            last = error
+        await found.put((number, last))
+
+    tasks = [asyncio.ensure_future(pass_on(*own)) for own in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, own = await found.get()
+            if isinstance(own, BaseException):
+                raise own
+            if own is None:
+                left -= 1
+            else:
+                yield number, own
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _as_text(tokenizer: Any, token: int) -> str:
@@ -250,7 +322,8 @@ async def _events(bodies: AsyncGenerator[dict[str, Any]]) -> Response:
         try:
             async for body in bodies:
                 yield f"data: {json.dumps(body)}\n\n"
-        except _Problem as problem:
+        except (_Problem, Refused) as error:
+            problem = error if isinstance(error, _Problem) else _problem_of(error)
             yield f"data: {json.dumps(problem.body)}\n\n"
         finally:
             await bodies.aclose()
@@ -264,7 +337,7 @@ async def _events(bodies: AsyncGenerator[dict[str, Any]]) -> Response:
 
 async def _chat(backend: Backend, owner: str, request: Request) -> Response:
     fields = await _fields(request, ChatFields)
-    model = _served(backend, owner, fields.model)
+    model = await _served(backend, owner, fields.model)
     if not model.tokenizer.chat_template:
         raise _Problem(f"model: {model.name!r} has no chat template; use /v1/completions", 400, "model")
     ids = await run_in_threadpool(prompt_ids, fields.plain_messages(), model.tokenizer)
@@ -272,8 +345,7 @@ async def _chat(backend: Backend, owner: str, request: Request) -> Response:
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": fields.model}
     if fields.stream:
         return await _events(_chat_chunks(asked, head | {"object": "chat.completion.chunk"}, backend, owner))
-    async for _ in asked.run(backend, owner):
-        pass
+    await _while_there(request, asked.whole(backend, owner))
     choices = [
         {
             "index": at, "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -309,7 +381,7 @@ async def _chat_chunks(
 
 async def _completions(backend: Backend, owner: str, request: Request) -> Response:
     fields = await _fields(request, CompletionFields)
-    model = _served(backend, owner, fields.model)
+    model = await _served(backend, owner, fields.model)
     prompts = [
         one if isinstance(one, list) else await run_in_threadpool(prompt_ids, one, model.tokenizer)
         for one in fields.prompts
@@ -320,20 +392,18 @@ async def _completions(backend: Backend, owner: str, request: Request) -> Respon
     }  # fmt: skip
     if fields.stream:
         return await _events(_text_chunks(asked, head, backend, owner))
-    scores: dict[int, SampledToken] = {}
-    async for at, token, _ in asked.run(backend, owner):
-        if token.scores is not None:
-            scores[at] = token
-    choices = [_text_choice(asked, at, scores.get(at - at % fields.n), fields) for at in range(len(asked.choices))]
+    await _while_there(request, asked.whole(backend, owner))
+    choices = [_text_choice(asked, at, fields) for at in range(len(asked.choices))]
     return JSONResponse(head | {"choices": choices, "usage": asked.usage})
 
 
-def _text_choice(asked: _Asked, at: int, first: SampledToken | None, fields: CompletionFields) -> dict[str, Any]:
+def _text_choice(asked: _Asked, at: int, fields: CompletionFields) -> dict[str, Any]:
     choice, ids, tokenizer = asked.choices[at], asked.prompts[at // fields.n], asked.model.tokenizer
+    first = asked.scores.get(at // fields.n)
     keeps = fields.max_tokens != 0
     rows: list[tuple[int, float | None, Likeliest | None]] = []
     if fields.echo:
-        known = None if first is None or first.scores is None else first.scores.logprobs
+        known = None if first is None else first.logprobs
         own = [None] * len(ids) if known is None else [None, *known[1:].tolist()]
         rows = [(token, logprob, None) for token, logprob in zip(ids, own, strict=True)]
     rows += [(token.id, token.logprob, token.top) for token in choice.tokens if keeps]

@@ -15,6 +15,7 @@ from packlora.errors import quoted
 from packlora.serve.core import result_bytes
 from packlora.serve.errors import Refused
 from packlora.serve.journal import add_request, as_json, insert, set_result
+from packlora.serve.logs import log
 from packlora.serve.service import Service
 from packlora.serve.stores import new_id
 
@@ -56,11 +57,12 @@ class Promises:
         with self.journal.write() as db:
             insert(db, "sessions", (session, owner, known, time.time(), None, as_json(dict(body))))
         self._heard[session] = time.monotonic()
+        log("session opened", session=session, owner=owner[:8])
         return session
 
     def _make_room(self, owner: str) -> None:
         """End the oldest session of an owner that was silent for long, where there are too many. Raises Refused."""
-        rows = self.journal.all("select id from sessions where owner = ? and ended is null order by created", owner)
+        rows = self.journal.all("select id from sessions where owner = ? and ended is null order by rowid", owner)
         if len(rows) < self.limits.sessions:
             return
         now = time.monotonic()
@@ -90,6 +92,9 @@ class Promises:
             db.execute("update sessions set ended = ? where id = ?", (reason, session))
             db.execute("update models set state = 'closed' where session = ?", (session,))
             db.execute("update samplers set state = 'closed' where session = ?", (session,))
+        for row in self.journal.all("select folder from samplers where session = ? and folder is not null", session):
+            self.service.stores.remove(self.service.stores.sampler_folder(row["folder"]))
+        log("session ended", session=session, reason=reason, models=len(models))
         for model in models:
             self.service.queue.call(partial(self.service.close_model, model["id"]))
 
@@ -136,8 +141,6 @@ class Promises:
             if (known := self._known(owner, key, digest)) is None:
                 raise
             return known, False
-        except sqlite3.OperationalError as error:
-            raise Refused(f"nothing can be written down now: {error}", 429, 10) from None
         return promise, True
 
     def result(self, owner: str, promise: Any) -> sqlite3.Row | None:

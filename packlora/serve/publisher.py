@@ -9,9 +9,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from packlora.errors import reason_of
 from packlora.serve.core import Core, result_bytes
 from packlora.serve.errors import Failed
 from packlora.serve.journal import set_result
+from packlora.serve.logs import LOG, log
 from packlora.serve.queue import Lane, Request
 from packlora.serve.samplers import Samplers
 from packlora.serve.stores import Write
@@ -49,18 +51,24 @@ class Publisher(Core):
 
     def _publish(self, results: list[tuple[Lane, Request, Any]], also: Write | None = None) -> None:
         """Commit results, then let them be seen. A result is bytes, a JSON object, or Failed."""
-        snapshots = dict[str, int]()
-        new = [(lane, request, found) for lane, request, found in results if not request.is_replayed]
-        for lane, request, found in results:
+        snapshots, unloaded = dict[str, int](), list[Lane]()
+        for at, (lane, request, found) in enumerate(results):
             tenant = self.tenants[lane.model]
             if isinstance(found, Failed) and request.kind == "forward_backward" and not request.forward_only:
                 tenant.spoil(request.seq)
             is_load = request.kind == "load_weights" and not isinstance(found, Failed)
             is_step = request.kind == "optim_step" and not isinstance(found, Failed) and tenant.wants_snapshot
             if is_load or is_step:
-                with contextlib.suppress(OSError) if is_step else contextlib.nullcontext():
+                try:
                     tenant.write_snapshot(request.seq)
                     snapshots[tenant.id] = request.seq
+                except OSError as error:
+                    LOG.error("a snapshot of a model cannot be written: %s", reason_of(error))
+                    if is_load:  # nothing but a snapshot says what was loaded, so it was not
+                        why = f"load_weights {request.seq}: nothing was loaded: {reason_of(error)}"
+                        results[at] = (lane, request, Failed(why, "server"))
+                        unloaded.append(lane)
+        new = [own for own in results if not own[1].is_replayed]
         if new or snapshots:
             self.commit(lambda db: _write(db, new, snapshots, also))
         for model, seq in snapshots.items():
@@ -71,6 +79,10 @@ class Publisher(Core):
         for lane, request, _ in results:
             self.queue.pop(lane, request)
         self.tell([request.id for _, request, _ in new])
+        for _, request, _ in new:
+            self.figures.seconds.labels(request.kind).observe(time.monotonic() - request.arrived)
+        for lane in unloaded:
+            self._set_aside(lane)
 
     def _fail_first(self, lane: Lane, error: Failed) -> None:
         """Refuse the first request of a lane that waits, whatever is to be done again before it."""
@@ -110,6 +122,7 @@ class Publisher(Core):
     def _set_aside(self, lane: Lane) -> None:
         """Take a model off its base; its next work begins at its snapshot."""
         tenant = self.tenants[lane.model]
+        self.samplers.end_of(tenant.id, "the model was put back to its last good values; sample again")
         tenant.sleep()
         self._rewind(lane, tenant, lane.next)
 
@@ -126,10 +139,11 @@ class Publisher(Core):
                 set_result(db, own.id, text, True)
 
         self.commit(refuse)
-        self.samplers.model_closed(model)
+        self.samplers.end_of(model, "the model was unloaded")
         tenant.sleep()
         tenant.forget()
         self.tell([own.id for own in left])
+        log("model closed", model=model, steps=tenant.steps, dropped=len(left))
 
 
 def request_of(row: sqlite3.Row) -> Request:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class Request:
     pieces: list[range] = field(default_factory=list)
     at: int = 0
     logprobs: list[np.ndarray] = field(default_factory=list)
+    loss: float = 0.0
+    """Mean of a label, once its rows have run."""
     alone: bool = False
     """Whether it runs in microbatches of its own, since one with others has failed."""
     arrived: float = field(default_factory=time.monotonic)
@@ -102,6 +104,16 @@ class Lane:
         self.next = request.seq + 1
 
 
+class Sharer(Protocol):
+    """What has a share: a lane, or a request for samples."""
+
+    owner: str
+    model: str
+
+
+S = TypeVar("S", bound=Sharer)
+
+
 class Shares:
     """Tokens that were given to owners and their models. One that was idle is as one that was given the fewest."""
 
@@ -109,7 +121,7 @@ class Shares:
         self._used: dict[tuple[str, ...], float] = {}
         self._active: set[tuple[str, ...]] = set()
 
-    def order(self, lanes: Iterable[Lane]) -> list[Lane]:
+    def order(self, lanes: Iterable[S]) -> list[S]:
         """Lanes, the one first that is due."""
         lanes = list(lanes)
         keys: set[tuple[str, ...]] = {(lane.owner,) for lane in lanes} | {(lane.owner, lane.model) for lane in lanes}
@@ -121,12 +133,12 @@ class Shares:
                     self._used[key] = max(self._used.get(key, 0.0), floor)
         self._active = keys
 
-        def rank(lane: Lane) -> tuple[float, float]:
+        def rank(lane: S) -> tuple[float, float]:
             return self._used[lane.owner,], self._used[lane.owner, lane.model]
 
         return sorted(lanes, key=rank)
 
-    def charge(self, lane: Lane, tokens: int) -> None:
+    def charge(self, lane: Sharer, tokens: int) -> None:
         """Tokens were given to a lane."""
         for key in ((lane.owner,), (lane.owner, lane.model)):
             self._used[key] = self._used.get(key, 0.0) + tokens

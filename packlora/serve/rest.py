@@ -89,7 +89,7 @@ class Rest:
     def _page(self, table: str, owner: str, query: Mapping[str, str]) -> list[sqlite3.Row]:
         offset, limit = _place(query)
         return self.journal.all(
-            f"select * from {table} where owner = ? order by created desc limit ? offset ?", owner, limit, offset
+            f"select * from {table} where owner = ? order by rowid desc limit ? offset ?", owner, limit, offset
         )
 
     def _cursor(self, table: str, owner: str, query: Mapping[str, str]) -> Mapping[str, int]:
@@ -135,7 +135,7 @@ class Rest:
 
     def _newest(self, model: str, kind: str) -> sqlite3.Row | None:
         return self.journal.one(
-            "select * from checkpoints where model = ? and kind = ? order by created desc limit 1", model, kind
+            "select * from checkpoints where model = ? and kind = ? order by rowid desc limit 1", model, kind
         )
 
     # --- one run -----------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Rest:
                 return self._run(row)
             case "GET", ["checkpoints"]:
                 rows = self.journal.all(
-                    "select * from checkpoints where model = ? and owner = ? order by created", run, owner
+                    "select * from checkpoints where model = ? and owner = ? order by rowid", run, owner
                 )
                 return {"checkpoints": [_checkpoint(row) for row in rows]}
             case _, ["checkpoints", kind, name, *tail]:
@@ -176,11 +176,11 @@ class Rest:
                 with self.journal.write() as db:
                     db.execute("update checkpoints set expires = ? where path = ?", (until, path))
             case "GET", ["external_weights_urls"]:
-                until = int(time.time() + EXPIRES)
+                until = int(time.monotonic() + EXPIRES)  # a clock that is set ends no download
                 ticket = f"{self.stores.checkpoint(path).name}.{until}"
                 ticket = f"{ticket}.{self._signed(ticket)}"
                 urls = {name: f"{base}files/{ticket}/{name}" for name in FILES}
-                return {"urls": urls, "expires": _iso(until)}
+                return {"urls": urls, "expires": _iso(time.time() + EXPIRES)}
             case _:
                 raise Refused(f"{method} {quoted('/'.join(tail))} of a checkpoint is not served", 404)
         return None
@@ -195,7 +195,7 @@ class Rest:
         if not hmac.compare_digest(signature.encode(), self._signed(text).encode()) or name not in FILES:
             raise Refused("there is no such file, or its address is of an earlier start of the service", 404)
         file = self.stores.state / "checkpoints" / folder / name
-        if int(until) < time.time() or not file.exists():
+        if int(until) < time.monotonic() or not file.exists():
             raise Refused("the address has expired, or the checkpoint was deleted", 410)
         return FileResponse(file, media_type="application/octet-stream")
 

@@ -1,52 +1,124 @@
 """Sampling: who samples with which weights, and the samples that run.
 
-A snapshot never changes: its adapter is a folder of its own, and is put onto the base when it is first sampled. An inflight
-sampler has a model's adapter as it is. Samples of all tenants run in one batch (engine/generate.py); what one draws depends on
-its seed, which the journal keeps.
+A snapshot never changes: its adapter is a folder of its own, and is put onto the base when it is first sampled, and held
+against what its trainer has found (proof.py). An inflight sampler has a model's adapter as it is. Samples of all tenants run
+in one batch (engine/generate.py); what one draws depends on its seed, which the journal keeps.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from typing import Any
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.files import load_adapter
+from packlora.engine.memory import free_memory
 from packlora.engine.rows import NO_ADAPTER
-from packlora.engine.sampling import PromptScores, SampledToken
+from packlora.engine.sampling import PromptScores, SampledToken, SampleRequest
 from packlora.errors import InputError, reason_of
 from packlora.runtime.continued import resolve_folder
 from packlora.serve.core import Core, result_bytes
 from packlora.serve.errors import Failed, Refused
 from packlora.serve.host import Host
 from packlora.serve.journal import set_result
+from packlora.serve.logs import LOG, log
 from packlora.serve.messages import Sequence_, sample_response
+from packlora.serve.proof import Scored, read_scores
+from packlora.serve.queue import Shares
 from packlora.serve.sampling_requests import request_of
 
+ROWS = 64
+"""Samples that run at once; more requests wait for their owners' turns."""
 ATTACHED = 16
 """Adapters of snapshots that stay on a base without being sampled."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """An asample on its way. key: of the adapter of a snapshot that it uses."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Weights that sample: a snapshot's in a folder, a model's as they are, or the base's alone.
 
-    promise: str
-    last: int | None
-    prompt: int
-    sequences: list[Sequence_]
-    left: int
-    key: str | None
-    scores: PromptScores | None = None
+    key: names what the folder holds, and is another one when the folder holds something else.
+    """
+
+    host: Host
+    model: str | None = None
+    folder: Path | None = None
+    key: str = ""
+
+
+class Running(Protocol):
+    """Samples of a request. source: the weights that they are drawn by."""
+
+    owner: str
+    source: Source
+
+    def take(self, token: SampledToken) -> bool:
+        """Add a token. Returns whether the request has ended."""
+
+    def fail(self, why: Failed) -> None:
+        """The request has ended without its samples."""
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """An adapter of a snapshot on a base. waiting: what is to be called once it was held against its trainer; None: it was.
+    apart: why it is not used, and then it is on no base."""
+
+    adapter: Adapter | None
+    waiting: list[Callable[[], None]] | None
+    apart: str | None = None
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that waits for room. again: what is called if its adapter is not ready in its turn."""
+
+    request: SampleRequest
+    again: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """An owner's turn."""
+
+    owner: str
+    running: Running
+    model: str = ""
 
 
 @dataclass(slots=True)
 class _OnHost:
-    """Samples of a base. attached: adapters of snapshots, that which was used last at the end."""
+    """Samples of a base that run, by ticket, and those that wait for room, by owner. attached: snapshots, that which was used
+    last at the end."""
 
-    running: dict[int, _Running] = field(default_factory=dict)
-    attached: dict[str, Adapter] = field(default_factory=dict)
+    running: dict[int, Running] = field(default_factory=dict)
+    waiting: dict[str, dict[Running, _Waiting]] = field(default_factory=dict)
+    shares: Shares = field(default_factory=Shares)
+    attached: dict[str, _Snapshot] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Running]:
+        """Requests that run or wait."""
+        return [*self.running.values(), *(own for some in self.waiting.values() for own in some)]
+
+    def pop(self, running: Running) -> _Waiting | None:
+        """Take a request from those that wait."""
+        own = self.waiting.get(running.owner, {})
+        found = own.pop(running, None)
+        if not own:
+            self.waiting.pop(running.owner, None)
+        return found
+
+    def next(self) -> Running:
+        """The first request of the owner that was given the fewest tokens."""
+        heads = [_Turn(owner, next(iter(own))) for owner, own in self.waiting.items()]
+        return self.shares.order(heads)[0].running
 
 
 class Samplers:
@@ -55,10 +127,12 @@ class Samplers:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._on: dict[str, _OnHost] = {name: _OnHost() for name in core.hosts}
+        self._used: dict[str, float] = {}
+        """When a snapshot was last sampled, by key, seconds of a monotonic clock."""
 
     def restore(self) -> None:
         """Draw again what an earlier process did not finish."""
-        query = "select id from requests where kind = 'sample' and state = 'waiting' order by created"
+        query = "select id from requests where kind = 'sample' and state = 'waiting' order by rowid"
         for row in self.core.journal.all(query):
             self.begin_later(row["id"])
 
@@ -79,38 +153,174 @@ class Samplers:
             if sampler is None or sampler["state"] != "open":
                 raise Failed("sampling_session_id: the sampling session is over; make another one")
             host = self.core.hosts[sampler["base"]]
-            number, key = self._adapter(host, sampler)
-            if number is None:  # its model is brought up to date first
-                self.begin_later(promise)
-                return
-            request = request_of(body, host.facts, self.core.limits, number)
-            ticket = host.sampling.submit(request)
-        except (InputError, Refused, Failed, OSError, MemoryError) as error:
-            own = error if isinstance(error, Failed) else Failed(reason_of(error), "server")
-            self._finish(promise, own)
-            return
-        sequences = [Sequence_([], [], False, []) for _ in range(request.num_samples)]
-        last = body.get("prompt_logprobs_last_n")
-        running = _Running(promise, last, len(request.prompt), sequences, request.num_samples, key)
-        self._on[sampler["base"]].running[ticket] = running
+            request = request_of(body, host.facts, self.core.limits)
+            name = sampler["folder"]
+            folder = None if name is None else self.core.stores.sampler_folder(name)
+            source = Source(host, sampler["model"], folder, name or "")
+            last = body.get("prompt_logprobs_last_n")
+            running = _Promised(self.core, promise, row["owner"], source, request, last)
+            self.enter(request, running, lambda: self.begin_later(promise))
+        except Refused as error:
+            _finish(self.core, promise, Failed(error.text, "server"))
+        except Failed as error:
+            _finish(self.core, promise, error)
 
-    def _adapter(self, host: Host, sampler: Any) -> tuple[int | None, str | None]:
-        """Number of the adapter of a sampler, and the key under which it is kept; None where it is not ready yet."""
-        if sampler["model"] is not None:
-            return self._follow(sampler["model"]), None
-        if sampler["folder"] is None:
-            return NO_ADAPTER, None
-        on, key = self._on[host.facts.name], sampler["folder"]
-        adapter = on.attached.pop(key, None)
-        if adapter is None:
-            folder = self.core.stores.state / "samplers" / key
-            adapter = host.attach("a sampler", resolve_folder(folder, host.skeleton, "a sampler"), 0)
-            load_adapter(folder, adapter)
-        on.attached[key] = adapter
-        used = {running.key for running in on.running.values()} | {key}
+    def enter(self, request: SampleRequest, running: Running, again: Callable[[], None]) -> None:
+        """Let the samples of a request run once there is room. Where its adapter is not ready then, the request is forgotten,
+        and `again` is called once it is."""
+        on = self._on[running.source.host.facts.name]
+        on.waiting.setdefault(running.owner, {})[running] = _Waiting(request, again)
+
+    def leave(self, running: Running) -> None:
+        """Forget a request."""
+        host = running.source.host
+        on = self._on[host.facts.name]
+        on.pop(running)
+        for ticket in [ticket for ticket, own in on.running.items() if own is running]:
+            del on.running[ticket]
+            host.sampling.cancel(ticket)
+
+    def _admit(self, host: Host, on: _OnHost) -> None:
+        """Let requests run while there is room for their samples: in turns of owners, by the tokens that these were given."""
+        while on.waiting and host.samples < ROWS:
+            waiting = on.pop(running := on.next())
+            assert waiting is not None
+            try:
+                number = self._adapter(running.source, waiting.again)
+                if number is not None:
+                    on.running[host.sampling.submit(replace(waiting.request, adapter=number))] = running
+                    on.shares.charge(_Turn(running.owner, running), len(waiting.request.prompt))
+            except (InputError, OSError, MemoryError) as error:
+                running.fail(Failed(reason_of(error), "server"))
+            except Failed as error:
+                running.fail(error)
+
+    def step(self, host: Host) -> bool:
+        """Draw the next token of all samples of a base. Returns whether there are any."""
+        on = self._on[host.facts.name]
+        self._admit(host, on)
+        if not on.running:
+            return False
+        try:
+            tokens = host.sampling.step()
+        except Exception as error:
+            self._give_up(host, error)
+            return True
+        self.core.figures.drew(len(tokens))
+        for token in tokens:
+            running = on.running.get(token.ticket)
+            if running is None:
+                continue
+            on.shares.charge(_Turn(running.owner, running), 1)
+            if running.take(token):
+                del on.running[token.ticket]
+                if token.reason == "not finite":
+                    host.sampling.cancel(token.ticket)
+        return True
+
+    def _give_up(self, host: Host, error: Exception) -> None:
+        """A pass failed: all samples that run end, and the service goes on."""
+        LOG.error("samples of %s failed: %s", host.facts.name, reason_of(error))
+        on = self._on[host.facts.name]
+        running, on.running = on.running, {}
+        for ticket, own in running.items():
+            host.sampling.cancel(ticket)
+            own.fail(Failed(f"the samples that ran failed: {reason_of(error)}", "server"))
+        host.sampling.free()
+        free_memory(host.device)
+
+    def end_of(self, model: str, why: str) -> None:
+        """A model leaves its base: samples that follow it end."""
+        for on in self._on.values():
+            for running in on.all:
+                if running.source.model == model:
+                    self.leave(running)
+                    running.fail(Failed(why, "server"))
+
+    # --- whose weights -----------------------------------------------------------------------------------------------------
+
+    def _adapter(self, source: Source, again: Callable[[], None]) -> int | None:
+        """Number of the adapter of a source; None where it is not ready yet, and `again` is called later."""
+        if source.model is not None:
+            number = self._follow(source.model)
+            if number is None:  # its model is brought up to date first
+                self.core.queue.call(again)
+            return number
+        return NO_ADAPTER if source.folder is None else self._snapshot(source, again)
+
+    def _snapshot(self, source: Source, again: Callable[[], None]) -> int | None:
+        on, host, key = self._on[source.host.facts.name], source.host, source.key
+        snapshot, self._used[key] = on.attached.pop(key, None), time.monotonic()
+        if snapshot is None:
+            snapshot = self._attach(source)
+        on.attached[key] = snapshot
+        used = {running.source.key for running in on.all} | {key} if len(on.attached) > ATTACHED else set()
         for old in [own for own in on.attached if own not in used][: max(len(on.attached) - ATTACHED, 0)]:
-            host.detach(on.attached.pop(old))
-        return adapter.number, key
+            self._drop(host, old)
+        if snapshot.apart is not None:
+            raise Failed(snapshot.apart, "server")
+        if snapshot.waiting is not None:
+            snapshot.waiting.append(again)
+            return None
+        assert snapshot.adapter is not None
+        return snapshot.adapter.number
+
+    def _drop(self, host: Host, key: str) -> None:
+        """Take a snapshot off its base."""
+        snapshot = self._on[host.facts.name].attached.pop(key, None)
+        if snapshot is not None and snapshot.adapter is not None:
+            host.detach(snapshot.adapter)
+
+    def make_room(self, owner: str) -> None:
+        """Close unnamed samplers of an owner that were sampled longest ago, above the limit `samplers`."""
+        query = (
+            "select id, base, folder from samplers where owner = ? and state = 'open' and path is null and folder is not "
+            "null order by rowid"
+        )
+        rows = self.core.journal.all(query, owner)
+        running = {own.source.key for on in self._on.values() for own in on.all}
+        idle = sorted(
+            (row for row in rows[:-1] if row["folder"] not in running),
+            key=lambda row: self._used.get(row["folder"], 0.0),
+        )
+        for row in idle[: max(len(rows) - self.core.limits.samplers, 0)]:
+            self.core.commit(lambda db, id=row["id"]: _close(db, id))  # type: ignore[misc]
+            self._drop(self.core.hosts[row["base"]], row["folder"])
+            self._used.pop(row["folder"], None)
+            self.core.stores.remove(self.core.stores.sampler_folder(row["folder"]))
+            log("sampler closed", sampler=row["id"], why="the limit samplers")
+
+    def _attach(self, source: Source) -> _Snapshot:
+        """Put a snapshot onto its base, and begin to hold it against its trainer."""
+        host, folder = source.host, source.folder
+        assert folder is not None
+        scores = read_scores(folder)
+        adapter = host.attach("a sampler", resolve_folder(folder, host.skeleton, "a sampler"), 0)
+        try:
+            load_adapter(folder, adapter)
+            snapshot = _Snapshot(adapter, None)
+            if scores is not None:
+                request = SampleRequest(
+                    tuple(scores.ids.tolist()), adapter.number, max_tokens=1, temperature=0.0, prompt_logprobs=True
+                )
+                ticket = host.sampling.submit(request)
+                self._on[host.facts.name].running[ticket] = _Proof(self, source, snapshot, scores)
+                snapshot.waiting = []
+        except BaseException:
+            host.detach(adapter)
+            raise
+        return snapshot
+
+    def proved(self, source: Source, snapshot: _Snapshot, apart: str | None) -> None:
+        """A snapshot was held against its trainer. apart: how they differ."""
+        waiting, snapshot.waiting = snapshot.waiting or [], None
+        if apart is not None:
+            log("sampler refused", logging.ERROR, why=apart, base=source.host.facts.name, snapshot=source.key)
+            assert snapshot.adapter is not None
+            source.host.detach(snapshot.adapter)
+            snapshot.adapter, snapshot.apart = None, f"{apart}; save the weights again, or report it"
+        for again in waiting:
+            self.core.queue.call(again)
 
     def _follow(self, model: str) -> int | None:
         tenant, lane = self.core.tenants.get(model), self.core.queue.lanes.get(model)
@@ -120,50 +330,67 @@ class Samplers:
         lane.is_roused = any(request.is_replayed for request in lane.requests.values())
         return None if lane.is_roused else adapter.number
 
-    def step(self, host: Host) -> bool:
-        """Draw the next token of all samples of a base. Returns whether there are any."""
-        on = self._on[host.facts.name]
-        if not on.running:
-            return False
-        tokens = host.sampling.step()
-        self.core.figures.sampled.inc(len(tokens))
-        for token in tokens:
-            running = on.running.get(token.ticket)
-            if running is not None and self._take(host, running, token):
-                del on.running[token.ticket]
-        return True
 
-    def _take(self, host: Host, running: _Running, token: SampledToken) -> bool:
-        """Add a token. Returns whether its request has ended."""
-        own = running.sequences[token.sample]
+class _Promised:
+    """An asample, whose result goes into the journal. last: places of the prompt whose log-probabilities are wanted."""
+
+    def __init__(
+        self, core: Core, promise: str, owner: str, source: Source, request: SampleRequest, last: int | None
+    ) -> None:
+        self.core, self.promise, self.owner, self.source, self.last = core, promise, owner, source, last
+        self.prompt, self.left = len(request.prompt), request.num_samples
+        self.sequences = [Sequence_([], [], False, []) for _ in range(request.num_samples)]
+        self.scores: PromptScores | None = None
+
+    def take(self, token: SampledToken) -> bool:
+        """See Running."""
+        own = self.sequences[token.sample]
         own.tokens.append(token.id)
         own.logprobs.append(token.logprob)
         own.reached = token.reason == "stop"
         if token.top is not None:
             own.top.append(token.top)
-        running.scores = token.scores or running.scores
+        self.scores = token.scores or self.scores
         if token.reason == "not finite":
-            host.sampling.cancel(token.ticket)
-            self._finish(running.promise, Failed("the model's logits are not finite with this adapter"))
+            self.fail(Failed("the model's logits are not finite with this adapter"))
             return True
-        running.left -= token.reason is not None
-        if not running.left:
-            self._finish(
-                running.promise, sample_response(running.sequences, running.scores, running.last, running.prompt)
-            )
-        return not running.left
+        self.left -= token.reason is not None
+        if not self.left:
+            found = sample_response(self.sequences, self.scores, self.last, self.prompt)
+            _finish(self.core, self.promise, found)
+        return not self.left
 
-    def _finish(self, promise: str, found: bytes | Failed) -> None:
-        self.core.commit(lambda db: set_result(db, promise, *result_bytes(found)))
-        self.core.tell([promise])
+    def fail(self, why: Failed) -> None:
+        """See Running."""
+        _finish(self.core, self.promise, why)
 
-    def model_closed(self, model: str) -> None:
-        """A model is over: samples with its adapter end."""
-        tenant_samplers = {row["id"] for row in self.core.journal.all("select id from samplers where model = ?", model)}
-        for name, on in self._on.items():
-            for ticket, running in list(on.running.items()):
-                row = self.core.journal.one("select payload from requests where id = ?", running.promise)
-                if row is not None and json.loads(row["payload"])["sampling_session_id"] in tenant_samplers:
-                    self.core.hosts[name].sampling.cancel(ticket)
-                    del on.running[ticket]
-                    self._finish(running.promise, Failed("the model was unloaded"))
+
+@dataclass(slots=True, eq=False)
+class _Proof:
+    """The seat belt: log-probabilities by the sampler of tokens that the trainer has scored when the snapshot was made."""
+
+    samplers: Samplers
+    source: Source
+    snapshot: _Snapshot
+    scores: Scored
+    owner: str = ""
+
+    def take(self, token: SampledToken) -> bool:
+        """See Running."""
+        assert token.scores is not None and token.scores.logprobs is not None
+        apart = self.scores.why_apart(token.scores.logprobs[1:], self.source.host.base.model.dtype)
+        self.samplers.proved(self.source, self.snapshot, apart)
+        return True
+
+    def fail(self, why: Failed) -> None:
+        """See Running."""
+        self.samplers.proved(self.source, self.snapshot, why.text)
+
+
+def _close(db: sqlite3.Connection, sampler: str) -> None:
+    db.execute("update samplers set state = 'closed' where id = ?", (sampler,))
+
+
+def _finish(core: Core, promise: str, found: bytes | Failed) -> None:
+    core.commit(lambda db: set_result(db, promise, *result_bytes(found)))
+    core.tell([promise])

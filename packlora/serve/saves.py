@@ -11,6 +11,7 @@ from packlora.errors import quoted
 from packlora.serve.core import Core
 from packlora.serve.errors import Failed
 from packlora.serve.journal import as_json, insert
+from packlora.serve.logs import log
 from packlora.serve.queue import Request
 from packlora.serve.stores import EXTERNAL, KINDS, TRAINING, TinkerPath, Write
 from packlora.serve.tenant import Tenant
@@ -42,6 +43,7 @@ def _save(core: Core, tenant: Tenant, request: Request, body: Mapping[str, Any])
         path, tenant.owner, tenant.id, kind, name, tenant.host.facts.name, now, size, 0, None if ttl is None else now + ttl,
         as_json(body.get("user_metadata")), as_json(tenant.wanted.as_dict()),
     )  # fmt: skip
+    log("checkpoint saved", path=path, bytes=size, steps=tenant.steps)
     result = {"path": path, "type": request.kind} | ({"size_bytes": size} if kind == EXTERNAL else {})
     return result, lambda db: insert(db, "checkpoints", row)
 

@@ -17,10 +17,10 @@ from typing import Any
 from packlora.engine.memory import free_memory
 from packlora.errors import InputError, reason_of
 from packlora.serve.adapters import Wanted
-from packlora.serve.core import LOG
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.limits import Limits
+from packlora.serve.logs import LOG
 from packlora.serve.losses import work_of
 from packlora.serve.messages import read_forward_backward
 from packlora.serve.publisher import Publisher
@@ -78,6 +78,8 @@ class Service(Publisher):
                     f"{row['base']}=PATH, or give another --state"
                 )
             self.add_tenant(row, host)
+        samplers = self.journal.all("select folder from samplers where state = 'open' and folder is not null")
+        self.stores.clean(self.tenants, [row["folder"] for row in samplers])
         self.samplers.restore()
 
     def add_tenant(self, row: Any, host: Host) -> None:
@@ -95,14 +97,16 @@ class Service(Publisher):
         self._thread = threading.Thread(target=self._run, name="packlora-serve", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after its present turn, and close the journal. What waits goes on at the next start."""
+    def stop(self) -> int:
+        """End the thread after its present turn, and close the journal. Returns how many promises the next start keeps."""
         self.stopping = True
         with self.queue.changed:
             self.queue.changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        row = self.journal.one("select count(*) as n from requests where state = 'waiting'")
         self.journal.close()
+        return 0 if row is None else int(row["n"])
 
     def _run(self) -> None:
         try:
@@ -114,6 +118,7 @@ class Service(Publisher):
                             self.queue.changed.wait(1.0)
         except BaseException as error:
             self.failure = error
+            self.tell_all()
             LOG.exception("the thread that computes has ended")
 
     # --- a turn ------------------------------------------------------------------------------------------------------------
@@ -178,6 +183,8 @@ class Service(Publisher):
                 return False
         elif not request.is_replayed:
             self.finish(lane, request, *carry_out(self, tenant, request))
+            if request.kind == "save_weights_for_sampler":
+                self.samplers.make_room(tenant.owner)
             return False
         self.queue.pop(lane, request)
         return False
@@ -240,15 +247,13 @@ class Service(Publisher):
         for lane, request in outcome.ended:
             try:
                 results.append((lane, request, b"" if request.is_replayed else outcome.result(request)))
+                self.tenants[lane.model].saw_loss(request)
             except Failed as error:
                 results.append((lane, request, error))
         for lane, request, found in outcome.steps:
-            tenant = self.tenants[lane.model]
             results.append((lane, request, found))
             if isinstance(found, Failed):
                 rewound.append(lane)
-            else:
-                tenant.stepped()
         self._publish(results)
         for lane in rewound:  # its moments may not be finite
             self._set_aside(lane)

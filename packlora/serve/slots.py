@@ -139,6 +139,7 @@ class Outcome:
                 "are dropped"
             )
         labels = sum(map(len, request.logprobs))
+        request.loss = loss / max(labels, 1)
         metrics = {"loss:sum": loss, "tokens:sum": float(labels), "datums:sum": float(len(work.samples))}
         shaped = [own.reshape(shape) for own, shape in zip(request.logprobs, work.shapes, strict=True)]
         return forward_backward_output(shaped, metrics)
@@ -220,6 +221,7 @@ def _counted(
             stop = start + request.work.samples[number].num_labels
             request.logprobs.append(np.array(logprobs[start:stop]))
             start = stop
+        tenant.saw(request.work.samples[piece.start])
         tokens = _tokens(request, piece)
         outcome.tokens[lane.owner] = outcome.tokens.get(lane.owner, 0) + tokens
         request.at += 1
@@ -237,12 +239,19 @@ def _stepped(slotted: Slotted, done: Done, tenants: Mapping[str, Tenant]) -> Ite
     for lane, request in slotted.steps:
         tenant = tenants[lane.model]
         event, after = taken[_number(tenant)], made.get(_number(tenant))
+        if event.refused == "overflow":
+            metrics = {"step": float(tenant.steps), "skipped": 1.0, "loss_scale": tenant.skipped()}
+            yield lane, request, {"metrics": metrics}
+            continue
         if event.refused is not None:
             why = WHY[event.refused]
         elif after is not None and after.reverted:
             why = f"the step makes parameters infinite; lower learning_rate {_settings(request).learning_rate:g}"
         else:
-            metrics = {"grad_norm": event.norm, "step": float(tenant.steps + 1)}
+            tenant.stepped()
+            metrics = {"grad_norm": event.norm, "step": float(tenant.steps)}
+            if event.scale != 1.0:
+                metrics["loss_scale"] = event.scale
             yield lane, request, {"metrics": metrics}
             continue
         yield (

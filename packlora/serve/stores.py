@@ -16,13 +16,13 @@ import re
 import secrets
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from packlora.errors import quoted
-from packlora.files import remove_folder, write_folder
+from packlora.files import remove_folder, remove_leftovers, write_folder
 from packlora.serve.errors import Refused
 from packlora.serve.limits import Limits
 
@@ -70,6 +70,22 @@ class Stores:
         self.state = state
         for name in ("models", "checkpoints", "samplers"):
             (state / name).mkdir(parents=True, exist_ok=True)
+            remove_leftovers(state / name)
+
+    def clean(self, models: Iterable[str], samplers: Iterable[str]) -> None:
+        """Remove files of models and folders of samplers that are over, and what a crash left half-written.
+
+        Args:
+            models: ids of those that go on.
+            samplers: folders' names of those that go on.
+        """
+        kept = {"models": {_hashed(model) for model in models}, "samplers": set(samplers)}
+        for name, own in kept.items():
+            for folder in (self.state / name).iterdir():
+                if folder.name not in own:
+                    self.remove(folder)
+                else:
+                    remove_leftovers(folder)
 
     def model(self, model: str) -> Path:
         return self.state / "models" / _hashed(model)
@@ -78,7 +94,11 @@ class Stores:
         return self.state / "checkpoints" / _hashed(path)
 
     def sampler(self, sampler: str) -> Path:
-        return self.state / "samplers" / _hashed(sampler)
+        return self.sampler_folder(_hashed(sampler))
+
+    def sampler_folder(self, name: str) -> Path:
+        """A sampler's folder by the name that the journal has."""
+        return self.state / "samplers" / name
 
     def copy(self, folder: Path, into: Path) -> None:
         """Put the files of a checkpoint into another folder, whole or not at all. They share the disk's blocks where they can:

@@ -11,10 +11,14 @@ who else is there.
 from __future__ import annotations
 
 import contextlib
+import json
+import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -33,9 +37,14 @@ from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.optimizer import FIRST, Settings
+from packlora.serve.proof import TOKENS as SCORED
+from packlora.serve.proof import Scored
+from packlora.serve.queue import Request
 
 OPTIMIZER = "optimizer.safetensors"
 START = "start"
+LOSSES = 100
+"""Losses that are kept for the page."""
 SNAPSHOT_TOKENS = 1 << 18
 """Tokens of forward_backwards after which an optimizer step is followed by a snapshot."""
 
@@ -58,9 +67,19 @@ class Tenant:
         self.state: AdapterState | None = None
         self.steps = self.drawn = self.tokens = 0
         """Optimizer steps; rows since the last one; tokens since the snapshot."""
+        self.losses: deque[float] = deque(maxlen=LOSSES)
+        """Mean losses of a label of its last forward_backwards."""
+        self.trained_at = 0.0
+        """When it had its last rows, seconds of a monotonic clock."""
         self.spoilt: int | None = None
         """Number of a forward_backward that failed since the last step, whose gradients are not complete."""
+        self.recent = np.arange(min(SCORED, host.facts.context - 1), dtype=np.int32) % host.facts.vocabulary
+        """Tokens by which samplers of its weights are proved: the first ones of its last rows."""
         self.dropout_key = stable_hash("dropout", wanted.seed) if wanted.adapter.get("lora_dropout") else None
+
+    @property
+    def method(self) -> str:
+        return "DoRA" if self.wanted.adapter.get("use_dora") else "LoRA"
 
     @property
     def is_awake(self) -> bool:
@@ -128,10 +147,27 @@ class Tenant:
         assert self.state is not None and isinstance(self.state.optimizer, FlatAdamW)
         self.state.max_grad_norm, self.state.optimizer.config = settings.config.max_grad_norm, settings.config
 
+    def saw(self, sample: Sample) -> None:
+        """Rows were trained, this one among them."""
+        ids = sample.ids[: min(SCORED, self.host.facts.context - 1)]
+        self.recent = ids if len(ids) > 1 else self.recent
+
+    def saw_loss(self, request: Request) -> None:
+        """A request's rows have run."""
+        self.trained_at = time.monotonic()
+        if not (request.forward_only or request.is_replayed):
+            self.losses.append(request.loss)
+
     def stepped(self) -> None:
         """A step was taken."""
         self.steps += 1
         self.drawn = 0
+
+    def skipped(self) -> float:
+        """A step was skipped, since its gradient overflowed. Returns the loss scale of the next one."""
+        assert self.state is not None
+        self.drawn = 0
+        return self.state.grad_scale
 
     @property
     def wants_snapshot(self) -> bool:
@@ -147,7 +183,7 @@ class Tenant:
         tensors = {f"adapter/{name}": own for name, own in adapter.layout.views(adapter.flat).items()}
         tensors |= {f"optimizer/{name}": own for name, own in _moments(state).items()}
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(self.folder / f"{seq}.safetensors", tensors, {"steps": str(self.steps)})
+        write_tensors(self.folder / f"{seq}.safetensors", tensors, self._numbers(state))
         self.tokens = 0
 
     def drop_snapshot(self, seq: int) -> None:
@@ -158,13 +194,24 @@ class Tenant:
         assert self.adapter is not None and self.state is not None
         with safe_open(file, "pt") as stored:
             tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
-            self.steps = int((stored.metadata() or {})["steps"])
+            self._take_numbers(stored.metadata())
         with torch.no_grad():
             for name, view in self.adapter.layout.views(self.adapter.flat).items():
                 view.copy_(tensors[f"adapter/{name}"])
         self._load_optimizer(
             {key.partition("/")[2]: own for key, own in tensors.items() if key.startswith("optimizer/")}
         )
+
+    def _numbers(self, state: AdapterState) -> dict[str, str]:
+        """Numbers beside the optimizer's tensors: steps, and the loss scale of float16."""
+        scale = {} if state.scale is None else {"loss_scale": json.dumps(state.scale.state())}
+        return {"steps": str(self.steps), **scale}
+
+    def _take_numbers(self, numbers: Mapping[str, str]) -> None:
+        assert self.state is not None
+        self.steps = int(numbers["steps"])
+        if self.state.scale is not None and "loss_scale" in numbers:
+            self.state.scale.load(json.loads(numbers["loss_scale"]))
 
     def save(self, folder: Path, base: str, optimizer: bool) -> int:
         """Write a PEFT adapter folder, whole or not at all. Returns its bytes.
@@ -174,12 +221,14 @@ class Tenant:
             optimizer: whether the optimizer's state is written beside it.
         """
         adapter, state = self.wake()
-        peft = adapter.spec.peft
+        peft, scored = adapter.spec.peft, self._scored(adapter)
 
         def write(out: Path) -> None:
             save_adapter(out, adapter)
+            if scored is not None:
+                scored.write(out)
             if optimizer:
-                write_tensors(out / OPTIMIZER, _moments(state), {"steps": str(self.steps)})
+                write_tensors(out / OPTIMIZER, _moments(state), self._numbers(state))
 
         before, peft.base_model_name_or_path = peft.base_model_name_or_path, base
         try:
@@ -187,6 +236,14 @@ class Tenant:
         finally:
             peft.base_model_name_or_path = before
         return sum(file.stat().st_size for file in folder.iterdir())
+
+    def _scored(self, adapter: Adapter) -> Scored | None:
+        """Some tokens of the model with their log-probabilities; None where there is no memory for that."""
+        try:
+            logprobs = self.host.score(adapter.number, self.recent)
+        except MemoryError:
+            return None
+        return None if logprobs is None else Scored(self.recent, logprobs)
 
     def load(self, folder: Path, optimizer: bool) -> None:
         """Take the values of an adapter folder, and the optimizer's or none. Raises Failed where it is another adapter."""
@@ -203,7 +260,7 @@ class Tenant:
         if optimizer:
             with safe_open(folder / OPTIMIZER, "pt") as stored:
                 moments = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
-                self.steps = int((stored.metadata() or {})["steps"])
+                self._take_numbers(stored.metadata())
         self._load_optimizer(moments)
 
     def _load_optimizer(self, moments: Mapping[str, torch.Tensor]) -> None:

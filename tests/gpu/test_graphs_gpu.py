@@ -96,10 +96,20 @@ def test_memory_that_runs_out_frees_the_graphs_and_goes_on(monkeypatch: pytest.M
     assert failed and own.told == []
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {}, {"gradient_checkpointing": True}, {"quantization": {"method": "nf4", "double_quant": True}},
+        {"quantization": {"method": "int8"}, "gradient_checkpointing": True},
+    ],
+    ids=["plain", "checkpointed", "nf4", "int8 checkpointed"],
+)  # fmt: skip
 def test_a_run_by_graphs_trains_as_one_without(
-    tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path
+    tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path, keys: dict[str, Any]
 ) -> None:
     """By the user's door; two runs have the same bits."""
+    if "quantization" in keys:
+        pytest.importorskip("bitsandbytes")
     data = write_rows("rows", 64, longest=40)
 
     def train(name: str, graphs: Any) -> list[float]:
@@ -114,7 +124,8 @@ def test_a_run_by_graphs_trains_as_one_without(
             "base_model": tiny_base("llama"), "output_dir": str(tmp_path / name), "dtype": "bfloat16", "device": "cuda",
             "max_tokens_per_microbatch": 1024, "cuda_graphs": graphs, "save_every": 2, "jobs": jobs,
         }  # fmt: skip
-        assert packlora.train(config).status == "done"
+        assert packlora.train(config | keys).status == "done"
+        assert "no CUDA graphs" not in (tmp_path / name / "run.json").read_text()
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         return [line["loss"] for line in sorted(lines, key=lambda line: (line["job"], line["step"]))]
 

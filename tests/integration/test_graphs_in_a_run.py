@@ -103,6 +103,8 @@ def test_a_run_by_graphs_is_one_without_and_has_its_bits_whatever_becomes_of_it(
         patch.setattr(GraphedDevice, "prepare", lambda *_: None)
         cut = trained(tree, tmp_path / "cut", resume_from=["a=1"])
     assert same(cut["a"], whole["a"]) and same(cut["b"], whole["b"])
+    checkpointed = trained(tree | {"gradient_checkpointing": True}, tmp_path / "checkpointed")
+    assert same(checkpointed["a"], whole["a"]) and same(checkpointed["b"], whole["b"])
     spoil(monkeypatch)
     beside = trained(tree, tmp_path / "beside")
     assert same(beside["a"], whole["a"]) and not same(beside["b"], whole["b"])

@@ -375,7 +375,6 @@ def test_what_cannot_be_met_here_is_refused_with_the_remedy(
         refused(
             said + r" take quantised layers apart \(base_model .* is saved as fp8", FORMATS["fp8"][1], parallel=changes
         )
-    refused("cuda_graphs: true is not for quantised layers", FORMATS["fp8"][1], cuda_graphs=True)
     refused("quantization is nf4, but base_model .* is saved as fp8", FORMATS["fp8"][1], quantization="nf4")
     find = importlib.util.find_spec
     gone = {"gptqmodel", "optimum", "compressed_tensors", "torchao"}

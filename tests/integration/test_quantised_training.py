@@ -268,7 +268,6 @@ def test_layers_that_a_saved_configuration_of_bitsandbytes_skips_are_taken_for_d
             "parallel.shard_base does not take quantised layers apart (quantization); shard_base takes those of",
         ),
         ({"quantization": "nf4", "parallel": {"tensor": 2}}, "parallel.tensor does not take quantised layers apart"),
-        ({"quantization": "nf4", "cuda_graphs": True}, "cuda_graphs: true is not for quantised layers"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str, write_rows: Rows) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from test_training import adapter, distance, steps, train
 
 import packlora
 from packlora.errors import InputError
+from packlora.report.page import whole_page
 
 REWARDS = """
 import math, time
@@ -122,6 +124,10 @@ def test_two_jobs_give_together_and_alone_and_interrupted_the_same_bits(
     last = of_job(tmp_path / "together", "foxes")[-1]
     assert last["rollout/staleness"] == 2 and last["kl"] > 0
     assert last["sampling/sampling_logp_difference/mean"] < 1e-4
+    drawn = json.loads((tmp_path / "together" / "brief" / "rollouts" / "step-4.json").read_text())["completions"]
+    best = max(drawn, key=lambda one: one["reward"])["text"]
+    page = whole_page(tmp_path / "together")
+    assert "Completions</h2>" in page and f"<span class='said'>{escape(best)}</span>" in page
 
 
 POISONS: list[tuple[dict[str, Any], str, str]] = [

@@ -156,7 +156,6 @@ def test_options_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     assert keys_of(keys, "0.0.0.0") == ["tml-0123456789"] and keys_of(None, "127.0.0.1") is None
     assert bases_of(["a/b=/x=y"]) == {"a/b": "/x=y"} and bases_of([])
     taken = listening("127.0.0.1", 0)
-    taken.listen()
     keys.write_text("secret\n")
     for call in (
         lambda: keys_of(None, "0.0.0.0"),
@@ -164,10 +163,11 @@ def test_options_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
         lambda: keys_of(tmp_path / "none", "127.0.0.1"),
         lambda: bases_of(["x"]),
         lambda: bases_of(["x=1", "x=2"]),
-        lambda: listening("127.0.0.1", taken.getsockname()[1]),
     ):
         with pytest.raises(InputError):
             call()
+    with pytest.raises(InputError, match=r"--port \d+: Address already in use; give another --port"):
+        listening("127.0.0.1", taken.getsockname()[1])
     taken.close()
     with pytest.raises(Exception, match="not one of this service's keys"):
         Keys(["tml-0123456789"]).owner("tml-other")

@@ -1,0 +1,179 @@
+"""The public OpenAI client and Open WebUI's calls, over HTTP, to adapters that the public Tinker client has trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from serving import NAME, host_of, served
+from transformers import AutoModelForCausalLM
+
+tinker = pytest.importorskip("tinker")
+openai = pytest.importorskip("openai")
+from tinker import types  # noqa: E402
+
+KEYS = ["tml-the-first-one", "tml-the-other-one"]
+IDS = list(range(60, 72))
+TALK = [{"role": "user", "content": "the quick fox"}]
+
+
+class World:
+    """A service with an adapter that was trained, saved twice under one name, and downloaded."""
+
+    def __init__(self, url: str, service: Any, folder: Path) -> None:
+        self.url, self.service, self.folder = url, service, folder
+        with tinker.ServiceClient(base_url=url, api_key=KEYS[0]) as client:
+            own = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
+            row = types.Datum(
+                model_input=types.ModelInput.from_ints(IDS[:-1]), loss_fn_inputs={"target_tokens": IDS[1:]}
+            )
+            for _ in range(4):
+                own.forward_backward([row], "cross_entropy")
+                own.optim_step(types.AdamParams(learning_rate=1e-2))
+            self.older = own.save_weights_for_sampler("tuned").result().path
+            own.forward_backward([row], "cross_entropy")
+            own.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            self.path = own.save_state("tuned").result().path
+            external = own.save_weights_external("out").result().path
+            urls = client.create_rest_client().get_external_weights_urls(external).result().urls
+            for file, at in urls.items():
+                (folder / file).write_bytes(urllib.request.urlopen(at).read())
+
+    def client(self, key: str = KEYS[0]) -> Any:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def post(self, body: Any) -> str:
+        """The answer to a request as it is on the wire."""
+        request = urllib.request.Request(
+            f"{self.url}/v1/chat/completions", json.dumps(body).encode(),
+            {"authorization": f"Bearer {KEYS[0]}", "content-type": "application/json"},
+        )  # fmt: skip
+        return str(urllib.request.urlopen(request).read().decode())
+
+
+@pytest.fixture(scope="module")
+def world(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("serve")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TINKER_TELEMETRY", "0")
+    with warnings.catch_warnings(), served(host_of(tiny_base("llama"), folder), folder / "state", KEYS) as (url, own):
+        warnings.simplefilter("ignore")
+        (folder / "adapter").mkdir()
+        yield World(url, own, folder / "adapter")
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def peft(world: World, tiny_base: Callable[[str], str]) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(tiny_base("llama"))
+    return PeftModel.from_pretrained(base, str(world.folder)).eval()
+
+
+def test_greedy_text_is_that_of_peft_with_the_downloaded_adapter(world: World, peft: Any) -> None:
+    tokenizer = next(iter(world.service.hosts.values())).tokenizer
+    for prompt, model in ((IDS[:4], "tuned"), (IDS[:2], world.path), (IDS[:4], NAME)):
+        ids = torch.tensor([prompt])
+        with torch.no_grad(), peft.disable_adapter() if model == NAME else torch.no_grad():
+            want = peft.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
+                eos_token_id=[2, 5], pad_token_id=0,
+            )[0, len(prompt) :]  # fmt: skip
+        found = world.client().completions.create(
+            model=model, prompt=prompt, max_tokens=12, temperature=0, logprobs=2, seed=1
+        )
+        assert found.choices[0].text == tokenizer.decode(want, skip_special_tokens=True), model
+        assert found.usage.prompt_tokens == len(prompt)
+        assert len(found.choices[0].logprobs.top_logprobs[0]) == 2
+
+
+def test_a_key_sees_its_own_models_alone(world: World) -> None:
+    own, other = ([model.id for model in world.client(key).models.list()] for key in KEYS)
+    assert own == [NAME, "out", "tuned", world.older] and other == [NAME]
+    for model in ("tuned", world.path):
+        assert world.client().models.retrieve(model).id == model
+        with pytest.raises(openai.NotFoundError, match="is not served"):
+            world.client(KEYS[1]).chat.completions.create(model=model, messages=TALK)
+    with pytest.raises(openai.AuthenticationError, match="not one of this service's keys"):
+        world.client("tml-nobody-knows").models.list()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{world.url}/v1/models")
+    said = json.load(refused.value)["error"]
+    assert refused.value.code == 401 and "there is no key" in said["message"] and said["type"] == "authentication_error"
+    newest = world.client().completions.create(model="tuned", prompt=IDS[:3], max_tokens=0, echo=True, logprobs=1)
+    saved = world.client().completions.create(model=world.path, prompt=IDS[:3], max_tokens=0, echo=True, logprobs=1)
+    older = world.client().completions.create(model=world.older, prompt=IDS[:3], max_tokens=0, echo=True, logprobs=1)
+    scores = [one.choices[0].logprobs.token_logprobs[1:] for one in (newest, saved, older)]
+    assert scores[0] == scores[1] != scores[2]
+
+
+def test_streams_of_many_clients_are_those_of_whole_answers(world: World) -> None:
+    how: dict[str, Any] = {"messages": TALK, "max_tokens": 10, "n": 2, "seed": 4, "logprobs": True}
+    whole = {name: world.client().chat.completions.create(model=name, **how) for name in (NAME, "tuned")}
+
+    async def streamed(client: Any, name: str) -> list[str]:
+        out = ["", ""]
+        async for chunk in await client.chat.completions.create(model=name, stream=True, **how):
+            for choice in chunk.choices:
+                out[choice.index] += choice.delta.content or ""
+        return out
+
+    async def together() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=KEYS[0]) as client:
+            return await asyncio.gather(*(streamed(client, name) for name in (*whole, *whole)))
+
+    for name, texts in zip((*whole, *whole), asyncio.run(together()), strict=True):
+        assert texts == [choice.message.content for choice in whole[name].choices]
+    stopped = whole["tuned"].choices[0].message.content[2:4]
+    found = world.client().chat.completions.create(model="tuned", stop=[stopped], **how).choices[0]
+    assert found.finish_reason == "stop" and stopped not in found.message.content
+
+
+def test_calls_of_open_webui_are_answered(world: World) -> None:
+    """Its list of models, a streamed chat with the fields that it adds, and the titles and tags that it asks for."""
+    assert {"tuned", NAME} <= {model.id for model in world.client().models.list()}
+    chat = {
+        "stream": True, "model": "tuned", "messages": [{"role": "system", "content": "be brief"}, *TALK],
+        "stream_options": {"include_usage": True}, "max_tokens": 8, "temperature": 0.8, "top_p": 0.9, "top_k": 40,
+        "params": {}, "features": {"web_search": False}, "files": [], "tool_servers": [], "session_id": "a", "chat_id": "b",
+        "id": "c", "background_tasks": {"title_generation": True}, "variables": {"{{USER_NAME}}": "me"},
+        "filter_ids": [], "model_item": {"id": "tuned"}, "user": {"id": "1", "name": "me"}, "tool_ids": None,
+    }  # fmt: skip
+    lines = world.post(chat).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant" and chunks[-1]["usage"]["completion_tokens"] > 0
+    assert all(chunk["object"] == "chat.completion.chunk" and chunk["model"] == "tuned" for chunk in chunks)
+    title = {
+        "model": "tuned",
+        "messages": TALK,
+        "stream": False,
+        "max_completion_tokens": 6,
+        "metadata": {"task": "title"},
+    }
+    assert json.loads(world.post(title))["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_clients_that_leave_and_checkpoints_that_go_leave_nothing_behind(world: World) -> None:
+    with world.client().chat.completions.create(model=NAME, messages=TALK, max_tokens=200, stream=True) as chunks:
+        next(iter(chunks))
+    host = next(iter(world.service.hosts.values()))
+    until = time.monotonic() + 20
+    while host.samples and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not host.samples
+    with pytest.raises(openai.BadRequestError, match="the model's context 256"):
+        world.client().completions.create(model=NAME, prompt=[7] * 300)
+    rest = tinker.ServiceClient(base_url=world.url, api_key=KEYS[0]).create_rest_client()
+    rest.delete_checkpoint_from_tinker_path(world.older).result()
+    with pytest.raises(openai.NotFoundError, match="is not served"):
+        world.client().completions.create(model=world.older, prompt="a")

@@ -1,0 +1,146 @@
+"""What an operator sees: the page's figures, metrics, the log, `packlora serve status`, and a stop by a signal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import NAME, Talk, datum, host_of, leave
+from starlette.testclient import TestClient
+
+from packlora.serve import command
+from packlora.serve.app import Keys, application
+from packlora.serve.command import listening
+from packlora.serve.logs import LOG, Logfmt, log
+from packlora.serve.service import Service
+
+KEYS = ["tml-the-first-one", "tml-the-other-one"]
+
+
+@pytest.fixture
+def talk(tiny_base: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.INFO, "packlora.serve")
+    found = Talk(Service({NAME: host_of(tiny_base("llama"), tmp_path)}, tmp_path), Keys(KEYS).owner(KEYS[0]))
+    yield found
+    leave(found.service)
+
+
+def test_figures_are_those_of_what_was_done_and_models_are_shown_to_their_owner(
+    talk: Talk, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = talk.session()
+    model = talk.model(session, use_dora=True)
+    losses = []
+    for _ in range(3):
+        promise = talk.forward_backward(model, [datum(1, 20)])
+        talk.step(model)
+        talk.run()
+        losses.append(round(talk.result(promise)[0]["loss:sum"] / 20, 4))
+    talk.step(model, seq=9)
+    apps = [TestClient(application(talk.desk, Keys(keys), hold=0.0)) for keys in (KEYS, None)]
+    shown = [
+        apps[0].get("/status", headers={"x-api-key": KEYS[0]}), apps[1].get("/status"), apps[0].get("/status"),
+        apps[0].get("/status", headers={"x-api-key": KEYS[1]}),
+    ]  # fmt: skip
+    want = {"base": NAME, "method": "DoRA", "rank": 4, "steps": 3, "losses": losses, "waiting": 1, "on_the_base": True}
+    assert [own.json()["training"] for own in shown] == [[want], [want], [], []]
+    found = shown[2].json()
+    assert (found["status"], found["sessions"], found["models"], found["waiting_requests"]) == ("ok", 1, 1, 1)
+    assert found["shares"] == [1.0] and found["tokens_per_second"] > 0
+    assert all(session not in own.text and KEYS[0] not in own.text and talk.owner not in own.text for own in shown)
+    assert apps[0].get("/status", headers={"x-api-key": "tml-nobody"}).status_code == 401
+
+    apps[0].get("/v1/models")
+    text = apps[0].get("/metrics").text
+    for line in (
+        "packlora_trained_tokens_total 60.0", "packlora_optimizer_steps_total 3.0", "packlora_sessions 1.0",
+        "packlora_waiting_requests 1.0", 'packlora_models{state="on the base"} 1.0', "packlora_running_samples 0.0",
+        'packlora_http_answers_total{status="401"} 2.0',
+        'packlora_request_seconds_count{kind="forward_backward"} 3.0',
+    ):  # fmt: skip
+        assert line in text, line
+    page = apps[0].get("/").text
+    for name in re.findall(r"found\.(\w+)|one\.(\w+)|^  (\w+): \"|, (\w+): \"", page, re.M):
+        (key,) = filter(None, name)
+        assert key in found or key in want, f"the page shows {key}"
+    events = [record.getMessage() for record in caplog.records if record.name == "packlora.serve"]
+    assert events == ["session opened", "model made"]
+    assert KEYS[0] not in "".join(str(vars(record)) for record in caplog.records)
+
+
+def test_a_line_of_the_log_is_made_of_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(Logfmt())
+    LOG.addHandler(handler)
+    try:
+        log("model made", logging.WARNING, model="a:train:0", why='a "word"\nand more', rank=8)
+        try:
+            raise ValueError("x")
+        except ValueError:
+            LOG.exception("it failed: %s", 7)
+    finally:
+        LOG.removeHandler(handler)
+    first, second, *trace = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ level=warning event=\"model made\" .*", first)
+    assert first.endswith(r'model=a:train:0 why="a \"word\"\nand more" rank=8')
+    assert 'level=error event="it failed: 7"' in second and trace[-1] == "ValueError: x"
+
+
+def test_a_service_that_is_asked_to_stop_says_what_waits(
+    tiny_base: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command in this process: `status` prints its figures; SIGTERM ends it, streams end with a reason."""
+    free = listening("127.0.0.1", 0)
+    port = free.getsockname()[1]
+    free.close()
+    url, said = f"http://127.0.0.1:{port}", dict[str, Any]()
+
+    def post(path: str, body: Any) -> Any:
+        headers = {"x-api-key": "tml-local", "authorization": "Bearer tml-local"}
+        return urllib.request.urlopen(
+            urllib.request.Request(url + path, json.dumps(body).encode(), headers), timeout=30
+        )
+
+    def use() -> None:
+        try:
+            post("/api/v1/client/config", {"sdk_version": "0.38.0"})
+            session = json.load(post("/api/v1/create_session", {"sdk_version": "0.38.0"}))["session_id"]
+            model = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 4}}
+            json.load(post("/api/v1/create_model", model))
+            post("/api/v1/optim_step", {"model_id": f"{session}:train:0", "seq_id": 2})
+            command.status("127.0.0.1", port)
+            chat = {"model": NAME, "prompt": "a", "max_tokens": 200, "n": 100, "stream": True}
+            stream = post("/v1/completions", chat)
+            stream.readline()
+            os.kill(os.getpid(), signal.SIGTERM)
+            said["stream"] = stream.read().decode()
+        except BaseException as error:
+            said["error"] = error
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    user = threading.Thread(target=use)
+    user.start()
+    state = tmp_path / "state"
+    command.serve([f"{NAME}={tiny_base('llama')}"], state, "127.0.0.1", port, None, None, ["device=cpu"], 0.0, 256)
+    user.join()
+    out, err = capsys.readouterr()
+    assert "error" not in said, said
+    assert "the service is stopping" in said["stream"]
+    assert f"TINKER_BASE_URL={url} TINKER_API_KEY=tml-local" in out
+    assert re.search(r"waiting requests +1\n", out) and re.search(
+        r"model 1 +LoRA r 4 on .*, 0 steps, 1 requests wait", out
+    )
+    assert "stopped; 1 requests wait for the next start" in err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with pytest.raises(urllib.error.URLError):
+        post("/api/v1/client/config", {})
