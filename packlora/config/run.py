@@ -48,7 +48,7 @@ class Run(Strict):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward instead of keeping them: less memory, more time."""
     offload_embedding: bool = False
-    """Keep the embedding in the host's memory, where the output layer is another weight. No number changes; no CUDA graphs."""
+    """Keep the embedding in the host's memory, where the output layer is another weight. No number changes."""
     fit: Literal["memory", "auto", "off"] = "memory"
     """Choice of what is not written, so that the run fits into the free memory of one GPU. memory: the size of microbatches,
     gradient_checkpointing, offload_embedding, which change no number. auto: also quantization. off: nothing."""
