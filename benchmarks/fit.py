@@ -37,16 +37,20 @@ from benchmarks.commands import WORDS, write_tokenizer
 from benchmarks.harness import Benchmark, Case, Options, Row, case
 from benchmarks.shapes import TARGETS, build, build_layers, config_of, use_liger
 from benchmarks.trainer import Ends
+from packlora.base import liger
+from packlora.base.packing import hidden_states, prepare_model
 from packlora.codes.load import codes_made_of
 from packlora.codes.weight import QuantizedLinear
 from packlora.config import QuantizationConfig, Run
 from packlora.engine.allocator import grow_segments
 from packlora.engine.memory import free_memory
+from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.run_file import run_from
 from packlora.runtime import fit
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import ROOM_SHARE
+from packlora.runtime.run import deterministic
 
 GIB = 2**30
 SHAPES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
@@ -81,7 +85,10 @@ def fit_cases(options: Options) -> list[Case]:
         for host in (False, True)
         if shape != "14B" or not host  # of which no figure is asked
     ]
-    return [*cells, *least, *(case(f"{shape} nf4 peft", part="peft", shape=shape, form="nf4") for shape in large)]
+    more = [case(f"{shape} nf4 peft", part="peft", shape=shape, form="nf4") for shape in large]
+    more += [case(f"{shape} nf4 frozen", part="frozen", shape=shape, form="nf4") for shape in large[:1]]
+    more += [case(f"{shape} nf4 no_graphs", part="no_graphs", shape=shape, form="nf4") for shape in shapes[:1]]
+    return [*cells, *least, *more]
 
 
 def measure_fit(one: Case, names: list[str], options: Options) -> Row:
@@ -125,7 +132,54 @@ def measure_peft(one: Case, options: Options) -> Row:
     return measured(options, partial(train_peft, folder_of(one, options), one, options))
 
 
-PARTS = {"card": measure_card, "least": measure_least, "peft": measure_peft}
+def measure_no_graphs(one: Case, options: Options) -> Row:
+    """Defaults without CUDA graphs."""
+    return measured(options, partial(train, folder_of(one, options), one, options, {"cuda_graphs": False}))
+
+
+def measure_frozen(one: Case, options: Options) -> Row:
+    """Seconds of forward and backward of a step's samples, in one microbatch, through the model without an adapter: only the
+    embeddings want a gradient. One CUDA graph, replayed."""
+    model = in_codes(read_sizes(str(folder_of(one, options) / "base")), NF4, torch.bfloat16, options.device)
+    prepare_model(model, gradient_checkpointing=False)
+    liger.use_liger(model, "auto")
+    model.enable_input_require_grads()
+    length = length_of(options)
+    ids_T = torch.randint(3, 100, (BATCH * length,), device=options.device)
+    positions_T, head = torch.arange(length, device=options.device).repeat(BATCH), model.get_output_embeddings()
+
+    def step() -> None:
+        hidden_TD = hidden_states(model, ids_T, positions_T, (length,) * BATCH)
+        linear_cross_entropy(hidden_TD, head.weight, head.bias, ids_T.roll(-1))[1].backward()
+
+    with deterministic():
+        if options.tiny:
+            step()
+            return {"frozen_s": None}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        times = []
+        for _ in range(10):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+    return {"frozen_s": statistics.median(times)}
+
+
+PARTS = {
+    "card": measure_card, "least": measure_least, "peft": measure_peft, "no_graphs": measure_no_graphs,
+    "frozen": measure_frozen,
+}  # fmt: skip
 """How the cases of each part are measured."""
 Choice = tuple[dict[str, Any], int, bool]
 """Keys that `fit` chooses for a card, the bytes that it predicts, and whether they fit."""
@@ -223,16 +277,22 @@ def random_weights(device: torch.device) -> Iterator[None]:
     def codes(
         path: str, revision: Any, asked: QuantizationConfig, stored: Any, dtype: torch.dtype, *_: Any, **__: Any
     ) -> Any:
-        def layer(weight_NK: torch.Tensor) -> torch.nn.Module:
-            return QuantizedLinear(codes_made_of(weight_NK, asked, dtype), None, dtype)
-
-        return build_layers(read_sizes(path), device, layer)
+        return in_codes(read_sizes(path), asked, dtype, device)
 
     with (
         mock.patch("packlora.base.model.read_model", floats),
         mock.patch("packlora.codes.plugin.read_quantised", codes),
     ):
         yield
+
+
+def in_codes(config: Any, asked: QuantizationConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model whose linear layers are this package's, in codes."""
+
+    def layer(weight_NK: torch.Tensor) -> torch.nn.Module:
+        return QuantizedLinear(codes_made_of(weight_NK, asked, dtype), None, dtype)
+
+    return build_layers(config, device, layer)
 
 
 def read_sizes(path: str) -> Any:
@@ -366,6 +426,21 @@ def fit_summary(rows: list[Row]) -> Row:
                     f"{key}_{name}": row["gib"],
                     f"{key}_{name.replace('gib', 'tokens_per_s')}": row["tokens_per_s"],
                 }
+    rates = {label: row["tokens_per_s"] for label, row in by_case.items() if row.get("tokens_per_s")}
+
+    def rate_of_defaults(shape: str) -> float | None:
+        own = (row for row in rows if row["part"] == "card" and (row["shape"], row["form"]) == (shape, "nf4"))
+        return next((row["tokens_per_s"] for row in own if not row["chosen"] and row.get("tokens_per_s")), None)
+
+    whole, eager = rate_of_defaults("0.6B"), rates.get("0.6B nf4 no_graphs")
+    if whole and eager:
+        out["nf4_06b_graphs_speedup"] = whole / eager
+    rate, frozen = rate_of_defaults("8B"), by_case.get("8B nf4 frozen", {}).get("frozen_s")
+    if rate and frozen:
+        out["nf4_8b_over_frozen"] = BATCH * LENGTH / rate / frozen
+    here, away = rates.get("8B nf4 least"), rates.get("8B nf4 least_host")
+    if here and away:
+        out["offload_8b_cost"] = here / away
     errors = [error for row in rows if (error := error_of(row)) is not None]
     return out | ({"largest_memory_error": max(errors)} if errors else {})
 
@@ -382,6 +457,8 @@ FIT = Benchmark(
     f"of one sample, accumulation {BATCH}, gradient checkpointing, the trainer that `by` names. gib: peak of memory "
     "reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, which "
     "predicted_gib is compared with. tokens_per_s: of an optimizer step over the median time between the ends of "
-    f"steps, the first {WARM} left out.",
+    f"steps, the first {WARM} left out. no_graphs: defaults with cuda_graphs: false. frozen: forward and backward of "
+    f"{BATCH} x {LENGTH} tokens through the NF4 model without an adapter, as one CUDA graph; nf4_8b_over_frozen is an "
+    "optimizer step with defaults, which is one microbatch of as many, over it.",
     ["packlora"], by_case=True,
 )  # fmt: skip
