@@ -10,57 +10,52 @@ the device and on the host. `peft` trains the same samples with PEFT over the sa
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import json
-import shutil
 import statistics
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 
-import packlora
-from benchmarks.commands import WORDS, write_tokenizer
+from benchmarks.fit_runs import (
+    BATCH,
+    FORMS,
+    GIB,
+    LENGTH,
+    NF4,
+    RANK,
+    STEPS,
+    WARM,
+    folder_of,
+    in_codes,
+    length_of,
+    measured,
+    read_sizes,
+    run_of,
+    train,
+    train_peft,
+)
 from benchmarks.harness import Benchmark, Case, Options, Row, case
-from benchmarks.shapes import TARGETS, build, build_layers, config_of, use_liger
-from benchmarks.trainer import Ends
-from packlora.codes.load import codes_made_of
-from packlora.codes.weight import QuantizedLinear
-from packlora.config import QuantizationConfig, Run
-from packlora.engine.memory import free_memory
-from packlora.run_file import run_from
+from benchmarks.shapes import TARGETS, config_of
+from packlora.base import liger
+from packlora.base.packing import hidden_states, prepare_model
+from packlora.config import Run
+from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.runtime import fit
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import ROOM_SHARE
+from packlora.runtime.run import deterministic
 
-GIB = 2**30
 SHAPES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
 CARDS = (8, 12, 16, 24, 48, 80)
 """GB, in units of 2**30 bytes as vendors count."""
-NF4 = QuantizationConfig(method="nf4", double_quant=True)
-FORMS: dict[str, QuantizationConfig | None] = {"bf16": None, "nf4": NF4}
-LENGTH, BATCH, RANK = 2048, 2, 16
-"""Tokens of a sample; samples of an optimizer step."""
-STEPS, WARM = 5, 2
-"""Optimizer steps of a run, and those at the start that are not counted."""
 LARGE = ("8B", "14B", "32B")
 """Shapes that are measured beside PEFT."""
-TOLD = ("CUDA graphs", "out of memory")
-"""Words of what a run says that a row keeps."""
 UNIT = 2**16
 """Bytes that stand for a GB where sizes are toys."""
 
@@ -80,7 +75,10 @@ def fit_cases(options: Options) -> list[Case]:
         for host in (False, True)
         if shape != "14B" or not host  # of which no figure is asked
     ]
-    return [*cells, *least, *(case(f"{shape} nf4 peft", part="peft", shape=shape, form="nf4") for shape in large)]
+    more = [case(f"{shape} nf4 peft", part="peft", shape=shape, form="nf4") for shape in large]
+    more += [case(f"{shape} nf4 frozen", part="frozen", shape=shape, form="nf4") for shape in large[:1]]
+    more += [case(f"{shape} nf4 no_graphs", part="no_graphs", shape=shape, form="nf4") for shape in shapes[:1]]
+    return [*cells, *least, *more]
 
 
 def measure_fit(one: Case, names: list[str], options: Options) -> Row:
@@ -124,7 +122,54 @@ def measure_peft(one: Case, options: Options) -> Row:
     return measured(options, partial(train_peft, folder_of(one, options), one, options))
 
 
-PARTS = {"card": measure_card, "least": measure_least, "peft": measure_peft}
+def measure_no_graphs(one: Case, options: Options) -> Row:
+    """Defaults without CUDA graphs."""
+    return measured(options, partial(train, folder_of(one, options), one, options, {"cuda_graphs": False}))
+
+
+def measure_frozen(one: Case, options: Options) -> Row:
+    """Seconds of forward and backward of a step's samples, in one microbatch, through the model without an adapter: only the
+    embeddings want a gradient. One CUDA graph, replayed."""
+    model = in_codes(read_sizes(str(folder_of(one, options) / "base")), NF4, torch.bfloat16, options.device)
+    prepare_model(model, gradient_checkpointing=False)
+    liger.use_liger(model, "auto")
+    model.enable_input_require_grads()
+    length = length_of(options)
+    ids_T = torch.randint(3, 100, (BATCH * length,), device=options.device)
+    positions_T, head = torch.arange(length, device=options.device).repeat(BATCH), model.get_output_embeddings()
+
+    def step() -> None:
+        hidden_TD = hidden_states(model, ids_T, positions_T, (length,) * BATCH)
+        linear_cross_entropy(hidden_TD, head.weight, head.bias, ids_T.roll(-1))[1].backward()
+
+    with deterministic():
+        if options.tiny:
+            step()
+            return {"frozen_s": None}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        times = []
+        for _ in range(10):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+    return {"frozen_s": statistics.median(times)}
+
+
+PARTS = {
+    "card": measure_card, "least": measure_least, "peft": measure_peft, "no_graphs": measure_no_graphs,
+    "frozen": measure_frozen,
+}  # fmt: skip
 """How the cases of each part are measured."""
 Choice = tuple[dict[str, Any], int, bool]
 """Keys that `fit` chooses for a card, the bytes that it predicts, and whether they fit."""
@@ -173,176 +218,6 @@ def capped(card: int, options: Options) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
 
 
-# --- training ----------------------------------------------------------------------------------------------------------
-
-
-def length_of(options: Options) -> int:
-    return 32 if options.tiny else LENGTH
-
-
-def folder_of(one: Case, options: Options) -> Path:
-    """Folder with the configuration, a tokenizer and samples of a shape, and no weights."""
-
-    def make() -> Any:
-        made = tempfile.TemporaryDirectory()
-        folder = Path(made.name)
-        write_tokenizer(folder / "base", 100 if options.tiny else WORDS)
-        config = config_of(f"Qwen3-{one.shape}", options.tiny)
-        config.architectures = ["Qwen3ForCausalLM"]
-        config.save_pretrained(folder / "base")
-        ids = np.random.default_rng(0).integers(3, 100, (BATCH * STEPS, length_of(options))).tolist()
-        (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": own, "labels": own}) + "\n" for own in ids))
-        return made
-
-    return Path(options.shared(one.shape, make).name)
-
-
-def run_of(folder: Path, one: Case, options: Options, **keys: Any) -> Run:
-    """A run of one LoRA job; keys: more of the run file's."""
-    job = {
-        "name": "a", "data": {"path": str(folder / "rows.jsonl")},
-        "adapter": {"r": RANK, "lora_dropout": 0.0, "target_modules": TARGETS},
-        "train": {"global_batch_size": BATCH, "max_steps": STEPS, "learning_rate": 1e-4},
-    }  # fmt: skip
-    form = FORMS[one.form]
-    tree = {
-        "base_model": str(folder / "base"), "output_dir": str(folder / "out"), "dtype": "bfloat16",
-        "device": str(options.device), "jobs": [job], "save_every": 0,
-    }  # fmt: skip
-    return run_from(tree | ({} if form is None else {"quantization": form.model_dump()}) | keys)
-
-
-@contextmanager
-def random_weights(device: torch.device) -> Iterator[None]:
-    """While it lasts, base models have the sizes that their folder says and random weights, made on the device."""
-
-    def floats(path: str, *_: Any, **__: Any) -> Any:
-        return build(read_sizes(path), device).eval()
-
-    def codes(
-        path: str, revision: Any, asked: QuantizationConfig, stored: Any, dtype: torch.dtype, *_: Any, **__: Any
-    ) -> Any:
-        def layer(weight_NK: torch.Tensor) -> torch.nn.Module:
-            return QuantizedLinear(codes_made_of(weight_NK, asked, dtype), None, dtype)
-
-        return build_layers(read_sizes(path), device, layer)
-
-    with (
-        mock.patch("packlora.base.model.read_model", floats),
-        mock.patch("packlora.codes.plugin.read_quantised", codes),
-    ):
-        yield
-
-
-def read_sizes(path: str) -> Any:
-    return AutoConfig.from_pretrained(path, attn_implementation="sdpa")
-
-
-def train(folder: Path, one: Case, options: Options, keys: Mapping[str, Any]) -> Row:
-    """Train by packlora.train. Raises MemoryError."""
-    out = folder / "out"
-    shutil.rmtree(out, ignore_errors=True)
-    with random_weights(options.device):
-        packlora.train(run_of(folder, one, options, **keys))
-    record = json.loads((out / "run.json").read_text())
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    ends = [line["elapsed"] for line in lines if line.get("loss") is not None]
-    losses = [line["loss"] for line in lines if line.get("loss") is not None]
-    said = [text for text in record["warnings"] if any(word in text for word in TOLD)]
-    return {"ends": ends, "losses": losses, "taken": record["fit"], "notes": said}
-
-
-def train_peft(folder: Path, one: Case, options: Options) -> Row:
-    """The same samples by PEFT and SFTTrainer, or without TRL by transformers' Trainer; layers are bitsandbytes' own."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    def layer(weight_NK: torch.Tensor) -> Any:
-        N, K = weight_NK.shape
-        with torch.device("meta"):
-            codes = Linear4bit(K, N, False, weight_NK.dtype, True, "nf4")
-        codes.weight = Params4bit(weight_NK, quant_type="nf4", compress_statistics=True, module=codes).to(
-            options.device
-        )
-        return codes
-
-    by_trl = all(importlib.util.find_spec(name) is not None for name in ("trl", "datasets"))
-    loss = "TRL's loss" if by_trl else use_liger(options.device)
-    model = build_layers(read_sizes(str(folder / "base")), options.device, layer)
-    model.is_loaded_in_4bit = True
-    model.config.use_cache = False
-    adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    arguments: Row = {
-        "output_dir": str(folder / "trainer"), "per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH,
-        "gradient_checkpointing": True, "learning_rate": 1e-4, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no",
-        "report_to": [], "bf16": options.device.type == "cuda", "use_cpu": options.device.type == "cpu",
-    }  # fmt: skip
-    ends = Ends()
-    if not by_trl:
-        args = TrainingArguments(
-            **arguments, remove_unused_columns=False, gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
-        adapted = get_peft_model(model, adapter, autocast_adapter_dtype=True)
-        adapted.enable_input_require_grads()
-        how = Trainer(
-            model=adapted, args=args, train_dataset=rows, data_collator=default_data_collator, callbacks=[ends]
-        )
-        said = f"Trainer of transformers {version('transformers')}"
-    else:
-        from datasets import Dataset
-        from datasets.table import InMemoryTable
-
-        trl: Any = importlib.import_module("trl")
-
-        args = trl.SFTConfig(**arguments, max_length=length_of(options), dataset_kwargs={"skip_prepare_dataset": True})
-        tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-        columns = {key: [row[key] for row in rows] for key in ("input_ids", "labels")}
-        data = Dataset(
-            InMemoryTable.from_pydict(columns), fingerprint="rows"
-        )  # else it pickles all of pyarrow to make one
-        how = trl.SFTTrainer(
-            model=model,
-            args=args,
-            train_dataset=data,
-            processing_class=tokenizer,
-            peft_config=adapter,
-            callbacks=[ends],
-        )
-        said = f"SFTTrainer of TRL {version('trl')}"
-    how.train()
-    losses = [line["loss"] for line in how.state.log_history if "loss" in line]
-    return {"ends": ends.times, "losses": losses, "by": f"{said}, PEFT {version('peft')}, {loss}"}
-
-
-def measured(options: Options, run: Any) -> Row:
-    """Rate of a run and the peaks of its memory, all of it: reading, the proof of packing, training."""
-    cuda = options.device.type == "cuda"
-    if cuda:
-        torch._C._cuda_clearCublasWorkspaces()  # which stay for each stream that a run had for its graphs
-    free_memory(options.device)
-    before = torch.cuda.memory_reserved(options.device) if cuda else 0
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(options.device)
-    start = time.perf_counter()
-    try:
-        done: Row = run()
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        done = {"failed": {"memory": str(error).splitlines()[0]}}
-    ends = done.pop("ends", [])
-    took = [end - begin for begin, end in pairwise(ends)][WARM - 1 :]
-    row: Row = {"tokens_per_s": None, "wall_s": time.perf_counter() - start, **done}
-    if took:
-        row["tokens_per_s"] = BATCH * length_of(options) / statistics.median(took)
-    if cuda:
-        stats = torch.cuda.memory_stats(options.device)
-        row |= {
-            "gib": torch.cuda.max_memory_reserved(options.device) / GIB,
-            "allocated_gib": torch.cuda.max_memory_allocated(options.device) / GIB,
-            "reserved_before_gib": before / GIB, "retries": stats.get("num_alloc_retries", 0),
-        }  # fmt: skip
-    return row
-
-
 # --- figures -----------------------------------------------------------------------------------------------------------
 
 
@@ -364,6 +239,21 @@ def fit_summary(rows: list[Row]) -> Row:
                     f"{key}_{name}": row["gib"],
                     f"{key}_{name.replace('gib', 'tokens_per_s')}": row["tokens_per_s"],
                 }
+    rates = {label: row["tokens_per_s"] for label, row in by_case.items() if row.get("tokens_per_s")}
+
+    def rate_of_defaults(shape: str) -> float | None:
+        own = (row for row in rows if row["part"] == "card" and (row["shape"], row["form"]) == (shape, "nf4"))
+        return next((row["tokens_per_s"] for row in own if not row["chosen"] and row.get("tokens_per_s")), None)
+
+    whole, eager = rate_of_defaults("0.6B"), rates.get("0.6B nf4 no_graphs")
+    if whole and eager:
+        out["nf4_06b_graphs_speedup"] = whole / eager
+    rate, frozen = rate_of_defaults("8B"), by_case.get("8B nf4 frozen", {}).get("frozen_s")
+    if rate and frozen:
+        out["nf4_8b_over_frozen"] = BATCH * LENGTH / rate / frozen
+    here, away = rates.get("8B nf4 least"), rates.get("8B nf4 least_host")
+    if here and away:
+        out["offload_8b_cost"] = here / away
     errors = [error for row in rows if (error := error_of(row)) is not None]
     return out | ({"largest_memory_error": max(errors)} if errors else {})
 
@@ -380,6 +270,8 @@ FIT = Benchmark(
     f"of one sample, accumulation {BATCH}, gradient checkpointing, the trainer that `by` names. gib: peak of memory "
     "reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, which "
     "predicted_gib is compared with. tokens_per_s: of an optimizer step over the median time between the ends of "
-    f"steps, the first {WARM} left out.",
+    f"steps, the first {WARM} left out. no_graphs: defaults with cuda_graphs: false. frozen: forward and backward of "
+    f"{BATCH} x {LENGTH} tokens through the NF4 model without an adapter, as one CUDA graph; nf4_8b_over_frozen is an "
+    "optimizer step with defaults, which is one microbatch of as many, over it.",
     ["packlora"], by_case=True,
 )  # fmt: skip

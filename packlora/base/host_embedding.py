@@ -1,18 +1,21 @@
-"""The embedding of a base model in the memory of the host, where the rows of a microbatch's tokens are looked up: they are a
-hundredth of it, and the device has room for more. No number changes. The host waits for the device once a forward.
+"""The embedding of a base model in the memory of the host, where the rows of a microbatch's tokens are read: they are a
+hundredth of it, and the device has room for more. No number changes.
 
 Shapes: V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.ops.gpu import runs_triton
 
 IN_PARTS = "the base model is in parts on several processes (parallel)"
 
@@ -23,7 +26,14 @@ class HostEmbedding(torch.nn.Module):
     def __init__(self, embedding: torch.nn.Embedding) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self._held = [embedding.weight.detach().cpu()]
+        weight = embedding.weight.detach()
+        self.waits = weight.is_cuda
+        """Whether the host reads rows, and waits for the device before: without kernels, or where no memory is pinned."""
+        if weight.is_cuda and runs_triton(weight.device):
+            with contextlib.suppress(RuntimeError):
+                pinned = torch.empty_like(weight, device="cpu", pin_memory=True)
+                weight, self.waits = pinned.copy_(weight), False
+        self._held = [weight.cpu()]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -32,14 +42,21 @@ class HostEmbedding(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows [..., D] of ids [...]."""
+        if ids.is_cuda and not self.waits:
+            from packlora.ops.host_rows.host_rows import host_rows
+
+            return host_rows(self.weight, ids.flatten()).view(*ids.shape, -1)
         rows = self.weight.new_empty(ids.numel(), self.embedding_dim, pin_memory=ids.is_cuda)
         torch.index_select(self.weight, 0, ids.flatten().cpu(), out=rows)
         return rows.to(ids.device, non_blocking=True).view(*ids.shape, -1)
 
 
-def is_on_host(model: PreTrainedModel) -> bool:
-    """Whether the embedding of a loaded model lies on the host."""
-    return isinstance(model.get_input_embeddings(), HostEmbedding)
+def why_host_waits(model: PreTrainedModel) -> str | None:
+    """Reason, in words, why no CUDA graph holds a forward of a loaded model; None where the device reads its embedding."""
+    embedding: Any = model.get_input_embeddings()
+    if not (isinstance(embedding, HostEmbedding) and embedding.waits):
+        return None
+    return "the embedding lies on the host, which looks up its rows"
 
 
 def check_host(run: Run, skeleton: PreTrainedModel, adapted: Collection[str]) -> None:

@@ -48,11 +48,10 @@ class Run(Strict):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward instead of keeping them: less memory, more time."""
     offload_embedding: bool = False
-    """Keep the base model's embedding in the memory of the host and look up rows there. No number changes; there are no CUDA
-    graphs. For models whose output layer is not the embedding."""
+    """Keep the embedding in the host's memory, where the output layer is another weight. No number changes."""
     fit: Literal["memory", "auto", "off"] = "memory"
     """Choice of what is not written, so that the run fits into the free memory of one GPU. memory: the size of microbatches,
-    gradient_checkpointing and offload_embedding, which change no number. auto: also quantization. off: nothing."""
+    gradient_checkpointing, offload_embedding, which change no number. auto: also quantization. off: nothing."""
     save_every: int = Field(50, ge=0)
     """Optimizer steps of a job between its checkpoints; 0 only at the end."""
     save_total_limit: int | None = Field(2, ge=1)

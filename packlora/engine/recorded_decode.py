@@ -20,7 +20,7 @@ from packlora.adapters.attach import adapted_layers
 from packlora.adapters.expert_layout import adapted_experts
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
-from packlora.base.host_embedding import is_on_host
+from packlora.base.host_embedding import why_host_waits
 from packlora.base.kv_cache import Decode, KeyValueCache
 from packlora.base.packing import packed_logits
 from packlora.engine.decode import NextToken, Passes, Prompt, lay_out
@@ -57,8 +57,8 @@ def why_no_decode_graphs(model: PreTrainedModel, attached: Attached) -> str | No
         return f"kernels with rows whose owners are on the device are for bfloat16 and float16, not for {model.dtype}"
     if not attached.storage.is_whole:
         return "the base model is in parts on several processes"
-    if is_on_host(model):
-        return "the embedding lies on the host, which looks up its rows"
+    if (reason := why_host_waits(model)) is not None:
+        return reason
     if any(isinstance(module, FrozenLinear) for module in model.modules()):
         return "the weights of quantised layers are made where they are read, by their libraries"
     return None

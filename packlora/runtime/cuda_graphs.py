@@ -76,7 +76,10 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if base.modality is not None:
         return "microbatches have images, which the host decodes and of which each has a size of its own"
     if run.offload_embedding:
-        return "the embedding lies on the host, which looks up its rows"
+        from packlora.base.host_embedding import why_host_waits
+
+        if (reason := why_host_waits(base.model)) is not None:
+            return reason
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
     for job in jobs:

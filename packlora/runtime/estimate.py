@@ -46,8 +46,6 @@ GRADIENT_BYTES = 4
 """Per trainable parameter of a microbatch's gradient, which is whole when the activations are gone."""
 LIBRARY_BYTES = 72 * 2**20
 """Workspaces of cuBLAS, and small tensors."""
-MANY = 2**16
-"""Tokens of a microbatch from which on its memory grows by the same for each."""
 RANK_MULTIPLE = 16
 """Kernels pad ranks to multiples of it."""
 BYTES_PER_SECOND = 2e11
@@ -63,8 +61,8 @@ def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
         stages: of a pipeline of such devices; memory is then that of one of them, with as many microbatches in flight.
     """
     device = choose_device(run.device)
-    least, many, twice = (sum(memory_parts(run, prepared, tokens).values()) for tokens in (1, MANY, 2 * MANY))
-    per_token = (twice - many) / MANY  # it falls for none, so that the line is nowhere below the parts
+    least, many, twice = (sum(memory_parts(run, prepared, tokens).values()) for tokens in (1, 2**16, 2**17))
+    per_token = (twice - many) / 2**16  # no fewer tokens have more each, so that the line is nowhere below the parts
     kept = least - per_token
     cost = analytic_cost(run, prepared, *_speed(run), stages=stages)
     own = kept * largest_stage(run, prepared, stages)
@@ -218,14 +216,13 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     """Bytes by what holds them on the device, in a microbatch of so many tokens.
 
     Counted: frozen weights, of quantised ones the codes; per trainable parameter its value, the gradient of the global batch,
-    two AdamW moments and the last good value (4 bytes each), and a microbatch's gradient where that is more than what the
-    activations take; per token and layer the tensors that backward needs, those of adapters too (or with checkpointing one per
-    layer, and one layer's). On top comes the more of two moments. "logits" is the part of the loss that exceeds the buffers:
-    logits of the label tokens, their softmax and gradient; or, where kernels make the loss, logits of one chunk, and the hidden
-    states, their rows and their gradient. "buffers" is a layer's backward: the gradients of its input and of two inner
-    products, under checkpointing inputs of products, and the two largest quantised weights as they are multiplied. Measured
-    peaks of an H200 and an H100 are 0.97 to 1.04 of the sum. Not counted: what keep_outputs saves, the allocator's rounding,
-    the interpreter and its libraries (about 0.6 GiB of a CPU process).
+    two AdamW moments and the last good value, and a microbatch's gradient where that is more than the activations; per token
+    and layer what backward needs, also of adapters (with checkpointing one tensor per layer, and one layer's). On top comes the
+    more of two moments: the loss (logits and their gradient, or where kernels make it one chunk of them and three tensors like
+    the hidden states), of which "logits" is what exceeds "buffers", a layer's backward (gradients of its input and of two inner
+    products; checkpointed, inputs of products; the two largest quantised weights as they are multiplied). 45 measured peaks of
+    an H200 and an H100 are 0.97 to 1.04 of the sum. Not counted: what keep_outputs saves, the allocator's rounding, and about
+    0.6 GiB of a CPU process.
 
     Args:
         kernels: whether kernels compute attention, norms and the loss; None: as on the run's device.
@@ -236,7 +233,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
         per_layer = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
         per_layer += width * (shape.attention + shape.key_value) * shape.head_norms
-        if attends_by_sample(run):  # keys and values of all heads; the output of each sample, and of all
+        device = choose_device(run.device)  # torch's attention has keys and values of all heads, and the output twice
+        if device.type == "cuda" and why_no_kernels(device) is not None:
             per_layer += width * (3 * shape.attention - 2 * shape.key_value)
     else:
         # two norms keep their input in float32, and their outputs feed the projections; queries, keys and values of all
@@ -249,6 +247,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         kept = shape.layers * shape.hidden * width + per_layer
     labels = max(job.data.label_share for job in prepared.jobs)
     temporary = 2 * shape.largest * width * (prepared.in_codes[0] > 0)
+    loss = buffers = temporary
     if kernels:
         loss = CHUNK_BYTES["cuda"] + 3 * tokens * shape.hidden * width
         inside = shape.hidden * (2 if run.gradient_checkpointing else 1) + 2 * shape.inner
@@ -256,8 +255,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         if run.gradient_checkpointing:  # in the loss no layer is computed again
             loss -= tokens * per_layer
     else:
-        loss, buffers = round(tokens * labels * shape.vocabulary * (4 * 2 + width)), temporary
-        loss += buffers
+        loss += round(tokens * labels * shape.vocabulary * (4 * 2 + width))
     more = max(0, loss - buffers)
     last = GRADIENT_BYTES * prepared.trainable - tokens * kept - buffers - more
     return {
@@ -286,12 +284,6 @@ def _frozen_bytes(run: Run, prepared: PreparedRun, width: int) -> int:
     shape, (numbers, codes) = prepared.shape, prepared.in_codes
     floats = shape.parameters - numbers - shape.vocabulary * shape.hidden * run.offload_embedding
     return floats * width + codes
-
-
-def attends_by_sample(run: Run) -> bool:
-    """Whether torch computes attention on the run's GPU, sample by sample."""
-    device = choose_device(run.device)
-    return device.type == "cuda" and why_no_kernels(device) is not None
 
 
 def by_kernels(run: Run) -> bool:

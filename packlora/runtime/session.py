@@ -264,6 +264,10 @@ class Session:
         trainer.events.subscribe(Sampler(*parts, known, group))
 
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
+        if self.mesh.size == 1 and choose_device(self.run.device).type == "cuda":
+            from packlora.engine.allocator import grow_segments
+
+            grow_segments()
         with self._told() as told:
             told(f"loading {self.run.base_model}")
             base = self.placement.load()
@@ -273,10 +277,7 @@ class Session:
             from packlora.runtime.restoring import same_base
 
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
-        single, jobs = attach_jobs(own, base, self.placement)
-        if base.device.type == "cuda":  # what reading and proving have left is of other sizes than what training takes
-            torch.cuda.empty_cache()
-        return base, single, jobs
+        return base, *attach_jobs(own, base, self.placement)
 
     def _choose_budget(
         self, prepared: PreparedRun, own: PreparedRun, base: Base, executor: Executor, jobs: list[Job]

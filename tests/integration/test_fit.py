@@ -17,7 +17,7 @@ from test_training import JOBS, adapter, config, distance, train
 from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
 from packlora.data.reader import Reader
-from packlora.engine import memory, passes
+from packlora.engine import allocator, memory, passes
 from packlora.errors import InputError
 from packlora.parallel.mesh import OneProcess
 from packlora.run_file import run_from
@@ -340,6 +340,20 @@ def test_the_room_on_a_gpu_is_what_is_free_within_the_cap_of_the_process(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {1: fraction}.__getitem__)
     assert memory.memory_room(torch.device("cuda")) == memory.memory_room(torch.device("cuda", 1)) == room
+
+
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_environment_says_how_memory_is_allocated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    for own in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(own, raising=False)
+    if name:
+        monkeypatch.setenv(name, "max_split_size_mb:128")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    allocator.grow_segments()
+    assert told == ([] if name else ["expandable_segments:True"])
 
 
 def test_fit_leaves_what_is_written() -> None:
