@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,9 @@ def parts(run: RunFiles) -> dict[str, str]:
 def _completions(run: RunFiles) -> str:
     if not any(job.config.get("rollout") for job in run.jobs):
         return ""
-    from packlora.rl import page
-
-    return page.section(run.folder, [(job.name, job.style) for job in run.jobs if job.config.get("rollout")])
+    page = import_module("packlora.rl.page")
+    found: str = page.section(run.folder, [(job.name, job.style) for job in run.jobs if job.config.get("rollout")])
+    return found
 
 
 def _pipeline(run: RunFiles, styles: dict[str, str]) -> str:
