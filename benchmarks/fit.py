@@ -87,7 +87,10 @@ def fit_cases(options: Options) -> list[Case]:
 
 
 def measure_fit(one: Case, names: list[str], options: Options) -> Row:
-    return PARTS[one.part](one, options)
+    try:
+        return PARTS[one.part](one, options)
+    except Exception as error:  # the others are measured all the same, and `--resume` tries it again
+        return {"failed": {one.part: f"{type(error).__name__}: {error}".splitlines()[0][:300]}}
 
 
 # --- choices -----------------------------------------------------------------------------------------------------------
