@@ -65,7 +65,7 @@ class TokenSlices:
         if not self._apart:
             return summed(y, self.group)
         entered, self._entered = self._entered, None
-        return summed_tokens(y, self.group, entered)
+        return summed_tokens(y, self.group, entered if entered is not None and entered.is_wanted else None)
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def part(x: torch.Tensor) -> torch.Tensor:

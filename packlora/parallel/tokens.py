@@ -40,17 +40,18 @@ class JoinedAgain:
     def __init__(self, function: Through | None, operands: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
         self.function, self.group = function, group
         self._operands: tuple[torch.Tensor, ...] | None = tuple(one.detach() for one in operands)
-        self._is_wanted = False
+        self.is_wanted = False
+        """Whether somebody has said that they will be asked for."""
         self._begun: tuple[torch.Tensor, Any] | None = None
 
     def want(self) -> None:
         """See Recompute."""
-        self._is_wanted = True
+        self.is_wanted = True
 
     def begin(self) -> None:
         """Begin the message, once. All processes of the group do so at the same place in their backward."""
         operands, self._operands = self._operands, None
-        if self._is_wanted and operands is not None:
+        if operands is not None:
             with torch.no_grad():
                 self._begun = _begin_to_join(self._own(operands), self.group)
 

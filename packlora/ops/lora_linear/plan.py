@@ -331,10 +331,9 @@ def _rounds_more(plan: Plan, call: Situation, target: Target, narrow: bool) -> s
     """Reason why the plan rounds more than the chain, or is never worth choosing; None otherwise."""
     if call.base_dropped:
         return "DoRA with two base products has the plain chain alone"
-    adds_late = plan.up == "epilogue" or (plan.up == "routed" and target.rounds_first)
     if plan.lossy and target.rounding != "lossy":
         return "a merged weight rounds more than the chain and was not asked for"
-    if adds_late and narrow and not call.composed:  # composed outputs are scaled, and rounded again, anyway
+    if plan.up == "epilogue" and narrow and not call.composed:  # composed outputs are scaled, and rounded again, anyway
         return "in 16 bits what is added to a rounded product is lost where it is small"
     if "before" in (plan.up, plan.dx) and target.on_gpu and target.dtype == "float32":
         return "float32 products on a GPU round more when they accumulate onto another product"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Sums, Wanted
+from packlora.ops.lora_linear.frozen import accumulator_dtype
 from packlora.ops.lora_linear.kernels import backward_inputs, backward_outputs, forward, gemm, sizes
 from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.kernels.forward import add_dropped, down, scale_rows
@@ -46,7 +47,8 @@ def up(
         z_TN = own.frozen[index].matmul(x_TK, bias_N)
         z_TN += forward.up(call, own, S, index)[0]
     else:
-        z_TN = own.frozen[index].matmul(x_TK, bias_N, accumulate=forward.up(call, own, S, index)[0])
+        dtype = call.dtype if composed else accumulator_dtype(x_TK)
+        z_TN = own.frozen[index].matmul(x_TK, bias_N, accumulate=forward.up(call, own, S, index, dtype=dtype)[0])
     if not composed:
         return z_TN, None
     y_TN = torch.empty_like(z_TN) if keep_z else z_TN

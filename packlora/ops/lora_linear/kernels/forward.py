@@ -257,23 +257,25 @@ def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | 
 
 def up(
     call: Call, own: Operands, S: torch.Tensor, index: int, base_TN: torch.Tensor | None = None, composed: bool = False,
-    keep_z: bool = False,
+    keep_z: bool = False, dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """S B' of one layer, [T, N], onto which the base product is to be accumulated. With the base product, which is written
-    over: y, and z where it is to be kept. composed: y = g z + bias with the scales of the layer, else y = z + bias."""
+    over: y, and z where it is to be kept. composed: y = g z + bias with the scales of the layer, else y = z + bias. dtype: of
+    S B'; None: that of the call."""
     layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
     size = segments.config
     N, span, epilogue = layout.sizes[index], size.up_n * size.up_loop, base_TN is not None
     scales = own.scales[index] if composed else None
     bias = None if base_TN is None else own.biases[index] if scales is None else scales.bias
-    y_TN = torch.empty(call.T, N, dtype=call.dtype, device=call.device) if base_TN is None or keep_z else base_TN
+    y_TN = base_TN if base_TN is not None and not keep_z else None
+    y_TN = torch.empty(call.T, N, dtype=dtype or call.dtype, device=call.device) if y_TN is None else y_TN
     z_TN = y_TN if base_TN is None else base_TN
     args = (
         S, own.B[index], bias, None if scales is None else scales.g, z_TN, y_TN, segments.blocks[size.up_m],
         tables.places[index], tables.adapters, N, layout.width, span,
     )  # fmt: skip
-    key = ("up", call.shape, index, sizes.dtype_of(bias), scales is None, epilogue, keep_z)
+    key = ("up", call.shape, index, sizes.dtype_of(bias), scales is None, epilogue, keep_z, y_TN.dtype)
     if not launcher.launched(segments.launches, key, args):
         launcher.launch(
             up_kernel, (sizes.cdiv(N, span), segments.counts[size.up_m]), args, segments.launches, key,
