@@ -5,7 +5,8 @@ matter and takes no GPU, so each choice is trained once, under the cap of the sm
 shortest; larger cards with the same choice have its figures (`as`). What is predicted not to fit is not tried.
 
 `least` are the settings with the least memory: a sample in a microbatch, checkpointing, without a cap, with the embedding on
-the device and on the host. `peft` trains the same samples with PEFT over the same codes.
+the device and on the host, and there also without CUDA graphs, which hold memory of their own. `peft` trains the same samples
+with PEFT over the same codes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import torch
 
 from benchmarks.fit_runs import (
     BATCH,
-    FORMS,
     GIB,
     LENGTH,
     NF4,
@@ -61,28 +61,36 @@ UNIT = 2**16
 
 
 def fit_cases(options: Options) -> list[Case]:
+    """In the order of what is asked first, for runs that end early."""
     shapes = ("0.6B",) if options.quick else SHAPES
-    large = shapes if options.quick else LARGE
-    cells = [
-        case(f"{shape} {form} {card}GB", part="card", shape=shape, form=form, card=card)
-        for shape in shapes
-        for form in FORMS
-        for card in CARDS
-    ]
-    least = [
-        case(f"{shape} nf4 least{'_host' * host}", part="least", shape=shape, form="nf4", host=host)
-        for shape in large
-        for host in (False, True)
-        if shape != "14B" or not host  # of which no figure is asked
-    ]
-    more = [case(f"{shape} nf4 peft", part="peft", shape=shape, form="nf4") for shape in large]
-    more += [case(f"{shape} nf4 frozen", part="frozen", shape=shape, form="nf4") for shape in large[:1]]
-    more += [case(f"{shape} nf4 no_graphs", part="no_graphs", shape=shape, form="nf4") for shape in shapes[:1]]
-    return [*cells, *least, *more]
+    large, small = (shapes, ()) if options.quick else (LARGE, SHAPES[:3])
+
+    def own(part: str, *of: str, label: str = "", **values: Any) -> list[Case]:
+        return [case(f"{shape} nf4 {label or part}", part=part, shape=shape, form="nf4", **values) for shape in of]
+
+    def cells(form: str, *of: str) -> list[Case]:
+        return [
+            case(f"{shape} {form} {card}GB", part="card", shape=shape, form=form, card=card)
+            for shape in of
+            for card in CARDS
+        ]
+
+    least: Row = {"host": False, "graphs": True}
+    first, last = large[0], large[-1]
+    out = own("least", *large, **least)
+    out += own("least", *dict.fromkeys((first, last)), label="least_host", **least | {"host": True})
+    out += own("least", last, label="least_eager", host=True, graphs=False)
+    out += cells("nf4", first) + own("frozen", first) + own("peft", *dict.fromkeys((first, last)))
+    out += [*cells("nf4", shapes[0]), *own("no_graphs", shapes[0])] if shapes[0] != first else own("no_graphs", first)
+    out += cells("nf4", *large[1:]) + own("peft", *large[1:-1]) + cells("bf16", *large)
+    return out + cells("nf4", *small[1:]) + cells("bf16", *small)
 
 
 def measure_fit(one: Case, names: list[str], options: Options) -> Row:
-    return PARTS[one.part](one, options)
+    try:
+        return PARTS[one.part](one, options)
+    except Exception as error:  # the others are measured all the same, and `--resume` tries it again
+        return {"failed": {one.part: f"{type(error).__name__}: {error}".splitlines()[0][:300]}}
 
 
 # --- choices -----------------------------------------------------------------------------------------------------------
@@ -113,6 +121,7 @@ def measure_least(one: Case, options: Options) -> Row:
     if one.host and config_of(f"Qwen3-{one.shape}", options.tiny).tie_word_embeddings:
         return {"failed": {}, "note": "its output layer is the embedding"}
     keys = {fit.MICROBATCH: length_of(options), "gradient_checkpointing": True, "offload_embedding": one.host}
+    keys |= {} if one.graphs else {"cuda_graphs": False}
     folder = folder_of(one, options)
     predicted = prediction(run_of(folder, one, options, fit="off", **keys))
     return {"predicted_gib": predicted / GIB} | measured(options, partial(train, folder, one, options, keys))
@@ -232,7 +241,10 @@ def fit_summary(rows: list[Row]) -> Row:
     out: Row = {}
     for shape in LARGE:
         key = f"nf4_{shape.lower()}"
-        for name, label in (("gib", "least"), ("offload_gib", "least_host"), ("peft_gib", "peft")):
+        labels = {"gib": "least", "offload_gib": "least_host", "peft_gib": "peft"}
+        if f"{shape} nf4 least_eager" in by_case:  # with the embedding on the device and graphs it is for larger cards
+            labels |= {"gib": "least_eager", "device_gib": "least"}
+        for name, label in labels.items():
             row = by_case.get(f"{shape} nf4 {label}", {})
             if row.get("gib") is not None and not row.get("failed"):
                 out |= {
@@ -266,7 +278,8 @@ FIT = Benchmark(
     "torch.cuda.set_per_process_memory_fraction; CUDA's own memory, which a real card holds too, is not counted. "
     "card: packlora.train with defaults; each choice of `fit` is trained under the cap of the smallest card that gets "
     "it, and larger cards with the same choice refer to it by `as`. least: no cap; one sample in a microbatch, "
-    "gradient checkpointing; least_host: also offload_embedding. peft: bitsandbytes' Linear4bit under PEFT, batches "
+    "gradient checkpointing; least_host: also offload_embedding; least_eager: also cuda_graphs: false, whose gib is "
+    "nf4_32b_gib. peft: bitsandbytes' Linear4bit under PEFT, batches "
     f"of one sample, accumulation {BATCH}, gradient checkpointing, the trainer that `by` names. gib: peak of memory "
     "reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, which "
     "predicted_gib is compared with. tokens_per_s: of an optimizer step over the median time between the ends of "

@@ -191,17 +191,30 @@ def cosines(file: Row) -> list[Row]:
 
 def cards(file: Row) -> list[Row]:
     """`fit`: a row for each model and its weights, with a cell for each card: tokens a second, peak of reserved memory and, by
-    its letter in CHOICES, what was chosen."""
+    its letter in CHOICES, what was chosen; `no` where nothing fits. The smallest model comes first."""
     rows = {row["case"]: row for row in file["rows"]}
     out: dict[str, Row] = {}
-    for row in rows.values():
-        if row["part"] == "card":
-            own = out.setdefault(f"{row['shape']} {row['form']}", {"shape": row["shape"], "form": row["form"]})
-            done = rows.get(row.get("as", row["case"]), {})
-            letters = "".join(letter for key, letter in CHOICES.items() if key in row["chosen"])
-            found = done.get("tokens_per_s")
-            own[f"on_{row['card']}"] = f"{found:,.0f} ({done['gib']:.1f}) {letters}".strip() if found else "-"
-    return list(out.values())
+    for row in (row for row in rows.values() if row["part"] == "card"):
+        own = out.setdefault(f"{row['shape']} {row['form']}", {"shape": row["shape"], "form": row["form"]})
+        done = rows.get(row.get("as", row["case"]), {})
+        letters = "".join(letter for key, letter in CHOICES.items() if key in row["chosen"])
+        found = done.get("tokens_per_s")
+        text = f"{found:,.0f} ({done['gib']:.1f}) {letters}".strip() if found else "-" if row["fits"] else "no"
+        own[f"on_{row['card']}"] = text
+    return sorted(out.values(), key=lambda own: float(own["shape"].removesuffix("B")))
+
+
+def least_memory(file: Row) -> list[Row]:
+    """`fit`: a row for each model, with GiB reserved (tokens a second) of the settings with the least memory and of PEFT."""
+    rows = {row["case"]: row for row in file["rows"]}
+
+    def text(label: str) -> str:
+        row = rows.get(label, {})
+        return f"{row['gib']:.1f} ({row['tokens_per_s']:,.0f})" if row.get("tokens_per_s") else "-"
+
+    shapes = dict.fromkeys(row["shape"] for row in rows.values() if row["part"] == "least")
+    names = ("least", "least_host", "least_eager", "peft")
+    return [{"shape": shape, **{name: text(f"{shape} nf4 {name}") for name in names}} for shape in shapes]
 
 
 VIEWS: dict[str, Callable[[Row], list[Row]]] = {
@@ -209,6 +222,7 @@ VIEWS: dict[str, Callable[[Row], list[Row]]] = {
     "summary": lambda file: [file["summary"]],
     **{one.__name__: one for one in (
         by_contender, by_case, by_way, by_mode, behind, worst, transposed, wire, stages, cosines, cards,
+        least_memory,
     )},
 }  # fmt: skip
 

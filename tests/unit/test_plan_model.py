@@ -11,14 +11,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.fit_runs import FORMS
+from benchmarks.shapes import SHAPES
 from packlora.cli import app
 from packlora.commands import doctor, speed
 from packlora.commands.plan_model import Card, card_bytes, settings_of
 from packlora.errors import InputError
 from packlora.runtime.estimate import LIBRARY_BYTES
+from packlora.runtime.fit import MEASURES
 from packlora.runtime.profiles import ROOM_SHARE
 
 GIB = 2**30
+ROOT = Path(__file__).parents[2]
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -75,6 +79,28 @@ def test_the_command_says_what_fit_takes(gpu: str, memory: Any, auto: Any, model
     assert found["taken"] == {"memory": memory, "auto": auto}
     assert out.output.count("does not fit") == sum(not one["fits"] for one in found["settings"])
     assert ("fit: memory has nothing that fits" in out.output) == (memory is None)
+
+
+def test_the_plan_of_a_card_agrees_with_what_was_measured_on_cards(tmp_path: Path) -> None:
+    """Within 5 % of the memory in use, as training under a cap had it."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "fit-h100.json").read_text())["rows"]
+    compared = 0
+    for row in (row for row in rows if row["part"] in ("card", "least") and "allocated_gib" in row):
+        taken = (
+            row["chosen"]
+            if row["part"] == "card"
+            else {"gradient_checkpointing": True, "offload_embedding": row["host"]}
+        )
+        tokens = 2048 if row["part"] == "least" else taken.get("max_tokens_per_microbatch", 4096)
+        (tmp_path / "config.json").write_text(json.dumps(SHAPES[f"Qwen3-{row['shape']}"]))
+        measures = {key: True for key in MEASURES if taken.get(key)}
+        settings = settings_of(str(tmp_path), 80 * GIB, length=tokens, forms=(FORMS[row["form"]],)).settings
+        (planned,) = (
+            one for one in settings if {key: own for key, own in one.keys.items() if key in MEASURES} == measures
+        )
+        assert planned.peak / GIB == pytest.approx(row["allocated_gib"], rel=0.05), row["case"]
+        compared += 1
+    assert compared >= 5
 
 
 @pytest.mark.parametrize("text", ["", "much", "-3 GB", "24 TB", "0", "1e3"])
