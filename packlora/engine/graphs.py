@@ -37,6 +37,7 @@ MOST = 32
 TRIES = 3
 """How often memory may run out before a run goes on without graphs."""
 NO_GRAPHS = "no CUDA graphs, so the host may be what takes the time"
+SHORT = "memory has run out, and they need some of their own"
 T = TypeVar("T")
 
 
@@ -186,7 +187,10 @@ class GraphedDevice:
         self.single.idle(backward)
 
     def checkpointed(self) -> None:
-        """See Executor: what was recorded keeps activations, so its memory is freed, and it is recorded anew."""
+        """See Executor: what was recorded keeps activations, so its memory is freed; and memory is too short for more."""
+        if self.why_not is None:
+            self.why_not = SHORT
+            self.tell(f"{NO_GRAPHS}: {SHORT}")
         self._drop()
 
     def plans(self) -> list[dict[str, Any]]:
