@@ -105,14 +105,16 @@ class Journal:
         """A transaction is about to be committed. Tests end the process here."""
 
     def all(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """Rows of a query."""
+        """Rows of a query; none for a value that no column can have, as a client may send one for an id."""
         with self._lock:
-            return self._db.execute(query, values).fetchall()
+            return self._db.execute(query, values).fetchall() if all(map(_can_be, values)) else []
 
     def one(self, query: str, *values: Any) -> sqlite3.Row | None:
-        """The first row of a query."""
+        """The first row of a query; see `all`."""
         with self._lock:
-            found: sqlite3.Row | None = self._db.execute(query, values).fetchone()
+            found: sqlite3.Row | None = (
+                self._db.execute(query, values).fetchone() if all(map(_can_be, values)) else None
+            )
             return found
 
     # --- facts -------------------------------------------------------------------------------------------------------------
@@ -125,6 +127,13 @@ class Journal:
     def set_fact(self, name: str, value: str) -> None:
         with self.write() as db:
             db.execute("insert or replace into facts values (?, ?)", (name, value))
+
+
+def _can_be(value: Any) -> bool:
+    """Whether a column can have the value."""
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return value is None or isinstance(value, str | bytes | float)
 
 
 def insert(db: sqlite3.Connection, table: str, row: Sequence[Any]) -> None:

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from packlora.data.prompts import prompt_ids
 from packlora.engine.sampling import Likeliest, PromptScores, SampledToken, SampleRequest
 from packlora.engine.text import TextStream
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.serve.errors import Refused
 from packlora.serve.openai_fields import ChatFields, CompletionFields, Fields, refusal_of
 
@@ -158,7 +158,7 @@ async def _served(backend: Backend, owner: str, name: str) -> Served:
     found = await run_in_threadpool(backend.served, owner, name)
     if found is None:
         raise _Problem(
-            f"model: {name!r} is not served; GET /v1/models lists those that are", 404, "model", "model_not_found"
+            f"model: {quoted(name)} is not served; GET /v1/models lists those that are", 404, "model", "model_not_found"
         )
     return found
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from packlora.errors import quoted
+
 MOST_CHOICES, MOST_PROMPTS, MOST_STOPS, MOST_LIKELIEST = 128, 64, 16, 20
 Ids = list[Annotated[int, Field(ge=0)]]
 UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -46,7 +48,7 @@ class Fields(BaseModel):
         if isinstance(tree, dict):
             for name, harmless in UNSERVED.items():
                 if name in tree and tree[name] not in harmless:
-                    raise ValueError(f"{name}: {tree[name]!r} is not served; leave it out")
+                    raise ValueError(f"{name}: {quoted(tree[name])} is not served; leave it out")
             return {key: value for key, value in tree.items() if value is not None}
         return tree
 
@@ -92,7 +94,7 @@ class _Message(BaseModel):
         if isinstance(self.content, list):
             other = [block.get("type") for block in self.content if not isinstance(block.get("text"), str)]
             if other:
-                raise ValueError(f"a block of type {other[0]!r} is not served; blocks of type 'text' are")
+                raise ValueError(f"a block of type {quoted(other[0])} is not served; blocks of type 'text' are")
         return self
 
     def plain(self) -> dict[str, Any]:

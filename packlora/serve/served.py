@@ -16,6 +16,7 @@ from contextlib import suppress
 from starlette.concurrency import run_in_threadpool
 
 from packlora.engine.sampling import SampledToken, SampleRequest
+from packlora.errors import quoted
 from packlora.serve.desk import Desk
 from packlora.serve.errors import Failed, Refused
 from packlora.serve.openai import Served
@@ -82,7 +83,7 @@ class ServedModels:
         """See Backend."""
         source = await run_in_threadpool(self._source, owner, name)
         if source is None:
-            raise Refused(f"model: {name!r} is not served", 404)
+            raise Refused(f"model: {quoted(name)} is not served", 404)
         source.host.check_sample(request)
         if self._open[owner] >= self.service.limits.waiting_requests:
             raise Refused(f"{self._open[owner]} answers are on their way, the limit waiting_requests", 429, WAIT)
