@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
@@ -144,3 +146,13 @@ def test_what_is_not_served_is_refused_in_words_and_the_client_goes_on(client: A
         model(client, base_model="no/such")
     with pytest.raises(tinker.BadRequestError, match="rank"):
         model(client, rank=100000)
+
+
+def test_the_example_that_learns_from_a_rule_runs(
+    client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tinker, "ServiceClient", lambda: client)
+    monkeypatch.setattr(sys, "argv", ["tinker_rl.py", NAME, "2"])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tinker_rl.py"))
+    out = capsys.readouterr().out
+    assert "2 mean reward" in out and "tinker://" in out
