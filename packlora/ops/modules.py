@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def put_hooks(module: nn.Module, before: Callable[..., None], after: Callable[..
     same on all modules that have as many of them, so that layers of one shape share a compiled graph.
     """
     hooks: dict[Any, Any] = module._forward_hooks
-    key = f"packlora {sum(isinstance(own, str) for own in hooks)}"
+    key = next(own for own in map("packlora {}".format, count()) if own not in hooks)
     module._forward_pre_hooks[key] = before  # type: ignore[index]
     hooks[key] = after
     module._forward_hooks_always_called[key] = True  # type: ignore[index]

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from packlora.ops.modules import remove_hooks, undisturbed
+from packlora.ops.modules import put_hooks, remove_hooks, undisturbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,12 @@ class RecomputedProduct:
         module.gate_proj.register_forward_hook(self._made_gate)
         module.up_proj.register_forward_hook(self._made_up)
         module.down_proj.register_forward_pre_hook(self._read)
+        put_hooks(module, self._drop, self._drop)
+
+    def _drop(self, *_: Any) -> None:
+        """Also where the forward fails: the two have the history of all layers before, whose memory is needed then."""
+        if not torch.compiler.is_compiling():
+            self._gate = self._up = None
 
     def _made_gate(self, _: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import packlora
 from packlora.ops.recompute import recomputable, recompute_of
@@ -93,3 +96,24 @@ def test_a_changed_operand_is_an_error_not_another_gradient() -> None:
         grown[0].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("path", ["self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.act_fn", "mlp.down_proj"])
+def test_a_forward_that_fails_keeps_nothing_of_the_layers_before(path: str) -> None:
+    """What is tried next, smaller or checkpointed, needs their memory."""
+    model, ids = adapted("llama"), torch.randint(3, 320, (1, 12))
+    packlora.accelerate(model, recompute=True)
+    layers, kept = model.base_model.model.model.layers, list[StorageWeakRef]()
+
+    def keep(module: Any, args: Any, output: torch.Tensor) -> None:
+        kept.append(StorageWeakRef(output.untyped_storage()))
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("for this test")
+
+    layers[0].mlp.gate_proj.register_forward_hook(keep)
+    layers[-1].get_submodule(path).register_forward_hook(fail)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        model(input_ids=ids, labels=ids)
+    gc.collect()
+    assert [own.expired() for own in kept] == [True]
