@@ -258,6 +258,12 @@ def _json(raw: bytes, depth: int) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(raw)
+        if b"\\u" in raw:
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused(
+            "the body has half of a surrogate pair (\\ud800 to \\udfff) in a text, which is no Unicode"
+        ) from None
     except (ValueError, RecursionError):
         raise Refused("the body is no JSON") from None
     if not isinstance(found, dict):

@@ -17,13 +17,14 @@ from typing import Any
 from packlora.errors import quoted
 from packlora.serve.adapters import Wanted, wanted
 from packlora.serve.errors import Failed, Refused
+from packlora.serve.fields import check_switches, checked_seq, metadata_of, number_of, seconds_of, text_of
 from packlora.serve.host import Host
 from packlora.serve.journal import add_request, as_json, insert
 from packlora.serve.logs import log
 from packlora.serve.losses import work_of
 from packlora.serve.messages import message, read_forward_backward
 from packlora.serve.optimizer import settings_of
-from packlora.serve.promises import REFUSED, WAIT, Promises, checked_seq, digest_of, metadata_of, number_of
+from packlora.serve.promises import REFUSED, WAIT, Promises, digest_of
 from packlora.serve.queue import Request
 from packlora.serve.sampling_requests import request_of
 from packlora.serve.stores import TRAINING, TinkerPath, checked_name
@@ -44,7 +45,8 @@ class Models(Promises):
             return known
         host = self.host(body.get("base_model"))
         metadata = metadata_of(body, self.limits.metadata_bytes)
-        kind = (body.get("optimizer_config") or {}).get("type", "adamw")
+        optimizer = body.get("optimizer_config") or {}
+        kind = optimizer.get("type", "adamw") if isinstance(optimizer, Mapping) else optimizer
         if kind != "adamw":
             raise Refused(f"optimizer_config.type: {quoted(kind)} is not served; adamw is")
         own = wanted(body.get("lora_config"), metadata, self.limits)
@@ -66,6 +68,9 @@ class Models(Promises):
         host, asked = self.host(row["base"]), body.get("base_model")
         if asked is not None and asked != row["base"]:
             raise Refused(f"base_model: {quoted(asked)}, and the checkpoint is of {row['base']}")
+        check_switches(body, "optimizer")
+        metadata = metadata_of(body, self.limits.metadata_bytes)
+        self._check_room(owner)
         model = f"{session['id']}:train:{number}"
         stores = self.service.stores
         start = stores.model(model) / START
@@ -73,16 +78,13 @@ class Models(Promises):
         if not body.get("optimizer"):
             (start / "optimizer.safetensors").unlink(missing_ok=True)
         own, result = Wanted.of_dict(json.loads(row["spec"])), {"path": row["path"], "type": "load_weights"}
-        metadata = metadata_of(body, self.limits.metadata_bytes)
         return self._make(owner, session["id"], number, key, digest, "load_weights", host, own, metadata, result)
 
     def _make(
         self, owner: str, session: str, number: int, key: str, digest: bytes, kind: str, host: Host, own: Wanted,
         metadata: Mapping[str, Any], result: Mapping[str, Any],
     ) -> str:  # fmt: skip
-        count = self.journal.one("select count(*) as n from models where owner = ? and state = 'open'", owner)
-        if count is not None and count["n"] >= self.limits.models:
-            raise Refused(f"{count['n']} open models, the limit models; close sessions that are over", 429, 60)
+        self._check_room(owner)
         model, now = f"{session}:train:{number}", time.time()
         spec = as_json(own.as_dict())
         row = (model, owner, session, host.facts.name, now, now, spec, as_json(metadata), None, None, "open")
@@ -94,10 +96,16 @@ class Models(Promises):
             log("model made", model=model, base=host.facts.name, rank=own.rank, owner=owner[:8])
         return promise
 
+    def _check_room(self, owner: str) -> None:
+        """Raises Refused where an owner has no room for another model."""
+        count = self.journal.one("select count(*) as n from models where owner = ? and state = 'open'", owner)
+        if count is not None and count["n"] >= self.limits.models:
+            raise Refused(f"{count['n']} open models, the limit models; close sessions that are over", 429, 60)
+
     def unload(self, owner: str, body: Mapping[str, Any]) -> str:
         """Unload a model; its checkpoints stay. Returns a promise that is kept already."""
-        model, digest = body.get("model_id"), digest_of(body)
-        key = f"unload:{model}"
+        model, digest = text_of(body.get("model_id")), digest_of(body)
+        key = f"unload:{owner}:{model}"
         if (known := self._known(owner, key, digest)) is not None:
             return known
         tenant = self.tenant(owner, model)
@@ -119,11 +127,11 @@ class Models(Promises):
 
     def tenant(self, owner: str, model: Any) -> Tenant:
         """A model of an owner that is open. Raises Refused."""
-        tenant = self.service.tenants.get(model) if isinstance(model, str) else None
+        tenant = self.service.tenants.get(text_of(model))
         if tenant is not None and tenant.owner == owner:
             self._heard[tenant.session] = time.monotonic()
             return tenant
-        row = self.journal.one("select state from models where id = ? and owner = ?", str(model), owner)
+        row = self.journal.one("select state from models where id = ? and owner = ?", text_of(model), owner)
         if row is not None:
             raise Refused(
                 f"model_id: {model} was unloaded; go on from a checkpoint: create_training_client_from_state", 410
@@ -137,6 +145,12 @@ class Models(Promises):
         if row is None or (row["expires"] is not None and row["expires"] < time.time()):
             raise Refused(f"{field}: there is no checkpoint {quoted(text)} of yours", 404)
         return row
+
+    def check_checkpoints(self, owner: str) -> None:
+        """Raises Refused where an owner has no room for another checkpoint."""
+        count = self.journal.one("select count(*) as n from checkpoints where owner = ?", owner)
+        if count is not None and count["n"] >= self.limits.checkpoints:
+            raise Refused(f"{count['n']} checkpoints, the limit checkpoints; delete some")
 
     # --- requests of a model -----------------------------------------------------------------------------------------------
 
@@ -170,19 +184,17 @@ class Models(Promises):
         if kind == "optim_step":
             settings_of(body)
         elif kind == "load_weights":
+            check_switches(body, "optimizer")
             self.checkpoint(owner, body.get("path"))
         else:
             metadata_of(body, self.limits.metadata_bytes)
-            ttl = body.get("ttl_seconds")
-            if ttl is not None and (type(ttl) is not int or ttl < 1):
-                raise Refused(f"ttl_seconds: {quoted(ttl)} is no whole number of seconds")
+            seconds_of(body)
+            check_switches(body, "overwrite")
             if body.get("path") is not None:
                 checked_name(body["path"], self.limits)
             if body.get("kind") not in (None, "snapshot", "inflight"):
                 raise Refused(f"kind: {quoted(body['kind'])} is neither snapshot nor inflight")
-            count = self.journal.one("select count(*) as n from checkpoints where owner = ?", owner)
-            if count is not None and count["n"] >= self.limits.checkpoints:
-                raise Refused(f"{count['n']} checkpoints, the limit checkpoints; delete some")
+            self.check_checkpoints(owner)
             if body.get("age_encryption_recipients"):
                 raise Refused("age_encryption_recipients: it is not served; leave it out")
 
@@ -236,12 +248,14 @@ class Desk(Models):
         sampler, key, digest = f"{session}:sample:{number}", f"sampler:{session}:{number}", digest_of(body)
         if self._known(owner, key, digest) is not None:
             return sampler
-        folder, base = None, body.get("base_model")
-        if path is not None:
-            row = self.checkpoint(owner, path, "model_path")
-            folder, base = self.service.stores.sampler(sampler), row["base"]
-            self.service.stores.copy(self.service.stores.checkpoint(row["path"]), folder)
+        row = None if path is None else self.checkpoint(owner, path, "model_path")
+        folder, base = None, body.get("base_model") if row is None else row["base"]
         host = self.host(base)
+        if body.get("base_model") not in (None, base):
+            raise Refused(f"base_model: {quoted(body['base_model'])}, and the checkpoint is of {base}")
+        if row is not None:
+            folder = self.service.stores.sampler(sampler)
+            self.service.stores.copy(self.service.stores.checkpoint(row["path"]), folder)
         own = (
             sampler, owner, session, host.facts.name, None, path, None if folder is None else folder.name, "snapshot",
             time.time(), "open",
@@ -252,7 +266,7 @@ class Desk(Models):
 
     def sampler(self, owner: str, sampler: Any) -> sqlite3.Row:
         """A sampling session of an owner. Raises Refused."""
-        row = self.journal.one("select * from samplers where id = ? and owner = ?", sampler, owner)
+        row = self.journal.one("select * from samplers where id = ? and owner = ?", text_of(sampler), owner)
         if row is None:
             raise Refused(f"sampling_session_id: there is no sampling session {quoted(sampler)} of yours", 404)
         if row["state"] != "open":
@@ -265,7 +279,6 @@ class Desk(Models):
         sampler, seq = self.sampler(owner, body.get("sampling_session_id")), number_of(body, "seq_id", 0)
         key, digest = f"sample:{sampler['id']}:{seq}", digest_of(body)
         failure: Failed | None = None
-        count = 1
         if (promise := self._known(owner, key, digest)) is None:
             waiting = "select count(*) as n from requests where owner = ? and kind = 'sample' and state = 'waiting'"
             found = self.journal.one(waiting, owner)
@@ -284,5 +297,4 @@ class Desk(Models):
             promise, is_new = self.promise(owner, key, "sample", digest, payload, failure)
             if is_new and failure is None:
                 self.service.samplers.begin_later(promise)
-        count = number_of(body, "num_samples", 1, 1)
-        return promise, [f"{promise}:{number}" for number in range(count)]
+        return promise, [f"{promise}:{number}" for number in range(body.get("num_samples") or 1)]

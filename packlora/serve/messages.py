@@ -132,7 +132,7 @@ def tensor(value: Any, where: str, limits: Limits) -> np.ndarray:
         raise Refused(f"{where}: shape {list(shape)}; served are [N] and [N, K]")
     if len(shape) == 2 and shape[1] > limits.soft_targets:
         raise Refused(f"{where}: {shape[1]} targets at a place, above the limit soft_targets of {limits.soft_targets}")
-    if math.prod(shape) > limits.targets:
+    if max(shape, default=0) > limits.targets or math.prod(shape) > limits.targets:
         raise Refused(f"{where}: shape {list(shape)} is above the limit targets of {limits.targets}")
     if layout == "dense":
         found = array(value.dense, value.dtype, where)
@@ -150,13 +150,21 @@ def _dense(value: Any, shape: tuple[int, ...], where: str) -> np.ndarray:
     values = array(csr.values, value.dtype, where)
     starts = array(csr.crow_indices, INT64, f"{where}.crow_indices")
     columns = array(csr.col_indices, INT64, f"{where}.col_indices")
-    counts = np.diff(starts)
-    if len(starts) != shape[0] + 1 or starts[0] != 0 or starts[-1] != len(values) or (counts < 0).any():
-        raise Refused(f"{where}.crow_indices: they are no {shape[0] + 1} ascending numbers from 0 to {len(values)}")
-    if len(columns) != len(values) or (len(columns) and not (columns.min() >= 0 and columns.max() < shape[1])):
-        raise Refused(f"{where}.col_indices: they are no {len(values)} numbers from 0 to {shape[1] - 1}")
-    out = np.zeros(shape, values.dtype)
-    out[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense_of(values, starts, columns, (shape[0], shape[1]), 0, f"{where}.")
+
+
+def dense_of(
+    values: np.ndarray, starts: np.ndarray, columns: np.ndarray, shape: tuple[int, int], absent: int, where: str
+) -> np.ndarray:
+    """Matrix of a shape from compressed rows. absent: value of cells that are not given. Raises Refused."""
+    rows, count = shape[0], len(values)
+    is_inside = len(starts) == rows + 1 and starts[0] == 0 and starts[-1] == count and starts.max() == count
+    if not is_inside or starts.min() < 0 or (np.diff(starts) < 0).any():
+        raise Refused(f"{where}crow_indices: they are no {rows + 1} ascending numbers from 0 to {count}")
+    if len(columns) != count or (count and not (columns.min() >= 0 and columns.max() < shape[1])):
+        raise Refused(f"{where}col_indices: they are no {count} numbers from 0 to {shape[1] - 1}")
+    out = np.full(shape, absent, values.dtype)
+    out[np.repeat(np.arange(rows), np.diff(starts)), columns] = values
     return out
 
 

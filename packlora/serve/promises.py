@@ -14,6 +14,7 @@ from typing import Any
 from packlora.errors import quoted
 from packlora.serve.core import result_bytes
 from packlora.serve.errors import Refused
+from packlora.serve.fields import metadata_of, text_of
 from packlora.serve.journal import add_request, as_json, insert, set_result
 from packlora.serve.logs import log
 from packlora.serve.service import Service
@@ -23,6 +24,8 @@ WAIT = 2.0
 """Seconds after which a client that is refused for too much work tries again."""
 SILENCE = 3600.0
 """Seconds without a heartbeat after which a session may be ended for a new one of its owner."""
+FIELDS = {"make": "model_seq_id", "sampler": "sampling_session_seq_id"}
+"""Fields that number requests, by the kinds of keys, where it is not seq_id."""
 REFUSED = "refused"
 """State of a number whose request was refused: later ones do not wait for it."""
 
@@ -49,6 +52,11 @@ class Promises:
     def create_session(self, owner: str, body: Mapping[str, Any], key: str | None) -> str:
         """Open a session. key: by which a retry is known."""
         metadata_of(body, self.limits.metadata_bytes)
+        for field in ("display_name", "project_id"):
+            if not isinstance(body.get(field), str | None):
+                raise Refused(f"{field}: {quoted(body[field])} is no text")
+        if (size := len(as_json(dict(body)))) > 2 * self.limits.metadata_bytes:
+            raise Refused(f"the body has {size} bytes, above twice the limit metadata_bytes: leave tags or names out")
         known = None if key is None else f"{owner}:{key}"
         if known is not None and (row := self.journal.one("select id from sessions where key = ?", known)) is not None:
             return str(row["id"])
@@ -74,7 +82,7 @@ class Promises:
 
     def session(self, owner: str, session: Any, ended: bool = False) -> sqlite3.Row:
         """A session of an owner. ended: whether one that has ended is wanted too. Raises Refused."""
-        row = self.journal.one("select * from sessions where id = ? and owner = ?", session, owner)
+        row = self.journal.one("select * from sessions where id = ? and owner = ?", text_of(session), owner)
         if row is None:
             raise Refused(f"session_id: there is no session {quoted(session)} of yours", 404)
         if row["ended"] is not None and not ended:
@@ -108,8 +116,9 @@ class Promises:
         if row["owner"] != owner:
             raise Refused("there is no such model or session of yours", 404)
         if row["digest"] != digest:
-            number = key.rpartition(":")[2]
-            raise Refused(f"seq_id: number {number} was used for another request; count on from the last one")
+            kind, number = key.partition(":")[0], key.rpartition(":")[2]
+            field = FIELDS.get(kind, "seq_id")
+            raise Refused(f"{field}: number {number} was used for another request; count on from the last one")
         if row["state"] == REFUSED:
             raise Refused(json.loads(row["result"])["error"])
         return str(row["id"])
@@ -145,7 +154,8 @@ class Promises:
 
     def result(self, owner: str, promise: Any) -> sqlite3.Row | None:
         """The result of a promise; None: there is none yet. Raises Refused where it is unknown."""
-        row = self.journal.one("select kind, state, result from requests where id = ? and owner = ?", promise, owner)
+        query = "select kind, state, result from requests where id = ? and owner = ?"
+        row = self.journal.one(query, text_of(promise), owner)
         if row is None or row["state"] == REFUSED:
             raise Refused(f"request_id: there is no promise {quoted(promise)} of yours", 410)
         return None if row["state"] == "waiting" else row
@@ -154,28 +164,3 @@ class Promises:
 def digest_of(body: Mapping[str, Any]) -> bytes:
     """What tells one request from another under the same number."""
     return hashlib.sha256(as_json(dict(body)).encode()).digest()
-
-
-def number_of(body: Mapping[str, Any], field: str, low: int, default: int | None = None) -> int:
-    """A whole number of a request. Raises Refused."""
-    value = body.get(field, default)
-    if type(value) is not int or not low <= value < 2**62:
-        raise Refused(f"{field}: {quoted(value)} is no whole number from {low} on")
-    return value
-
-
-def checked_seq(value: Any) -> int:
-    """Number of a request of a model. Raises Refused."""
-    return number_of({"seq_id": value}, "seq_id", 1)
-
-
-def metadata_of(body: Mapping[str, Any], most: int) -> Mapping[str, Any]:
-    """user_metadata of a request. Raises Refused."""
-    found = body.get("user_metadata")
-    if found is None:
-        return {}
-    if not isinstance(found, Mapping):
-        raise Refused(f"user_metadata: {quoted(found)} is no object")
-    if len(as_json(found)) > most:
-        raise Refused(f"user_metadata: {len(as_json(found))} bytes, above the limit metadata_bytes of {most}")
-    return found

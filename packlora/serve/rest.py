@@ -16,8 +16,8 @@ from starlette.responses import FileResponse, Response
 from packlora.errors import quoted
 from packlora.serve.desk import Desk
 from packlora.serve.errors import Refused
+from packlora.serve.fields import seconds_of
 from packlora.serve.journal import insert
-from packlora.serve.promises import metadata_of, number_of
 from packlora.serve.stores import EXTERNAL, SAMPLER, TRAINING, TinkerPath, new_id
 
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
@@ -143,14 +143,13 @@ class Rest:
     def _of_run(self, owner: str, method: str, run: str, rest: list[str], body: Mapping[str, Any], base: str) -> Any:
         match method, rest:
             case "GET", []:
-                row = self.journal.one("select * from models where id = ? and owner = ?", run, owner)
-                if row is None:
-                    raise Refused(f"there is no training run {quoted(run)} of yours", 404)
-                return self._run(row)
+                return self._run(self._row_of(owner, run))
             case "GET", ["checkpoints"]:
                 rows = self.journal.all(
                     "select * from checkpoints where model = ? and owner = ? order by rowid", run, owner
                 )
+                if not rows:
+                    self._row_of(owner, run)
                 return {"checkpoints": [_checkpoint(row) for row in rows]}
             case _, ["checkpoints", kind, name, *tail]:
                 path = f"tinker://{run}/{kind}/{name}"
@@ -159,6 +158,12 @@ class Rest:
                     raise Refused(f"there is no checkpoint {quoted(path)} of yours", 404)
                 return self._of_checkpoint(method, row, tail, body, base)
         raise Refused(f"{method} training_runs/{quoted(run)}/{quoted('/'.join(rest))} is not served", 404)
+
+    def _row_of(self, owner: str, run: str) -> sqlite3.Row:
+        row = self.journal.one("select * from models where id = ? and owner = ?", run, owner)
+        if row is None:
+            raise Refused(f"there is no training run {quoted(run)} of yours", 404)
+        return row
 
     def _of_checkpoint(self, method: str, row: sqlite3.Row, tail: list[str], body: Mapping[str, Any], base: str) -> Any:
         path = row["path"]
@@ -171,8 +176,8 @@ class Rest:
                 with self.journal.write() as db:
                     db.execute("update checkpoints set public = ? where path = ?", (method == "POST", path))
             case "PUT", ["ttl"]:
-                seconds = body.get("ttl_seconds")
-                until = None if seconds is None else time.time() + number_of(body, "ttl_seconds", 1)
+                seconds = seconds_of(body)
+                until = None if seconds is None else time.time() + seconds
                 with self.journal.write() as db:
                     db.execute("update checkpoints set expires = ? where path = ?", (until, path))
             case "GET", ["external_weights_urls"]:
@@ -207,13 +212,14 @@ class Rest:
 
     def _copy(self, owner: str, body: Mapping[str, Any]) -> Any:
         """A copy of a checkpoint under a run of its own."""
-        metadata_of(body, self.desk.limits.metadata_bytes)
+        seconds = seconds_of(body)
         row = self.desk.checkpoint(owner, body.get("source_path"), "source_path")
+        self.desk.check_checkpoints(owner)
         path = str(TinkerPath(f"{self.desk.engine}-{new_id()}", row["kind"], row["name"]))
         self.stores.copy(self.stores.checkpoint(row["path"]), self.stores.checkpoint(path))
         copied = dict(row) | {
             "path": path, "owner": owner, "model": TinkerPath.of(path).model, "created": time.time(), "public": 0,
-            "expires": None,
+            "expires": None if seconds is None else time.time() + seconds,
         }  # fmt: skip
         with self.journal.write() as db:
             insert(db, "checkpoints", tuple(copied.values()))

@@ -161,10 +161,10 @@ class Samplers:
             last = body.get("prompt_logprobs_last_n")
             running = _Promised(self.core, promise, row["owner"], source, request, last)
             self.enter(request, running, lambda: self.begin_later(promise))
-        except Refused as error:
-            _finish(self.core, promise, Failed(error.text, "server"))
-        except Failed as error:
-            _finish(self.core, promise, error)
+        except sqlite3.Error:
+            raise
+        except Exception as error:
+            _finish(self.core, promise, _failed(error))
 
     def enter(self, request: SampleRequest, running: Running, again: Callable[[], None]) -> None:
         """Let the samples of a request run once there is room. Where its adapter is not ready then, the request is forgotten,
@@ -191,10 +191,10 @@ class Samplers:
                 if number is not None:
                     on.running[host.sampling.submit(replace(waiting.request, adapter=number))] = running
                     on.shares.charge(_Turn(running.owner), len(waiting.request.prompt))
-            except (InputError, OSError, MemoryError) as error:
-                running.fail(Failed(reason_of(error), "server"))
-            except Failed as error:
-                running.fail(error)
+            except sqlite3.Error:
+                raise
+            except Exception as error:
+                running.fail(_failed(error))
 
     def step(self, host: Host) -> bool:
         """Draw the next token of all samples of a base. Returns whether there are any."""
@@ -214,13 +214,24 @@ class Samplers:
             if running is None:
                 continue
             drawn[running.owner] += 1
-            if running.take(token):
+            if self._take(host, running, token):
                 del on.running[token.ticket]
-                if token.reason == "not finite":
-                    host.sampling.cancel(token.ticket)
         for owner, count in drawn.items():
             on.shares.charge(_Turn(owner), count)
         return True
+
+    def _take(self, host: Host, running: Running, token: SampledToken) -> bool:
+        """Give a request its token. Returns whether it has ended."""
+        try:
+            ended, is_cut = running.take(token), token.reason == "not finite"
+        except sqlite3.Error:
+            raise
+        except Exception as error:
+            running.fail(_failed(error))
+            ended = is_cut = True
+        if ended and is_cut:
+            host.sampling.cancel(token.ticket)
+        return ended
 
     def _give_up(self, host: Host, error: Exception) -> None:
         """A pass failed: all samples that run end, and the service goes on."""
@@ -397,6 +408,15 @@ class _Proof:
 
 def _close(db: sqlite3.Connection, sampler: str) -> None:
     db.execute("update samplers set state = 'closed' where id = ?", (sampler,))
+
+
+def _failed(error: Exception) -> Failed:
+    """What a request is told that ends by an error, which is logged where it is none of the known ones."""
+    if isinstance(error, Failed):
+        return error
+    if not isinstance(error, Refused | InputError | OSError | MemoryError):
+        LOG.error("a request for samples failed", exc_info=error)
+    return Failed(error.text if isinstance(error, Refused) else reason_of(error), "server")
 
 
 def _finish(core: Core, promise: str, found: bytes | Failed) -> None:

@@ -11,8 +11,10 @@ from packlora.engine.rows import NO_ADAPTER
 from packlora.engine.sampling import SampleRequest
 from packlora.errors import quoted
 from packlora.serve.errors import Failed, Refused
+from packlora.serve.fields import check_switches
 from packlora.serve.host import Facts
 from packlora.serve.limits import Limits
+from packlora.serve.messages import dense_of
 
 
 def request_of(body: Mapping[str, Any], facts: Facts, limits: Limits, adapter: int = NO_ADAPTER) -> SampleRequest:
@@ -25,9 +27,9 @@ def request_of(body: Mapping[str, Any], facts: Facts, limits: Limits, adapter: i
     prompt = _prompt(body.get("prompt"))
     if body.get("prompt_alt_tokens_k"):
         raise Refused("prompt_alt_tokens_k: it is not served; topk_prompt_logprobs is")
-    if body.get("record_stability_info"):
-        raise Failed("record_stability_info: stable_reinforce is not served; use loss_fn=importance_sampling|ppo|cispo")
-    return SampleRequest(
+    check_switches(body, "prompt_logprobs", "record_stability_info")
+    _whole(body, "prompt_logprobs_last_n", 0, 1 << 31, None)
+    found = SampleRequest(
         prompt=prompt,
         adapter=adapter,
         max_tokens=_whole(params, "sampling_params.max_tokens", 1, 1 << 31, None),
@@ -43,6 +45,9 @@ def request_of(body: Mapping[str, Any], facts: Facts, limits: Limits, adapter: i
         top_sampled=_whole(body, "topk_sample_logprobs", 0, limits.likeliest, 0) or 0,
         prompt_targets=None if asked is None else _targets(asked, len(prompt), limits),
     )
+    if body.get("record_stability_info"):
+        raise Failed("record_stability_info: stable_reinforce is not served; use loss_fn=importance_sampling|ppo|cispo")
+    return found
 
 
 def _prompt(prompt: Any) -> tuple[int, ...]:
@@ -69,7 +74,10 @@ def _stops(stop: Any, facts: Facts, limits: Limits) -> tuple[frozenset[int], tup
         raise Refused("sampling_params.stop: give a text, a list of texts or a list of token ids")
     if not all(isinstance(own, str) or type(own) is int for own in stops):
         raise Refused("sampling_params.stop: its members are neither texts nor token ids")
-    return frozenset(own for own in stops if isinstance(own, int)), tuple(own for own in stops if isinstance(own, str))
+    tokens = frozenset(own for own in stops if isinstance(own, int))
+    if any(not 0 <= own < 1 << 31 for own in tokens):
+        raise Refused(f"sampling_params.stop: a token is not one of the vocabulary, 0 to {facts.vocabulary - 1}")
+    return tokens, tuple(own for own in stops if isinstance(own, str))
 
 
 def _targets(asked: Any, length: int, limits: Limits) -> np.ndarray:
@@ -84,17 +92,21 @@ def _targets(asked: Any, length: int, limits: Limits) -> np.ndarray:
         raise Refused(
             f"target_prompt_logprobs.shape: {quoted(shape)}; it must be [{length - 1}, K], K up to {limits.likeliest}"
         )
-    try:
-        data = np.array(asked.get("data"), np.int64).reshape(-1)
-        if asked.get("sparse_crow_indices") is None:
-            return data.reshape(shape)
-        starts = np.array(asked["sparse_crow_indices"], np.int64)
-        columns = np.array(asked["sparse_col_indices"], np.int64)
-        out = np.full(shape, -1, np.int64)
-        out[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = data
-    except (TypeError, ValueError, OverflowError, IndexError, KeyError):
-        raise Refused(f"target_prompt_logprobs: its values do not fit the shape {shape}") from None
-    return out
+    field = "target_prompt_logprobs"
+    data = _ints(asked.get("data"), f"{field}.data")
+    if asked.get("sparse_crow_indices") is not None:
+        starts = _ints(asked["sparse_crow_indices"], f"{field}.sparse_crow_indices")
+        columns = _ints(asked.get("sparse_col_indices"), f"{field}.sparse_col_indices")
+        return dense_of(data, starts, columns, (shape[0], shape[1]), -1, f"{field}.sparse_")
+    if len(data) != shape[0] * shape[1]:
+        raise Refused(f"{field}: shape {shape} and {len(data)} values disagree")
+    return data.reshape(shape)
+
+
+def _ints(values: Any, field: str) -> np.ndarray:
+    if not isinstance(values, list) or not all(type(own) is int and -(2**62) < own < 2**62 for own in values):
+        raise Refused(f"{field}: it is no list of whole numbers")
+    return np.array(values, np.int64)
 
 
 def _int(value: Any) -> int:
@@ -114,6 +126,6 @@ def _number(params: Mapping[str, Any], name: str, default: float) -> float:
     value = params.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused(f"sampling_params.{name}: {quoted(value)} is no number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise Refused(f"sampling_params.{name}: {quoted(value)} is no finite number")
     return float(value)

@@ -157,6 +157,12 @@ class Service(Publisher):
             self.finish(lane, request, error)
         except OSError as error:
             self.finish(lane, request, Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server"))
+        except sqlite3.Error:
+            raise
+        except Exception as error:  # a defect met by one model is no other's matter
+            LOG.exception("%s of a model failed", request.kind)
+            self.finish(lane, request, Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server"))
+            self._set_aside(lane)
         return False
 
     def _is_for_slot(self, lane: Lane, tenant: Tenant, request: Request) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import NAME, Talk, datum, forward_backward_body, host_of, leave
+from serving import NAME, Talk, host_of, leave
 from starlette.testclient import TestClient
 
 from packlora.errors import InputError
@@ -40,96 +39,6 @@ def http(talk: Talk) -> TestClient:
 
 def post(http: TestClient, path: str, body: Any, **more: Any) -> Any:
     return http.post(f"/api/v1/{path}", json=body, **more)
-
-
-def test_an_owner_sees_nothing_of_another(talk: Talk, http: TestClient) -> None:
-    session = talk.session("owners")
-    model = talk.model(session)
-    promise = talk.call(model, "save_weights", path="mine")
-    talk.run()
-    path = talk.result(promise)["path"]
-    other = {"headers": {"x-api-key": "tml-two"}}
-    body = forward_backward_body(model, 2, [datum(1, 9)])
-    answers = [
-        post(http, "session_heartbeat", {"session_id": session}, **other),
-        post(http, "get_info", {"model_id": model}, **other),
-        post(http, "optim_step", {"model_id": model, "seq_id": 1}, **other),
-        post(http, "retrieve_future", {"request_id": promise}, **other),
-        post(http, "weights_info", {"tinker_path": path}, **other),
-        post(http, "load_weights", {"session_id": session, "model_seq_id": 5, "path": path}, **other),
-        http.post("/api/v1/forward_backward", content=body, headers={**PROTO, **other["headers"]}),
-        http.get(f"/api/v1/training_runs/{model}", **other),
-        http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/mine", **other),
-    ]
-    unknown = post(http, "get_info", {"model_id": "nobody:train:0"}, **other)
-    for answer in answers:
-        assert answer.status_code in (404, 410) and "of yours" in answer.json()["error"], answer.text
-    assert unknown.status_code == answers[1].status_code
-    for listing in ("sessions", "training_runs", "checkpoints"):
-        assert http.get(f"/api/v1/{listing}").json()[listing], "one's own are there"
-        assert not http.get(f"/api/v1/{listing}", **other).json()[listing]
-    assert http.get("/api/v1/sessions", headers={"x-api-key": ""}).status_code == 401
-    assert session not in http.get("/status").text and "packlora_models" in http.get("/metrics").text
-
-
-def test_bad_requests_are_refused_in_words_and_change_nothing(talk: Talk, http: TestClient) -> None:
-    session = talk.session("bad")
-    model = talk.model(session)
-    create = {"session_id": session, "model_seq_id": 1, "base_model": NAME}
-    step = {"model_id": model, "seq_id": 7}
-
-    def with_ours(own: Any) -> dict[str, Any]:
-        return create | {"lora_config": LORA, "user_metadata": {"packlora": own}}
-
-    cases: list[tuple[str, Any, str]] = [
-        ("client/config", {"sdk_version": "0.24.1"}, "tinker>=0.38,<0.39"),
-        ("create_model", create, "full fine-tuning"),
-        ("create_model", create | {"lora_config": {"rank": 0}}, "lora_config.rank"),
-        ("create_model", create | {"lora_config": LORA, "base_model": "x"}, "served are"),
-        ("create_model", with_ours({"lora_alfa": 1}), "lora_alfa"),
-        ("create_model", with_ours("{"), "no JSON"),
-        (
-            "create_model",
-            create | {"lora_config": LORA, "user_metadata": {"packlora": {"target_modules": ["zzz"]}}},
-            "zzz",
-        ),
-        ("create_model", create | {"lora_config": LORA, "model_seq_id": -1}, "model_seq_id"),
-        ("optim_step", step | {"adam_params": {"learning_rate": "a"}}, "learning_rate"),
-        ("optim_step", step | {"seq_id": 0}, "seq_id"),
-        ("optim_step", step | {"seq_id": 8, "adam_params": {"beta1": 1.0}}, "adam_params.beta1"),
-        ("save_weights", step | {"seq_id": 9, "path": "../../etc"}, "path"),
-        ("load_weights", step | {"seq_id": 10, "path": "file:///etc"}, "tinker://"),
-        ("retrieve_future", {"request_id": 7}, "request_id"),
-        ("asample", {"sampling_session_id": "x", "seq_id": 0}, "sampling_session_id"),
-        ("no_such_call", {}, "not served"),
-    ]
-    for path, body, words in cases:
-        answer = post(http, path, body)
-        assert 400 <= answer.status_code < 500 and answer.status_code != 409, (path, answer.text)
-        assert words in answer.json()["error"], (path, answer.text)
-    url = "/api/v1/forward_backward"
-    assert http.post(url, content=b"\xff\xff", headers=PROTO).status_code == 400
-    assert http.post(url, content=b"{}", headers={"content-type": "application/json"}).status_code == 415
-    assert http.post(url, content=b"0" * 30_000, headers=PROTO).status_code == 413
-    assert http.post(url, content=b"", headers={**PROTO, "content-encoding": "zstd"}).status_code == 415
-    deep = "[" * 10000 + "]" * 10000
-    assert http.post("/api/v1/get_info", content=deep).status_code == 400
-    rows = {
-        "weights": [datum(1, 9, weights=[float("nan")] * 9)],
-        "shape": [datum(1, 9, weights=[1.0] * 8)],
-        "context": [datum(1, 400)],
-    }
-    for number, (words, own) in enumerate(rows.items(), 1):
-        answer = http.post(url, content=forward_backward_body(model, number, own), headers=PROTO)
-        assert answer.status_code == 400 and words in answer.json()["error"], answer.text
-    talk.run()
-    good = talk.forward_backward(model, [datum(1, 9)], seq=4)
-    talk.run()
-    assert talk.result(good)[0]["datums:sum"] == 1
-    first = post(http, "optim_step", {"model_id": model, "seq_id": 5}).json()["request_id"]
-    assert post(http, "retrieve_future", {"request_id": first}).status_code == 408
-    talk.run()
-    assert "before it failed" in json.loads(post(http, "retrieve_future", {"request_id": first}).text)["error"]
 
 
 def test_who_has_one_request_does_not_wait_behind_many_of_another() -> None:
