@@ -51,15 +51,12 @@ def ids_of(row: int) -> np.ndarray:
 
 def datum(row: int, **inputs: Any) -> Any:
     ids = ids_of(row)
+    given: dict[str, Any] = {"target_tokens": ids[1:], **inputs}
     own = {
         name: types.TensorData.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in inputs.items()
+        for name, value in given.items()
     }
-        name: types.TensorData.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in inputs.items()
-    }
-    targets = {"target_tokens": types.TensorData.from_numpy(ids[1:])}
-    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs={**targets, **own})
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=own)
 
 
 def logp(peft: Any, row: int) -> torch.Tensor:
