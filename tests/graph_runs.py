@@ -33,6 +33,22 @@ JOBS: dict[str, dict[str, Any]] = {
     "dora": {"r": 3, "use_dora": True},
     "some modules": {"r": 20, "target_modules": ["q_proj", "v_proj", "up_proj"]},
 }
+BESIDE: dict[str, dict[str, Any]] = {
+    "head": {"r": 3, "target_modules": ["lm_head"], "lora_dropout": 0.3},
+    "dora head": {"r": 2, "target_modules": ["lm_head"], "use_dora": True},
+    "dora head, dropped": {"r": 2, "target_modules": ["lm_head"], "use_dora": True, "lora_dropout": 0.3},
+    "embedding": {"r": 3, "target_modules": ["embed_tokens"]},
+    "dora embedding, head": {"r": 2, "target_modules": ["embed_tokens", "lm_head"], "use_dora": True},
+    "copies": {"r": 2, "target_modules": ["lm_head"], "modules_to_save": ["embed_tokens", "norm", "input_layernorm"]},
+    "copied head": {"r": 2, "target_modules": ["embed_tokens"], "modules_to_save": ["lm_head", "post_attention_layernorm"]},
+    "copied linear": {"r": 2, "target_modules": ["embed_tokens"], "modules_to_save": ["down_proj"]},
+    "tokens": {"r": 2, "target_modules": ["lm_head"], "trainable_token_indices": {"embed_tokens": [5, 9, 80]}},
+    "tied tokens": {"r": 2, "target_modules": ["embed_tokens"], "modules_to_save": ["norm", "q_norm"]},
+    "tokens of both": {"r": 2, "target_modules": ["v_proj"], "trainable_token_indices": [5, 9, 80]},
+    "decoder": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
+    "decoder, head": {"r": 3, "target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True},
+}  # fmt: skip
+"""Jobs that train output layers, embeddings, copies of modules and rows of tokens."""
 MICROBATCHES = [
     [(0, 90), (0, 24), (1, 70), (2, 50)], [(0, 20), (1, 81), (2, 40), (2, 99)], [(2, 110), (2, 120)],
     [(1, 30), (1, 87), (2, 111)], [(0, 100), (0, 30), (1, 90), (2, 10)], [(0, 91), (0, 82)], [(0, 200), (1, 200), (2, 50)],
@@ -154,4 +170,4 @@ class Pretended:
         return replay_of(function)
 
 
-__all__ = ["JOBS", "MICROBATCHES", "Pretended", "Recorder", "Run", "attention_by_starts", "replay_of"]
+__all__ = ["BESIDE", "JOBS", "MICROBATCHES", "Pretended", "Recorder", "Run", "attention_by_starts", "replay_of"]

@@ -264,6 +264,13 @@ class Routed(torch.nn.Module):
                 y = self.inner(x.movedim(0, dim)).movedim(dim, 0)
             return y[start:stop]
 
+        if owners.moving is not None and owners.moving.moves:
+            from packlora.adapters.moving_rows import by_moving_owner
+
+            whole = base(0, owners.total)
+            moved = by_moving_owner(self.adapters, owners, x, whole, lambda own, given: self._part(own, given, whole))
+            return moved.movedim(0, dim)
+
         def part(own: RoutedWeights, start: int, stop: int) -> torch.Tensor:
             return self._part(own, x[start:stop], base(start, stop) if own.keeps_base else None)
 

@@ -4,7 +4,7 @@ A graph repeats the launches that were recorded, on the addresses that were reco
 lies in buffers that they read: tokens, positions, dropout keys, where samples begin and who owns which tokens. Microbatches of
 one Shape share a graph; the last tokens of a row that is shorter are nobody's. Packed copies of the adapters, and DoRA's norms,
 are brought up to date before a replay, where a job has stepped. The loss, a few launches, runs between the two replays without
-a graph, so the number of labels is no part of a shape.
+a graph (between.py), so the number of labels is no part of a shape.
 
 The first microbatch of a shape runs the same functions on the same buffers without a graph (`Body`), so a run has the same bits
 whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once.
@@ -23,10 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from packlora.adapters.attach import adapted_layers
-from packlora.adapters.linear import AdaptedLinear
-from packlora.base.shape import plain_head
+from packlora.engine.between import Between
 from packlora.engine.collate import PackedBatch, collate
-from packlora.engine.heads import fused_losses
 from packlora.engine.memory import free_memory
 from packlora.engine.parts import Parts, rows_of
 from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, one_error_for_memory
@@ -82,6 +80,7 @@ class GraphedDevice:
         """Why these adapters cannot have graphs."""
         self._adapters, self._dropout, self._budget, self._columns = tuple(buffers), dropout, budget, columns
         self._gradients = Gradients(buffers)
+        self._between = Between(single, self._gradients.parameters)
         self._new_recorder = recorder
         self._recorder: Any = None
         self._bodies: dict[Shape, Body] = {}
@@ -149,11 +148,8 @@ class GraphedDevice:
             self._recorder = self._recorder or self._new_recorder(base.device)
             body.record(self._recorder)
         with _nothing_waits(base.device, self._checked == 1):
-            hidden_TD = body.forward().requires_grad_()
-        head = plain_head(base.model)
-        assert head is not None
-        losses = fused_losses(hidden_TD[batch.rows_L], head, batch, batch.weights_L)
-        return Waiting(Pending(batch, losses), hidden_TD, body, ready.parts)
+            hidden_TD = body.forward()
+        return Waiting(self._between.forward(batch, hidden_TD), hidden_TD, body, ready.parts)
 
     def backward(self, pending: Pending | Waiting) -> MicrobatchResult:
         if isinstance(pending, Pending):
@@ -167,10 +163,10 @@ class GraphedDevice:
 
     def _backward(self, pending: Waiting) -> MicrobatchResult:
         result = pending.pending.result()  # whatever fails does so before anything is added to a gradient
-        pending.pending.backward()
-        assert pending.hidden_TD.grad is not None
+        d_TD, of_head = self._between.backward(pending.pending, pending.hidden_TD)
         with _nothing_waits(self.single.base.device, self._checked == 1):
-            pending.body.backward(pending.hidden_TD.grad, pending.pending.batch.num_tokens)
+            pending.body.backward(d_TD, pending.pending.batch.num_tokens)
+        self._gradients.take(self._between.parameters, of_head)
         self._checked += not pending.body.recorded
         return result
 
@@ -233,14 +229,13 @@ class GraphedDevice:
             self.why_not = why_not
         self._unfit = why_not
         self._adapters, self._dropout, self._gradients = tuple(buffers), dropout, Gradients(buffers)
+        self._between = Between(self.single, self._gradients.parameters)
         self._columns = columns
         self._drop()
 
     def _can_rehearse(self) -> bool:
         """Not with DoRA's scales, which kernels make and which are kept; CPUs compile nothing."""
-        layers = [
-            layer for layer in adapted_layers(self.single.base.model).values() if isinstance(layer, AdaptedLinear)
-        ]
+        layers = adapted_layers(self.single.base.model).values()
         dora = any(own.spec.use_dora for layer in layers for own in layer.adapters.values())
         return self.single.base.device.type == "cuda" and not dora
 

@@ -98,14 +98,18 @@ class Pending:
     carrying: CarriedSums | None = None
     carried: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
+    def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Tensors that a backward starts from, and their gradients; none where no adapter takes part in the output."""
+        carried = [] if self.carrying is None else self.carrying.roots()
+        roots, gradients = [root for root, _ in carried], [own for _, own in carried]
+        total = [self.losses.total] if self.losses.total.requires_grad else []
+        return [*roots, *total], [*gradients, *(None for _ in total)]
+
     def backward(self) -> None:
-        """Run it from all roots, if any adapter takes part in the output."""
-        roots: list[tuple[torch.Tensor, torch.Tensor | None]] = (
-            [] if self.carrying is None else [*self.carrying.roots()]
-        )
-        roots += [(self.losses.total, None)] if self.losses.total.requires_grad else []
+        """Run it from all roots."""
+        roots, gradients = self.roots()
         if roots:
-            torch.autograd.backward([root for root, _ in roots], [own for _, own in roots])
+            torch.autograd.backward(roots, gradients)
 
     def result(self) -> MicrobatchResult:
         """Results that are known once the forward has run."""

@@ -58,6 +58,7 @@ class Gradients:
         self.parameters = [parameter for parameter, _ in pairs]
         self._buffers = [buffer for _, buffer in pairs]
         self._numbers = [number for number, own in buffers.items() for _ in own]
+        self._places = {id(parameter): at for at, parameter in enumerate(self.parameters)}
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add those that are there, by as few launches as there can be."""
@@ -67,6 +68,13 @@ class Gradients:
             if pairs:
                 into, added = zip(*pairs, strict=True)
                 torch._foreach_add_(into, added)
+
+    def take(self, parameters: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients of some parameters, and leave the buffers in those that have one."""
+        found = {self._places[id(one)]: own for one, own in zip(parameters, grads, strict=True) if own is not None}
+        self.add([found.get(at) for at in range(len(self.parameters))])
+        for at in found:
+            self.parameters[at].grad = self._buffers[at]
 
     def leave(self, reached: Sequence[bool], adapters: Collection[int]) -> None:
         """Leave the buffers in the parameters of these adapters which the backward has reached: so their jobs know."""
@@ -122,6 +130,8 @@ class Body:
         self._backward: Callable[[], None] | None = None
         self._reached: list[bool] = []
         """Parameters that the backward reaches."""
+        self.trains = True
+        """Whether the hidden states depend on a parameter: not where all that is trained comes after them."""
         self.ran = False
         """Both have run, so whatever is made at first calls is there."""
 
@@ -146,19 +156,20 @@ class Body:
         self._moving.refresh()
 
     def forward(self) -> torch.Tensor:
-        """Hidden states [T, D] of what was loaded, without history."""
+        """Hidden states [T, D] of what was loaded, a leaf."""
         if self._forward is not None:
             self._forward()
         else:
             self._run_forward()
         assert self._hidden_TD is not None
-        return self._hidden_TD.detach()
+        return self._hidden_TD.detach().requires_grad_(self.trains)
 
-    def backward(self, d_TD: torch.Tensor, adapters: Collection[int]) -> None:
+    def backward(self, d_TD: torch.Tensor | None, adapters: Collection[int]) -> None:
         """Add up the gradients of the forward that was just run, from that of its result. adapters: that own tokens of it."""
-        if self._d_TD is None:
-            self._d_TD = self._room.of(d_TD)
-        self._d_TD.copy_(d_TD)
+        if d_TD is not None:
+            if self._d_TD is None:
+                self._d_TD = self._room.of(d_TD)
+            self._d_TD.copy_(d_TD)
         if self._backward is None:
             grads = self._run_backward()
             self._reached = [grad is not None for grad in grads]
@@ -187,9 +198,9 @@ class Body:
         were made on.
         """
         self._forward = recorder.record(self._run_forward)
-        if self._hidden_TD is not None:
+        if self._hidden_TD is not None and self.trains:
             self._d_TD = self._room.of(self._hidden_TD)
-        self._backward = recorder.record(lambda: self.gradients.add(self._run_backward()))
+        self._backward = recorder.record(lambda: self.gradients.add(self._run_backward())) if self.trains else _nothing
         if self._hidden_TD is not None:
             self._hidden_TD = self._hidden_TD.detach()  # its history has been recorded
 
@@ -200,11 +211,18 @@ class Body:
     def _run_forward(self) -> None:
         with self._attached.active(self._owners), torch.enable_grad():
             self._hidden_TD = hidden_states(self._model, self._ids_T, self._positions_T, self._samples)
+        self.trains = self._hidden_TD.requires_grad
 
     def _run_backward(self) -> tuple[torch.Tensor | None, ...]:
+        if not self.trains:
+            return (None,) * len(self.gradients.parameters)
         assert self._hidden_TD is not None and self._d_TD is not None
         with self._attached.active(self._owners):
             return torch.autograd.grad(self._hidden_TD, self.gradients.parameters, self._d_TD, allow_unused=True)
+
+
+def _nothing() -> None:
+    """The backward of hidden states that depend on no parameter."""
 
 
 class Recorder:

@@ -9,9 +9,9 @@ import torch
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
-from packlora.base.shape import plain_head
 from packlora.config import Run
 from packlora.engine.graphs import NO_GRAPHS, GraphedDevice
+from packlora.engine.heads import has_head_loss
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.engine.recorded import LEAST_TOKENS, Buffers
 from packlora.errors import InputError
@@ -69,7 +69,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
     if run.dtype not in ("bfloat16", "float16"):
         return f"attention over samples whose boundaries are on the device is for bfloat16 and float16, not for {run.dtype}"
-    if not base.fused_loss or plain_head(base.model) is None:
+    if not base.fused_loss or not has_head_loss(base.model):
         return "the loss of this model needs more than the hidden states and the output layer"
     if mixing_functions(base.model):
         return "linear attention is computed sample by sample, of which each microbatch has others"
@@ -97,5 +97,4 @@ def why_unfit(spec: AdapterSpec, router_coefficient: float) -> str | None:
         return "has a load-balancing loss, made of what routers give inside of the decoder"
     if (path := spec.parameter) is not None:
         return f"adapts {path}, whose tokens are sorted by expert and job anew for every microbatch"
-    found = next((path for path, own in spec.modules.items() if own.kind != "linear"), None)
-    return None if found is None else f"trains {found} itself, token by token in an order that the host has"
+    return None

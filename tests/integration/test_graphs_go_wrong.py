@@ -22,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 
 from packlora.adapters.spec import resolve
 from packlora.data.encode import Sample
-from packlora.engine import graphs, passes, recorded
+from packlora.engine import between, passes, recorded
 from packlora.engine.parts import Part
 from packlora.engine.passes import MicrobatchResult, SingleDevice, run_microbatch
 from packlora.engine.recorded import Body, Shape
@@ -148,7 +148,7 @@ def test_memory_that_runs_out_in_a_backward_beside_graphs_is_tried_without_them(
 ) -> None:
     train(run, samples(50), samples(50), samples(50))
     assert any(body.recorded for body in run.executor._bodies.values())
-    owner, name = (Body, "_run_backward") if where == "of the layers" else (passes.Pending, "backward")
+    owner, name = (Body, "_run_backward") if where == "of the layers" else (between.Between, "backward")
     once(monkeypatch, owner, name, torch.OutOfMemoryError)
     got = train(run, samples(900))
     assert not run.executor._bodies and not run.told
@@ -269,8 +269,8 @@ def test_what_fails_while_it_is_made_ready_leaves_nothing_that_a_forward_could_t
     assert all(body.recorded for body in run.executor._bodies.values())
     run.executor.prepare(first)
     assert run.executor._ready.waiting is not None
-    owner: Any = Body if where == "load" else graphs
-    once(monkeypatch, owner, "load" if where == "load" else "fused_losses", torch.OutOfMemoryError)
+    owner: Any = Body if where == "load" else between
+    once(monkeypatch, owner, "load" if where == "load" else "head_losses", torch.OutOfMemoryError)
     run.executor.prepare(second)
     for packed, own in ((first, want[0]), (second, want[1]))[:: 1 if where == "load" else -1]:
         assert all(map(torch.equal, trained(packed), own))
