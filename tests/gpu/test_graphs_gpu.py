@@ -13,6 +13,7 @@ from typing import Any
 import graph_runs
 import pytest
 import torch
+from conftest import tiny_model
 from graph_runs import BESIDE, Run
 from waits import no_waiting
 
@@ -52,8 +53,9 @@ def test_graphs_are_as_exact_as_none_with_the_same_bits_every_time(dtype: torch.
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
 
 
+TIED = ("tokens of both", "tied tokens", "decoder, head")
 SETS = [
-    ("head", "copies", "dora embedding, head"), ("decoder, head", "dora head, dropped", "tokens"),
+    TIED, ("head", "copies", "dora embedding, head"), ("decoder, head", "dora head, dropped", "tokens"),
     ("copied head", "copied linear", "lora"), ("tokens of both", "lora", "dora"), ("decoder, head",), ("copies",),
     ("dora embedding, head",),
 ]  # fmt: skip
@@ -65,6 +67,9 @@ def test_output_layers_embeddings_and_copies_are_as_exact_as_without_graphs(
     jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_runs, "JOBS", graph_runs.JOBS | BESIDE)
+    if jobs == TIED:
+        changes = {"tie_word_embeddings": True}
+        monkeypatch.setattr(graph_runs, "tiny_model", lambda _, **more: tiny_model("qwen3", **changes, **more))
     _, exact = run(False, torch.float64, jobs, times=3)
     _, plain = run(False, torch.bfloat16, jobs, times=3)
     own, got = run(True, torch.bfloat16, jobs, times=3)
