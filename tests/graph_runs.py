@@ -64,10 +64,10 @@ class Run:
     def __init__(
         self, graphs: Callable[[torch.device], Any] | None, chooser: PlanChooser | None = None, device: str = "cpu",
         dtype: torch.dtype = torch.float32, layers: int = 1, jobs: tuple[str, ...] = ("lora", "dora", "some modules"),
-        shrink: int = 1,
+        shrink: int = 1, balance: float = 0.0,
     ) -> None:  # fmt: skip
-        """shrink: what lengths are divided by."""
-        self.shrink = shrink
+        """shrink: what lengths are divided by. balance: share of the second job's load-balancing loss, or of the only job's."""
+        self.shrink, self.balance = shrink, balance
         model = tiny_model("llama", num_hidden_layers=layers).to(device, dtype)
         prepare_model(model, False)
         configs = {
@@ -89,7 +89,9 @@ class Run:
             for adapter in self.adapters
         }
         if graphs is not None:
-            self.executor = GraphedDevice(single, self.buffers, True, 64, self.told.append, graphs, COLUMNS)
+            self.executor = GraphedDevice(
+                single, self.buffers, True, 64, self.told.append, graphs, COLUMNS, balance > 0
+            )
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]
@@ -117,7 +119,9 @@ class Run:
         for index, (owner, length) in enumerate(self.owned(number)):
             sample = Sample(generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2)
             smoothing, noise = 0.1 if owner == 2 else 0.0, (23, 9.0) if owner == 1 else None
-            packed.append(PackedSample(owner, sample, index, number, 11 if owner == 0 else None, smoothing, noise))
+            balance = self.balance if owner == min(1, len(self.adapters) - 1) else 0.0
+            key = 11 if owner == 0 else None
+            packed.append(PackedSample(owner, sample, index, number, key, smoothing, noise, balance))
         return parts(packed, SCALES)
 
     def train(self, times: int = 1, evaluate: bool = False) -> list[torch.Tensor]:
@@ -126,7 +130,7 @@ class Run:
         numbers = [number for number in range(times * len(MICROBATCHES)) if self.owned(number)]
         packed = [self.packed(number) for number in numbers]
         for at, number in enumerate(numbers):
-            sums.append(torch.stack([*run_microbatch(self.executor, packed[at]).sums.values()]))
+            sums.append(torch.cat([*run_microbatch(self.executor, packed[at]).sums.values()]))
             self.collect({owner for owner, _ in self.owned(number)}, step=number % 2 == 1)
             for following in packed[at + 1 : at + 2]:
                 self.executor.prepare(following)

@@ -39,7 +39,7 @@ class OwnerTable:
 
 
 class KeptNorm:
-    """DoRA's norm [N] of one adapter in a buffer that graphs read. It is computed outside of them, where the adapter has changed."""
+    """DoRA's norm [N] of one adapter in a buffer that graphs read. It is computed outside of them, once the adapter changed."""
 
     def __init__(self, norm: NormHandle) -> None:
         self._norm, self._seen = norm, norm.get()

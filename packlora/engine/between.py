@@ -15,7 +15,7 @@ import torch
 from packlora.adapters.attach import AdaptedHead, trained_on
 from packlora.engine.collate import PackedBatch
 from packlora.engine.heads import head_losses
-from packlora.engine.passes import Pending, SingleDevice
+from packlora.engine.passes import Pending, SingleDevice, pending_of
 
 
 class Between:
@@ -34,19 +34,21 @@ class Between:
         self.parameters = [parameter for key, parameter in own.items() if key in known]
         """Parameters on the output layer. Rows of an embedding that is tied to it are among them."""
 
-    def forward(self, batch: PackedBatch, hidden_TD: torch.Tensor) -> Pending:
-        """Losses of a microbatch. hidden_TD: hidden states, a leaf."""
+    def forward(self, batch: PackedBatch, outputs: Sequence[torch.Tensor]) -> Pending:
+        """Losses of a microbatch. outputs: hidden states [T, D] and what routers give, as of recorded.Body.forward."""
+        base, (hidden_TD, *routed) = self._single.base, outputs
         with self._single.attached.active(batch.owners):
-            losses = head_losses(self._single.base.model, hidden_TD[batch.rows_L], batch, batch.weights_L)
-        return Pending(batch, losses)
+            losses = head_losses(base.model, hidden_TD[batch.rows_L], batch, batch.weights_L)
+        return pending_of(base, batch, losses, routed)
 
     def backward(
-        self, pending: Pending, hidden_TD: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
-        """Gradients of the hidden states, and of `parameters`; None where there is none. Nothing is added to a parameter."""
+        self, pending: Pending, outputs: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Gradients of the outputs, and of `parameters`; None where there is none. Nothing is added to a parameter."""
         roots, gradients = pending.roots()
-        if not roots:
-            return None, [None] * len(self.parameters)
-        inputs = [hidden_TD, *self.parameters] if hidden_TD.requires_grad else self.parameters
-        found = torch.autograd.grad(roots, inputs, gradients, allow_unused=True)
-        return (found[0], found[1:]) if hidden_TD.requires_grad else (None, found)
+        inputs = [*outputs, *self.parameters]
+        wanted = [one for one in inputs if one.requires_grad]
+        found = torch.autograd.grad(roots, wanted, gradients, allow_unused=True) if roots and wanted else ()
+        own = {id(one): grad for one, grad in zip(wanted, found, strict=False)}
+        all_of_them = [own.get(id(one)) for one in inputs]
+        return all_of_them[: len(outputs)], all_of_them[len(outputs) :]

@@ -40,10 +40,10 @@ T = TypeVar("T")
 
 
 class Waiting(NamedTuple):
-    """A forward that waits for its backward. hidden_TD: a leaf, from which the loss was made."""
+    """A forward that waits for its backward. outputs: leaves, from which the loss was made."""
 
     pending: Pending
-    hidden_TD: torch.Tensor
+    outputs: list[torch.Tensor]
     body: Body
     parts: Parts
 
@@ -66,21 +66,20 @@ class GraphedDevice:
         dropout: whether one of them has it.
         budget: most tokens that microbatches are planned with.
         tell: is told once why there are no graphs.
-        columns: as of Body.
+        columns, routes: as of Body.
     """
 
     def __init__(
         self, single: SingleDevice, buffers: Buffers, dropout: bool, budget: int,
         tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
-        columns: Mapping[str, torch.dtype] | None = None,
+        columns: Mapping[str, torch.dtype] | None = None, routes: bool = False,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
         self.why_not: str | None = None
         self._unfit: str | None = None
         """Why these adapters cannot have graphs."""
-        self._adapters, self._dropout, self._budget, self._columns = tuple(buffers), dropout, budget, columns
-        self._gradients = Gradients(buffers)
-        self._between = Between(single, self._gradients.parameters)
+        self._budget = budget
+        self._follow(buffers, dropout, columns, routes)
         self._new_recorder = recorder
         self._recorder: Any = None
         self._bodies: dict[Shape, Body] = {}
@@ -148,8 +147,8 @@ class GraphedDevice:
             self._recorder = self._recorder or self._new_recorder(base.device)
             body.record(self._recorder)
         with _nothing_waits(base.device, self._checked == 1):
-            hidden_TD = body.forward()
-        return Waiting(self._between.forward(batch, hidden_TD), hidden_TD, body, ready.parts)
+            outputs = body.forward()
+        return Waiting(self._between.forward(batch, outputs), outputs, body, ready.parts)
 
     def backward(self, pending: Pending | Waiting) -> MicrobatchResult:
         if isinstance(pending, Pending):
@@ -163,9 +162,9 @@ class GraphedDevice:
 
     def _backward(self, pending: Waiting) -> MicrobatchResult:
         result = pending.pending.result()  # whatever fails does so before anything is added to a gradient
-        d_TD, of_head = self._between.backward(pending.pending, pending.hidden_TD)
+        of_outputs, of_head = self._between.backward(pending.pending, pending.outputs)
         with _nothing_waits(self.single.base.device, self._checked == 1):
-            pending.body.backward(d_TD, pending.pending.batch.num_tokens)
+            pending.body.backward(of_outputs, pending.pending.batch.num_tokens)
         self._gradients.take(self._between.parameters, of_head)
         self._checked += not pending.body.recorded
         return result
@@ -208,15 +207,16 @@ class GraphedDevice:
     def _body(self, shape: Shape) -> Body:
         body = self._bodies.pop(shape, None)
         if body is None:
-            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients, self._room, self._columns)
+            body = self._new_body(shape)
             if len(self._bodies) >= MOST:
                 del self._bodies[next(iter(self._bodies))]
         self._bodies[shape] = body
         return body
 
     def change(
-        self, buffers: Buffers, dropout: bool, why_not: str | None, columns: Mapping[str, torch.dtype] | None = None
-    ) -> None:
+        self, buffers: Buffers, dropout: bool, why_not: str | None, columns: Mapping[str, torch.dtype] | None = None,
+        routes: bool = False,
+    ) -> None:  # fmt: skip
         """The adapters that may own tokens are others now: what was recorded is recorded anew. Between two microbatches.
 
         Args:
@@ -228,10 +228,16 @@ class GraphedDevice:
         if self.why_not == self._unfit:
             self.why_not = why_not
         self._unfit = why_not
-        self._adapters, self._dropout, self._gradients = tuple(buffers), dropout, Gradients(buffers)
-        self._between = Between(self.single, self._gradients.parameters)
-        self._columns = columns
+        self._follow(buffers, dropout, columns, routes)
         self._drop()
+
+    def _follow(self, buffers: Buffers, dropout: bool, columns: Mapping[str, torch.dtype] | None, routes: bool) -> None:
+        """These adapters may own tokens."""
+        self._gradients = gradients = Gradients(buffers)
+        self._between = Between(self.single, gradients.parameters)
+        self._new_body: Callable[[Shape], Body] = lambda shape: Body(
+            self.single, shape, tuple(buffers), dropout, gradients, self._room, columns, routes
+        )
 
     def _can_rehearse(self) -> bool:
         """Not with DoRA's scales, which kernels make and which are kept; CPUs compile nothing."""

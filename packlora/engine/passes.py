@@ -117,6 +117,15 @@ class Pending:
         return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples, self.losses.losses_L)
 
 
+def pending_of(base: Base, batch: PackedBatch, losses: Losses, routed: Sequence[torch.Tensor] | None) -> Pending:
+    """A forward that waits for its backward. routed: what routers give; used where samples have a term that carries it."""
+    if not batch.carried:
+        return Pending(batch, losses)
+    wide = torch.promote_types(base.model.dtype, torch.float32)
+    carrying = batch.carried[0].term.begin(batch.carried, routed or (), None, base.model, wide, base.device)
+    return Pending(batch, losses, carrying, carrying.losses())
+
+
 @dataclass(frozen=True, slots=True)
 class SingleDevice:
     """The Executor of a model that is on one device, or cut over several.
@@ -139,11 +148,7 @@ class SingleDevice:
             model, routed = self.base.model, list[torch.Tensor]() if batch.carried else None
             with self.attached.active(batch.owners):
                 losses = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
-            if routed is None:
-                return Pending(batch, losses)
-            wide = torch.promote_types(model.dtype, torch.float32)
-            carrying = batch.carried[0].term.begin(batch.carried, routed, None, model, wide, self.base.device)
-            return Pending(batch, losses, carrying, carrying.losses())
+            return pending_of(self.base, batch, losses, routed)
 
     def backward(self, pending: Pending) -> MicrobatchResult:
         """See Executor."""

@@ -40,7 +40,7 @@ def graphed(
         return single
     assert isinstance(single, SingleDevice)
     dropout = any(job.dropout_key is not None for job in jobs)
-    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, columns=columns_of(jobs))
+    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, columns=columns_of(jobs), routes=route(jobs))
 
 
 def buffers_of(jobs: Sequence[Job]) -> Buffers:
@@ -57,6 +57,11 @@ def columns_of(jobs: Sequence[Job]) -> dict[str, torch.dtype]:
     """Columns of tokens that jobs have, see Body."""
     terms = [term for job in jobs for term in job.learning.terms]
     return {name: own.dtype for term in terms for name, own in term.columns.items() if own.of == "token"}
+
+
+def route(jobs: Sequence[Job]) -> bool:
+    """Whether a job has a term that is computed from what routers give."""
+    return any(term.carries for job in jobs for term in job.learning.terms)
 
 
 def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
@@ -83,7 +88,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
     for job in jobs:
-        if found := why_unfit(job.adapter.spec, job.router_coefficient):
+        if found := why_unfit(job.adapter.spec):
             return f"job {job.name!r} {found}"
     for job in jobs if len(jobs) > 1 else ():
         if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
@@ -91,10 +96,8 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     return None
 
 
-def why_unfit(spec: AdapterSpec, router_coefficient: float) -> str | None:
-    """Why a job has no graphs, whatever is beside it. router_coefficient: of its load-balancing loss, 0 for none."""
-    if router_coefficient:
-        return "has a load-balancing loss, made of what routers give inside of the decoder"
+def why_unfit(spec: AdapterSpec) -> str | None:
+    """Why a job has no graphs, whatever is beside it."""
     if (path := spec.parameter) is not None:
         return f"adapts {path}, whose tokens are sorted by expert and job anew for every microbatch"
     return None

@@ -11,7 +11,9 @@ import graph_runs
 import pytest
 import torch
 from conftest import tiny_model
+from expert_models import in_float64, tiny_experts
 from graph_runs import BESIDE, Pretended, Run, attention_by_starts
+from seeds import some
 
 from packlora.engine import recorded
 from packlora.engine.recorded import Body
@@ -41,14 +43,16 @@ def tied(_: str, **more: Any) -> Any:
     return tiny_model("gemma3", tie_word_embeddings=True, **more)
 
 
-def trained(graphs: bool, jobs: tuple[str, ...], **spoilt: float) -> tuple[Run, list[torch.Tensor]]:
+def trained(
+    graphs: bool, jobs: tuple[str, ...], balance: float = 0.0, **spoilt: float
+) -> tuple[Run, list[torch.Tensor]]:
     """A run, what its jobs have become, gradients that no step has taken, and the losses."""
     with pytest.MonkeyPatch.context() as patch:
         if graphs:
             attention_by_starts(patch)
         else:
             patch.setattr(attention, "uses_kernels", lambda *_: False)
-        run = Run(Pretended if graphs else None, jobs=jobs, dtype=torch.float64)
+        run = Run(Pretended if graphs else None, jobs=jobs, dtype=torch.float64, balance=balance)
         with torch.no_grad():
             for name, parameter in run.adapters[-1].named_parameters().items():
                 if (value := spoilt.get(name.rpartition("/")[2])) is not None:
@@ -60,8 +64,8 @@ def trained(graphs: bool, jobs: tuple[str, ...], **spoilt: float) -> tuple[Run, 
     return run, [*got, *(buffer for own in run.buffers.values() for _, buffer in own)]
 
 
-def agree(jobs: tuple[str, ...], told: int = 0) -> Run:
-    (plain, want), (run, got) = trained(False, jobs), trained(True, jobs)
+def agree(jobs: tuple[str, ...], told: int = 0, balance: float = 0.0) -> Run:
+    (plain, want), (run, got) = trained(False, jobs, balance), trained(True, jobs, balance)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     assert len(run.told) == told
@@ -89,6 +93,24 @@ def test_jobs_on_tied_embeddings_train_as_without_graphs(
         graph_runs, "tiny_model", lambda _, **more: tiny_model("gemma3", tie_word_embeddings=True, **more)
     )
     agree(jobs)
+
+
+@pytest.mark.parametrize("family", some(["mixtral", "qwen3_moe", "olmoe"], 2))
+@pytest.mark.parametrize("jobs", [("decoder, head",), ("head", "embedding", "copies"), ("dora head", "head")], ids=str)
+def test_load_balancing_losses_train_as_without_graphs(
+    family: str, jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers give nothing that is trained where all jobs are on the output layer: their metric is there all the same."""
+    monkeypatch.setattr(graph_runs, "tiny_model", lambda _, **more: tiny_experts(family, **more))
+    monkeypatch.setitem(
+        BESIDE, "decoder, head", BESIDE["decoder, head"] | {"target_modules": ["q_proj", "o_proj", "lm_head"]}
+    )
+    monkeypatch.setitem(BESIDE, "copies", BESIDE["copies"] | {"modules_to_save": ["norm", "input_layernorm"]})
+    with in_float64():
+        run, got = agree(jobs, balance=3.0), trained(True, jobs)[1]
+    before = got[: len(run.parameters())]
+    reached = any(not torch.equal(now, then) for now, then in zip(run.parameters(), before, strict=True))
+    assert reached == (jobs != ("dora head", "head"))
 
 
 def test_a_decoder_that_nothing_is_trained_in_has_no_backward() -> None:
