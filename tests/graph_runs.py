@@ -33,6 +33,22 @@ JOBS: dict[str, dict[str, Any]] = {
     "dora": {"r": 3, "use_dora": True},
     "some modules": {"r": 20, "target_modules": ["q_proj", "v_proj", "up_proj"]},
 }
+BESIDE: dict[str, dict[str, Any]] = {
+    "head": {"r": 3, "target_modules": ["lm_head"], "lora_dropout": 0.3},
+    "dora head": {"r": 2, "target_modules": ["lm_head"], "use_dora": True},
+    "dora head, dropped": {"r": 2, "target_modules": ["lm_head"], "use_dora": True, "lora_dropout": 0.3},
+    "embedding": {"r": 3, "target_modules": ["embed_tokens"]},
+    "dora embedding, head": {"r": 2, "target_modules": ["embed_tokens", "lm_head"], "use_dora": True},
+    "copies": {"r": 2, "target_modules": ["lm_head"], "modules_to_save": ["embed_tokens", "norm", "input_layernorm"]},
+    "copied head": {"r": 2, "target_modules": ["embed_tokens"], "modules_to_save": ["lm_head", "post_attention_layernorm"]},
+    "copied linear": {"r": 2, "target_modules": ["embed_tokens"], "modules_to_save": ["down_proj"]},
+    "tokens": {"r": 2, "target_modules": ["lm_head"], "trainable_token_indices": {"embed_tokens": [5, 9, 80]}},
+    "tied tokens": {"r": 2, "target_modules": ["embed_tokens"], "modules_to_save": ["norm", "q_norm"]},
+    "tokens of both": {"r": 2, "target_modules": ["v_proj"], "trainable_token_indices": [5, 9, 80]},
+    "decoder": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
+    "decoder, head": {"r": 3, "target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True},
+}  # fmt: skip
+"""Jobs that train output layers, embeddings, copies of modules and rows of tokens."""
 MICROBATCHES = [
     [(0, 90), (0, 24), (1, 70), (2, 50)], [(0, 20), (1, 81), (2, 40), (2, 99)], [(2, 110), (2, 120)],
     [(1, 30), (1, 87), (2, 111)], [(0, 100), (0, 30), (1, 90), (2, 10)], [(0, 91), (0, 82)], [(0, 200), (1, 200), (2, 50)],
@@ -48,10 +64,10 @@ class Run:
     def __init__(
         self, graphs: Callable[[torch.device], Any] | None, chooser: PlanChooser | None = None, device: str = "cpu",
         dtype: torch.dtype = torch.float32, layers: int = 1, jobs: tuple[str, ...] = ("lora", "dora", "some modules"),
-        shrink: int = 1,
+        shrink: int = 1, balance: float = 0.0,
     ) -> None:  # fmt: skip
-        """shrink: what lengths are divided by."""
-        self.shrink = shrink
+        """shrink: what lengths are divided by. balance: share of the second job's load-balancing loss, or of the only job's."""
+        self.shrink, self.balance = shrink, balance
         model = tiny_model("llama", num_hidden_layers=layers).to(device, dtype)
         prepare_model(model, False)
         configs = {
@@ -73,7 +89,9 @@ class Run:
             for adapter in self.adapters
         }
         if graphs is not None:
-            self.executor = GraphedDevice(single, self.buffers, True, 64, self.told.append, graphs, COLUMNS)
+            self.executor = GraphedDevice(
+                single, self.buffers, True, 64, self.told.append, graphs, COLUMNS, balance > 0
+            )
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]
@@ -101,7 +119,9 @@ class Run:
         for index, (owner, length) in enumerate(self.owned(number)):
             sample = Sample(generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2)
             smoothing, noise = 0.1 if owner == 2 else 0.0, (23, 9.0) if owner == 1 else None
-            packed.append(PackedSample(owner, sample, index, number, 11 if owner == 0 else None, smoothing, noise))
+            balance = self.balance if owner == min(1, len(self.adapters) - 1) else 0.0
+            key = 11 if owner == 0 else None
+            packed.append(PackedSample(owner, sample, index, number, key, smoothing, noise, balance))
         return parts(packed, SCALES)
 
     def train(self, times: int = 1, evaluate: bool = False) -> list[torch.Tensor]:
@@ -110,7 +130,7 @@ class Run:
         numbers = [number for number in range(times * len(MICROBATCHES)) if self.owned(number)]
         packed = [self.packed(number) for number in numbers]
         for at, number in enumerate(numbers):
-            sums.append(torch.stack([*run_microbatch(self.executor, packed[at]).sums.values()]))
+            sums.append(torch.cat([*run_microbatch(self.executor, packed[at]).sums.values()]))
             self.collect({owner for owner, _ in self.owned(number)}, step=number % 2 == 1)
             for following in packed[at + 1 : at + 2]:
                 self.executor.prepare(following)
@@ -154,4 +174,4 @@ class Pretended:
         return replay_of(function)
 
 
-__all__ = ["JOBS", "MICROBATCHES", "Pretended", "Recorder", "Run", "attention_by_starts", "replay_of"]
+__all__ = ["BESIDE", "JOBS", "MICROBATCHES", "Pretended", "Recorder", "Run", "attention_by_starts", "replay_of"]

@@ -16,6 +16,7 @@ R rows of images of one owner.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,20 +61,21 @@ class EmbeddingWeights(RoutedWeights):
     def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
         super().__init__(spec, base, seed, room)
         self.A, self.B, self.magnitude = (self.parameters.get(name) for name in ("A", "B", "magnitude"))
+        self.norm: NormHandle | None = None
 
     def first_values(self, base: Any, norms: RowNorms) -> First:
         if self.magnitude is None:
             return []
         assert self.A is not None and self.B is not None
-        self._norm = NormHandle(norms, base.weight.detach().T, self.A, self.B, self.spec.scaling, version_counted=True)
-        return [(self.magnitude, self._norm.get())]
+        self.norm = NormHandle(norms, base.weight.detach().T, self.A, self.B, self.spec.scaling, version_counted=True)
+        return [(self.magnitude, self.norm.get())]
 
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         assert y is not None and self.A is not None and self.B is not None
         low_tD = F.embedding(x, self.A.T, base.padding_idx) @ self.B.T
         wide_tD = y.to(torch.promote_types(y.dtype, low_tD.dtype)) + self.spec.scaling * embed_scale(base) * low_tD
-        if self.magnitude is not None:
-            wide_tD = dora.factor(self.magnitude, self._norm.get()) * wide_tD
+        if self.magnitude is not None and self.norm is not None:
+            wide_tD = dora.factor(self.magnitude, self.norm.get()) * wide_tD
         return wide_tD.to(y.dtype)
 
 
@@ -263,6 +265,16 @@ class Routed(torch.nn.Module):
             if y is None:
                 y = self.inner(x.movedim(0, dim)).movedim(dim, 0)
             return y[start:stop]
+
+        if owners.moving is not None:
+            from packlora.adapters.moving_rows import by_moving_owner
+
+            whole = partial(base, 0, owners.total)
+            moved = by_moving_owner(
+                self.adapters, owners, x, whole,
+                lambda own, given: self._part(own, given, whole() if own.keeps_base else None),
+            )  # fmt: skip
+            return moved.movedim(0, dim)
 
         def part(own: RoutedWeights, start: int, stop: int) -> torch.Tensor:
             return self._part(own, x[start:stop], base(start, stop) if own.keeps_base else None)

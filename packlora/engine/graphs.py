@@ -4,7 +4,7 @@ A graph repeats the launches that were recorded, on the addresses that were reco
 lies in buffers that they read: tokens, positions, dropout keys, where samples begin and who owns which tokens. Microbatches of
 one Shape share a graph; the last tokens of a row that is shorter are nobody's. Packed copies of the adapters, and DoRA's norms,
 are brought up to date before a replay, where a job has stepped. The loss, a few launches, runs between the two replays without
-a graph, so the number of labels is no part of a shape.
+a graph (between.py), so the number of labels is no part of a shape.
 
 The first microbatch of a shape runs the same functions on the same buffers without a graph (`Body`), so a run has the same bits
 whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once.
@@ -26,10 +26,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from packlora.adapters.attach import adapted_layers
-from packlora.adapters.linear import AdaptedLinear
-from packlora.base.shape import plain_head
+from packlora.engine.between import Between
 from packlora.engine.collate import PackedBatch, collate
-from packlora.engine.heads import fused_losses
 from packlora.engine.memory import free_memory
 from packlora.engine.parts import Parts, rows_of
 from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, one_error_for_memory
@@ -46,10 +44,10 @@ T = TypeVar("T")
 
 
 class Waiting(NamedTuple):
-    """A forward that waits for its backward. hidden_TD: a leaf, from which the loss was made."""
+    """A forward that waits for its backward. outputs: leaves, from which the loss was made."""
 
     pending: Pending
-    hidden_TD: torch.Tensor
+    outputs: list[torch.Tensor]
     body: Body
     parts: Parts
 
@@ -72,13 +70,13 @@ class GraphedDevice:
         dropout: whether one of them has it.
         budget: most tokens that microbatches are planned with.
         tell: is told once why there are no graphs.
-        columns: as of Body.
+        columns, routes: as of Body.
     """
 
     def __init__(
         self, single: SingleDevice, buffers: Buffers, dropout: bool, budget: int,
         tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
-        columns: Mapping[str, torch.dtype] | None = None,
+        columns: Mapping[str, torch.dtype] | None = None, routes: bool = False,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
         self._alone = single.base.storage.is_whole
@@ -86,8 +84,8 @@ class GraphedDevice:
         self.why_not: str | None = None
         self._unfit: str | None = None
         """Why these adapters cannot have graphs."""
-        self._adapters, self._dropout, self._budget, self._columns = tuple(buffers), dropout, budget, columns
-        self._gradients = Gradients(buffers)
+        self._budget = budget
+        self._follow(buffers, dropout, columns, routes)
         self._new_recorder = recorder
         self._recorder: Any = None
         self._bodies: dict[Shape, Body] = {}
@@ -159,11 +157,8 @@ class GraphedDevice:
             self._recorder = self._recorder or self._new_recorder(base.device)
             body.record(self._recorder)
         with _nothing_waits(base.device, self._checked == 1):
-            hidden_TD = body.forward().requires_grad_()
-        head = plain_head(base.model)
-        assert head is not None
-        losses = fused_losses(hidden_TD[batch.rows_L], head, batch, batch.weights_L)
-        return Waiting(Pending(batch, losses), hidden_TD, body, ready.parts)
+            outputs = body.forward()
+        return Waiting(self._between.forward(batch, outputs), outputs, body, ready.parts)
 
     def backward(self, pending: Pending | Waiting) -> MicrobatchResult:
         if isinstance(pending, Pending):
@@ -177,10 +172,10 @@ class GraphedDevice:
 
     def _backward(self, pending: Waiting) -> MicrobatchResult:
         result = pending.pending.result()  # whatever fails does so before anything is added to a gradient
-        pending.pending.backward()
-        assert pending.hidden_TD.grad is not None
+        of_outputs, of_head = self._between.backward(pending.pending, pending.outputs)
         with _nothing_waits(self.single.base.device, self._checked == 1):
-            pending.body.backward(pending.hidden_TD.grad, pending.pending.batch.num_tokens)
+            pending.body.backward(of_outputs, pending.pending.batch.num_tokens)
+        self._gradients.take(self._between.parameters, of_head)
         self._checked += not pending.body.recorded
         return result
 
@@ -222,15 +217,16 @@ class GraphedDevice:
     def _body(self, shape: Shape) -> Body:
         body = self._bodies.pop(shape, None)
         if body is None:
-            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients, self._room, self._columns)
+            body = self._new_body(shape)
             if len(self._bodies) >= MOST:
                 del self._bodies[next(iter(self._bodies))]
         self._bodies[shape] = body
         return body
 
     def change(
-        self, buffers: Buffers, dropout: bool, why_not: str | None, columns: Mapping[str, torch.dtype] | None = None
-    ) -> None:
+        self, buffers: Buffers, dropout: bool, why_not: str | None, columns: Mapping[str, torch.dtype] | None = None,
+        routes: bool = False,
+    ) -> None:  # fmt: skip
         """The adapters that may own tokens are others now: what was recorded is recorded anew. Between two microbatches.
 
         Args:
@@ -242,15 +238,20 @@ class GraphedDevice:
         if self.why_not == self._unfit:
             self.why_not = why_not
         self._unfit = why_not
-        self._adapters, self._dropout, self._gradients = tuple(buffers), dropout, Gradients(buffers)
-        self._columns = columns
+        self._follow(buffers, dropout, columns, routes)
         self._drop()
+
+    def _follow(self, buffers: Buffers, dropout: bool, columns: Mapping[str, torch.dtype] | None, routes: bool) -> None:
+        """These adapters may own tokens."""
+        self._gradients = gradients = Gradients(buffers)
+        self._between = Between(self.single, gradients.parameters)
+        self._new_body: Callable[[Shape], Body] = lambda shape: Body(
+            self.single, shape, tuple(buffers), dropout, gradients, self._room, columns, routes
+        )
 
     def _can_rehearse(self) -> bool:
         """Not with DoRA's scales, which kernels make and which are kept; CPUs compile nothing."""
-        layers = [
-            layer for layer in adapted_layers(self.single.base.model).values() if isinstance(layer, AdaptedLinear)
-        ]
+        layers = adapted_layers(self.single.base.model).values()
         dora = any(own.spec.use_dora for layer in layers for own in layer.adapters.values())
         return self.single.base.device.type == "cuda" and not dora
 

@@ -98,19 +98,32 @@ class Pending:
     carrying: CarriedSums | None = None
     carried: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
+    def roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Tensors that a backward starts from, and their gradients; none where no adapter takes part in the output."""
+        carried = [] if self.carrying is None else self.carrying.roots()
+        roots, gradients = [root for root, _ in carried], [own for _, own in carried]
+        total = [self.losses.total] if self.losses.total.requires_grad else []
+        return [*roots, *total], [*gradients, *(None for _ in total)]
+
     def backward(self) -> None:
-        """Run it from all roots, if any adapter takes part in the output."""
-        roots: list[tuple[torch.Tensor, torch.Tensor | None]] = (
-            [] if self.carrying is None else [*self.carrying.roots()]
-        )
-        roots += [(self.losses.total, None)] if self.losses.total.requires_grad else []
+        """Run it from all roots."""
+        roots, gradients = self.roots()
         if roots:
-            torch.autograd.backward([root for root, _ in roots], [own for _, own in roots])
+            torch.autograd.backward(roots, gradients)
 
     def result(self) -> MicrobatchResult:
         """Results that are known once the forward has run."""
         sums = with_carried(self.losses.sums, self.batch.carried, self.carried)
         return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples, self.losses.losses_L)
+
+
+def pending_of(base: Base, batch: PackedBatch, losses: Losses, routed: Sequence[torch.Tensor] | None) -> Pending:
+    """A forward that waits for its backward. routed: what routers give; used where samples have a term that carries it."""
+    if not batch.carried:
+        return Pending(batch, losses)
+    wide = torch.promote_types(base.model.dtype, torch.float32)
+    carrying = batch.carried[0].term.begin(batch.carried, routed or (), None, base.model, wide, base.device)
+    return Pending(batch, losses, carrying, carrying.losses())
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +148,7 @@ class SingleDevice:
             model, routed = self.base.model, list[torch.Tensor]() if batch.carried else None
             with self.attached.active(batch.owners):
                 losses = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
-            if routed is None:
-                return Pending(batch, losses)
-            wide = torch.promote_types(model.dtype, torch.float32)
-            carrying = batch.carried[0].term.begin(batch.carried, routed, None, model, wide, self.base.device)
-            return Pending(batch, losses, carrying, carrying.losses())
+            return pending_of(self.base, batch, losses, routed)
 
     def backward(self, pending: Pending) -> MicrobatchResult:
         """See Executor."""

@@ -6,7 +6,7 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,6 +58,7 @@ class Gradients:
         self.parameters = [parameter for parameter, _ in pairs]
         self._buffers = [buffer for _, buffer in pairs]
         self._numbers = [number for number, own in buffers.items() for _ in own]
+        self._places = {id(parameter): at for at, parameter in enumerate(self.parameters)}
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add those that are there, by as few launches as there can be."""
@@ -67,6 +68,13 @@ class Gradients:
             if pairs:
                 into, added = zip(*pairs, strict=True)
                 torch._foreach_add_(into, added)
+
+    def take(self, parameters: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients of some parameters, and leave the buffers in those that have one."""
+        found = {self._places[id(one)]: own for one, own in zip(parameters, grads, strict=True) if own is not None}
+        self.add([found.get(at) for at in range(len(self.parameters))])
+        for at in found:
+            self.parameters[at].grad = self._buffers[at]
 
     def leave(self, reached: Sequence[bool], adapters: Collection[int]) -> None:
         """Leave the buffers in the parameters of these adapters which the backward has reached: so their jobs know."""
@@ -78,19 +86,23 @@ class Gradients:
 
 
 class Room:
-    """Buffer for the gradient of the hidden states, for all shapes: one microbatch runs at a time."""
+    """Buffers for the gradients of what the decoder gives, for all shapes: one microbatch runs at a time."""
 
     def __init__(self) -> None:
-        self.storage: torch.Tensor | None = None
+        self.storage: dict[int, torch.Tensor] = {}
 
-    def of(self, d_TD: torch.Tensor) -> torch.Tensor:
-        """Room for it. It is the last one's where that is large enough, else new."""
-        if self.storage is None or self.storage.numel() < d_TD.numel() or self.storage.dtype != d_TD.dtype:
-            self.storage = torch.empty_like(d_TD).view(-1)
-        return self.storage[: d_TD.numel()].view(d_TD.shape)
+    def of(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Room for the gradient of each. It is the last ones' where that is large enough, else new."""
+        return [self._of(at, output) for at, output in enumerate(outputs)]
+
+    def _of(self, at: int, output: torch.Tensor) -> torch.Tensor:
+        storage = self.storage.get(at)
+        if storage is None or storage.numel() < output.numel() or storage.dtype != output.dtype:
+            storage = self.storage[at] = torch.empty_like(output).view(-1)
+        return storage[: output.numel()].view(output.shape)
 
     def clear(self) -> None:
-        self.storage = None
+        self.storage.clear()
 
 
 class Body:
@@ -100,13 +112,14 @@ class Body:
         adapters: numbers of all that may own tokens.
         dropout: whether one of them has it.
         columns: types of the columns of tokens that some of them have.
+        routes: whether one of them has a term that is computed from what routers give.
     """
 
     def __init__(
         self, device: SingleDevice, shape: Shape, adapters: Sequence[int], dropout: bool, gradients: Gradients, room: Room,
-        columns: Mapping[str, torch.dtype] | None = None,
+        columns: Mapping[str, torch.dtype] | None = None, routes: bool = False,
     ) -> None:  # fmt: skip
-        self.shape, self.gradients, self._room = shape, gradients, room
+        self.shape, self.gradients, self._room, self._routes = shape, gradients, room, routes
         self._model, self._attached, where = device.base.model, device.attached, device.base.device
         T = shape.tokens
         self._ids_T = torch.zeros(T, dtype=torch.int64, device=where)
@@ -116,8 +129,12 @@ class Body:
         self._columns = {name: torch.zeros(T, dtype=own, device=where) for name, own in (columns or {}).items()}
         self._moving = MovingSegments(T, adapters)
         self._owners = TokenOwners(T, self._moving.nominal, self._keys_T2, self._moving, self._columns)
-        self._hidden_TD: torch.Tensor | None = None
-        self._d_TD: torch.Tensor | None = None
+        self._outputs: list[torch.Tensor] = []
+        """Hidden states [T, D], and what routers give, where that is wanted; none before a forward."""
+        self._d: list[torch.Tensor] = []
+        """Gradients of those outputs that are trained; none before a backward."""
+        self.trained: list[bool] = []
+        """Whether each output depends on a parameter: none does where all that is trained comes after them."""
         self._forward: Callable[[], None] | None = None
         self._backward: Callable[[], None] | None = None
         self._reached: list[bool] = []
@@ -145,26 +162,31 @@ class Body:
         self._moving.write(batch.owners.segments)
         self._moving.refresh()
 
-    def forward(self) -> torch.Tensor:
-        """Hidden states [T, D] of what was loaded, without history."""
+    def forward(self) -> list[torch.Tensor]:
+        """Hidden states [T, D] of what was loaded, and what routers give where that is wanted, [T, E] each: leaves."""
         if self._forward is not None:
             self._forward()
         else:
             self._run_forward()
-        assert self._hidden_TD is not None
-        return self._hidden_TD.detach()
+        return [own.detach().requires_grad_(found) for own, found in zip(self._outputs, self.trained, strict=True)]
 
-    def backward(self, d_TD: torch.Tensor, adapters: Collection[int]) -> None:
-        """Add up the gradients of the forward that was just run, from that of its result. adapters: that own tokens of it."""
-        if self._d_TD is None:
-            self._d_TD = self._room.of(d_TD)
-        self._d_TD.copy_(d_TD)
+    def backward(self, grads: Sequence[torch.Tensor | None], adapters: Collection[int]) -> None:
+        """Add up the gradients of the forward that was just run.
+
+        Args:
+            grads: of all that it gave; None for zeros.
+            adapters: that own tokens of it.
+        """
+        self._d = self._d or self._room.of(self._trained())
+        of_trained = [grad for grad, trained in zip(grads, self.trained, strict=True) if trained]
+        for into, grad in zip(self._d, of_trained, strict=True):
+            into.zero_() if grad is None else into.copy_(grad)
         if self._backward is None:
-            grads = self._run_backward()
-            self._reached = [grad is not None for grad in grads]
+            found = self._run_backward()
+            self._reached = [grad is not None for grad in found]
             self.gradients.leave(self._reached, adapters)
-            self.gradients.add(grads)
-            self._hidden_TD, self._d_TD, self.ran = None, None, True
+            self.gradients.add(found)
+            self._outputs, self._d, self.ran = [], [], True
         else:
             self.gradients.leave(self._reached, adapters)
             self._backward()
@@ -174,8 +196,7 @@ class Body:
         try:
             with launcher.rehearsal():
                 self._run_forward()
-                assert self._hidden_TD is not None
-                self._d_TD = self._hidden_TD.detach()
+                self._d = [own.detach() for own in self._trained()]
                 self._run_backward()
         finally:
             self.forget()
@@ -187,24 +208,38 @@ class Body:
         were made on.
         """
         self._forward = recorder.record(self._run_forward)
-        if self._hidden_TD is not None:
-            self._d_TD = self._room.of(self._hidden_TD)
-        self._backward = recorder.record(lambda: self.gradients.add(self._run_backward()))
-        if self._hidden_TD is not None:
-            self._hidden_TD = self._hidden_TD.detach()  # its history has been recorded
+        if self._outputs:
+            self._d = self._room.of(self._trained())
+        own = recorder.record(lambda: self.gradients.add(self._run_backward())) if any(self.trained) else _nothing
+        self._backward = own
+        self._outputs = [output.detach() for output in self._outputs]  # their history has been recorded
 
     def forget(self) -> None:
         """Keep nothing of a forward whose backward will not be."""
-        self._hidden_TD = self._d_TD = self._forward = self._backward = None
+        self._outputs, self._d = [], []
+        self._forward = self._backward = None
 
     def _run_forward(self) -> None:
+        routed: list[torch.Tensor] = []
+        wanted: dict[str, Any] = {"routed": routed} if self._routes else {}
         with self._attached.active(self._owners), torch.enable_grad():
-            self._hidden_TD = hidden_states(self._model, self._ids_T, self._positions_T, self._samples)
+            hidden_TD = hidden_states(self._model, self._ids_T, self._positions_T, self._samples, **wanted)
+        self._outputs = [hidden_TD, *routed]
+        self.trained = [own.requires_grad for own in self._outputs]
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [own for own, trained in zip(self._outputs, self.trained, strict=True) if trained]
 
     def _run_backward(self) -> tuple[torch.Tensor | None, ...]:
-        assert self._hidden_TD is not None and self._d_TD is not None
+        if not any(self.trained):
+            return (None,) * len(self.gradients.parameters)
+        assert self._outputs and self._d
         with self._attached.active(self._owners):
-            return torch.autograd.grad(self._hidden_TD, self.gradients.parameters, self._d_TD, allow_unused=True)
+            return torch.autograd.grad(self._trained(), self.gradients.parameters, self._d, allow_unused=True)
+
+
+def _nothing() -> None:
+    """The backward of hidden states that depend on no parameter."""
 
 
 class Recorder:

@@ -9,9 +9,9 @@ import torch
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
-from packlora.base.shape import plain_head
 from packlora.config import Run
 from packlora.engine.graphs import NO_GRAPHS, GraphedDevice
+from packlora.engine.heads import has_head_loss
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.engine.recorded import LEAST_TOKENS, Buffers
 from packlora.errors import InputError
@@ -40,7 +40,7 @@ def graphed(
         return single
     assert isinstance(single, SingleDevice)
     dropout = any(job.dropout_key is not None for job in jobs)
-    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, columns=columns_of(jobs))
+    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, columns=columns_of(jobs), routes=route(jobs))
 
 
 def buffers_of(jobs: Sequence[Job]) -> Buffers:
@@ -59,6 +59,11 @@ def columns_of(jobs: Sequence[Job]) -> dict[str, torch.dtype]:
     return {name: own.dtype for term in terms for name, own in term.columns.items() if own.of == "token"}
 
 
+def route(jobs: Sequence[Job]) -> bool:
+    """Whether a job has a term that is computed from what routers give."""
+    return any(term.carries for job in jobs for term in job.learning.terms)
+
+
 def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     """Reason against graphs that is known beforehand; None where microbatches are tried."""
     if base.device.type != "cuda":
@@ -69,7 +74,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
     if run.dtype not in ("bfloat16", "float16"):
         return f"attention over samples whose boundaries are on the device is for bfloat16 and float16, not for {run.dtype}"
-    if not base.fused_loss or plain_head(base.model) is None:
+    if not base.fused_loss or not has_head_loss(base.model):
         return "the loss of this model needs more than the hidden states and the output layer"
     if mixing_functions(base.model):
         return "linear attention is computed sample by sample, of which each microbatch has others"
@@ -83,7 +88,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
     for job in jobs:
-        if found := why_unfit(job.adapter.spec, job.router_coefficient):
+        if found := why_unfit(job.adapter.spec):
             return f"job {job.name!r} {found}"
     for job in jobs if len(jobs) > 1 else ():
         if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
@@ -91,11 +96,8 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     return None
 
 
-def why_unfit(spec: AdapterSpec, router_coefficient: float) -> str | None:
-    """Why a job has no graphs, whatever is beside it. router_coefficient: of its load-balancing loss, 0 for none."""
-    if router_coefficient:
-        return "has a load-balancing loss, made of what routers give inside of the decoder"
+def why_unfit(spec: AdapterSpec) -> str | None:
+    """Why a job has no graphs, whatever is beside it."""
     if (path := spec.parameter) is not None:
         return f"adapts {path}, whose tokens are sorted by expert and job anew for every microbatch"
-    found = next((path for path, own in spec.modules.items() if own.kind != "linear"), None)
-    return None if found is None else f"trains {found} itself, token by token in an order that the host has"
+    return None

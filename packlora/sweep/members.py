@@ -102,11 +102,11 @@ class Members:
         if self.run.keep_outputs:
             self.base.kept_outputs = keep_outputs(self.base.model)
         if self._has_graphs and jobs:
-            from packlora.runtime.cuda_graphs import buffers_of, columns_of, why_no_graphs
+            from packlora.runtime.cuda_graphs import buffers_of, columns_of, route, why_no_graphs
 
             dropout = any(job.dropout_key is not None for job in jobs)
             cast("GraphedDevice", self.executor).change(
-                buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), columns_of(jobs)
+                buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), columns_of(jobs), route(jobs)
             )
 
     @property
@@ -131,7 +131,7 @@ class Members:
             from packlora.runtime.cuda_graphs import why_unfit
 
             for item in items:
-                if found := why_unfit(item.spec, item.router_coefficient):
+                if found := why_unfit(item.spec):
                     raise InputError(
                         f"job {item.config.name!r} {found}; so there are no CUDA graphs, and cuda_graphs is true"
                     )

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import graph_runs
 import pytest
 import torch
-from graph_runs import Run
+from conftest import tiny_model
+from expert_models import tiny_experts
+from graph_runs import BESIDE, Run
 from waits import no_waiting
 
 import packlora
@@ -26,10 +29,10 @@ JOBS = ("lora", "dora", "some modules")
 
 
 def run(
-    graphs: bool, dtype: torch.dtype, jobs: tuple[str, ...] = JOBS, **kwargs: Any
+    graphs: bool, dtype: torch.dtype, jobs: tuple[str, ...] = JOBS, balance: float = 0.0, **kwargs: Any
 ) -> tuple[Run, list[torch.Tensor]]:
     with deterministic():
-        own = Run(Recorder if graphs else None, device="cuda", dtype=dtype, layers=2, jobs=jobs)
+        own = Run(Recorder if graphs else None, device="cuda", dtype=dtype, layers=2, jobs=jobs, balance=balance)
         return own, own.train(**kwargs)
 
 
@@ -49,6 +52,72 @@ def test_graphs_are_as_exact_as_none_with_the_same_bits_every_time(dtype: torch.
     assert error(got, exact) <= 1.5 * error(plain, exact), (error(got, exact), error(plain, exact))
     _, again = run(True, dtype, jobs, times=3)
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+
+
+TIED = ("tokens of both", "tied tokens", "decoder, head")
+SETS = [
+    TIED, ("head", "copies", "dora embedding, head"), ("decoder, head", "dora head, dropped", "tokens"),
+    ("copied head", "copied linear", "lora"), ("tokens of both", "lora", "dora"), ("decoder, head",), ("copies",),
+    ("dora embedding, head",),
+]  # fmt: skip
+"""Jobs with and without adapters, copies and rows on the output layer and the embedding."""
+
+
+@pytest.mark.parametrize("jobs", SETS, ids=str)
+def test_output_layers_embeddings_and_copies_are_as_exact_as_without_graphs(
+    jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_runs, "JOBS", graph_runs.JOBS | BESIDE)
+    if jobs == TIED:
+        changes = {"tie_word_embeddings": True}
+        monkeypatch.setattr(graph_runs, "tiny_model", lambda _, **more: tiny_model("qwen3", **changes, **more))
+    _, exact = run(False, torch.float64, jobs, times=3)
+    _, plain = run(False, torch.bfloat16, jobs, times=3)
+    own, got = run(True, torch.bfloat16, jobs, times=3)
+    assert own.told == [] and all(body.recorded for body in own.executor._bodies.values())
+    assert error(got, exact) <= 2 * error(plain, exact) + 1e-6, (error(got, exact), error(plain, exact))
+    _, again = run(True, torch.bfloat16, jobs, times=3)
+    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("jobs", [("decoder, head",), ("lora", "decoder, head", "dora")], ids=str)
+def test_load_balancing_losses_of_routers_are_recorded(jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are computed by torch's grouped products. Rounding may send a token to another expert, so the bound is wide."""
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    own = graph_runs.JOBS | BESIDE
+    kinds = {name: own[name] | {"target_modules": attention + ["lm_head"] * ("head" in name)} for name in jobs}
+    monkeypatch.setattr(graph_runs, "JOBS", kinds)
+
+    def model(_: str, **more: Any) -> Any:
+        made = tiny_experts("qwen3_moe", torch.float32, **more)
+        made.set_experts_implementation("grouped_mm")
+        return made
+
+    monkeypatch.setattr(graph_runs, "tiny_model", lambda _, **more: tiny_experts("qwen3_moe", **more))
+    _, want = run(False, torch.float64, jobs, times=2, balance=3.0)
+    monkeypatch.setattr(graph_runs, "tiny_model", model)
+    _, plain = run(False, torch.bfloat16, jobs, times=2, balance=3.0)
+    graphed, got = run(True, torch.bfloat16, jobs, times=2, balance=3.0)
+    assert graphed.told == [] and all(body.recorded for body in graphed.executor._bodies.values())
+    assert error(got, want) <= 3 * error(plain, want), (error(got, want), error(plain, want))
+    _, again = run(True, torch.bfloat16, jobs, times=2, balance=3.0)
+    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+
+
+def test_embeddings_of_many_tokens_are_recorded_and_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of an embedding is computed by sorting where there are more than 3,072 tokens."""
+    monkeypatch.setattr(graph_runs, "JOBS", graph_runs.JOBS | BESIDE)
+    rows = [(number, 200) for number in range(3) for _ in range(7)]
+    monkeypatch.setattr(graph_runs, "MICROBATCHES", [rows] * 4)
+    jobs = ("copies", "dora embedding, head", "tokens of both")
+    _, exact = run(False, torch.float64, jobs)
+    _, plain = run(False, torch.bfloat16, jobs)
+    own, got = run(True, torch.bfloat16, jobs)
+    assert own.told == [] and all(body.recorded for body in own.executor._bodies.values())
+    assert error(got, exact) <= 2 * error(plain, exact) + 1e-6, (error(got, exact), error(plain, exact))
+    own.optimizers = [torch.optim.SGD(a.named_parameters().values(), lr=1e-3) for a in own.adapters]
+    with deterministic(), no_waiting():
+        own.train()
 
 
 def test_pinned_memory_is_kept_where_a_graph_is_recorded() -> None:
@@ -101,8 +170,10 @@ def test_memory_that_runs_out_frees_the_graphs_and_goes_on(monkeypatch: pytest.M
     [
         {}, {"gradient_checkpointing": True}, {"quantization": {"method": "nf4", "double_quant": True}},
         {"quantization": {"method": "int8"}, "gradient_checkpointing": True},
+        {"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["embed_tokens", "lm_head", "norm"]},
+        {"trainable_token_indices": [4, 5, 30], "gradient_checkpointing": True},
     ],
-    ids=["plain", "checkpointed", "nf4", "int8 checkpointed"],
+    ids=["plain", "checkpointed", "nf4", "int8 checkpointed", "output layer", "copies", "tokens, checkpointed"],
 )  # fmt: skip
 def test_a_run_by_graphs_trains_as_one_without(
     tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path, keys: dict[str, Any]
@@ -111,12 +182,17 @@ def test_a_run_by_graphs_trains_as_one_without(
     if "quantization" in keys:
         pytest.importorskip("bitsandbytes")
     data = write_rows("rows", 64, longest=40)
+    adapter = {
+        key: keys[key] for key in keys if key in ("target_modules", "modules_to_save", "trainable_token_indices")
+    }
+    keys = {key: value for key, value in keys.items() if key not in adapter}
 
     def train(name: str, graphs: Any) -> list[float]:
         jobs = [
             {
                 "name": f"j{n}", "data": {"path": data}, "seed": n,
-                "adapter": {"r": 4 * n, "lora_alpha": 8, "use_dora": n == 2, "lora_dropout": 0.1 * (n == 1)},
+                "adapter": {"r": 4 * n, "lora_alpha": 8, "use_dora": n == 2, "lora_dropout": 0.1 * (n == 1)}
+                | (adapter if n < 3 else {}),
                 "train": {"max_steps": 8, "global_batch_size": 8, "learning_rate": 1e-3},
             } for n in (1, 2, 3)
         ]  # fmt: skip

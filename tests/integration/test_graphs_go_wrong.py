@@ -22,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 
 from packlora.adapters.spec import resolve
 from packlora.data.encode import Sample
-from packlora.engine import graphs, passes, recorded
+from packlora.engine import between, passes, recorded
 from packlora.engine.parts import Part
 from packlora.engine.passes import MicrobatchResult, SingleDevice, run_microbatch
 from packlora.engine.recorded import Body, Shape
@@ -134,7 +134,7 @@ def test_nothing_of_a_failed_backward_is_alive_when_it_is_tried_without_a_graph(
         return original(self, *args)
 
     def failing(body: Body) -> Any:
-        held.append(weakref.ref(body._hidden_TD))
+        held.append(weakref.ref(body._outputs[0]))
         raise RuntimeError("no graph takes this")
 
     monkeypatch.setattr(Body, "_run_backward", failing)
@@ -149,7 +149,7 @@ def test_memory_that_runs_out_in_a_backward_beside_graphs_is_tried_without_them(
 ) -> None:
     train(run, samples(50), samples(50), samples(50))
     assert any(body.recorded for body in run.executor._bodies.values())
-    owner, name = (Body, "_run_backward") if where == "of the layers" else (passes.Pending, "backward")
+    owner, name = (Body, "_run_backward") if where == "of the layers" else (between.Between, "backward")
     once(monkeypatch, owner, name, torch.OutOfMemoryError)
     got = train(run, samples(900))
     assert not run.executor._bodies and not run.told
@@ -218,17 +218,15 @@ def test_shapes_share_the_room_for_the_gradient_of_the_hidden_states(run: Run) -
     train(run, *(samples(length) for length in lengths))
     bodies = run.executor._bodies.values()
     assert len(bodies) == len(lengths)
-    assert all(body._d_TD is None for body in bodies)
-    assert run.executor._room.storage.numel() == max(body.shape.tokens for body in bodies) * TINY["hidden_size"]
+    assert not any(body._d for body in bodies)
+    assert run.executor._room.storage[0].numel() == max(body.shape.tokens for body in bodies) * TINY["hidden_size"]
 
 
-def reason(
-    dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2, coefficient: float = 0.0, family: str = "llama"
-) -> str | None:
+def reason(dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2, family: str = "llama") -> str | None:
     model = tiny_model(family)
     config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=["q_proj"])
     spec = resolve(config, model, "a", base_dropped=dora_dropout == "peft")
-    job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec), router_coefficient=coefficient)
+    job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec))
     base: Any = SimpleNamespace(
         device=torch.device("cuda"),
         form=None,
@@ -244,10 +242,6 @@ def reason(
 
 def test_dora_with_two_base_products_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'a' is DoRA with dropout" in (reason("peft", monkeypatch) or "")
-
-
-def test_a_load_balancing_loss_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "'a' has a load-balancing loss" in (reason("low_rank", monkeypatch, coefficient=0.1) or "")
 
 
 def test_linear_attention_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +277,8 @@ def test_what_fails_while_it_is_made_ready_leaves_nothing_that_a_forward_could_t
     assert all(body.recorded for body in run.executor._bodies.values())
     run.executor.prepare(first)
     assert run.executor._ready.waiting is not None
-    owner: Any = Body if where == "load" else graphs
-    once(monkeypatch, owner, "load" if where == "load" else "fused_losses", torch.OutOfMemoryError)
+    owner: Any = Body if where == "load" else between
+    once(monkeypatch, owner, "load" if where == "load" else "head_losses", torch.OutOfMemoryError)
     run.executor.prepare(second)
     for packed, own in ((first, want[0]), (second, want[1]))[:: 1 if where == "load" else -1]:
         assert all(map(torch.equal, trained(packed), own))
