@@ -135,7 +135,7 @@ class Tenant:
 
     def __init__(self, served: Served, number: int, rank: int) -> None:
         self.connection, self.seq = Connection(served.address), 0
-        lora = {"rank": rank, "seed": number, "train_unembed": False}
+        lora = {"rank": rank, "seed": 0, "train_unembed": False}
         body = {"session_id": served.session, "model_seq_id": number, "base_model": NAME, "lora_config": lora}
         made = json.loads(self.connection.result(self.connection.post("create_model", body)["request_id"]))
         self.model = str(made["model_id"])
