@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from packlora.errors import WriteError, reason_of
 from packlora.serve.errors import Failed
 from packlora.serve.figures import Figures
@@ -130,6 +132,8 @@ class Core:
         self.figures.sessions.set(0 if sessions is None else sessions["n"])
         self.figures.waiting.set(self.queue.waiting)
         self.figures.samples.set(self._samples)
+        devices = {host.device for host in self.hosts.values() if host.device.type == "cuda"}
+        self.figures.memory.set(sum(map(torch.cuda.memory_allocated, devices)))
         self.figures.models.labels("on the base").set(awake)
         self.figures.models.labels("put aside").set(len(self.tenants) - awake)
         return self.figures.text()

@@ -252,6 +252,10 @@ class Samplers:
                     self.leave(running)
                     running.fail(Failed(why, "server"))
 
+    def followed(self) -> set[str]:
+        """Models whose adapter, as it is, samples are drawn of."""
+        return {own.source.model for on in self._on.values() for own in on.all if own.source.model is not None}
+
     # --- whose weights -----------------------------------------------------------------------------------------------------
 
     def _adapter(self, source: Source, again: Callable[[], None]) -> int | None:

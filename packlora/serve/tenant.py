@@ -69,6 +69,8 @@ class Tenant:
         """Optimizer steps; rows since the last one; tokens since the snapshot."""
         self.losses: deque[float] = deque(maxlen=LOSSES)
         """Mean losses of a label of its last forward_backwards."""
+        self.used_at = 0.0
+        """When it last had work, seconds of a monotonic clock."""
         self.trained_at = 0.0
         """When it had its last rows, seconds of a monotonic clock."""
         self.spoilt: int | None = None
@@ -87,6 +89,7 @@ class Tenant:
 
     def wake(self) -> tuple[Adapter, AdapterState]:
         """Put it onto the base, as its snapshot says; what came after that is to be done again."""
+        self.used_at = time.monotonic()
         if self.adapter is not None and self.state is not None:
             return self.adapter, self.state
         if self.spec is None:
