@@ -46,12 +46,16 @@ class Service(Publisher):
     ) -> None:
         super().__init__(hosts, state, limits)
         self.max_wait = max_wait
-        self.samplers = Samplers(self)
+        self.samplers = self._make_samplers()
         self._used: dict[str, float] = {}
         """When a model last had work, seconds of a monotonic clock."""
         self._thread: threading.Thread | None = None
         self._check_bases()
         self._restore()
+
+    def _make_samplers(self) -> Samplers:
+        """Samples of the service."""
+        return Samplers(self)
 
     # --- start and end -----------------------------------------------------------------------------------------------------
 
@@ -110,6 +114,8 @@ class Service(Publisher):
 
     def _run(self) -> None:
         try:
+            for host in self.hosts.values():
+                host.take_device()
             while not self.stopping:
                 before = self.queue.version
                 if not self.turn():
