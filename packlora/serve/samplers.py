@@ -139,11 +139,12 @@ class Samplers:
 
     def begin_later(self, promise: str) -> None:
         """Begin an asample of the journal, soon."""
-        self.core.queue.call(lambda: self._begin(promise))
+        self.core.queue.call(lambda: self.begin(promise))
 
     # --- samples -----------------------------------------------------------------------------------------------------------
 
-    def _begin(self, promise: str) -> None:
+    def begin(self, promise: str) -> None:
+        """Begin an asample of the journal, unless it is done."""
         journal = self.core.journal
         row = journal.one("select * from requests where id = ?", promise)
         if row is None or row["state"] != "waiting":
@@ -299,7 +300,7 @@ class Samplers:
             "null order by rowid"
         )
         rows = self.core.journal.all(query, owner)
-        running = {own.source.key for on in self._on.values() for own in on.all}
+        running = self._keys()
         idle = sorted(
             (row for row in rows[:-1] if row["folder"] not in running),
             key=lambda row: self._used.get(row["folder"], 0.0),
@@ -310,6 +311,10 @@ class Samplers:
             self._used.pop(row["folder"], None)
             self.core.stores.remove(self.core.stores.sampler_folder(row["folder"]))
             log("sampler closed", sampler=row["id"], why="the limit samplers")
+
+    def _keys(self) -> set[str]:
+        """Snapshots by which requests are drawn that run or wait."""
+        return {own.source.key for on in self._on.values() for own in on.all}
 
     def _attach(self, source: Source) -> _Snapshot:
         """Put a snapshot onto its base, and begin to hold it against its trainer."""

@@ -49,12 +49,16 @@ class Service(Publisher):
     ) -> None:
         super().__init__(hosts, state, limits)
         self.max_wait = max_wait
-        self.samplers = Samplers(self)
+        self.samplers = self._make_samplers()
         self._look_at = 0.0
         """When to look for models without work though others have some, seconds of a monotonic clock."""
         self._thread: threading.Thread | None = None
         self._check_bases()
         self._restore()
+
+    def _make_samplers(self) -> Samplers:
+        """Samples of the service."""
+        return Samplers(self)
 
     # --- start and end -----------------------------------------------------------------------------------------------------
 
@@ -113,6 +117,8 @@ class Service(Publisher):
 
     def _run(self) -> None:
         try:
+            for host in self.hosts.values():
+                host.take_device()
             while not self.stopping:
                 before = self.queue.version
                 if not self.turn():

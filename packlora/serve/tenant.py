@@ -87,6 +87,11 @@ class Tenant:
     def is_awake(self) -> bool:
         return self.adapter is not None
 
+    @property
+    def is_on_the_base(self) -> bool:
+        """Whether it is on a base, in this process or in another one."""
+        return self.is_awake
+
     def wake(self) -> tuple[Adapter, AdapterState]:
         """Put it onto the base, as its snapshot says; what came after that is to be done again."""
         self.used_at = time.monotonic()

@@ -1,0 +1,369 @@
+"""Rank 0: the service that clients talk to, which gives models and samples to all ranks, and computes as one of them.
+
+A model of another rank has a record here, and a lane that passes its requests on. Its results come back through the journal.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packlora.errors import ProcessError
+from packlora.serve.adapters import Wanted
+from packlora.serve.figures import WINDOW
+from packlora.serve.host import Host
+from packlora.serve.journal import from_json
+from packlora.serve.limits import Limits
+from packlora.serve.logs import LOG, log
+from packlora.serve.queue import Lane, Request
+from packlora.serve.ranks.channel import Channel
+from packlora.serve.ranks.remote import answered
+from packlora.serve.samplers import Samplers
+from packlora.serve.service import Service
+from packlora.serve.slots import Outcome
+from packlora.serve.tenant import Tenant
+
+PASSED_ON = ("id", "model", "seq", "kind", "payload", "budget", "state", "forward_only")
+"""What another rank gets of a request."""
+
+
+class RemoteTenant(Tenant):
+    """Record of a model that is on another rank."""
+
+    rank = 0
+    is_awake_there = False
+
+    @property
+    def is_on_the_base(self) -> bool:
+        """See Tenant."""
+        return self.is_awake_there
+
+    def take(self, steps: int, losses: Sequence[float], trained_at: float, is_awake: bool) -> None:
+        """Its rank says how it stands."""
+        self.steps, self.trained_at, self.is_awake_there = steps, trained_at, is_awake
+        self.losses = deque(losses, self.losses.maxlen)
+
+
+class RemoteLane(Lane):
+    """Requests of a model that is on another rank. None of them is due here.
+
+    Args:
+        rank: that gets them.
+    """
+
+    def __init__(self, owner: str, model: str, host: str, rank: Rank) -> None:
+        super().__init__(owner, model, host)
+        self.rank = rank
+
+    @property
+    def head(self) -> None:
+        """See Lane."""
+
+    def put(self, request: Request) -> None:
+        """Pass a request on."""
+        self.expect(request)
+        own = {name: getattr(request, name) for name in PASSED_ON}
+        self.rank.channel.send("put", request=own)
+
+    def expect(self, request: Request) -> None:
+        """Count a request until its result comes."""
+        if not request.is_replayed:
+            super().put(request)
+            self.rank.away[request.id] = self, request
+
+
+@dataclass(slots=True)
+class _Sample:
+    """An asample that is drawn by a rank. tokens: at most. key: of its snapshot."""
+
+    rank: int
+    tokens: int
+    key: str
+
+
+@dataclass(eq=False)
+class Rank:
+    """Another rank.
+
+    away: requests without results that it has, by promise, with their lanes. samples: that have not ended there.
+    """
+
+    number: int
+    channel: Channel
+    pid: int = 0
+    device: str = ""
+    away: dict[str, tuple[RemoteLane, Request]] = field(default_factory=dict)
+    samples: int = 0
+    is_stopped: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.number} (process {self.pid}{f', {self.device}' if self.device else ''})"
+
+    def ready(self) -> Rank:
+        """Wait until it has loaded the base models. Raises ProcessError where it fails."""
+        while not self.device:
+            try:
+                kind, values = self.channel.read()
+            except EOFError:
+                raise ProcessError(self.lost) from None
+            if kind == "failed":
+                raise ProcessError(f"{self}: {values['reason']}")
+            self.pid, self.device = values.get("pid", self.pid), values.get("device", "")
+        return self
+
+    @property
+    def lost(self) -> str:
+        """What is said where it ends without a word."""
+        return (
+            f"{self} has ended without a word, as a process that was killed does; start again, and the service goes on"
+        )
+
+
+class Loads:
+    """Tokens of the ranks, by which models and samples are placed. Any thread may call it."""
+
+    def __init__(self, ranks: int) -> None:
+        self._recent = [deque[tuple[float, int]]() for _ in range(ranks)]
+
+    def add(self, rank: int, tokens: int) -> None:
+        """A rank has trained so many tokens."""
+        self._recent[rank].append((time.monotonic(), tokens))
+
+    def recent(self, rank: int) -> int:
+        """Tokens that a rank has trained in the last minute."""
+        own, since = self._recent[rank], time.monotonic() - WINDOW
+        while own and own[0][0] < since:
+            own.popleft()
+        return sum(tokens for _, tokens in [*own])
+
+
+class _Samplers(Samplers):
+    """Samples of a service, which are drawn by the ranks with the least load; those of a model as it is, by its own rank."""
+
+    def __init__(self, core: Leader) -> None:
+        super().__init__(core)
+        self.leader = core
+        self.placed: dict[str, _Sample] = {}
+        """Samples without results, by promise."""
+
+    def begin_later(self, promise: str) -> None:
+        """See Samplers."""
+        with self.leader.placing:
+            placed = self.placed.get(promise) or self._place(promise)
+        if placed.rank:
+            self.leader.ranks[placed.rank - 1].channel.send("sample", promise=promise)
+        else:
+            super().begin_later(promise)
+
+    def _place(self, promise: str) -> _Sample:
+        row = self.leader.journal.one("select payload from requests where id = ?", promise)
+        body = {} if row is None or row["payload"] is None else from_json(row, "payload")
+        sampler = self.leader.journal.one(
+            "select model, folder, base from samplers where id = ?", body.get("sampling_session_id")
+        )
+        if sampler is None:  # it ends with words
+            return _Sample(0, 0, "")
+        most = body["sampling_params"].get("max_tokens") or self.leader.hosts[sampler["base"]].facts.context
+        key = sampler["folder"] or ""
+        self._used[key] = time.monotonic()
+        rank = self.leader.least() if sampler["model"] is None else self.leader.rank_of(sampler["model"])
+        found = self.placed[promise] = _Sample(rank, most * (body.get("num_samples") or 1), key)
+        return found
+
+    def _keys(self) -> set[str]:
+        return super()._keys() | {own.key for own in [*self.placed.values()]}
+
+
+class Leader(Service):
+    """The service of rank 0. Arguments as of Service.
+
+    Args:
+        ranks: the others, in their order, with the base models loaded.
+    """
+
+    samplers: _Samplers
+
+    def __init__(
+        self, hosts: Mapping[str, Host], state: Path, ranks: Sequence[Rank], limits: Limits | None = None,
+        max_wait: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.ranks, self.loads, self.placing = ranks, Loads(1 + len(ranks)), threading.RLock()
+        self._readers = [threading.Thread(target=self._read_all, args=(rank,), daemon=True) for rank in ranks]
+        super().__init__(hosts, state, limits, max_wait)
+
+    def _make_samplers(self) -> Samplers:
+        return _Samplers(self)
+
+    # --- placing -----------------------------------------------------------------------------------------------------------
+
+    def load(self, number: int) -> tuple[int, int, int]:
+        """Load of a rank, in the order of what counts: tokens that it has trained in the last minute or is to compute, models,
+        and its number."""
+        with self.queue.changed:
+            lanes = [lane for lane in self.queue.lanes.values() if _number(lane) == number]
+            waiting = sum(_tokens(request) for lane in lanes for request in lane.requests.values())
+        drawn = sum(own.tokens for own in [*self.samplers.placed.values()] if own.rank == number)
+        return self.loads.recent(number) + waiting + drawn, len(lanes), number
+
+    def least(self) -> int:
+        """Number of the rank with the least load."""
+        return min(range(1 + len(self.ranks)), key=self.load)
+
+    def rank_of(self, model: str) -> int:
+        """Number of the rank that has a model; 0 where it is over."""
+        lane = self.queue.lanes.get(model)
+        return 0 if lane is None else _number(lane)
+
+    def add_tenant(self, row: Any, host: Host) -> None:
+        """See Service: on the rank with the least load."""
+        with self.placing:
+            number = self.least()
+            if number == 0:
+                super().add_tenant(row, host)
+                return
+            rank = self.ranks[number - 1]
+            wanted, folder = Wanted.of_dict(from_json(row, "spec")), self.stores.model(row["id"])
+            tenant = RemoteTenant(host, row["id"], row["owner"], row["session"], wanted, folder, None)
+            tenant.rank = number
+            lane = RemoteLane(row["owner"], row["id"], host.facts.name, rank)
+            query = "select id, seq, kind, budget from requests where model = ? and state = 'waiting' order by seq"
+            for own in self.journal.all(query, row["id"]):
+                lane.expect(Request(own["id"], row["id"], own["seq"], own["kind"], b"", own["budget"]))
+            self.tenants[tenant.id] = tenant
+            self.queue.open(lane)
+            rank.channel.send("open", model=row["id"])
+        log("model placed", model=row["id"], rank=number)
+
+    def close_model(self, model: str) -> None:
+        """See Publisher."""
+        if not isinstance(tenant := self.tenants.get(model), RemoteTenant):
+            super().close_model(model)
+            return
+        del self.tenants[model]
+        self.queue.close(model)
+        self.ranks[tenant.rank - 1].channel.send("close", model=model)
+
+    # --- start and end -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Let the other ranks compute, and take their messages from now on."""
+        for rank, reader in zip(self.ranks, self._readers, strict=True):
+            rank.channel.send("start")
+            reader.start()
+
+    def start(self) -> None:
+        """See Service."""
+        self.begin()
+        super().start()
+
+    def stop(self) -> int:
+        """See Service; all ranks end their present turn."""
+        self.stopping = True
+        for rank in self.ranks:
+            rank.channel.send("stop")
+        for reader in self._readers:
+            reader.join()
+        return super().stop()
+
+    def _run(self) -> None:
+        super()._run()
+        if self.failure is not None:
+            self.on_failure()
+
+    def _fail(self, why: str) -> None:
+        """A rank has ended: the service ends too, since nothing else computes that rank's models."""
+        if self.failure is None:
+            self.failure = ProcessError(why)
+            LOG.error("%s", why)
+        self.stopping = True
+        self.tell_all()
+        self.on_failure()
+
+    # --- messages of the other ranks ---------------------------------------------------------------------------------------
+
+    def _read_all(self, rank: Rank) -> None:
+        while not rank.is_stopped:
+            try:
+                kind, values = rank.channel.read()
+            except EOFError:
+                self._fail(rank.lost)
+                return
+            self._take_message(rank, kind, values)
+
+    def _take_message(self, rank: Rank, kind: str, values: Mapping[str, Any]) -> None:
+        if kind in ("read", "write"):
+            answer, found = answered(self, kind, values)
+            rank.channel.send(answer, **found)
+        elif kind == "done":
+            self._done(rank, values["promises"])
+        elif kind == "slot":
+            self.loads.add(rank.number, sum(values["by_owner"].values()))
+            self.figures.slot(**values)
+        elif kind == "drew":
+            self.figures.drew(**values)
+        elif kind == "standing":
+            self._take_standing(rank, **values)
+        elif kind == "make_room":
+            self.queue.call(lambda: self.samplers.make_room(values["owner"]))
+        elif kind == "failed":
+            self._fail(f"{rank} has failed: {values['reason']}; start again, and the service goes on")
+        else:
+            rank.is_stopped = kind == "stopped"
+
+    def _done(self, rank: Rank, promises: list[str]) -> None:
+        """Results of a rank are in the journal."""
+        for promise in promises:
+            found = rank.away.pop(promise, None)
+            if found is not None and self.queue.lanes.get(found[0].model) is found[0]:
+                self.queue.pop(*found)
+                self.figures.seconds.labels(found[1].kind).observe(time.monotonic() - found[1].arrived)
+        self.tell(promises)
+
+    def _take_standing(self, rank: Rank, models: Mapping[str, list[Any]], samples: int) -> None:
+        rank.samples = samples
+        for model, own in models.items():
+            tenant = self.tenants.get(model)
+            if isinstance(tenant, RemoteTenant):
+                tenant.take(*own)
+
+    # --- what one process has too ------------------------------------------------------------------------------------------
+
+    def tell(self, promises: list[str]) -> None:
+        """See Core."""
+        for promise in promises:
+            self.samplers.placed.pop(promise, None)
+        super().tell(promises)
+
+    def _take(self, outcome: Outcome) -> None:
+        self.loads.add(0, sum(outcome.tokens.values()))
+        super()._take(outcome)
+
+    @property
+    def _samples(self) -> int:
+        return super()._samples + sum(rank.samples for rank in self.ranks)
+
+    def status(self, owner: str | None = None) -> dict[str, Any]:
+        """See Core, with a line a rank."""
+        found = super().status(owner)
+        names = [f"rank 0 ({next(iter(self.hosts.values())).device})", *map(str, self.ranks)]
+        loads = [self.load(number) for number in range(len(names))]
+        ranks = [
+            f"{name}: {models} models, load {tokens}" for name, (tokens, models, _) in zip(names, loads, strict=True)
+        ]
+        return {"training": found.pop("training")} | found | {"ranks": ranks}
+
+
+def _number(lane: Lane) -> int:
+    return lane.rank.number if isinstance(lane, RemoteLane) else 0
+
+
+def _tokens(request: Request) -> int:
+    """Tokens of a request whose result is not known, where they were counted."""
+    if request.work is None or request.is_replayed:
+        return 0
+    return sum(sample.num_tokens for sample in request.work.samples)
