@@ -49,7 +49,9 @@ TITLES = {
 """Contenders and ways in words."""
 
 
-CHOICES = {"max_tokens_per_microbatch": "m", "gradient_checkpointing": "c", "offload_embedding": "e", "activation_offloading": "a"}
+CHOICES = {
+    "max_tokens_per_microbatch": "m", "gradient_checkpointing": "c", "offload_embedding": "e", "activation_offloading": "a",
+}  # fmt: skip
 """Letters of what `fit` chooses."""
 
 
