@@ -24,7 +24,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks.commands import WORDS, run_packlora, run_trainer, shape_of, write_rows, write_tokenizer
+from benchmarks.commands import run_packlora, run_trainer, shape_of, write_rows, write_tokenizer
 from benchmarks.harness import Benchmark, Case, Options, Row, case, row_of
 from benchmarks.shapes import SHAPES, TARGETS
 from benchmarks.tenants import (
@@ -50,12 +50,12 @@ from packlora.serve.publisher import IDLE_SECONDS
 from packlora.tune.timing import Contender, Timings, Work, paired
 
 OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE = "packlora", "sequential", "set_adapter", "train", "with_idle", "engine"
-RANK, WARM = 16, 2
-"""Of every adapter; steps of a run that are not counted."""
+RANK, WORDS, WARM = 16, 1000, 2
+"""Rank of every adapter; words of the tokenizer; steps of a run that are not counted."""
 SHAPE = "Qwen3-0.6B"
 SMALL = {
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": WORDS + 8,
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "vocab_size": WORDS + 8,
 }  # fmt: skip
 """What a CPU measures instead of the whole shape."""
 FIRST_WORD, END = 3, 0
@@ -369,7 +369,7 @@ SERVE = Benchmark(
     serve_cases, measure_serve, serve_summary,
     "`packlora serve --max-wait-ms 0` in a process of its own, its clients over HTTP by the wire format (protobuf, JSON, held "
     "requests; no public client), a thread and a connection a tenant. Random weights of Qwen3-0.6B's shape in bfloat16 on a "
-    "GPU; on a CPU in float32, cut to 2 layers of width 512 and 5008 words. LoRA r 16, alpha 32, on all linear layers but the "
+    "GPU; on a CPU in float32, cut to 2 layers of width 256 and 1008 words. LoRA r 16, alpha 32, on all linear layers but the "
     "output, AdamW. A tenant sends forward_backward and optim_step of a step, and those of the next one before it waits for "
     "the results. Contenders run in turn in one loop, the order drawn anew in each round; ratios are medians over rounds of "
     "the ratio within a round. tenants 64 / 250: tenants, samples a step and tokens a sample as the rows say; packlora: all "
