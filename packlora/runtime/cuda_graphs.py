@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from packlora.adapters.spec import AdapterSpec
 from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
 from packlora.config import Run
@@ -87,17 +86,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
             return reason
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
-    for job in jobs:
-        if found := why_unfit(job.adapter.spec):
-            return f"job {job.name!r} {found}"
     for job in jobs if len(jobs) > 1 else ():
         if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
             return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
-    return None
-
-
-def why_unfit(spec: AdapterSpec) -> str | None:
-    """Why a job has no graphs, whatever is beside it."""
-    if (path := spec.parameter) is not None:
-        return f"adapts {path}, whose tokens are sorted by expert and job anew for every microbatch"
     return None
