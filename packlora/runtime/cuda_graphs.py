@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from packlora.adapters.attach import is_linear
+from packlora.adapters.spec import AdapterSpec
 from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
 from packlora.config import Run
@@ -87,6 +89,12 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
     for job in jobs if len(jobs) > 1 else ():
-        if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
+        if has_two_products(job.adapter.spec):
             return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
     return None
+
+
+def has_two_products(spec: AdapterSpec) -> bool:
+    """Whether an adapter is DoRA with dropout on base products of linear layers, which no kernel computes where owners move."""
+    linears = [own for own in spec.modules.values() if is_linear(own)]
+    return any(own.use_dora and own.dropout and own.base_dropped for own in linears)
