@@ -82,6 +82,7 @@ def test_output_layers_embeddings_and_copies_are_as_exact_as_without_graphs(
 
 ROUTED = [
     ("decoder, head",), ("lora", "decoder, head", "dora"), ("experts",), ("experts", "dora experts, head", "lora"), ("router",),
+    ("router", "lora"),
 ]  # fmt: skip
 
 
