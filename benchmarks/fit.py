@@ -44,6 +44,7 @@ from benchmarks.shapes import TARGETS, config_of
 from packlora.base import liger
 from packlora.base.packing import hidden_states, prepare_model
 from packlora.config import Run
+from packlora.ops.attention.blocks import SampleBlocks, most_blocks, table_of
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.runtime import fit
 from packlora.runtime.prepare import prepare
@@ -146,10 +147,13 @@ def measure_frozen(one: Case, options: Options) -> Row:
     model.enable_input_require_grads()
     length = length_of(options)
     ids_T = torch.randint(3, 100, (BATCH * length,), device=options.device)
+    lengths = (length,) * BATCH
+    table = torch.from_numpy(table_of(lengths, most_blocks(BATCH * length, BATCH)))
+    samples = lengths if options.tiny else SampleBlocks(table.to(options.device))
     positions_T, head = torch.arange(length, device=options.device).repeat(BATCH), model.get_output_embeddings()
 
     def step() -> None:
-        hidden_TD = hidden_states(model, ids_T, positions_T, (length,) * BATCH)
+        hidden_TD = hidden_states(model, ids_T, positions_T, samples)
         linear_cross_entropy(hidden_TD, head.weight, head.bias, ids_T.roll(-1))[1].backward()
 
     with deterministic():

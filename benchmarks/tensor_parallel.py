@@ -36,6 +36,7 @@ from packlora.engine.parts import Part
 from packlora.engine.passes import SingleDevice
 from packlora.engine.recorded import Body, Gradients, Recorder, Room, Shape
 from packlora.engine.rows import Row as SampleRow
+from packlora.ops.attention.blocks import SampleBlocks, most_blocks, table_of
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.cut import Slices
 from packlora.parallel.tensor import shard
@@ -141,9 +142,11 @@ def first_hidden(model: Any) -> list[torch.Tensor]:
 def recorded_frozen(model: Any, inputs: Inputs) -> Work:
     """Forward and backward as one CUDA graph."""
     made, batch = first_hidden(model), inputs.batch
+    blocks = most_blocks(len(batch.input_ids_T), len(batch.sample_lengths))
+    samples = SampleBlocks(torch.from_numpy(table_of(batch.sample_lengths, blocks)).to(inputs.x.device))
 
     def step() -> None:
-        hidden_TD = hidden_states(model, batch.input_ids_T, batch.position_ids_T, batch.sample_lengths)
+        hidden_TD = hidden_states(model, batch.input_ids_T, batch.position_ids_T, samples)
         torch.autograd.grad(hidden_TD, made, inputs.dy[0])
 
     for _ in range(3):  # messages and kernels have run before they are recorded

@@ -14,6 +14,7 @@ from peft import LoraConfig
 
 from packlora.adapters.attach import attach
 from packlora.adapters.embeddings import change_embeddings
+from packlora.adapters.experts import ExpertWeights
 from packlora.adapters.spec import resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
@@ -33,6 +34,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "dora": {"r": 3, "use_dora": True},
     "some modules": {"r": 20, "target_modules": ["q_proj", "v_proj", "up_proj"]},
 }
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 BESIDE: dict[str, dict[str, Any]] = {
     "head": {"r": 3, "target_modules": ["lm_head"], "lora_dropout": 0.3},
     "dora head": {"r": 2, "target_modules": ["lm_head"], "use_dora": True},
@@ -47,8 +49,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "tokens of both": {"r": 2, "target_modules": ["v_proj"], "trainable_token_indices": [5, 9, 80]},
     "decoder": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
     "decoder, head": {"r": 3, "target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True},
+    "experts": {"r": 2, "target_modules": [], "target_parameters": EXPERTS, "lora_dropout": 0.2},
+    "dora experts, head": {"r": 3, "target_modules": ["lm_head"], "target_parameters": EXPERTS, "use_dora": True},
+    "router": {"r": 2, "target_modules": ["o_proj"], "target_parameters": ["gate.weight"]},
 }  # fmt: skip
-"""Jobs that train output layers, embeddings, copies of modules and rows of tokens."""
+"""Jobs that train output layers, embeddings, copies of modules, rows of tokens, and experts."""
 MICROBATCHES = [
     [(0, 90), (0, 24), (1, 70), (2, 50)], [(0, 20), (1, 81), (2, 40), (2, 99)], [(2, 110), (2, 120)],
     [(1, 30), (1, 87), (2, 111)], [(0, 100), (0, 30), (1, 90), (2, 10)], [(0, 91), (0, 82)], [(0, 200), (1, 200), (2, 50)],
@@ -153,11 +158,12 @@ def attention_by_starts(monkeypatch: Any) -> None:
 
 
 def replay_of(function: Callable[[], None]) -> Callable[[], None]:
-    """Runs it again. As a graph's backward does, its backward reads what it has kept as that is by then, and asks nothing."""
+    """Runs it again. As a graph's backward does, its backward reads what it has kept as that is by then, and asks nothing.
+    A norm would be that of the recording."""
 
     def replay() -> None:
         kept = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept)
-        with kept, mock.patch.object(Prepared, "serve"):
+        with kept, mock.patch.object(Prepared, "serve"), mock.patch.object(ExpertWeights, "norm", None):
             function()
 
     return replay

@@ -1,14 +1,15 @@
 """What jobs train beside low-rank adapters of linear layers, where the owners of tokens are on the device: for CUDA graphs.
 
-Each job's module is given all tokens, and a mask on the device chooses those that are its own. So what is recorded once serves
-any owners. Others' tokens are zeros in what it multiplies: their gradients there are zeros too, whatever they are.
+Experts sort tokens by owners that they read from the device. Of other modules each job's is given all tokens, and a mask on the
+device chooses those that are its own. So what is recorded once serves any owners. Others' tokens are zeros in what is
+multiplied: their gradients there are zeros too, whatever they are.
 
 Shapes: T tokens, N outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from packlora.adapters.norms import NormHandle
 from packlora.adapters.owners import TokenOwners
 from packlora.ops.lora_linear.types import Segment
 
@@ -24,36 +24,60 @@ W = TypeVar("W")
 
 
 class OwnerTable:
-    """The adapter of each token, on the device [T] int32; -1 for tokens without one."""
+    """The owner of each token on the device, int64 [T], as its place among some adapters; their number for all others.
 
-    def __init__(self, total: int, device: torch.device) -> None:
-        self.owners_T = torch.full((total,), -1, dtype=torch.int32, device=device)
+    Args:
+        places: of the adapters, by number.
+    """
+
+    def __init__(self, total: int, places: Mapping[int, int], device: torch.device) -> None:
+        self._places = places
+        self.owners_T = torch.full((total,), len(places), device=device)
 
     def write(self, segments: Sequence[Segment]) -> None:
         """Replace the owners; what runs on the device later reads the new ones."""
-        own = np.full(len(self.owners_T), -1, np.int32)
+        own = np.full(len(self.owners_T), len(self._places))
         for segment in segments:
-            own[segment.rows] = segment.adapter
+            own[segment.rows] = self._places.get(segment.adapter, len(self._places))
         table = torch.from_numpy(own)
         self.owners_T.copy_(table.pin_memory() if self.owners_T.is_cuda else table, non_blocking=True)
 
 
-class KeptNorm:
-    """DoRA's norm [N] of one adapter in a buffer that graphs read. It is computed outside of them, once the adapter changed."""
+def owners_on_device(owners: TokenOwners, numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Owners as OwnerTable has them, in a tensor that holds those of every microbatch. numbers: of the adapters."""
+    moving: Any = owners.moving
+    segments, places = tuple(Segment(*one) for one in owners.segments), {n: at for at, n in enumerate(numbers)}
+    key = (OwnerTable, tuple(numbers))
+    table: OwnerTable = moving.tables(key, segments, lambda: OwnerTable(owners.total, places, device))
+    return table.owners_T
 
-    def __init__(self, norm: NormHandle) -> None:
-        self._norm, self._seen = norm, norm.get()
-        self._kept_N = self._seen.clone()
+
+class KeptNorm:
+    """DoRA's norm of one adapter in a buffer that graphs read. It is computed outside of them, once the adapter changed.
+
+    Args:
+        get: gives the norm: the same tensor while the adapter is what it was.
+    """
+
+    def __init__(self, get: Callable[[], torch.Tensor]) -> None:
+        self._get, self._seen = get, get()
+        self._kept = self._seen.clone()
 
     def get(self) -> torch.Tensor:
         """The norm of the adapter as it was when owners were written last."""
-        return self._kept_N
+        return self._kept
 
     def write(self, segments: Sequence[Segment]) -> None:
         """Bring it up to date."""
-        if (norm_N := self._norm.get()) is not self._seen:
-            self._kept_N.copy_(norm_N)
-            self._seen = norm_N
+        if (norm := self._get()) is not self._seen:
+            self._kept.copy_(norm)
+            self._seen = norm
+
+
+def kept_norm(moving: Any, key: Hashable, get: Callable[[], torch.Tensor]) -> KeptNorm:
+    """The kept norm of what a key names. get: as of KeptNorm."""
+    found: KeptNorm = moving.tables((KeptNorm, key), (), partial(KeptNorm, get))
+    return found
 
 
 @contextmanager
@@ -61,7 +85,7 @@ def _kept_norms(adapters: Iterable[Any], moving: Any) -> Iterator[None]:
     """Let the adapters of embeddings that have a norm read it where it is kept for graphs."""
     norms = {own: own.norm for own in adapters if getattr(own, "norm", None) is not None}
     for own, norm in norms.items():
-        own.norm = moving.tables((KeptNorm, norm.number), (), partial(KeptNorm, norm))
+        own.norm = kept_norm(moving, norm.number, norm.get)
     try:
         yield
     finally:
@@ -88,11 +112,9 @@ def by_moving_owner(
         if not moving.moves:
             (weights,) = here.values()
             return own(weights, x)
-        segments = tuple(Segment(*one) for one in owners.segments)
-        table = moving.tables(OwnerTable, segments, lambda: OwnerTable(owners.total, x.device))
-        y = base()
-        for number, weights in here.items():
-            others_T = table.owners_T != number
+        owners_T, y = owners_on_device(owners, tuple(here), x.device), base()
+        for at, weights in enumerate(here.values()):
+            others_T = owners_T != at
             out = own(weights, x.masked_fill(_beside(others_T, x), 0) if x.is_floating_point() else x)
             y = torch.where(_beside(others_T, out), y, out)
         return y

@@ -62,19 +62,16 @@ class Gradients:
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add those that are there, by as few launches as there can be."""
-        found = [(buffer, grad) for buffer, grad in zip(self._buffers, grads, strict=True) if grad is not None]
-        for alike in (True, False):  # one that lies otherwise would make a launch of each
-            pairs = [pair for pair in found if (pair[0].stride() == pair[1].stride()) == alike]
-            if pairs:
-                into, added = zip(*pairs, strict=True)
-                torch._foreach_add_(into, added)
+        _add([(buffer, grad) for buffer, grad in zip(self._buffers, grads, strict=True) if grad is not None])
 
     def take(self, parameters: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of some parameters, and leave the buffers in those that have one."""
-        found = {self._places[id(one)]: own for one, own in zip(parameters, grads, strict=True) if own is not None}
-        self.add([found.get(at) for at in range(len(self.parameters))])
-        for at in found:
-            self.parameters[at].grad = self._buffers[at]
+        places = [self._places[id(parameter)] for parameter in parameters]
+        found = [(self._buffers[at], grad) for at, grad in zip(places, grads, strict=True) if grad is not None]
+        _add(found)
+        for parameter, at, grad in zip(parameters, places, grads, strict=True):
+            if grad is not None:
+                parameter.grad = self._buffers[at]
 
     def leave(self, reached: Sequence[bool], adapters: Collection[int]) -> None:
         """Leave the buffers in the parameters of these adapters which the backward has reached: so their jobs know."""
@@ -83,6 +80,15 @@ class Gradients:
         ):
             if found and number in adapters:
                 parameter.grad = buffer
+
+
+def _add(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add gradients to their buffers. found: pairs of a buffer and a gradient."""
+    for alike in (True, False):  # one that lies otherwise would make a launch of each
+        pairs = [pair for pair in found if (pair[0].stride() == pair[1].stride()) == alike]
+        if pairs:
+            into, added = zip(*pairs, strict=True)
+            torch._foreach_add_(into, added)
 
 
 class Room:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from packlora.adapters.attach import is_linear
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
@@ -72,6 +73,8 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return f"the weights of quantised layers of {base.form.method} are made where they are read, by their library"
     if not base.storage.can_record:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
+    if not base.storage.is_whole and run.cuda_graphs is not True:
+        return "the base model is cut over several processes; cuda_graphs: true records their messages as well"
     if run.dtype not in ("bfloat16", "float16"):
         return f"attention over samples whose boundaries are on the device is for bfloat16 and float16, not for {run.dtype}"
     if not base.fused_loss or not has_head_loss(base.model):
@@ -87,17 +90,13 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
             return reason
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
-    for job in jobs:
-        if found := why_unfit(job.adapter.spec):
-            return f"job {job.name!r} {found}"
     for job in jobs if len(jobs) > 1 else ():
-        if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
+        if has_two_products(job.adapter.spec):
             return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
     return None
 
 
-def why_unfit(spec: AdapterSpec) -> str | None:
-    """Why a job has no graphs, whatever is beside it."""
-    if (path := spec.parameter) is not None:
-        return f"adapts {path}, whose tokens are sorted by expert and job anew for every microbatch"
-    return None
+def has_two_products(spec: AdapterSpec) -> bool:
+    """Whether an adapter is DoRA with dropout on base products of linear layers, which no kernel computes where owners move."""
+    linears = [own for own in spec.modules.values() if is_linear(own)]
+    return any(own.use_dora and own.dropout and own.base_dropped for own in linears)

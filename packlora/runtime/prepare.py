@@ -164,11 +164,6 @@ def _unstopped(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[Prepare
 
 def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the run cannot train the adapter."""
-    if spec.parameter is not None and run.cuda_graphs is True:
-        raise InputError(
-            f"job {job.name!r} adapts {spec.parameter}, experts or a router, which cuda_graphs: true does not serve in this "
-            "version; leave that out, or name linear layers alone in target_modules"
-        )
     if run.offload_embedding:
         from packlora.base.host_embedding import check_host
 

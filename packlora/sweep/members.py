@@ -128,16 +128,10 @@ class Members:
         )
         items, self.doubts = prepare_more(self.prepared, list(configs), most)
         if self.run.cuda_graphs is True and self._has_graphs:
-            from packlora.runtime.cuda_graphs import why_unfit
+            from packlora.runtime.cuda_graphs import has_two_products
 
             for item in items:
-                if found := why_unfit(item.spec):
-                    raise InputError(
-                        f"job {item.config.name!r} {found}; so there are no CUDA graphs, and cuda_graphs is true"
-                    )
-                if len(there) + len(items) > 1 and any(
-                    own.use_dora and own.dropout and own.base_dropped for own in item.spec.modules.values()
-                ):
+                if len(there) + len(items) > 1 and has_two_products(item.spec):
                     raise InputError(
                         f"job {item.config.name!r}: DoRA with dropout beside other jobs has no CUDA graphs, and cuda_graphs is "
                         "true; set adapter.dora_dropout: low_rank, or lora_dropout: 0"

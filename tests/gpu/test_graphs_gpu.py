@@ -80,9 +80,17 @@ def test_output_layers_embeddings_and_copies_are_as_exact_as_without_graphs(
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
 
 
-@pytest.mark.parametrize("jobs", [("decoder, head",), ("lora", "decoder, head", "dora")], ids=str)
-def test_load_balancing_losses_of_routers_are_recorded(jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts are computed by torch's grouped products. Rounding may send a token to another expert, so the bound is wide."""
+ROUTED = [
+    ("decoder, head",), ("lora", "decoder, head", "dora"), ("experts",), ("experts", "dora experts, head", "lora"), ("router",),
+    ("router", "lora"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("jobs", ROUTED, ids=str)
+def test_models_with_experts_are_recorded_with_their_adapters_and_the_load_balancing_loss(
+    jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are computed by grouped products. Rounding may send a token to another expert, so the bound is wide."""
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     own = graph_runs.JOBS | BESIDE
     kinds = {name: own[name] | {"target_modules": attention + ["lm_head"] * ("head" in name)} for name in jobs}

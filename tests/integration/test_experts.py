@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +32,7 @@ from packlora.export.export import export_adapter
 from packlora.export.merge import merge_adapter
 from packlora.images.proof import check_images
 from packlora.ops.dropout.keys import token_keys
+from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.runtime.prepare import prepare
 
 
@@ -446,11 +446,21 @@ def test_an_adapter_that_comes_later_is_the_one_that_was_there_at_first_and_leav
         detach_one(later, joined.number)
         with others.active(owners[0]):
             assert torch.equal(later(input_ids=ids[None], sample_lengths=(T,)).logits, before)
-    experts, moving = later.model.layers[0].mlp.experts, mock.Mock(moves=True)  # as in a CUDA graph
-    with others.active(TokenOwners(T, ((1, 0, T),), moving=moving)):
+    experts = later.model.layers[0].mlp.experts
+    with others.active(TokenOwners(T, ((1, 0, T),))):
         assert Owned.of(experts, T, ids.device).numbers == []
-    with others.active(TokenOwners(T, ((0, 0, T),), moving=moving)), pytest.raises(RuntimeError, match="cannot follow"):
-        Owned.of(experts, T, ids.device)
+
+
+def test_the_owners_of_experts_tokens_follow_segments_that_move() -> None:
+    """As in a CUDA graph: in one tensor, whose values the next microbatch replaces. The second job has nothing on experts."""
+    model, attached, _, _ = with_adapters("qwen3_moe", {"lora": THREE["lora"]})
+    moving = MovingSegments(T, (0, 1))
+    with attached.active(TokenOwners(T, moving.nominal, moving=moving)):
+        owned = Owned.of(model.model.layers[0].mlp.experts, T, torch.device("cpu"))
+    assert list(owned.numbers) == [0] and owned.count == 2 and owned.owner is not None
+    for own in ([(0, 2, 9)], [(0, 0, 3), (1, 3, T)], [(1, 0, T)]):
+        moving.write(own)
+        assert owned.owner.tolist() == [0 if any(n == 0 and a <= t < b for n, a, b in own) else 1 for t in range(T)]
 
 
 def test_a_run_plans_and_answers_with_adapters_of_experts(base: str, write_rows: Any, tmp_path: Path) -> None:

@@ -113,6 +113,22 @@ def test_load_balancing_losses_train_as_without_graphs(
     assert reached == (jobs != ("dora head", "head"))
 
 
+@pytest.mark.parametrize(
+    ("jobs", "family"),
+    [
+        (("experts", "dora experts, head", "head"), "qwen3_moe"), (("dora experts, head",), "mixtral"),
+        (("router",), "qwen3_moe"), (("experts", "embedding", "dora experts, head"), "gpt_oss"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_adapters_of_experts_and_routers_train_as_without_graphs(
+    jobs: tuple[str, ...], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_runs, "tiny_model", lambda _, **more: tiny_experts(family, **more))
+    with in_float64():
+        agree(jobs, balance=3.0 * (family != "gpt_oss"))
+
+
 def test_a_decoder_that_nothing_is_trained_in_has_no_backward() -> None:
     run = agree(("head", "dora head"))
     assert run.executor._recorder.recorded == 1
@@ -132,9 +148,22 @@ def test_a_backward_that_fails_adds_no_gradient_of_the_output_layer_twice(monkey
     agree(("tokens of both",), told=1)
 
 
-@pytest.mark.parametrize(("where", "value"), [("norm", torch.nan), ("weight", torch.inf), ("B", torch.nan)])
-def test_a_job_that_is_not_finite_changes_no_bit_of_another(where: str, value: float) -> None:
-    jobs = ("copied linear", "dora embedding, head", "copies")
+MODULES = ("copied linear", "dora embedding, head", "copies")
+ON_EXPERTS = ("experts", "head", "dora experts, head")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "where", "value"),
+    [
+        (MODULES, "norm", torch.nan), (MODULES, "weight", torch.inf), (MODULES, "B", torch.nan),
+        (ON_EXPERTS, "A", torch.nan), (ON_EXPERTS, "magnitude", torch.inf),
+    ],
+)  # fmt: skip
+def test_a_job_that_is_not_finite_changes_no_bit_of_another(
+    jobs: tuple[str, ...], where: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if jobs == ON_EXPERTS:
+        monkeypatch.setattr(graph_runs, "tiny_model", lambda _, **more: tiny_experts("qwen3_moe", **more))
     (run, spoilt), (_, whole) = trained(True, jobs, **{where: value}), trained(True, jobs)
     number, mine = len(run.parameters()), sum(len(own.named_parameters()) for own in run.adapters[:2])
     sums = slice(number, number + len(MICROBATCHES))

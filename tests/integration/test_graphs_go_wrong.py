@@ -223,9 +223,11 @@ def test_shapes_share_the_room_for_the_gradient_of_the_hidden_states(run: Run) -
     assert run.executor._room.storage[0].numel() == max(body.shape.tokens for body in bodies) * TINY["hidden_size"]
 
 
-def reason(dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2, family: str = "llama") -> str | None:
+def reason(
+    dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2, family: str = "llama", target: str = "q_proj"
+) -> str | None:
     model = tiny_model(family)
-    config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=["q_proj"])
+    config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=[target])
     spec = resolve(config, model, "a", base_dropped=dora_dropout == "peft")
     job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec))
     base: Any = SimpleNamespace(
@@ -243,6 +245,12 @@ def reason(dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2, fa
 
 def test_dora_with_two_base_products_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'a' is DoRA with dropout" in (reason("peft", monkeypatch) or "")
+
+
+def test_dora_with_dropout_on_an_embedding_has_graphs_since_nothing_of_it_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert reason("peft", monkeypatch, target="embed_tokens") is None
 
 
 def test_linear_attention_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,21 @@ def test_a_run_by_graphs_is_one_without_and_has_its_bits_whatever_becomes_of_it(
     assert same(beside["a"], whole["a"]) and not same(beside["b"], whole["b"])
 
 
+def test_a_run_that_trains_output_layers_and_embeddings_is_one_without_graphs_and_has_its_bits_when_it_is_resumed(
+    tree: Tree, tmp_path: Path
+) -> None:
+    a, b = tree["jobs"]
+    a["adapter"] = {"r": 2, "target_modules": ["lm_head"], "lora_dropout": 0.1, "modules_to_save": ["embed_tokens"]}
+    b["adapter"] = {"r": 2, "target_modules": ["embed_tokens", "lm_head"], "use_dora": True, "lora_dropout": 0}
+    plain, whole = trained(tree, tmp_path / "plain", graphs=False), trained(tree, tmp_path / "whole")
+    for name in "ab":
+        for key, tensor in whole[name].items():
+            torch.testing.assert_close(tensor, plain[name][key], rtol=1e-3, atol=1e-4)
+    trained(tree, tmp_path / "cut", max_steps=2)
+    cut = trained(tree, tmp_path / "cut", resume_from=["a=1"])
+    assert same(cut["a"], whole["a"]) and same(cut["b"], whole["b"])
+
+
 def test_graphs_are_recorded_anew_for_the_jobs_that_have_joined_and_left(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

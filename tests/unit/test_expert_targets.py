@@ -269,7 +269,6 @@ ON_EXPERTS = {"target_modules": [], "target_parameters": EXPERTS}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tensor": ({"parallel": {"tensor": 4}}, "parallel.tensor is 4, but model.layers.0.mlp.experts has 6 experts, .* 2, 3, 6"),
     "both": ({"parallel": {"tensor": 2, "expert": 2}}, "parallel.tensor times parallel.expert is 4, but .* has 6 experts"),
-    "graphs": ({"cuda_graphs": True}, "cuda_graphs: true does not serve"),
 }  # fmt: skip
 
 
