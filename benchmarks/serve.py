@@ -268,15 +268,16 @@ def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
     for tenant in second.models(one.idle, RANK, one.tenants):
         tenant.train(data[0], 1)
     used = second.memory_bytes()
-    until = time.monotonic() + (2 if one.shape == "toy" else IDLE_SECONDS + 10)
-    while time.monotonic() < until:
-        own()  # the service is never without work, or idle models would leave only when nothing runs
+    until = time.monotonic() + (2 if one.shape == "toy" else 3 * IDLE_SECONDS)
+    while second.on_the_base() > one.tenants and time.monotonic() < until:
+        own()  # they leave one by one, beside the tenants that work
     works[IDLE] = own
     row, timings = _timed(works, [OWN, IDLE], one)
     tokens = one.tenants * one.samples * one.tokens * one.steps
     return row | {
         "tokens_per_s": {name: tokens * 1000 / ms for name, ms in row["ms"].items()},
         "rate_ratio": timings.ratio(OWN, IDLE),
+        "left_on_the_base": second.on_the_base() - one.tenants,
         "gib": {"before": before / 2**30, "used": used / 2**30, "idle": second.memory_bytes() / 2**30},
     }
 
@@ -378,8 +379,8 @@ SERVE = Benchmark(
     "installed, a step's samples in one batch. one tenant: seconds per token of a tenant whose rows fill microbatches over "
     "those of `packlora train` by its command, each the median time between ends of steps, the first two left out; a run of "
     "each in turn. idle models: all tenants at once on a service with idle models, over that on one without; they took a step "
-    f"each and were then left alone for {IDLE_SECONDS:.0f} s beside working tenants; gib: memory of tensors on the device (on "
-    "a CPU: of the process) with idle models minus that before they were made. latency datum: from sending a forward_backward "
+    f"each and were then left alone, beside working tenants, until they had left the "
+    f"device (after {IDLE_SECONDS:.0f} s); gib: memory of tensors on the device (on a CPU: of the process) with idle models minus that before they were made. latency datum: from sending a forward_backward "
     "of one sample to its result, median, over the median time of the engine in the benchmark's process for the same rows.",
     [OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE], by_case=True, where="any",
 )  # fmt: skip
