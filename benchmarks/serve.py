@@ -379,8 +379,9 @@ SERVE = Benchmark(
     "installed, a step's samples in one batch. one tenant: seconds per token of a tenant whose rows fill microbatches over "
     "those of `packlora train` by its command, each the median time between ends of steps, the first two left out; a run of "
     "each in turn. idle models: all tenants at once on a service with idle models, over that on one without; they took a step "
-    f"each and were then left alone, beside working tenants, until they had left the "
-    f"device (after {IDLE_SECONDS:.0f} s); gib: memory of tensors on the device (on a CPU: of the process) with idle models minus that before they were made. latency datum: from sending a forward_backward "
-    "of one sample to its result, median, over the median time of the engine in the benchmark's process for the same rows.",
+    f"each and were then left alone, beside working tenants, until they had left the device (after {IDLE_SECONDS:.0f} s); gib: "
+    "memory of tensors on the device (on a CPU: of the process) with idle models minus that before they were made. latency "
+    "datum: from sending a forward_backward of one sample to its result, median, over the median time of the engine in the "
+    "benchmark's process for the same rows.",
     [OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE], by_case=True, where="any",
 )  # fmt: skip
