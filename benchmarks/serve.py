@@ -68,7 +68,7 @@ def serve_cases(options: Options) -> list[Case]:
         return _cases("toy", many, (8, 16), {"tokens": 16, "samples": 4, "steps": 4, "rounds": 1}, 2, (3, 2))
     if options.tiny:
         many = {"tenants": 16, "samples": 4, "steps": 2, "rounds": 3}
-        return _cases("small", many, (64, 250), {"tokens": 256, "samples": 16, "steps": 6, "rounds": 3}, 64, (8, 40))
+        return _cases("small", many, (64, 250), {"tokens": 256, "samples": 16, "steps": 8, "rounds": 2}, 64, (6, 40))
     many = {"tenants": 16, "samples": 4, "steps": 4, "rounds": 2 if options.quick else 5}
     one = {"tokens": 256, "samples": 64, "steps": 14, "rounds": 1 if options.quick else 3}
     return _cases(SHAPE, many, (64, 250), one, 8 if options.quick else 64, (4, 20) if options.quick else (20, 60))
