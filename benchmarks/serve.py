@@ -68,7 +68,7 @@ def serve_cases(options: Options) -> list[Case]:
         return _cases("toy", many, (8, 16), {"tokens": 16, "samples": 4, "steps": 4, "rounds": 1}, 2, (3, 2))
     if options.tiny:
         many = {"tenants": 16, "samples": 4, "steps": 2, "rounds": 3}
-        return _cases("small", many, (64, 250), {"tokens": 256, "samples": 16, "steps": 6, "rounds": 3}, 64, (8, 40))
+        return _cases("small", many, (64, 250), {"tokens": 256, "samples": 16, "steps": 8, "rounds": 2}, 64, (6, 40))
     many = {"tenants": 16, "samples": 4, "steps": 4, "rounds": 2 if options.quick else 5}
     one = {"tokens": 256, "samples": 64, "steps": 14, "rounds": 1 if options.quick else 3}
     return _cases(SHAPE, many, (64, 250), one, 8 if options.quick else 64, (4, 20) if options.quick else (20, 60))
@@ -268,15 +268,16 @@ def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
     for tenant in second.models(one.idle, RANK, one.tenants):
         tenant.train(data[0], 1)
     used = second.memory_bytes()
-    until = time.monotonic() + (2 if one.shape == "toy" else IDLE_SECONDS + 10)
-    while time.monotonic() < until:
-        own()  # the service is never without work, or idle models would leave only when nothing runs
+    until = time.monotonic() + (2 if one.shape == "toy" else 3 * IDLE_SECONDS)
+    while second.on_the_base() > one.tenants and time.monotonic() < until:
+        own()  # they leave one by one, beside the tenants that work
     works[IDLE] = own
     row, timings = _timed(works, [OWN, IDLE], one)
     tokens = one.tenants * one.samples * one.tokens * one.steps
     return row | {
         "tokens_per_s": {name: tokens * 1000 / ms for name, ms in row["ms"].items()},
         "rate_ratio": timings.ratio(OWN, IDLE),
+        "left_on_the_base": second.on_the_base() - one.tenants,
         "gib": {"before": before / 2**30, "used": used / 2**30, "idle": second.memory_bytes() / 2**30},
     }
 
@@ -378,8 +379,9 @@ SERVE = Benchmark(
     "installed, a step's samples in one batch. one tenant: seconds per token of a tenant whose rows fill microbatches over "
     "those of `packlora train` by its command, each the median time between ends of steps, the first two left out; a run of "
     "each in turn. idle models: all tenants at once on a service with idle models, over that on one without; they took a step "
-    f"each and were then left alone for {IDLE_SECONDS:.0f} s beside working tenants; gib: memory of tensors on the device (on "
-    "a CPU: of the process) with idle models minus that before they were made. latency datum: from sending a forward_backward "
-    "of one sample to its result, median, over the median time of the engine in the benchmark's process for the same rows.",
+    f"each and were then left alone, beside working tenants, until they had left the device (after {IDLE_SECONDS:.0f} s); gib: "
+    "memory of tensors on the device (on a CPU: of the process) with idle models minus that before they were made. latency "
+    "datum: from sending a forward_backward of one sample to its result, median, over the median time of the engine in the "
+    "benchmark's process for the same rows.",
     [OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE], by_case=True, where="any",
 )  # fmt: skip

@@ -76,10 +76,17 @@ class Served:
         """Tenants with a new LoRA adapter each, on all linear layers but the output. first: number of the first one."""
         return [Tenant(self, first + number, rank) for number in range(count)]
 
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{self.address}/{path}") as answer:
+            return str(answer.read().decode())
+
+    def on_the_base(self) -> int:
+        """Number of models that have not been put aside."""
+        return int(json.loads(self._get("status"))["models_on_the_base"])
+
     def memory_bytes(self) -> float:
         """Bytes of the device's memory that tensors take; on a CPU, of the process."""
-        with urllib.request.urlopen(f"http://{self.address}/metrics") as answer:
-            found = re.search(r"^packlora_device_bytes (\S+)$", answer.read().decode(), re.MULTILINE)
+        found = re.search(r"^packlora_device_bytes (\S+)$", self._get("metrics"), re.MULTILINE)
         if found and float(found[1]):
             return float(found[1])
         status = Path(f"/proc/{self.process.pid}/status").read_text()

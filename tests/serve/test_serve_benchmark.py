@@ -67,7 +67,7 @@ def test_what_fails_is_no_time(running: tuple[Any, Any]) -> None:
 def test_more_than_one_means_that_all_at_once_is_faster() -> None:
     many = [case(f"tenants {tokens}", what="tenants", key=key) for tokens, key in ((64, "a"), (250, "b"))]
     others = [case("one tenant", what="one"), case("idle models", what="idle"), case("latency datum", what="latency")]
-    measured = [
+    measured: list[dict[str, Any]] = [
         {"over_packlora": {"sequential": 3.0}, "tokens_per_s": {"packlora": 9.0}},
         {"over_packlora": {"sequential": 2.0, "set_adapter": 7.0}, "tokens_per_s": {}},
         {"over_train": 1.02, "tokens_per_s": {"train": 5.0}},
