@@ -219,20 +219,26 @@ def test_a_full_disk_is_waited_for_by_all_ranks(
     two.model(session)
     model = two.model(session, 1)
     promise = two.step(model)
-    said, original = list[str | None](), two.leader.journal.commits
-    two.leader.journal.commits = lambda: (_ for _ in ()).throw(sqlite3.OperationalError("disk is full"))  # type: ignore
+    said, fails = list[str | None](), 2
 
-    def sleep(seconds: float) -> None:
+    def commits() -> None:
+        nonlocal fails
         said.append(two.leader.trouble)
-        two.leader.journal.commits = original  # type: ignore[method-assign]
+        fails -= 1
+        if fails >= 0:
+            raise sqlite3.OperationalError("disk is full")
 
-    monkeypatch.setattr("packlora.serve.core.time.sleep", sleep)
-    while not said:
-        two.worker.turn()
-    monkeypatch.undo()
+    monkeypatch.setattr("packlora.serve.core.RETRY_SECONDS", 0.01)
+    two.leader.journal.commits = commits  # type: ignore[method-assign]
     two.run()
-    assert said == ["the journal cannot be written: disk is full"] and two.leader.trouble is None
+    full = "the journal cannot be written: disk is full"
+    assert said == [None, full, full] and two.leader.trouble is None
     assert two.result(promise)["metrics"]["step"] == 0
+    fails = 1
+    two.worker.commit(lambda db: db.execute("insert into facts values (?, ?)", ("waited", "for")) and None)
+    assert said[3:] == [None, full] and two.leader.journal.fact("waited") == "for" and two.leader.trouble is None
+    with pytest.raises(sqlite3.DatabaseError, match="UNIQUE"):
+        two.worker.commit(lambda db: db.execute("insert into facts values (?, ?)", ("waited", "for")) and None)
     two.end()
 
 

@@ -5,6 +5,7 @@ A model of another rank has a record here, and a lane that passes its requests o
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packlora.errors import ProcessError
+from packlora.errors import ProcessError, reason_of
 from packlora.serve.adapters import Wanted
 from packlora.serve.figures import WINDOW
 from packlora.serve.host import Host
@@ -22,7 +23,7 @@ from packlora.serve.limits import Limits
 from packlora.serve.logs import LOG, log
 from packlora.serve.queue import Lane, Request
 from packlora.serve.ranks.channel import Channel
-from packlora.serve.ranks.remote import answered
+from packlora.serve.ranks.remote import answered, execute
 from packlora.serve.samplers import Samplers
 from packlora.serve.service import Service
 from packlora.serve.slots import Outcome
@@ -153,21 +154,18 @@ class _Samplers(Samplers):
 
     def begin_later(self, promise: str) -> None:
         """See Samplers."""
-        with self.leader.placing:
-            placed = self.placed.get(promise) or self._place(promise)
-        if placed.rank:
-            self.leader.ranks[placed.rank - 1].channel.send("sample", promise=promise)
+        row, sampler = self.rows_of(promise)
+        number = 0
+        if row is not None and sampler is not None:  # else it ends here, with words
+            with self.leader.placing:
+                number = (self.placed.get(promise) or self._place(promise, from_json(row, "payload"), sampler)).rank
+        if number:
+            rows = {"row": dict(row or {}), "sampler": dict(sampler or {})}
+            self.leader.ranks[number - 1].channel.send("sample", promise=promise, **rows)
         else:
             super().begin_later(promise)
 
-    def _place(self, promise: str) -> _Sample:
-        row = self.leader.journal.one("select payload from requests where id = ?", promise)
-        body = {} if row is None or row["payload"] is None else from_json(row, "payload")
-        sampler = self.leader.journal.one(
-            "select model, folder, base from samplers where id = ?", body.get("sampling_session_id")
-        )
-        if sampler is None:  # it ends with words
-            return _Sample(0, 0, "")
+    def _place(self, promise: str, body: Mapping[str, Any], sampler: Mapping[str, Any] | sqlite3.Row) -> _Sample:
         most = body["sampling_params"].get("max_tokens") or self.leader.hosts[sampler["base"]].facts.context
         key = sampler["folder"] or ""
         self._used[key] = time.monotonic()
@@ -290,22 +288,25 @@ class Leader(Service):
         while not rank.is_stopped:
             try:
                 kind, values = rank.channel.read()
+                self._take_message(rank, kind, values)
             except EOFError:
                 self._fail(rank.lost)
                 return
-            self._take_message(rank, kind, values)
+            except Exception as error:
+                self._fail(f"what {rank} has computed cannot be kept: {reason_of(error)}")
+                return
 
     def _take_message(self, rank: Rank, kind: str, values: Mapping[str, Any]) -> None:
         if kind in ("read", "write"):
             answer, found = answered(self, kind, values)
             rank.channel.send(answer, **found)
+        elif kind == "commit":
+            self.commit(lambda db: execute(db, values["statements"]))
         elif kind == "done":
             self._done(rank, values["promises"])
         elif kind == "slot":
             self.loads.add(rank.number, sum(values["by_owner"].values()))
             self.figures.slot(**values)
-        elif kind == "drew":
-            self.figures.drew(**values)
         elif kind == "standing":
             self._take_standing(rank, **values)
         elif kind == "make_room":
@@ -324,8 +325,9 @@ class Leader(Service):
                 self.figures.seconds.labels(found[1].kind).observe(time.monotonic() - found[1].arrived)
         self.tell(promises)
 
-    def _take_standing(self, rank: Rank, models: Mapping[str, list[Any]], samples: int) -> None:
+    def _take_standing(self, rank: Rank, models: Mapping[str, list[Any]], samples: int, drawn: int) -> None:
         rank.samples = samples
+        self.figures.drew(drawn)
         for model, own in models.items():
             tenant = self.tenants.get(model)
             if isinstance(tenant, RemoteTenant):
