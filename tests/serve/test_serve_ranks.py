@@ -57,10 +57,12 @@ class Two(Talk):
 
     def run(self) -> None:
         """Do all that is due, on both ranks."""
+        until = time.monotonic() + 30
         while self.leader.queue.waiting or self.leader.samplers.placed or self.worker.queue.waiting:
             did = [self.leader.turn(), self.worker.turn()]
             if not any(did):
                 time.sleep(0.001)
+            assert time.monotonic() < until, "a result did not come"
         while self.worker.turn() or self.leader.turn():
             pass
 
