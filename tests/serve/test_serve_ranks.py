@@ -21,8 +21,9 @@ from packlora.errors import InputError, ProcessError
 from packlora.serve.host import Host
 from packlora.serve.ranks import meeting
 from packlora.serve.ranks.channel import Channel, packed, unpacked
-from packlora.serve.ranks.leader import Leader, Rank
+from packlora.serve.ranks.leader import Leader
 from packlora.serve.ranks.meeting import Place, gathered, joined, place_of
+from packlora.serve.ranks.records import Rank
 from packlora.serve.ranks.worker import RankService, follow
 from packlora.serve.service import Service
 

@@ -8,74 +8,23 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from packlora.errors import ProcessError, reason_of
 from packlora.serve.adapters import Wanted
-from packlora.serve.figures import WINDOW
 from packlora.serve.host import Host
 from packlora.serve.journal import from_json
 from packlora.serve.limits import Limits
 from packlora.serve.logs import LOG, log
-from packlora.serve.queue import Lane, Request
-from packlora.serve.ranks.channel import Channel
+from packlora.serve.queue import Request
+from packlora.serve.ranks.records import Loads, Rank, RemoteLane, RemoteTenant, number_of, tokens_of
 from packlora.serve.ranks.remote import answered, execute
 from packlora.serve.samplers import Samplers
 from packlora.serve.service import Service
 from packlora.serve.slots import Outcome
-from packlora.serve.tenant import Tenant
-
-PASSED_ON = ("id", "model", "seq", "kind", "payload", "budget", "state", "forward_only")
-"""What another rank gets of a request."""
-
-
-class RemoteTenant(Tenant):
-    """Record of a model that is on another rank."""
-
-    rank = 0
-    is_awake_there = False
-
-    @property
-    def is_on_the_base(self) -> bool:
-        """See Tenant."""
-        return self.is_awake_there
-
-    def take(self, steps: int, losses: Sequence[float], trained_at: float, is_awake: bool) -> None:
-        """Its rank says how it stands."""
-        self.steps, self.trained_at, self.is_awake_there = steps, trained_at, is_awake
-        self.losses = deque(losses, self.losses.maxlen)
-
-
-class RemoteLane(Lane):
-    """Requests of a model that is on another rank. None of them is due here.
-
-    Args:
-        rank: that gets them.
-    """
-
-    def __init__(self, owner: str, model: str, host: str, rank: Rank) -> None:
-        super().__init__(owner, model, host)
-        self.rank = rank
-
-    @property
-    def head(self) -> None:
-        """See Lane."""
-
-    def put(self, request: Request) -> None:
-        """Pass a request on."""
-        self.expect(request)
-        own = {name: getattr(request, name) for name in PASSED_ON}
-        self.rank.channel.send("put", request=own)
-
-    def expect(self, request: Request) -> None:
-        """Count a request until its result comes."""
-        if not request.is_replayed:
-            super().put(request)
-            self.rank.away[request.id] = self, request
 
 
 @dataclass(slots=True)
@@ -85,62 +34,6 @@ class _Sample:
     rank: int
     tokens: int
     key: str
-
-
-@dataclass(eq=False)
-class Rank:
-    """Another rank.
-
-    away: requests without results that it has, by promise, with their lanes. samples: that have not ended there.
-    """
-
-    number: int
-    channel: Channel
-    pid: int = 0
-    device: str = ""
-    away: dict[str, tuple[RemoteLane, Request]] = field(default_factory=dict)
-    samples: int = 0
-    is_stopped: bool = False
-
-    def __str__(self) -> str:
-        return f"rank {self.number} (process {self.pid}{f', {self.device}' if self.device else ''})"
-
-    def ready(self) -> Rank:
-        """Wait until it has loaded the base models. Raises ProcessError where it fails."""
-        while not self.device:
-            try:
-                kind, values = self.channel.read()
-            except EOFError:
-                raise ProcessError(self.lost) from None
-            if kind == "failed":
-                raise ProcessError(f"{self}: {values['reason']}")
-            self.pid, self.device = values.get("pid", self.pid), values.get("device", "")
-        return self
-
-    @property
-    def lost(self) -> str:
-        """What is said where it ends without a word."""
-        return (
-            f"{self} has ended without a word, as a process that was killed does; start again, and the service goes on"
-        )
-
-
-class Loads:
-    """Tokens of the ranks, by which models and samples are placed. Any thread may call it."""
-
-    def __init__(self, ranks: int) -> None:
-        self._recent = [deque[tuple[float, int]]() for _ in range(ranks)]
-
-    def add(self, rank: int, tokens: int) -> None:
-        """A rank has trained so many tokens."""
-        self._recent[rank].append((time.monotonic(), tokens))
-
-    def recent(self, rank: int) -> int:
-        """Tokens that a rank has trained in the last minute."""
-        own, since = self._recent[rank], time.monotonic() - WINDOW
-        while own and own[0][0] < since:
-            own.popleft()
-        return sum(tokens for _, tokens in [*own])
 
 
 class _Samplers(Samplers):
@@ -203,8 +96,8 @@ class Leader(Service):
         """Load of a rank, in the order of what counts: tokens that it has trained in the last minute or is to compute, models,
         and its number."""
         with self.queue.changed:
-            lanes = [lane for lane in self.queue.lanes.values() if _number(lane) == number]
-            waiting = sum(_tokens(request) for lane in lanes for request in lane.requests.values())
+            lanes = [lane for lane in self.queue.lanes.values() if number_of(lane) == number]
+            waiting = sum(tokens_of(request) for lane in lanes for request in lane.requests.values())
         drawn = sum(own.tokens for own in [*self.samplers.placed.values()] if own.rank == number)
         return self.loads.recent(number) + waiting + drawn, len(lanes), number
 
@@ -215,7 +108,7 @@ class Leader(Service):
     def rank_of(self, model: str) -> int:
         """Number of the rank that has a model; 0 where it is over."""
         lane = self.queue.lanes.get(model)
-        return 0 if lane is None else _number(lane)
+        return 0 if lane is None else number_of(lane)
 
     def add_tenant(self, row: Any, host: Host) -> None:
         """See Service: on the rank with the least load."""
@@ -358,14 +251,3 @@ class Leader(Service):
             f"{name}: {models} models, load {tokens}" for name, (tokens, models, _) in zip(names, loads, strict=True)
         ]
         return {"training": found.pop("training")} | found | {"ranks": ranks}
-
-
-def _number(lane: Lane) -> int:
-    return lane.rank.number if isinstance(lane, RemoteLane) else 0
-
-
-def _tokens(request: Request) -> int:
-    """Tokens of a request whose result is not known, where they were counted."""
-    if request.work is None or request.is_replayed:
-        return 0
-    return sum(sample.num_tokens for sample in request.work.samples)
