@@ -158,7 +158,7 @@ class Samplers:
             folder = None if name is None else self.core.stores.sampler_folder(name)
             source = Source(host, sampler["model"], folder, name or "")
             last = body.get("prompt_logprobs_last_n")
-            running = _Promised(self.core, promise, row["owner"], source, request, last)
+            running = Promised(self.core, promise, row["owner"], source, request, last)
             self.enter(request, running, lambda: self.begin_later(promise))
         except sqlite3.Error:
             raise
@@ -359,7 +359,7 @@ class Samplers:
         return None if lane.is_roused else adapter.number
 
 
-class _Promised:
+class Promised:
     """An asample, whose result goes into the journal. last: places of the prompt whose log-probabilities are wanted."""
 
     def __init__(

@@ -7,17 +7,21 @@ import socket
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from serving import NAME, Talk, datum, host_of, leave
+from starlette.testclient import TestClient
 
 from packlora.errors import InputError, ProcessError
+from packlora.serve.app import Keys, application
 from packlora.serve.host import Host
 from packlora.serve.ranks import meeting
 from packlora.serve.ranks.channel import Channel, packed, unpacked
@@ -211,6 +215,60 @@ def test_samples_go_to_the_rank_with_the_least_load(hosts: list[Host], tmp_path:
     two.run()
     drawn = [two.result(promise).sequences[0].tokens for promise in promises]
     assert drawn[0][: 4 * 4] == drawn[1] == drawn[2]
+    two.end()
+
+
+def answers(talk: Talk, bodies: list[dict[str, Any]]) -> list[Any]:
+    """Of the endpoint, asked for at once."""
+    http = TestClient(application(talk.desk, Keys()), headers={"x-api-key": "tml-one"})
+    found: list[Any] = [None] * len(bodies)
+
+    def ask(number: int, body: dict[str, Any]) -> None:
+        found[number] = http.post("/v1/completions", json=body).json()["choices"]
+
+    threads = [threading.Thread(target=ask, args=own) for own in enumerate(bodies)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        talk.service.turn()
+        if isinstance(talk, Two):
+            talk.worker.turn()
+    return found
+
+
+def trained_answers(talk: Talk) -> list[Any]:
+    """A model learns, is saved, and completes a prompt, as does the base model; three times, twice each."""
+    talk.owner = Keys().owner("tml-one")
+    model = talk.model(talk.session())
+    talk.forward_backward(model, [datum(1, 9)])
+    talk.step(model)
+    talk.call(model, "save_weights_for_sampler", path="tuned")
+    talk.run()
+    body = {"prompt": [60, 61, 62], "temperature": 0.8, "logprobs": 2, "echo": True, "max_tokens": 5, "n": 2}
+    return answers(talk, [body | {"model": own, "seed": seed} for seed in range(3) for own in ("tuned", NAME)])
+
+
+def test_answers_of_the_endpoint_are_drawn_on_all_ranks_as_on_one(hosts: list[Host], tmp_path: Path) -> None:
+    states = [tmp_path / "one", tmp_path / "two"]
+    for state in states:
+        state.mkdir()
+    talk, two, sent = Talk(Service({NAME: hosts[0]}, states[0])), Two(hosts, states[1]), Counter[str]()
+    send = two.worker.channel.send
+    two.worker.channel.send = lambda kind, **own: (sent.update([kind]), send(kind, **own))[1]  # type: ignore
+    want, found = trained_answers(talk), trained_answers(two)
+    leave(talk.service)
+    assert sent["tokens"] >= 5, "the other rank has drawn too"
+    for one, other in zip(want, found, strict=True):
+        assert [own["text"] for own in one] == [own["text"] for own in other] and len(other) == 2
+        for at, own in enumerate(one):
+            scores = [np.array(some["logprobs"]["token_logprobs"][1:]) for some in (own, other[at])]
+            assert len(scores[0]) == 7
+            np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5)
+            likeliest = [[sorted(top) for top in some["logprobs"]["top_logprobs"][3:]] for some in (own, other[at])]
+            assert likeliest[0] == likeliest[1] and len(likeliest[0]) == 5 and likeliest[0][0]
+    two.run()
+    wait_for(lambda: two.worker.turn() or not two.worker.samplers._streams)
+    assert not two.leader.samplers._streams and not two.leader.samplers.placed and not two.worker.samplers._streams
     two.end()
 
 

@@ -5,16 +5,19 @@ A model of another rank has a record here, and a lane that passes its requests o
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packlora.engine.sampling import SampleRequest
 from packlora.errors import ProcessError, reason_of
 from packlora.serve.adapters import Wanted
+from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.journal import from_json
 from packlora.serve.limits import Limits
@@ -22,7 +25,8 @@ from packlora.serve.logs import LOG, log
 from packlora.serve.queue import Request
 from packlora.serve.ranks.records import Loads, Rank, RemoteLane, RemoteTenant, number_of, tokens_of
 from packlora.serve.ranks.remote import answered, execute
-from packlora.serve.samplers import Samplers
+from packlora.serve.ranks.streams import request_values, token_from
+from packlora.serve.samplers import Promised, Running, Samplers
 from packlora.serve.service import Service
 from packlora.serve.slots import Outcome
 
@@ -36,12 +40,23 @@ class _Sample:
     key: str
 
 
+@dataclass(slots=True)
+class _Stream:
+    """A request of the endpoint that a rank draws."""
+
+    rank: int
+    running: Running
+
+
 class _Samplers(Samplers):
     """Samples of a service, which are drawn by the ranks with the least load; those of a model as it is, by its own rank."""
 
     def __init__(self, core: Leader) -> None:
         super().__init__(core)
         self.leader = core
+        self._streams: dict[int, _Stream] = {}
+        """Requests of the endpoint, until they leave."""
+        self._keys_of_streams = itertools.count()
         self.placed: dict[str, _Sample] = {}
         """Samples without results, by promise."""
 
@@ -57,6 +72,53 @@ class _Samplers(Samplers):
             self.leader.ranks[number - 1].channel.send("sample", promise=promise, **rows)
         else:
             super().begin_later(promise)
+
+    # --- samples of the endpoint -------------------------------------------------------------------------------------------
+
+    def enter(self, request: SampleRequest, running: Running, again: Callable[[], None]) -> None:
+        """See Samplers. What is of the endpoint may be drawn by another rank."""
+        if isinstance(running, Promised) or any(own.running is running for own in self._streams.values()):
+            super().enter(request, running, again)
+            return
+        with self.leader.placing:
+            key, number = next(self._keys_of_streams), self.leader.least()
+            self._streams[key] = _Stream(number, running)
+            most = request.max_tokens or running.source.host.facts.context
+            self.placed[f"stream {key}"] = _Sample(number, most * request.num_samples, running.source.key)
+        if number == 0:
+            super().enter(request, running, again)
+            return
+        source = running.source
+        self.leader.ranks[number - 1].channel.send(
+            "stream", key=key, owner=running.owner, base=source.host.facts.name, name=source.key,
+            folder=None if source.folder is None else str(source.folder), request=request_values(request),
+        )  # fmt: skip
+
+    def leave(self, running: Running) -> None:
+        """See Samplers."""
+        for key, own in [*self._streams.items()]:
+            if own.running is running:
+                self._forget(key)
+                if own.rank:
+                    self.leader.ranks[own.rank - 1].channel.send("leave", key=key)
+        super().leave(running)
+
+    def _forget(self, key: int) -> None:
+        self._streams.pop(key, None)
+        self.placed.pop(f"stream {key}", None)
+
+    def take_tokens(self, tokens: Sequence[Sequence[Any]]) -> None:
+        """Another rank has drawn tokens of streams, each with the stream's key."""
+        for key, *values in tokens:
+            if (own := self._streams.get(key)) is not None:
+                own.running.take(token_from(values))
+
+    def refuse(self, key: int, text: str, category: str) -> None:
+        """Another rank does not draw a stream."""
+        if (own := self._streams.get(key)) is not None:
+            own.running.fail(Failed(text, category))
+
+    # --- where samples are drawn -------------------------------------------------------------------------------------------
 
     def _place(self, promise: str, body: Mapping[str, Any], sampler: Mapping[str, Any] | sqlite3.Row) -> _Sample:
         most = body["sampling_params"].get("max_tokens") or self.leader.hosts[sampler["base"]].facts.context
@@ -200,6 +262,10 @@ class Leader(Service):
         elif kind == "slot":
             self.loads.add(rank.number, sum(values["by_owner"].values()))
             self.figures.slot(**values)
+        elif kind == "tokens":
+            self.samplers.take_tokens(**values)
+        elif kind == "refuse":
+            self.samplers.refuse(**values)
         elif kind == "standing":
             self._take_standing(rank, **values)
         elif kind == "make_room":

@@ -21,7 +21,8 @@ from packlora.serve.limits import Limits
 from packlora.serve.queue import Request
 from packlora.serve.ranks.channel import Channel
 from packlora.serve.ranks.remote import ANSWERS, LOST, Recorder, RemoteFigures, RemoteJournal
-from packlora.serve.samplers import Samplers
+from packlora.serve.ranks.streams import Streamed, request_from
+from packlora.serve.samplers import Samplers, Source
 from packlora.serve.service import Service
 from packlora.serve.stores import Write
 from packlora.serve.tenant import Tenant
@@ -36,12 +37,43 @@ class _Samplers(Samplers):
     def __init__(self, core: RankService) -> None:
         super().__init__(core)
         self._channel = core.channel
+        self._streams: dict[int, Streamed] = {}
+        self._tokens: list[list[Any]] = []
+        """Tokens of streams that were not sent."""
         self.given: dict[str, tuple[Any, Any]] = {}
         """Rows of asamples without results, by promise, as rank 0 has sent them."""
 
     def rows_of(self, promise: str) -> tuple[Any, Any]:
         """See Samplers."""
         return self.given.get(promise) or super().rows_of(promise)
+
+    # --- samples of the endpoint -------------------------------------------------------------------------------------------
+
+    def stream(self, key: int, owner: str, base: str, folder: str | None, name: str, request: dict[str, Any]) -> None:
+        """Draw a request of rank 0. folder, name: of its snapshot; see Source."""
+        wanted = request_from(request)
+        source = Source(self.core.hosts[base], None, None if folder is None else Path(folder), name)
+        running = Streamed(self._channel, key, owner, source, wanted.num_samples, self._tokens)
+        self._streams[key] = running
+
+        def enter() -> None:
+            if key in self._streams:
+                self.enter(wanted, running, enter)
+
+        enter()
+
+    def leave_stream(self, key: int) -> None:
+        """Rank 0 wants no more of a request, or all of it is drawn."""
+        if (running := self._streams.pop(key, None)) is not None:
+            self.leave(running)
+
+    def step(self, host: Host) -> bool:
+        """See Samplers."""
+        did = super().step(host)
+        if self._tokens:
+            self._channel.send("tokens", tokens=self._tokens)
+            self._tokens.clear()
+        return did
 
     def make_room(self, owner: str) -> None:
         """See Samplers."""
@@ -73,6 +105,7 @@ class RankService(Service):
         self._samples_told, self._told_at = 0, 0.0
         self._handlers: dict[str, Callable[..., None]] = {
             "open": self._open, "put": self._put, "close": self.close_model, "sample": self._sample,
+            "stream": self.samplers.stream, "leave": self.samplers.leave_stream,
         }  # fmt: skip
 
     def _open_journal(self) -> RemoteJournal:
