@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from serving import NAME, Talk, datum, host_of, leave
+from seeds import SOAK
+from serving import NAME, Killed, Talk, datum, host_of, leave
 from starlette.testclient import TestClient
+from test_serve_journal import Story, same, told
 
 from packlora.errors import InputError, ProcessError
+from packlora.serve import tenant
 from packlora.serve.app import Keys, application
 from packlora.serve.host import Host
 from packlora.serve.ranks import meeting
@@ -49,6 +52,7 @@ class Two(Talk):
         self.worker.start = lambda: None  # type: ignore[method-assign]
         self.follower = threading.Thread(target=self._follow, daemon=True)
         self.ended: BaseException | None = None
+        self.is_dead = False
         super().__init__(leader := Leader({NAME: hosts[0]}, state, [self.rank]))
         self.leader = leader
         self.follower.start()
@@ -64,12 +68,28 @@ class Two(Talk):
         """Do all that is due, on both ranks."""
         until = time.monotonic() + 30
         while self.leader.queue.waiting or self.leader.samplers.placed or self.worker.queue.waiting:
+            if self.is_dead:
+                raise Killed
             did = [self.leader.turn(), self.worker.turn()]
             if not any(did):
                 time.sleep(0.001)
             assert time.monotonic() < until, "a result did not come"
         while self.worker.turn() or self.leader.turn():
             pass
+
+    def die_at(self, write: int) -> None:
+        """Let both processes end at this write of the journal, before it is committed."""
+        left = write
+
+        def commits() -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                self.is_dead = True
+                cut_off(self.rank.channel)
+                raise Killed
+
+        self.leader.journal.commits = commits  # type: ignore[method-assign]
 
     def end(self) -> None:
         self.rank.channel.send("stop")
@@ -166,6 +186,31 @@ def _check_same(found: list[dict[str, Any]]) -> None:
     assert found[0] == found[1]
     for own, want in zip(*tensors, strict=True):
         assert own.keys() == want.keys() and all(torch.equal(own[name], want[name]) for name in want)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_end_of_two_ranks_at_any_write_changes_no_bit_of_what_one_process_does_next(
+    hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant, "SNAPSHOT_TOKENS", 100)
+    whole = told(hosts[0], tmp_path / "whole")
+    for write in range(1, 42) if SOAK else (14, 22, 30, 38):
+        state = tmp_path / str(write)
+        state.mkdir()
+        two = Two(hosts, state)
+        two.die_at(write)
+        with pytest.raises((Killed, ProcessError)):
+            Story(two).tell()
+        two.follower.join(10)
+        for service in (two.leader, two.worker):
+            leave(service)
+        two.leader.journal.close()
+        again = told(hosts[1], state)
+        assert again.results.keys() == whole.results.keys()
+        for name, found in again.results.items():
+            same(found, whole.results[name], (write, name))
+        for own, want in zip(again.tensors, whole.tensors, strict=True):
+            assert all(torch.equal(own[name], want[name]) for name in want), write
 
 
 def test_a_request_that_comes_with_the_journal_too_is_done_once(hosts: list[Host], tmp_path: Path) -> None:
