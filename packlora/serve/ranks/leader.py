@@ -23,7 +23,7 @@ from packlora.serve.journal import from_json
 from packlora.serve.limits import Limits
 from packlora.serve.logs import LOG, log
 from packlora.serve.queue import Request
-from packlora.serve.ranks.records import Loads, Rank, RemoteLane, RemoteTenant, number_of, tokens_of
+from packlora.serve.ranks.records import Rank, Recent, RemoteLane, RemoteTenant, number_of, waiting_tokens
 from packlora.serve.ranks.remote import answered, execute
 from packlora.serve.ranks.streams import request_values, token_from
 from packlora.serve.samplers import Promised, Running, Samplers
@@ -145,7 +145,8 @@ class Leader(Service):
         self, hosts: Mapping[str, Host], state: Path, ranks: Sequence[Rank], limits: Limits | None = None,
         max_wait: float = 0.0,
     ) -> None:  # fmt: skip
-        self.ranks, self.loads, self.placing = ranks, Loads(1 + len(ranks)), threading.RLock()
+        self.ranks, self.placing = ranks, threading.RLock()
+        self.recent = [Recent() for _ in range(1 + len(ranks))]
         self._readers = [threading.Thread(target=self._read_all, args=(rank,), daemon=True) for rank in ranks]
         super().__init__(hosts, state, limits, max_wait)
 
@@ -154,18 +155,22 @@ class Leader(Service):
 
     # --- placing -----------------------------------------------------------------------------------------------------------
 
-    def load(self, number: int) -> tuple[int, int, int]:
-        """Load of a rank, in the order of what counts: tokens that it has trained in the last minute or is to compute, models,
-        and its number."""
+    def loads(self) -> list[tuple[int, int]]:
+        """Load of each rank, in the order of what counts: tokens that it has trained in the last minute or is to compute, and
+        its models."""
+        tokens, models = [own.tokens for own in self.recent], [0] * len(self.recent)
         with self.queue.changed:
-            lanes = [lane for lane in self.queue.lanes.values() if number_of(lane) == number]
-            waiting = sum(tokens_of(request) for lane in lanes for request in lane.requests.values())
-        drawn = sum(own.tokens for own in [*self.samplers.placed.values()] if own.rank == number)
-        return self.loads.recent(number) + waiting + drawn, len(lanes), number
+            for lane in self.queue.lanes.values():
+                tokens[number_of(lane)] += waiting_tokens(lane)
+                models[number_of(lane)] += 1
+        for sample in [*self.samplers.placed.values()]:
+            tokens[sample.rank] += sample.tokens
+        return list(zip(tokens, models, strict=True))
 
     def least(self) -> int:
-        """Number of the rank with the least load."""
-        return min(range(1 + len(self.ranks)), key=self.load)
+        """Number of the rank with the least load, the first of several."""
+        loads = self.loads()
+        return loads.index(min(loads))
 
     def rank_of(self, model: str) -> int:
         """Number of the rank that has a model; 0 where it is over."""
@@ -260,7 +265,7 @@ class Leader(Service):
         elif kind == "done":
             self._done(rank, values["promises"])
         elif kind == "slot":
-            self.loads.add(rank.number, sum(values["by_owner"].values()))
+            self.recent[rank.number].add(sum(values["by_owner"].values()))
             self.figures.slot(**values)
         elif kind == "tokens":
             self.samplers.take_tokens(**values)
@@ -301,7 +306,7 @@ class Leader(Service):
         super().tell(promises)
 
     def _take(self, outcome: Outcome) -> None:
-        self.loads.add(0, sum(outcome.tokens.values()))
+        self.recent[0].add(sum(outcome.tokens.values()))
         super()._take(outcome)
 
     @property
@@ -312,8 +317,8 @@ class Leader(Service):
         """See Core, with a line a rank."""
         found = super().status(owner)
         names = [f"rank 0 ({next(iter(self.hosts.values())).device})", *map(str, self.ranks)]
-        loads = [self.load(number) for number in range(len(names))]
         ranks = [
-            f"{name}: {models} models, load {tokens}" for name, (tokens, models, _) in zip(names, loads, strict=True)
+            f"{name}: {models} models, load {tokens}"
+            for name, (tokens, models) in zip(names, self.loads(), strict=True)
         ]
         return {"training": found.pop("training")} | found | {"ranks": ranks}

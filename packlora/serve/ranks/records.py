@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,10 @@ from packlora.serve.tenant import Tenant
 
 PASSED_ON = ("id", "model", "seq", "kind", "payload", "budget", "state", "forward_only")
 """What another rank gets of a request."""
+
+
+BYTES_OF_A_TOKEN = 16
+"""Bytes of a token in a request: its id, its target's, and a weight."""
 
 
 class RemoteTenant(Tenant):
@@ -100,30 +105,34 @@ class Rank:
         )
 
 
-class Loads:
-    """Tokens of the ranks, by which models and samples are placed. Any thread may call it."""
+class Recent:
+    """Tokens that a rank has trained in the last minute. Any thread may call it."""
 
-    def __init__(self, ranks: int) -> None:
-        self._recent = [deque[tuple[float, int]]() for _ in range(ranks)]
+    def __init__(self) -> None:
+        self._own, self._total, self._lock = deque[tuple[float, int]](), 0, threading.Lock()
 
-    def add(self, rank: int, tokens: int) -> None:
-        """A rank has trained so many tokens."""
-        self._recent[rank].append((time.monotonic(), tokens))
+    def add(self, tokens: int) -> None:
+        """The rank has trained so many."""
+        with self._lock:
+            self._own.append((time.monotonic(), tokens))
+            self._total += tokens
 
-    def recent(self, rank: int) -> int:
-        """Tokens that a rank has trained in the last minute."""
-        own, since = self._recent[rank], time.monotonic() - WINDOW
-        while own and own[0][0] < since:
-            own.popleft()
-        return sum(tokens for _, tokens in [*own])
+    @property
+    def tokens(self) -> int:
+        """How many they are."""
+        since = time.monotonic() - WINDOW
+        with self._lock:
+            while self._own and self._own[0][0] < since:
+                self._total -= self._own.popleft()[1]
+            return self._total
 
 
 def number_of(lane: Lane) -> int:
+    """Number of the rank that has a lane's model."""
     return lane.rank.number if isinstance(lane, RemoteLane) else 0
 
 
-def tokens_of(request: Request) -> int:
-    """Tokens of a request whose result is not known, where they were counted."""
-    if request.work is None or request.is_replayed:
-        return 0
-    return sum(sample.num_tokens for sample in request.work.samples)
+def waiting_tokens(lane: Lane) -> int:
+    """About how many tokens wait in a lane, by the bytes of its requests."""
+    waiting = sum(len(request.payload) for request in lane.requests.values() if not request.is_replayed)
+    return waiting // BYTES_OF_A_TOKEN
