@@ -22,9 +22,11 @@ from serving import NAME, Killed, Talk, datum, host_of, leave
 from starlette.testclient import TestClient
 from test_serve_journal import Story, same, told
 
+from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.errors import InputError, ProcessError
 from packlora.serve import tenant
 from packlora.serve.app import Keys, application
+from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.ranks import meeting
 from packlora.serve.ranks.channel import Channel, packed, unpacked
@@ -32,6 +34,7 @@ from packlora.serve.ranks.leader import Leader
 from packlora.serve.ranks.meeting import Place, gathered, joined, place_of
 from packlora.serve.ranks.records import Rank
 from packlora.serve.ranks.worker import RankService, follow
+from packlora.serve.samplers import Source
 from packlora.serve.service import Service
 
 DORA = {"rank": 7, "seed": 2, "use_dora": True, "lora_dropout": 0.2}
@@ -314,6 +317,37 @@ def test_answers_of_the_endpoint_are_drawn_on_all_ranks_as_on_one(hosts: list[Ho
     two.run()
     wait_for(lambda: two.worker.turn() or not two.worker.samplers._streams)
     assert not two.leader.samplers._streams and not two.leader.samplers.placed and not two.worker.samplers._streams
+    two.end()
+
+
+class Asked:
+    """A request of the endpoint; see samplers.Running."""
+
+    def __init__(self, source: Source) -> None:
+        self.owner, self.source, self.tokens, self.why = "owner", source, list[SampledToken](), ""
+
+    def take(self, token: SampledToken) -> bool:
+        self.tokens.append(token)
+        return False
+
+    def fail(self, why: Failed) -> None:
+        self.why = f"{why.category}: {why.text}"
+
+
+def test_streams_of_another_rank_end_where_they_are_left_or_refused(hosts: list[Host], tmp_path: Path) -> None:
+    two = Two(hosts, tmp_path)
+    two.leader.recent[0].add(1000)  # so that the other rank has the least load
+    request, samplers = SampleRequest((60, 61, 62), max_tokens=200, temperature=0.0), two.leader.samplers
+    left, refused = Asked(Source(hosts[0])), Asked(Source(hosts[0], None, tmp_path / "gone", "gone"))
+    for asked in (left, refused):
+        samplers.enter(request, asked, lambda: None)
+    assert two.leader.loads()[1][0] == 400, "tokens that are to be drawn"
+    wait_for(lambda: two.worker.turn() and bool(left.tokens) and bool(refused.why))
+    assert refused.why.startswith("server: ") and "gone" in refused.why and hosts[1].samples == 1
+    for asked in (left, refused):
+        samplers.leave(asked)
+    wait_for(lambda: not two.worker.turn())
+    assert hosts[1].samples == 0 and not two.worker.samplers._streams and two.leader.loads()[1][0] == 0
     two.end()
 
 
