@@ -136,7 +136,8 @@ def _service(hosts: Mapping[str, Host], state: Path, max_wait: float, channels: 
 
     if not channels:
         return Service(hosts, state, max_wait=max_wait)
-    from packlora.serve.ranks.leader import Leader, Rank
+    from packlora.serve.ranks.leader import Leader
+    from packlora.serve.ranks.records import Rank
 
     ranks = [Rank(number, channels[number]).ready() for number in sorted(channels)]
     return Leader(hosts, state, ranks, max_wait=max_wait)

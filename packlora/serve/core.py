@@ -51,8 +51,13 @@ class Core:
         """What was promised, and where results are written."""
         return Journal(self.state / "journal.db")
 
-    def commit(self, write: Write) -> None:
-        """Write results. A disk that is full is waited for: results in memory are not lost."""
+    def commit(self, write: Write, waits: bool = True) -> None:
+        """Write results. A disk that is full is waited for: results in memory are not lost.
+
+        Args:
+            waits: whether they have to be written when it returns. If not, another rank than 0 goes on; they are written before
+                anybody sees them.
+        """
         while True:
             try:
                 with self.journal.write(flush=False) as db:

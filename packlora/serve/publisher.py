@@ -68,7 +68,7 @@ class Publisher(Core):
                         unloaded.append(lane)
         new = [own for own in results if not own[1].is_replayed]
         if new or snapshots:
-            self.commit(lambda db: _write(db, new, snapshots, also))
+            self.commit(lambda db: _write(db, new, snapshots, also), waits=bool(snapshots))
         for model, seq in snapshots.items():
             tenant = self.tenants[model]
             if tenant.snapshot is not None and tenant.snapshot != seq:

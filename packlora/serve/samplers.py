@@ -145,12 +145,10 @@ class Samplers:
 
     def begin(self, promise: str) -> None:
         """Begin an asample of the journal, unless it is done."""
-        journal = self.core.journal
-        row = journal.one("select * from requests where id = ?", promise)
+        row, sampler = self.rows_of(promise)
         if row is None or row["state"] != "waiting":
             return
         body = json.loads(row["payload"])
-        sampler = journal.one("select * from samplers where id = ?", body["sampling_session_id"])
         try:
             if sampler is None or sampler["state"] != "open":
                 raise Failed("sampling_session_id: the sampling session is over; make another one")
@@ -160,12 +158,20 @@ class Samplers:
             folder = None if name is None else self.core.stores.sampler_folder(name)
             source = Source(host, sampler["model"], folder, name or "")
             last = body.get("prompt_logprobs_last_n")
-            running = _Promised(self.core, promise, row["owner"], source, request, last)
+            running = Promised(self.core, promise, row["owner"], source, request, last)
             self.enter(request, running, lambda: self.begin_later(promise))
         except sqlite3.Error:
             raise
         except Exception as error:
             _finish(self.core, promise, _failed(error))
+
+    def rows_of(self, promise: str) -> tuple[sqlite3.Row | None, sqlite3.Row | None]:
+        """An asample of the journal, and its sampling session."""
+        row, journal = self.core.journal.one("select * from requests where id = ?", promise), self.core.journal
+        if row is None or row["payload"] is None:
+            return row, None
+        sampler = json.loads(row["payload"])["sampling_session_id"]
+        return row, journal.one("select * from samplers where id = ?", sampler)
 
     def enter(self, request: SampleRequest, running: Running, again: Callable[[], None]) -> None:
         """Let the samples of a request run once there is room. Where its adapter is not ready then, the request is forgotten,
@@ -357,7 +363,7 @@ class Samplers:
         return None if lane.is_roused else adapter.number
 
 
-class _Promised:
+class Promised:
     """An asample, whose result goes into the journal. last: places of the prompt whose log-probabilities are wanted."""
 
     def __init__(
@@ -429,5 +435,5 @@ def _failed(error: Exception) -> Failed:
 
 
 def _finish(core: Core, promise: str, found: bytes | Failed) -> None:
-    core.commit(lambda db: set_result(db, promise, *result_bytes(found)))
+    core.commit(lambda db: set_result(db, promise, *result_bytes(found)), waits=False)
     core.tell([promise])

@@ -7,23 +7,34 @@ import socket
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from serving import NAME, Talk, datum, host_of, leave
+from seeds import SOAK
+from serving import NAME, Killed, Talk, datum, host_of, leave
+from starlette.testclient import TestClient
+from test_serve_journal import Story, same, told
 
+from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.errors import InputError, ProcessError
+from packlora.serve import tenant
+from packlora.serve.app import Keys, application
+from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.ranks import meeting
 from packlora.serve.ranks.channel import Channel, packed, unpacked
-from packlora.serve.ranks.leader import Leader, Rank
+from packlora.serve.ranks.leader import Leader
 from packlora.serve.ranks.meeting import Place, gathered, joined, place_of
+from packlora.serve.ranks.records import Rank
 from packlora.serve.ranks.worker import RankService, follow
+from packlora.serve.samplers import Source
 from packlora.serve.service import Service
 
 DORA = {"rank": 7, "seed": 2, "use_dora": True, "lora_dropout": 0.2}
@@ -44,6 +55,7 @@ class Two(Talk):
         self.worker.start = lambda: None  # type: ignore[method-assign]
         self.follower = threading.Thread(target=self._follow, daemon=True)
         self.ended: BaseException | None = None
+        self.is_dead = False
         super().__init__(leader := Leader({NAME: hosts[0]}, state, [self.rank]))
         self.leader = leader
         self.follower.start()
@@ -57,12 +69,30 @@ class Two(Talk):
 
     def run(self) -> None:
         """Do all that is due, on both ranks."""
+        until = time.monotonic() + 30
         while self.leader.queue.waiting or self.leader.samplers.placed or self.worker.queue.waiting:
+            if self.is_dead:
+                raise Killed
             did = [self.leader.turn(), self.worker.turn()]
             if not any(did):
                 time.sleep(0.001)
+            assert time.monotonic() < until, "a result did not come"
         while self.worker.turn() or self.leader.turn():
             pass
+
+    def die_at(self, write: int) -> None:
+        """Let both processes end at this write of the journal, before it is committed."""
+        left = write
+
+        def commits() -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                self.is_dead = True
+                cut_off(self.rank.channel)
+                raise Killed
+
+        self.leader.journal.commits = commits  # type: ignore[method-assign]
 
     def end(self) -> None:
         self.rank.channel.send("stop")
@@ -129,7 +159,7 @@ def test_two_ranks_give_each_model_the_bits_of_one_process_and_any_number_goes_o
             standing = talk.leader.status()
             assert standing["models_on_the_base"] == 2 and [own["steps"] for own in standing["training"]] == [3, 3]
             assert standing["ranks"][1].startswith("rank 1 (process 7, cpu): 1 models, load ")
-            assert sum(talk.leader.loads.recent(number) > 0 for number in (0, 1)) == 2
+            assert all(own.tokens > 0 for own in talk.leader.recent)
             talk.end()
             assert talk.ended is None and talk.leader.failure is None
         else:
@@ -159,6 +189,31 @@ def _check_same(found: list[dict[str, Any]]) -> None:
     assert found[0] == found[1]
     for own, want in zip(*tensors, strict=True):
         assert own.keys() == want.keys() and all(torch.equal(own[name], want[name]) for name in want)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_end_of_two_ranks_at_any_write_changes_no_bit_of_what_one_process_does_next(
+    hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant, "SNAPSHOT_TOKENS", 100)
+    whole = told(hosts[0], tmp_path / "whole")
+    for write in range(1, 49) if SOAK else (14, 24, 34, 44):
+        state = tmp_path / str(write)
+        state.mkdir()
+        two = Two(hosts, state)
+        two.die_at(write)
+        with pytest.raises((Killed, ProcessError)):
+            Story(two).tell()
+        two.follower.join(10)
+        for service in (two.leader, two.worker):
+            leave(service)
+        two.leader.journal.close()
+        again = told(hosts[1], state)
+        assert again.results.keys() == whole.results.keys()
+        for name, found in again.results.items():
+            same(found, whole.results[name], (write, name))
+        for own, want in zip(again.tensors, whole.tensors, strict=True):
+            assert all(torch.equal(own[name], want[name]) for name in want), write
 
 
 def test_a_request_that_comes_with_the_journal_too_is_done_once(hosts: list[Host], tmp_path: Path) -> None:
@@ -211,6 +266,91 @@ def test_samples_go_to_the_rank_with_the_least_load(hosts: list[Host], tmp_path:
     two.end()
 
 
+def answers(talk: Talk, bodies: list[dict[str, Any]]) -> list[Any]:
+    """Of the endpoint, asked for at once."""
+    http = TestClient(application(talk.desk, Keys()), headers={"x-api-key": "tml-one"})
+    found: list[Any] = [None] * len(bodies)
+
+    def ask(number: int, body: dict[str, Any]) -> None:
+        found[number] = http.post("/v1/completions", json=body).json()["choices"]
+
+    threads = [threading.Thread(target=ask, args=own) for own in enumerate(bodies)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        talk.service.turn()
+        if isinstance(talk, Two):
+            talk.worker.turn()
+    return found
+
+
+def trained_answers(talk: Talk) -> list[Any]:
+    """A model learns, is saved, and completes a prompt, as does the base model; three times, twice each."""
+    talk.owner = Keys().owner("tml-one")
+    model = talk.model(talk.session())
+    talk.forward_backward(model, [datum(1, 9)])
+    talk.step(model)
+    talk.call(model, "save_weights_for_sampler", path="tuned")
+    talk.run()
+    body = {"prompt": [60, 61, 62], "temperature": 0.8, "logprobs": 2, "echo": True, "max_tokens": 5, "n": 2}
+    return answers(talk, [body | {"model": own, "seed": seed} for seed in range(3) for own in ("tuned", NAME)])
+
+
+def test_answers_of_the_endpoint_are_drawn_on_all_ranks_as_on_one(hosts: list[Host], tmp_path: Path) -> None:
+    states = [tmp_path / "one", tmp_path / "two"]
+    for state in states:
+        state.mkdir()
+    talk, two, sent = Talk(Service({NAME: hosts[0]}, states[0])), Two(hosts, states[1]), Counter[str]()
+    send = two.worker.channel.send
+    two.worker.channel.send = lambda kind, **own: (sent.update([kind]), send(kind, **own))[1]  # type: ignore
+    want, found = trained_answers(talk), trained_answers(two)
+    leave(talk.service)
+    assert sent["tokens"] >= 5, "the other rank has drawn too"
+    for one, other in zip(want, found, strict=True):
+        assert [own["text"] for own in one] == [own["text"] for own in other] and len(other) == 2
+        for at, own in enumerate(one):
+            scores = [np.array(some["logprobs"]["token_logprobs"][1:]) for some in (own, other[at])]
+            assert len(scores[0]) == 7
+            np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5)
+            likeliest = [[sorted(top) for top in some["logprobs"]["top_logprobs"][3:]] for some in (own, other[at])]
+            assert likeliest[0] == likeliest[1] and len(likeliest[0]) == 5 and likeliest[0][0]
+    two.run()
+    wait_for(lambda: two.worker.turn() or not two.worker.samplers._streams)
+    assert not two.leader.samplers._streams and not two.leader.samplers.placed and not two.worker.samplers._streams
+    two.end()
+
+
+class Asked:
+    """A request of the endpoint; see samplers.Running."""
+
+    def __init__(self, source: Source) -> None:
+        self.owner, self.source, self.tokens, self.why = "owner", source, list[SampledToken](), ""
+
+    def take(self, token: SampledToken) -> bool:
+        self.tokens.append(token)
+        return False
+
+    def fail(self, why: Failed) -> None:
+        self.why = f"{why.category}: {why.text}"
+
+
+def test_streams_of_another_rank_end_where_they_are_left_or_refused(hosts: list[Host], tmp_path: Path) -> None:
+    two = Two(hosts, tmp_path)
+    two.leader.recent[0].add(1000)  # so that the other rank has the least load
+    request, samplers = SampleRequest((60, 61, 62), max_tokens=200, temperature=0.0), two.leader.samplers
+    left, refused = Asked(Source(hosts[0])), Asked(Source(hosts[0], None, tmp_path / "gone", "gone"))
+    for asked in (left, refused):
+        samplers.enter(request, asked, lambda: None)
+    assert two.leader.loads()[1][0] == 400, "tokens that are to be drawn"
+    wait_for(lambda: two.worker.turn() and bool(left.tokens) and bool(refused.why))
+    assert refused.why.startswith("server: ") and "gone" in refused.why and hosts[1].samples == 1
+    for asked in (left, refused):
+        samplers.leave(asked)
+    wait_for(lambda: not two.worker.turn())
+    assert hosts[1].samples == 0 and not two.worker.samplers._streams and two.leader.loads()[1][0] == 0
+    two.end()
+
+
 def test_a_full_disk_is_waited_for_by_all_ranks(
     hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,20 +359,26 @@ def test_a_full_disk_is_waited_for_by_all_ranks(
     two.model(session)
     model = two.model(session, 1)
     promise = two.step(model)
-    said, original = list[str | None](), two.leader.journal.commits
-    two.leader.journal.commits = lambda: (_ for _ in ()).throw(sqlite3.OperationalError("disk is full"))  # type: ignore
+    said, fails = list[str | None](), 2
 
-    def sleep(seconds: float) -> None:
+    def commits() -> None:
+        nonlocal fails
         said.append(two.leader.trouble)
-        two.leader.journal.commits = original  # type: ignore[method-assign]
+        fails -= 1
+        if fails >= 0:
+            raise sqlite3.OperationalError("disk is full")
 
-    monkeypatch.setattr("packlora.serve.core.time.sleep", sleep)
-    while not said:
-        two.worker.turn()
-    monkeypatch.undo()
+    monkeypatch.setattr("packlora.serve.core.RETRY_SECONDS", 0.01)
+    two.leader.journal.commits = commits  # type: ignore[method-assign]
     two.run()
-    assert said == ["the journal cannot be written: disk is full"] and two.leader.trouble is None
+    full = "the journal cannot be written: disk is full"
+    assert said == [None, full, full] and two.leader.trouble is None
     assert two.result(promise)["metrics"]["step"] == 0
+    fails = 1
+    two.worker.commit(lambda db: db.execute("insert into facts values (?, ?)", ("waited", "for")) and None)
+    assert said[3:] == [None, full] and two.leader.journal.fact("waited") == "for" and two.leader.trouble is None
+    with pytest.raises(sqlite3.DatabaseError, match="UNIQUE"):
+        two.worker.commit(lambda db: db.execute("insert into facts values (?, ?)", ("waited", "for")) and None)
     two.end()
 
 

@@ -9,7 +9,9 @@ journal.
     channel.py   messages between two processes
     meeting.py   how ranks find one another
     remote.py    the journal and the figures of rank 0, as another rank uses them
+    streams.py   samples of the OpenAI-style endpoint, token by token
     worker.py    a rank other than 0
+    records.py   what rank 0 has of the others
     leader.py    rank 0
 
 One process has nothing of this folder but `meeting.place_of`.

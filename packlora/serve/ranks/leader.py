@@ -5,76 +5,30 @@ A model of another rank has a record here, and a lane that passes its requests o
 
 from __future__ import annotations
 
+import itertools
+import sqlite3
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packlora.errors import ProcessError
+from packlora.engine.sampling import SampleRequest
+from packlora.errors import ProcessError, reason_of
 from packlora.serve.adapters import Wanted
-from packlora.serve.figures import WINDOW
+from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.journal import from_json
 from packlora.serve.limits import Limits
 from packlora.serve.logs import LOG, log
-from packlora.serve.queue import Lane, Request
-from packlora.serve.ranks.channel import Channel
-from packlora.serve.ranks.remote import answered
-from packlora.serve.samplers import Samplers
+from packlora.serve.queue import Request
+from packlora.serve.ranks.records import Rank, Recent, RemoteLane, RemoteTenant, number_of, waiting_tokens
+from packlora.serve.ranks.remote import answered, execute
+from packlora.serve.ranks.streams import request_values, token_from
+from packlora.serve.samplers import Promised, Running, Samplers
 from packlora.serve.service import Service
 from packlora.serve.slots import Outcome
-from packlora.serve.tenant import Tenant
-
-PASSED_ON = ("id", "model", "seq", "kind", "payload", "budget", "state", "forward_only")
-"""What another rank gets of a request."""
-
-
-class RemoteTenant(Tenant):
-    """Record of a model that is on another rank."""
-
-    rank = 0
-    is_awake_there = False
-
-    @property
-    def is_on_the_base(self) -> bool:
-        """See Tenant."""
-        return self.is_awake_there
-
-    def take(self, steps: int, losses: Sequence[float], trained_at: float, is_awake: bool) -> None:
-        """Its rank says how it stands."""
-        self.steps, self.trained_at, self.is_awake_there = steps, trained_at, is_awake
-        self.losses = deque(losses, self.losses.maxlen)
-
-
-class RemoteLane(Lane):
-    """Requests of a model that is on another rank. None of them is due here.
-
-    Args:
-        rank: that gets them.
-    """
-
-    def __init__(self, owner: str, model: str, host: str, rank: Rank) -> None:
-        super().__init__(owner, model, host)
-        self.rank = rank
-
-    @property
-    def head(self) -> None:
-        """See Lane."""
-
-    def put(self, request: Request) -> None:
-        """Pass a request on."""
-        self.expect(request)
-        own = {name: getattr(request, name) for name in PASSED_ON}
-        self.rank.channel.send("put", request=own)
-
-    def expect(self, request: Request) -> None:
-        """Count a request until its result comes."""
-        if not request.is_replayed:
-            super().put(request)
-            self.rank.away[request.id] = self, request
 
 
 @dataclass(slots=True)
@@ -86,60 +40,12 @@ class _Sample:
     key: str
 
 
-@dataclass(eq=False)
-class Rank:
-    """Another rank.
+@dataclass(slots=True)
+class _Stream:
+    """A request of the endpoint that a rank draws."""
 
-    away: requests without results that it has, by promise, with their lanes. samples: that have not ended there.
-    """
-
-    number: int
-    channel: Channel
-    pid: int = 0
-    device: str = ""
-    away: dict[str, tuple[RemoteLane, Request]] = field(default_factory=dict)
-    samples: int = 0
-    is_stopped: bool = False
-
-    def __str__(self) -> str:
-        return f"rank {self.number} (process {self.pid}{f', {self.device}' if self.device else ''})"
-
-    def ready(self) -> Rank:
-        """Wait until it has loaded the base models. Raises ProcessError where it fails."""
-        while not self.device:
-            try:
-                kind, values = self.channel.read()
-            except EOFError:
-                raise ProcessError(self.lost) from None
-            if kind == "failed":
-                raise ProcessError(f"{self}: {values['reason']}")
-            self.pid, self.device = values.get("pid", self.pid), values.get("device", "")
-        return self
-
-    @property
-    def lost(self) -> str:
-        """What is said where it ends without a word."""
-        return (
-            f"{self} has ended without a word, as a process that was killed does; start again, and the service goes on"
-        )
-
-
-class Loads:
-    """Tokens of the ranks, by which models and samples are placed. Any thread may call it."""
-
-    def __init__(self, ranks: int) -> None:
-        self._recent = [deque[tuple[float, int]]() for _ in range(ranks)]
-
-    def add(self, rank: int, tokens: int) -> None:
-        """A rank has trained so many tokens."""
-        self._recent[rank].append((time.monotonic(), tokens))
-
-    def recent(self, rank: int) -> int:
-        """Tokens that a rank has trained in the last minute."""
-        own, since = self._recent[rank], time.monotonic() - WINDOW
-        while own and own[0][0] < since:
-            own.popleft()
-        return sum(tokens for _, tokens in [*own])
+    rank: int
+    running: Running
 
 
 class _Samplers(Samplers):
@@ -148,26 +54,73 @@ class _Samplers(Samplers):
     def __init__(self, core: Leader) -> None:
         super().__init__(core)
         self.leader = core
+        self._streams: dict[int, _Stream] = {}
+        """Requests of the endpoint, until they leave."""
+        self._keys_of_streams = itertools.count()
         self.placed: dict[str, _Sample] = {}
         """Samples without results, by promise."""
 
     def begin_later(self, promise: str) -> None:
         """See Samplers."""
-        with self.leader.placing:
-            placed = self.placed.get(promise) or self._place(promise)
-        if placed.rank:
-            self.leader.ranks[placed.rank - 1].channel.send("sample", promise=promise)
+        row, sampler = self.rows_of(promise)
+        number = 0
+        if row is not None and sampler is not None:  # else it ends here, with words
+            with self.leader.placing:
+                number = (self.placed.get(promise) or self._place(promise, from_json(row, "payload"), sampler)).rank
+        if number:
+            rows = {"row": dict(row or {}), "sampler": dict(sampler or {})}
+            self.leader.ranks[number - 1].channel.send("sample", promise=promise, **rows)
         else:
             super().begin_later(promise)
 
-    def _place(self, promise: str) -> _Sample:
-        row = self.leader.journal.one("select payload from requests where id = ?", promise)
-        body = {} if row is None or row["payload"] is None else from_json(row, "payload")
-        sampler = self.leader.journal.one(
-            "select model, folder, base from samplers where id = ?", body.get("sampling_session_id")
-        )
-        if sampler is None:  # it ends with words
-            return _Sample(0, 0, "")
+    # --- samples of the endpoint -------------------------------------------------------------------------------------------
+
+    def enter(self, request: SampleRequest, running: Running, again: Callable[[], None]) -> None:
+        """See Samplers. What is of the endpoint may be drawn by another rank."""
+        if isinstance(running, Promised) or any(own.running is running for own in self._streams.values()):
+            super().enter(request, running, again)
+            return
+        with self.leader.placing:
+            key, number = next(self._keys_of_streams), self.leader.least()
+            self._streams[key] = _Stream(number, running)
+            most = request.max_tokens or running.source.host.facts.context
+            self.placed[f"stream {key}"] = _Sample(number, most * request.num_samples, running.source.key)
+        if number == 0:
+            super().enter(request, running, again)
+            return
+        source = running.source
+        self.leader.ranks[number - 1].channel.send(
+            "stream", key=key, owner=running.owner, base=source.host.facts.name, name=source.key,
+            folder=None if source.folder is None else str(source.folder), request=request_values(request),
+        )  # fmt: skip
+
+    def leave(self, running: Running) -> None:
+        """See Samplers."""
+        for key, own in [*self._streams.items()]:
+            if own.running is running:
+                self._forget(key)
+                if own.rank:
+                    self.leader.ranks[own.rank - 1].channel.send("leave", key=key)
+        super().leave(running)
+
+    def _forget(self, key: int) -> None:
+        self._streams.pop(key, None)
+        self.placed.pop(f"stream {key}", None)
+
+    def take_tokens(self, tokens: Sequence[Sequence[Any]]) -> None:
+        """Another rank has drawn tokens of streams, each with the stream's key."""
+        for key, *values in tokens:
+            if (own := self._streams.get(key)) is not None:
+                own.running.take(token_from(values))
+
+    def refuse(self, key: int, text: str, category: str) -> None:
+        """Another rank does not draw a stream."""
+        if (own := self._streams.get(key)) is not None:
+            own.running.fail(Failed(text, category))
+
+    # --- where samples are drawn -------------------------------------------------------------------------------------------
+
+    def _place(self, promise: str, body: Mapping[str, Any], sampler: Mapping[str, Any] | sqlite3.Row) -> _Sample:
         most = body["sampling_params"].get("max_tokens") or self.leader.hosts[sampler["base"]].facts.context
         key = sampler["folder"] or ""
         self._used[key] = time.monotonic()
@@ -192,7 +145,8 @@ class Leader(Service):
         self, hosts: Mapping[str, Host], state: Path, ranks: Sequence[Rank], limits: Limits | None = None,
         max_wait: float = 0.0,
     ) -> None:  # fmt: skip
-        self.ranks, self.loads, self.placing = ranks, Loads(1 + len(ranks)), threading.RLock()
+        self.ranks, self.placing = ranks, threading.RLock()
+        self.recent = [Recent() for _ in range(1 + len(ranks))]
         self._readers = [threading.Thread(target=self._read_all, args=(rank,), daemon=True) for rank in ranks]
         super().__init__(hosts, state, limits, max_wait)
 
@@ -201,23 +155,27 @@ class Leader(Service):
 
     # --- placing -----------------------------------------------------------------------------------------------------------
 
-    def load(self, number: int) -> tuple[int, int, int]:
-        """Load of a rank, in the order of what counts: tokens that it has trained in the last minute or is to compute, models,
-        and its number."""
+    def loads(self) -> list[tuple[int, int]]:
+        """Load of each rank, in the order of what counts: tokens that it has trained in the last minute or is to compute, and
+        its models."""
+        tokens, models = [own.tokens for own in self.recent], [0] * len(self.recent)
         with self.queue.changed:
-            lanes = [lane for lane in self.queue.lanes.values() if _number(lane) == number]
-            waiting = sum(_tokens(request) for lane in lanes for request in lane.requests.values())
-        drawn = sum(own.tokens for own in [*self.samplers.placed.values()] if own.rank == number)
-        return self.loads.recent(number) + waiting + drawn, len(lanes), number
+            for lane in self.queue.lanes.values():
+                tokens[number_of(lane)] += waiting_tokens(lane)
+                models[number_of(lane)] += 1
+        for sample in [*self.samplers.placed.values()]:
+            tokens[sample.rank] += sample.tokens
+        return list(zip(tokens, models, strict=True))
 
     def least(self) -> int:
-        """Number of the rank with the least load."""
-        return min(range(1 + len(self.ranks)), key=self.load)
+        """Number of the rank with the least load, the first of several."""
+        loads = self.loads()
+        return loads.index(min(loads))
 
     def rank_of(self, model: str) -> int:
         """Number of the rank that has a model; 0 where it is over."""
         lane = self.queue.lanes.get(model)
-        return 0 if lane is None else _number(lane)
+        return 0 if lane is None else number_of(lane)
 
     def add_tenant(self, row: Any, host: Host) -> None:
         """See Service: on the rank with the least load."""
@@ -290,22 +248,29 @@ class Leader(Service):
         while not rank.is_stopped:
             try:
                 kind, values = rank.channel.read()
+                self._take_message(rank, kind, values)
             except EOFError:
                 self._fail(rank.lost)
                 return
-            self._take_message(rank, kind, values)
+            except Exception as error:
+                self._fail(f"what {rank} has computed cannot be kept: {reason_of(error)}")
+                return
 
     def _take_message(self, rank: Rank, kind: str, values: Mapping[str, Any]) -> None:
         if kind in ("read", "write"):
             answer, found = answered(self, kind, values)
             rank.channel.send(answer, **found)
+        elif kind == "commit":
+            self.commit(lambda db: execute(db, values["statements"]))
         elif kind == "done":
             self._done(rank, values["promises"])
         elif kind == "slot":
-            self.loads.add(rank.number, sum(values["by_owner"].values()))
+            self.recent[rank.number].add(sum(values["by_owner"].values()))
             self.figures.slot(**values)
-        elif kind == "drew":
-            self.figures.drew(**values)
+        elif kind == "tokens":
+            self.samplers.take_tokens(**values)
+        elif kind == "refuse":
+            self.samplers.refuse(**values)
         elif kind == "standing":
             self._take_standing(rank, **values)
         elif kind == "make_room":
@@ -324,8 +289,9 @@ class Leader(Service):
                 self.figures.seconds.labels(found[1].kind).observe(time.monotonic() - found[1].arrived)
         self.tell(promises)
 
-    def _take_standing(self, rank: Rank, models: Mapping[str, list[Any]], samples: int) -> None:
+    def _take_standing(self, rank: Rank, models: Mapping[str, list[Any]], samples: int, drawn: int) -> None:
         rank.samples = samples
+        self.figures.drew(drawn)
         for model, own in models.items():
             tenant = self.tenants.get(model)
             if isinstance(tenant, RemoteTenant):
@@ -340,7 +306,7 @@ class Leader(Service):
         super().tell(promises)
 
     def _take(self, outcome: Outcome) -> None:
-        self.loads.add(0, sum(outcome.tokens.values()))
+        self.recent[0].add(sum(outcome.tokens.values()))
         super()._take(outcome)
 
     @property
@@ -351,19 +317,8 @@ class Leader(Service):
         """See Core, with a line a rank."""
         found = super().status(owner)
         names = [f"rank 0 ({next(iter(self.hosts.values())).device})", *map(str, self.ranks)]
-        loads = [self.load(number) for number in range(len(names))]
         ranks = [
-            f"{name}: {models} models, load {tokens}" for name, (tokens, models, _) in zip(names, loads, strict=True)
+            f"{name}: {models} models, load {tokens}"
+            for name, (tokens, models) in zip(names, self.loads(), strict=True)
         ]
         return {"training": found.pop("training")} | found | {"ranks": ranks}
-
-
-def _number(lane: Lane) -> int:
-    return lane.rank.number if isinstance(lane, RemoteLane) else 0
-
-
-def _tokens(request: Request) -> int:
-    """Tokens of a request whose result is not known, where they were counted."""
-    if request.work is None or request.is_replayed:
-        return 0
-    return sum(sample.num_tokens for sample in request.work.samples)

@@ -14,17 +14,25 @@ from packlora.serve.core import Core
 from packlora.serve.figures import Figures
 from packlora.serve.journal import Journal
 from packlora.serve.ranks.channel import Channel
+from packlora.serve.stores import Write
 
 LOST = "rank 0 has ended, and with it the journal"
 ANSWERS = ("rows", "written", "trouble")
 """Kinds of messages by which rank 0 answers."""
 
 
-class _Recorder:
+class Recorder:
     """Statements of a transaction, in the place of its database."""
 
     def __init__(self) -> None:
         self.statements: list[tuple[str, Sequence[Any]]] = []
+
+    @staticmethod
+    def of(write: Write) -> Sequence[tuple[str, Sequence[Any]]]:
+        """Statements of a write."""
+        recorder = Recorder()
+        write(cast(sqlite3.Connection, recorder))
+        return recorder.statements
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> None:
         self.statements.append((statement, values))
@@ -66,7 +74,7 @@ class RemoteJournal(Journal):
     @contextmanager
     def write(self, flush: bool = True) -> Iterator[sqlite3.Connection]:
         """See Journal. The block only writes."""
-        recorder = _Recorder()
+        recorder = Recorder()
         yield cast(sqlite3.Connection, recorder)
         self._ask("write", statements=recorder.statements, flush=flush)
 
@@ -85,8 +93,7 @@ def answered(core: Core, kind: str, values: Mapping[str, Any]) -> tuple[str, dic
         if kind == "read":
             return "rows", {"rows": [dict(row) for row in core.journal.all(values["query"], *values["values"])]}
         with core.journal.write(flush=values["flush"]) as db:
-            for statement, own in values["statements"]:
-                db.execute(statement, own)
+            execute(db, values["statements"])
         core.trouble = None
         return "written", {}
     except sqlite3.Error as error:
@@ -96,12 +103,18 @@ def answered(core: Core, kind: str, values: Mapping[str, Any]) -> tuple[str, dic
         return "trouble", {"operational": is_operational, "text": str(error)}
 
 
+def execute(db: sqlite3.Connection, statements: Sequence[tuple[str, Sequence[Any]]]) -> None:
+    """Carry out the statements of a transaction."""
+    for statement, values in statements:
+        db.execute(statement, values)
+
+
 class RemoteFigures(Figures):
-    """Figures that rank 0 counts."""
+    """Figures that rank 0 counts. drawn: sampled tokens that it was not told of."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
-        self._channel = channel
+        self._channel, self.drawn = channel, 0
 
     def slot(self, by_owner: Mapping[str, int], models: int, steps: int) -> None:
         """See Figures."""
@@ -109,4 +122,4 @@ class RemoteFigures(Figures):
 
     def drew(self, tokens: int) -> None:
         """See Figures."""
-        self._channel.send("drew", tokens=tokens)
+        self.drawn += tokens

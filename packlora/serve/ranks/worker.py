@@ -20,9 +20,11 @@ from packlora.serve.host import Host
 from packlora.serve.limits import Limits
 from packlora.serve.queue import Request
 from packlora.serve.ranks.channel import Channel
-from packlora.serve.ranks.remote import ANSWERS, LOST, RemoteFigures, RemoteJournal
-from packlora.serve.samplers import Samplers
+from packlora.serve.ranks.remote import ANSWERS, LOST, Recorder, RemoteFigures, RemoteJournal
+from packlora.serve.ranks.streams import Streamed, request_from
+from packlora.serve.samplers import Samplers, Source
 from packlora.serve.service import Service
+from packlora.serve.stores import Write
 from packlora.serve.tenant import Tenant
 
 REPORT_SECONDS = 0.5
@@ -35,6 +37,43 @@ class _Samplers(Samplers):
     def __init__(self, core: RankService) -> None:
         super().__init__(core)
         self._channel = core.channel
+        self._streams: dict[int, Streamed] = {}
+        self._tokens: list[list[Any]] = []
+        """Tokens of streams that were not sent."""
+        self.given: dict[str, tuple[Any, Any]] = {}
+        """Rows of asamples without results, by promise, as rank 0 has sent them."""
+
+    def rows_of(self, promise: str) -> tuple[Any, Any]:
+        """See Samplers."""
+        return self.given.get(promise) or super().rows_of(promise)
+
+    # --- samples of the endpoint -------------------------------------------------------------------------------------------
+
+    def stream(self, key: int, owner: str, base: str, folder: str | None, name: str, request: dict[str, Any]) -> None:
+        """Draw a request of rank 0. folder, name: of its snapshot; see Source."""
+        wanted = request_from(request)
+        source = Source(self.core.hosts[base], None, None if folder is None else Path(folder), name)
+        running = Streamed(self._channel, key, owner, source, wanted.num_samples, self._tokens)
+        self._streams[key] = running
+
+        def enter() -> None:
+            if key in self._streams:
+                self.enter(wanted, running, enter)
+
+        enter()
+
+    def leave_stream(self, key: int) -> None:
+        """Rank 0 wants no more of a request, or all of it is drawn."""
+        if (running := self._streams.pop(key, None)) is not None:
+            self.leave(running)
+
+    def step(self, host: Host) -> bool:
+        """See Samplers."""
+        did = super().step(host)
+        if self._tokens:
+            self._channel.send("tokens", tokens=self._tokens)
+            self._tokens.clear()
+        return did
 
     def make_room(self, owner: str) -> None:
         """See Samplers."""
@@ -49,6 +88,7 @@ class RankService(Service):
     """
 
     journal: RemoteJournal
+    samplers: _Samplers
 
     def __init__(
         self,
@@ -60,11 +100,12 @@ class RankService(Service):
     ) -> None:
         self.channel = channel
         super().__init__(hosts, state, limits, max_wait)
-        self.figures = RemoteFigures(channel)
+        self.figures: RemoteFigures = RemoteFigures(channel)
         self._told: dict[str, list[Any]] = {}
         self._samples_told, self._told_at = 0, 0.0
         self._handlers: dict[str, Callable[..., None]] = {
-            "open": self._open, "put": self._put, "close": self.close_model, "sample": self.samplers.begin,
+            "open": self._open, "put": self._put, "close": self.close_model, "sample": self._sample,
+            "stream": self.samplers.stream, "leave": self.samplers.leave_stream,
         }  # fmt: skip
 
     def _open_journal(self) -> RemoteJournal:
@@ -111,10 +152,23 @@ class RankService(Service):
             own.budget = min(own.budget, self.tenants[lane.model].host.budget.tokens)
             self.queue.put(own)
 
+    def _sample(self, promise: str, row: Any, sampler: Any) -> None:
+        self.samplers.given[promise] = row, sampler
+        self.samplers.begin(promise)
+
     # --- what rank 0 is told -----------------------------------------------------------------------------------------------
+
+    def commit(self, write: Write, waits: bool = True) -> None:
+        """See Core."""
+        if waits:
+            super().commit(write)
+        else:
+            self.channel.send("commit", statements=Recorder.of(write))
 
     def tell(self, promises: list[str]) -> None:
         """See Core."""
+        for promise in promises:
+            self.samplers.given.pop(promise, None)
         if promises:
             self.channel.send("done", promises=promises)
 
@@ -133,9 +187,10 @@ class RankService(Service):
         self._told_at = time.monotonic()
         now = {model: _standing(tenant) for model, tenant in self.tenants.items()}
         changed = {model: own for model, own in now.items() if own != self._told.get(model)}
-        if changed or self._samples != self._samples_told:
+        if changed or self.figures.drawn or self._samples != self._samples_told:
             self._told, self._samples_told = now, self._samples
-            self.channel.send("standing", models=changed, samples=self._samples)
+            self.channel.send("standing", models=changed, samples=self._samples, drawn=self.figures.drawn)
+            self.figures.drawn = 0
 
     def _run(self) -> None:
         super()._run()
