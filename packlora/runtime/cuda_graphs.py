@@ -71,10 +71,8 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return f"there are none on {base.device.type}"
     if base.form is not None and base.form.method not in LAUNCHED:
         return f"the weights of quantised layers of {base.form.method} are made where they are read, by their library"
-    if not base.storage.can_record:
+    if not base.storage.is_whole:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
-    if not base.storage.is_whole and run.cuda_graphs is not True:
-        return "the base model is cut over several processes; cuda_graphs: true records their messages as well"
     if run.dtype not in ("bfloat16", "float16"):
         return f"attention over samples whose boundaries are on the device is for bfloat16 and float16, not for {run.dtype}"
     if not base.fused_loss or not has_head_loss(base.model):
