@@ -92,8 +92,11 @@ def test_the_plan_of_a_card_agrees_with_what_was_measured_on_cards(tmp_path: Pat
         taken = (
             row["chosen"]
             if row["part"] == "card"
-            else {"gradient_checkpointing": True, "offload_embedding": row["host"]}
-        )
+            else {
+                "gradient_checkpointing": True, "offload_embedding": row["host"],
+                "activation_offloading": row.get("offload", False),
+            }
+        )  # fmt: skip
         tokens = 2048 if row["part"] == "least" else taken.get("max_tokens_per_microbatch", 4096)
         (tmp_path / "config.json").write_text(json.dumps(SHAPES[f"Qwen3-{row['shape']}"]))
         measures = {key: True for key in MEASURES if taken.get(key)}
