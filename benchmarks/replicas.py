@@ -344,7 +344,8 @@ REPLICAS = Benchmark(
 # --- a pipeline ----------------------------------------------------------------------------------------------------------
 
 FLOWING, BASELINE, UNBALANCED, SHARDED = "no_flush", "eager_one_job_fixed", "fixed_samples", "fsdp2"
-WAYS = [FLOWING, "one_job", UNBALANCED, "one_job_fixed", "eager_no_flush", "eager_fixed_samples", BASELINE, SHARDED]
+WAYS = [FLOWING, "one_job", UNBALANCED, BASELINE, SHARDED]
+BREAKDOWN = ["one_job_fixed", "eager_no_flush", "eager_fixed_samples"]
 """Ways to train a unit: in microbatches of all jobs or of one after the other, planned or of a fixed number of samples, with
 packlora's operators or (eager_) plain ones; and one job after the other on a base that is sharded by rows."""
 
@@ -561,7 +562,7 @@ def pipeline_summary(rows: list[Row]) -> Row:
             f"speedup_over_fsdp2_{size}gpu{end}": over(FLOWING, SHARDED),
             f"bubble_4jobs_{size}gpu{end}": _median([row[FLOWING]["bubble"] for row in own if FLOWING in row]),
             f"bubble_1job_{size}gpu{end}": _median([row["one_job"]["bubble"] for row in own if "one_job" in row]),
-            **{f"{way}_over_1f1b_{size}gpu{end}": over(way, BASELINE) for way in WAYS if way not in (FLOWING, BASELINE)},
+            **{f"{way}_over_1f1b_{size}gpu{end}": over(way, BASELINE) for way in WAYS + BREAKDOWN if way not in (FLOWING, BASELINE)},
         }  # fmt: skip
         flowing = [row[FLOWING] for row in own if FLOWING in row]
         errors += [statistics.median(abs(one["simulated_s"] / one["s"] - 1) for one in flowing)] if flowing else []
@@ -589,12 +590,13 @@ PIPELINE = Benchmark(
     "step of a job. fixed_samples: all jobs without a flush, jobs in turn, as many samples of a job to a microbatch "
     "as fit if all were as long as its longest. one_job_fixed: such microbatches of one job after the other. "
     "eager_: the same with LoRA in plain PyTorch operations, as PEFT's forward has them, A and B cast to bfloat16, "
-    "each job's tokens by themselves. fsdp2: the base sharded by rows over the processes (parallel.shard_base), one "
+    "each job's tokens by themselves; of the eager ways and one_job_fixed, all but eager_one_job_fixed take part where they are "
+    "named. fsdp2: the base sharded by rows over the processes (parallel.shard_base), one "
     "job after the other, samples divided. WAY_over_1f1b: the time of eager_one_job_fixed over a way's. s: until "
     "the first stage is done with the last backward. bubble: share of the stages' time in which they run neither "
     "forward nor backward, both timed on the device; busy_s: seconds in which each stage does. makespan_error: the "
     "simulator's end of the order that ran, from these times, beside the measured one, relative. "
     "tokens_per_s_per_gpu_70b, _32b: scaled from these layers to the model's 80, 64. Keys that end in _32b, or in a "
     "set of lengths, are of these; the others are of 70B and short.",
-    WAYS, by_case=True, where="processes",
+    WAYS, BREAKDOWN, by_case=True, where="processes",
 )  # fmt: skip
