@@ -562,7 +562,11 @@ def pipeline_summary(rows: list[Row]) -> Row:
             f"speedup_over_fsdp2_{size}gpu{end}": over(FLOWING, SHARDED),
             f"bubble_4jobs_{size}gpu{end}": _median([row[FLOWING]["bubble"] for row in own if FLOWING in row]),
             f"bubble_1job_{size}gpu{end}": _median([row["one_job"]["bubble"] for row in own if "one_job" in row]),
-            **{f"{way}_over_1f1b_{size}gpu{end}": over(way, BASELINE) for way in WAYS + BREAKDOWN if way not in (FLOWING, BASELINE)},
+            **{
+                f"{way}_over_1f1b_{size}gpu{end}": over(way, BASELINE)
+                for way in WAYS + BREAKDOWN
+                if way not in (FLOWING, BASELINE)
+            },
         }  # fmt: skip
         flowing = [row[FLOWING] for row in own if FLOWING in row]
         errors += [statistics.median(abs(one["simulated_s"] / one["s"] - 1) for one in flowing)] if flowing else []
