@@ -21,7 +21,7 @@ NAMES = {
     "small": "small:SMALL", "schedule": "schedule:SCHEDULE", "workloads": "training:WORKLOADS",
     "replicas": "replicas:REPLICAS", "pipeline": "replicas:PIPELINE", "tensor-parallel": "tensor_parallel:TENSOR_PARALLEL",
     "megatron": "megatron:MEGATRON", "peers": "peer_block:PEERS", "anchors": "commands:ANCHORS", "command": "commands:COMMAND",
-    "start": "start:START", "rl": "rewards:RL", "fit": "fit:FIT", "large": "large:LARGE",
+    "start": "start:START", "serve": "serve:SERVE", "rl": "rewards:RL", "fit": "fit:FIT", "large": "large:LARGE",
     "parity": "quality:PARITY", "dora-fidelity": "quality:FIDELITY", "dora-convergence": "quality:CONVERGENCE",
     "sweep": "quality:SWEEP", "speed": "training:SPEED", "sampling": "sampling:SAMPLING",
     "quantised": "models:QUANTISED", "experts": "models:EXPERTS", "vlm": "models:VLM",

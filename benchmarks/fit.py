@@ -5,8 +5,8 @@ matter and takes no GPU, so each choice is trained once, under the cap of the sm
 shortest; larger cards with the same choice have its figures (`as`). What is predicted not to fit is not tried.
 
 `least` are the settings with the least memory: a sample in a microbatch, checkpointing, without a cap, with the embedding on
-the device and on the host, and there also without CUDA graphs, which hold memory of their own. `peft` trains the same samples
-with PEFT over the same codes.
+the device and on the host, and there also without CUDA graphs, which hold memory of their own, and with the layers' inputs on
+the host. `peft` trains the same samples with PEFT over the same codes.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from benchmarks.shapes import TARGETS, config_of
 from packlora.base import liger
 from packlora.base.packing import hidden_states, prepare_model
 from packlora.config import Run
+from packlora.ops.attention.blocks import SampleBlocks, most_blocks, table_of
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.runtime import fit
 from packlora.runtime.prepare import prepare
@@ -75,11 +76,12 @@ def fit_cases(options: Options) -> list[Case]:
             for card in CARDS
         ]
 
-    least: Row = {"host": False, "graphs": True}
+    least: Row = {"host": False, "graphs": True, "offload": False}
     first, last = large[0], large[-1]
     out = own("least", *large, **least)
     out += own("least", *dict.fromkeys((first, last)), label="least_host", **least | {"host": True})
-    out += own("least", last, label="least_eager", host=True, graphs=False)
+    out += own("least", last, label="least_eager", **least | {"host": True, "graphs": False})
+    out += own("least", *dict.fromkeys((first, last)), label="least_offload", **least | {"host": True, "offload": True})
     out += cells("nf4", first) + own("frozen", first) + own("peft", *dict.fromkeys((first, last)))
     out += [*cells("nf4", shapes[0]), *own("no_graphs", shapes[0])] if shapes[0] != first else own("no_graphs", first)
     out += cells("nf4", *large[1:]) + own("peft", *large[1:-1]) + cells("bf16", *large)
@@ -121,7 +123,7 @@ def measure_least(one: Case, options: Options) -> Row:
     if one.host and config_of(f"Qwen3-{one.shape}", options.tiny).tie_word_embeddings:
         return {"failed": {}, "note": "its output layer is the embedding"}
     keys = {fit.MICROBATCH: length_of(options), "gradient_checkpointing": True, "offload_embedding": one.host}
-    keys |= {} if one.graphs else {"cuda_graphs": False}
+    keys |= ({} if one.graphs else {"cuda_graphs": False}) | ({"activation_offloading": True} if one.offload else {})
     folder = folder_of(one, options)
     predicted = prediction(run_of(folder, one, options, fit="off", **keys))
     return {"predicted_gib": predicted / GIB} | measured(options, partial(train, folder, one, options, keys))
@@ -145,10 +147,13 @@ def measure_frozen(one: Case, options: Options) -> Row:
     model.enable_input_require_grads()
     length = length_of(options)
     ids_T = torch.randint(3, 100, (BATCH * length,), device=options.device)
+    lengths = (length,) * BATCH
+    table = torch.from_numpy(table_of(lengths, most_blocks(BATCH * length, BATCH)))
+    samples = lengths if options.tiny else SampleBlocks(table.to(options.device))
     positions_T, head = torch.arange(length, device=options.device).repeat(BATCH), model.get_output_embeddings()
 
     def step() -> None:
-        hidden_TD = hidden_states(model, ids_T, positions_T, (length,) * BATCH)
+        hidden_TD = hidden_states(model, ids_T, positions_T, samples)
         linear_cross_entropy(hidden_TD, head.weight, head.bias, ids_T.roll(-1))[1].backward()
 
     with deterministic():
@@ -241,7 +246,7 @@ def fit_summary(rows: list[Row]) -> Row:
     out: Row = {}
     for shape in LARGE:
         key = f"nf4_{shape.lower()}"
-        labels = {"gib": "least", "offload_gib": "least_host", "peft_gib": "peft"}
+        labels = {"gib": "least", "offload_gib": "least_host", "activations_gib": "least_offload", "peft_gib": "peft"}
         if f"{shape} nf4 least_eager" in by_case:  # with the embedding on the device and graphs it is for larger cards
             labels |= {"gib": "least_eager", "device_gib": "least"}
         for name, label in labels.items():
@@ -266,6 +271,8 @@ def fit_summary(rows: list[Row]) -> Row:
     here, away = rates.get("8B nf4 least"), rates.get("8B nf4 least_host")
     if here and away:
         out["offload_8b_cost"] = here / away
+    if away and (both := rates.get("8B nf4 least_offload")):
+        out["activation_offloading_8b_cost"] = away / both
     errors = [error for row in rows if (error := error_of(row)) is not None]
     return out | ({"largest_memory_error": max(errors)} if errors else {})
 
@@ -279,7 +286,8 @@ FIT = Benchmark(
     "card: packlora.train with defaults; each choice of `fit` is trained under the cap of the smallest card that gets "
     "it, and larger cards with the same choice refer to it by `as`. least: no cap; one sample in a microbatch, "
     "gradient checkpointing; least_host: also offload_embedding; least_eager: also cuda_graphs: false, whose gib is "
-    "nf4_32b_gib. peft: bitsandbytes' Linear4bit under PEFT, batches "
+    "nf4_32b_gib; least_offload: least_host and activation_offloading, whose gib is nf4_*_activations_gib; "
+    "activation_offloading_8b_cost: time with it over time without. peft: bitsandbytes' Linear4bit under PEFT, batches "
     f"of one sample, accumulation {BATCH}, gradient checkpointing, the trainer that `by` names. gib: peak of memory "
     "reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, which "
     "predicted_gib is compared with. tokens_per_s: of an optimizer step over the median time between the ends of "

@@ -1,22 +1,26 @@
 """`large`: a base model that no GPU here holds, trained on all of them by the command, from its files.
 
     python -m benchmarks large --out large-h100.json
+    python -m benchmarks large --layers 80 --out large-h100.json       # the whole shape, where the GPUs together hold it
 
 It starts torchrun itself. The files are written to memory (/dev/shm) where there is room. The model has as many layers of one
-shape as fill somewhat more than a GPU; all have the same random weights, which are written for each.
+shape as fill somewhat more than a GPU; all have the same random weights, which are written for each. One case kills a
+run and goes on with it on half of the GPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,9 +38,15 @@ from packlora.errors import InputError
 
 SHAPE, MORE = "Llama-3.1-70B", 1.05
 """Shape of the layers, and bytes of all weights over those of a GPU's memory."""
-WAYS: dict[str, Row] = {"sharded": {"shard_base": True}, "offloaded": {"shard_base": True, "offload_base": True},
-                        "stages": {}}  # fmt: skip
-"""Layouts; the stages are as many as there are GPUs."""
+OFFLOADED: Row = {"shard_base": True, "offload_base": True}
+WAYS: dict[str, Row] = {
+    "sharded": {"shard_base": True},
+    "stages": {},
+    "resumed": {"shard_base": True},
+    "offloaded": OFFLOADED,
+}
+"""Layouts; the stages are as many as there are GPUs. resumed: killed after a step, and gone on with on half of the GPUs, with
+their part of the base on the host."""
 RANKS, LENGTH, BATCH, STEPS = (16, 32), 1024, 8, 4
 """Jobs by rank; tokens of a sample, samples of a step, steps of each."""
 PAUSE = 0.2
@@ -55,9 +65,12 @@ def measure(one: Case, names: list[str], options: Options) -> Row:
     folder, layers, weights = options.shared("large", lambda: written(options))
     parallel = WAYS[one.parallel] or {"pipeline": size}
     start = time.perf_counter()
+    row: Row = {"layers": layers, "weights_gib": weights / 2**30, "processes": size}
+    if one.parallel == "resumed":
+        return row | resumed(Path(folder.name), parallel, size)
     code, said, host = launched(Path(folder.name), one.parallel, parallel, size)
     wall = time.perf_counter() - start
-    row: Row = {"layers": layers, "weights_gib": weights / 2**30, "processes": size, "wall_s": wall, "host_gib": host}
+    row |= {"wall_s": wall, "host_gib": host}
     if code:
         return row | {"failed": {"packlora": said[-400:]}}
     out = Path(folder.name) / one.parallel
@@ -158,12 +171,42 @@ def _write(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 # --- the command -------------------------------------------------------------------------------------------------------
 
 
-def launched(folder: Path, out: str, parallel: Row, size: int) -> tuple[int, str, float]:
-    """`packlora train` on all GPUs: its exit code, what it said, and the most memory of the host that a process had at a time,
-    in GiB, without files that it has mapped."""
+def resumed(folder: Path, parallel: Row, size: int) -> Row:
+    """A run that is killed when it has saved a step, gone on with on half of the processes: the seconds of both parts and the
+    largest relative difference of a loss to the run without a kill, which `sharded` has left."""
+    out, spared = folder / "resumed", size // 2
+    start = time.perf_counter()
+    kill = lambda: any(out.glob("*/checkpoint-*"))  # noqa: E731
+    launched(folder, out.name, parallel, size, "--set", "save_every=1", kill=kill)
+    row: Row = {"killed_s": time.perf_counter() - start, "steps_before": len(losses(out)), "resumed_on": spared}
+    more = OFFLOADED if spared > 1 else {}
+    start = time.perf_counter()
+    code, said, row["host_gib"] = launched(folder, out.name, more, spared, "--set", "save_every=1", "--resume")
+    row["resumed_s"] = time.perf_counter() - start
+    if code:
+        return row | {"failed": {"packlora": said[-400:]}}
+    ours, whole = losses(out), losses(folder / "sharded")
+    if ours.keys() != whole.keys():
+        return row | {"failed": {"packlora": f"steps {sorted(ours)} beside {sorted(whole)} of the run without a kill"}}
+    return row | {"loss_difference": max(abs(ours[key] - loss) / loss for key, loss in whole.items()), "failed": {}}
+
+
+def losses(out: Path) -> dict[tuple[str, int], float]:
+    """Losses by job and step of a run's folder."""
+    if not (out / "metrics.jsonl").exists():
+        return {}
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    return {(line["job"], line["step"]): line["loss"] for line in found}
+
+
+def launched(
+    folder: Path, out: str, parallel: Row, size: int, *more: str, kill: Callable[[], bool] | None = None
+) -> tuple[int, str, float]:
+    """`packlora train` on so many GPUs: its exit code, what it said, and the most memory of the host that a process had at a
+    time, in GiB, without files that it has mapped. kill: all processes are killed once this is true."""
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m", "packlora",
-        "train", "run.yaml", "--set", f"output_dir={out}",
+        "train", "run.yaml", "--set", f"output_dir={out}", *more,
     ]  # fmt: skip
     words += [word for key, value in parallel.items() for word in ("--set", f"parallel.{key}={str(value).lower()}")]
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -173,7 +216,12 @@ def launched(folder: Path, out: str, parallel: Row, size: int) -> tuple[int, str
 
     def look() -> None:
         while not ended.wait(PAUSE):
-            most[0] = max(most[0], *(own_memory(pid) for pid in descendants(process.pid)))
+            found = descendants(process.pid)
+            most[0] = max(most[0], *(own_memory(pid) for pid in found))
+            if kill is not None and kill():
+                for pid in reversed(found):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
@@ -205,20 +253,23 @@ def own_memory(pid: int) -> int:
 
 def summary(rows: list[Row]) -> Row:
     """Figures by layout."""
-    keys = ("before_training_s", "tokens_per_s", "gib", "host_gib")
+    keys = ("before_training_s", "tokens_per_s", "gib", "host_gib", "resumed_s", "loss_difference")
     return {f"{row['case']}_{key}": row[key] for row in rows for key in keys if key in row}
 
 
 LARGE = Benchmark(
     cases, measure, summary,
     f"`torchrun --nproc-per-node N -m packlora train run.yaml` on all GPUs of a host: layers of {SHAPE}'s shape with its "
-    f"vocabulary, as many as have {MORE} times the bytes of a GPU's memory in bfloat16, from safetensors files in the "
+    f"vocabulary, as many as --layers says or as have {MORE} times the bytes of a GPU's memory in bfloat16, from "
+    "safetensors files in the "
     "memory of the host; random weights, the same in all layers. Two LoRA jobs (ranks "
     f"{', '.join(map(str, RANKS))}) on all linear layers, {STEPS} steps of {BATCH} samples of {LENGTH} tokens each, "
     f"gradient_checkpointing, microbatches of {4 * LENGTH} tokens a process. sharded: parallel.shard_base; offloaded: and "
     "offload_base; stages: a pipeline of as many stages as there are GPUs. before_training_s: from the start of torchrun "
     "to the first microbatch: loading, the proof of packing, compiling; first_step_s: from there to the last of the "
     "jobs' first steps; tokens_per_s: of later steps, of all GPUs together; gib: peak of the GPU that needs the most; "
-    "host_gib: most memory of a process at a time that is no mapped file and not pinned.",
+    "host_gib: most memory of a process at a time that is no mapped file and not pinned. resumed: the sharded run with "
+    "save_every 1, all its processes killed (SIGKILL) when a checkpoint is there, gone on with on half of the GPUs with "
+    "offload_base; loss_difference: largest relative difference of a loss to that of the run without a kill.",
     ["packlora"], by_case=True, where="any",
 )  # fmt: skip

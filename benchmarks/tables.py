@@ -49,7 +49,9 @@ TITLES = {
 """Contenders and ways in words."""
 
 
-CHOICES = {"max_tokens_per_microbatch": "m", "gradient_checkpointing": "c", "offload_embedding": "e"}
+CHOICES = {
+    "max_tokens_per_microbatch": "m", "gradient_checkpointing": "c", "offload_embedding": "e", "activation_offloading": "a",
+}  # fmt: skip
 """Letters of what `fit` chooses."""
 
 
@@ -213,7 +215,7 @@ def least_memory(file: Row) -> list[Row]:
         return f"{row['gib']:.1f} ({row['tokens_per_s']:,.0f})" if row.get("tokens_per_s") else "-"
 
     shapes = dict.fromkeys(row["shape"] for row in rows.values() if row["part"] == "least")
-    names = ("least", "least_host", "least_eager", "peft")
+    names = ("least", "least_host", "least_eager", "least_offload", "peft")
     return [{"shape": shape, **{name: text(f"{shape} nf4 {name}") for name in names}} for shape in shapes]
 
 

@@ -116,6 +116,10 @@ def ready_base(
 
         move_to_host(model, storage.is_whole)
     notes = prepare_model(model, run.gradient_checkpointing)
+    if run.activation_offloading:
+        from packlora.base.activation_offloading import offload_inputs
+
+        offload_inputs(model, device, path, storage.is_whole)
     replaced: list[str] = []
     if run.liger is True or (run.liger == "auto" and device.type == "cuda"):
         from packlora.base.liger import use_liger

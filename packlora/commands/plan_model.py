@@ -124,6 +124,7 @@ def settings_of(
     possible = {
         "gradient_checkpointing": skeleton.supports_gradient_checkpointing,
         "offload_embedding": why_on_device(skeleton, spec.modules) is None,
+        "activation_offloading": skeleton.supports_gradient_checkpointing,
     }
     out = []
     for form in (None,) if is_stored(skeleton.config) else forms:

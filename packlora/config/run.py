@@ -47,11 +47,14 @@ class Run(Strict):
     measurements on a GPU, 2048 on a CPU, at least the longest sample."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward instead of keeping them: less memory, more time."""
+    activation_offloading: bool = False
+    """With gradient_checkpointing, keep the layers' inputs in the host's memory until the backward. No number changes."""
     offload_embedding: bool = False
     """Keep the embedding in the host's memory, where the output layer is another weight. No number changes."""
     fit: Literal["memory", "auto", "off"] = "memory"
     """Choice of what is not written, so that the run fits into the free memory of one GPU. memory: the size of microbatches,
-    gradient_checkpointing, offload_embedding, which change no number. auto: also quantization. off: nothing."""
+    gradient_checkpointing, offload_embedding, activation_offloading, which change no number. auto: also quantization. off:
+    nothing."""
     save_every: int = Field(50, ge=0)
     """Optimizer steps of a job between its checkpoints; 0 only at the end."""
     save_total_limit: int | None = Field(2, ge=1)
@@ -175,6 +178,17 @@ class Run(Strict):
                     f"jobs: job {job.name!r} has train.optim: {job.train.optim}, which parallel.{key} does not take; use "
                     f"one of {', '.join(CUT_OPTIMS)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _offloads_checkpoints_of_whole_layers(self) -> Run:
+        if self.activation_offloading and not self.gradient_checkpointing:
+            raise ValueError(
+                "activation_offloading: true keeps checkpoints on the host; set gradient_checkpointing: true"
+            )
+        key = "shard_base" if self.parallel.is_sharded else self.parallel.in_parts
+        if self.activation_offloading and key is not None:
+            raise ValueError(f"activation_offloading: true does not go with parallel.{key}; leave one of them out")
         return self
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 
 from packlora.engine.adapters import AdapterState
-from packlora.engine.memory import TokenBudget, on_their_way
+from packlora.engine.memory import TokenBudget, on_its_way, on_their_way
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import Executor, MicrobatchResult, run_microbatch
 from packlora.engine.replica_sums import ReplicaSums, join_found
@@ -151,7 +151,7 @@ class _Inside:
     found: Sequence[int] = ()
     lacking: int = 0
     asked: bool = False
-    losses_L: torch.Tensor | None = None
+    losses_L: Callable[[], torch.Tensor] | None = None
 
 
 class Engine:
@@ -225,7 +225,7 @@ class Engine:
             return
         self._collect(slot, result)
         if slot.wants_losses and result is not None:
-            one.losses_L = result.losses_L.cpu()
+            one.losses_L = on_its_way(result.losses_L)  # steps are launched before it is waited for
         if slot.steps:
             states = [self.adapters[step.adapter] for step in slot.steps]
             if one.found:
@@ -292,7 +292,8 @@ class Engine:
                 events = self._step_by_totals(one, self._stages)
         elif not one.lacking:
             events = self.take_steps(slot.steps, lambda: self._prepare(slots.peek()))
-        return Done(slot, tuple(events), one.lacking, one.asked, one.losses_L)
+        losses_L = None if one.losses_L is None else one.losses_L()
+        return Done(slot, tuple(events), one.lacking, one.asked, losses_L)
 
     def _prepare(self, parts: Parts) -> None:
         if parts:

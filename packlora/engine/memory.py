@@ -106,15 +106,21 @@ def launched(device: torch.device) -> Callable[[], None]:
     return wait
 
 
-def on_their_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
-    """Begin to copy numbers to the host. The result gives them as a list; it waits for them, not for what is launched later."""
-    host, wait = on_host(numbers), launched(numbers.device)
+def on_its_way(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a tensor to the host. The result gives the copy; it waits for it, not for what is launched later."""
+    host, wait = on_host(tensor), launched(tensor.device)
 
-    def read() -> list[Any]:
+    def read() -> torch.Tensor:
         wait()
-        return host.tolist()
+        return host
 
     return read
+
+
+def on_their_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
+    """Numbers as a list; see on_its_way."""
+    read = on_its_way(numbers)
+    return lambda: list(read().tolist())
 
 
 def synchronize(device: torch.device) -> None:

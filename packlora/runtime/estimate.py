@@ -48,6 +48,8 @@ LIBRARY_BYTES = 72 * 2**20
 """Workspaces of cuBLAS, and small tensors."""
 RANK_MULTIPLE = 16
 """Kernels pad ranks to multiples of it."""
+INPUTS_ON_DEVICE = 3
+"""Inputs of layers that are on the device at a time where they are kept on the host: of base/activation_offloading.py."""
 BYTES_PER_SECOND = 2e11
 """Assumed of messages between devices: four H200s gather a layer by NVLink at 2.1e11 to 2.5e11."""
 ATTENTION_SLOWER = 2.5
@@ -244,7 +246,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     per_layer += width * shape.routed_width + width * _numbers_of_adapters(prepared) // shape.layers
     kept = shape.layers * per_layer
     if run.gradient_checkpointing:
-        kept = shape.layers * shape.hidden * width + per_layer
+        layers = min(INPUTS_ON_DEVICE, shape.layers) if run.activation_offloading else shape.layers
+        kept = layers * shape.hidden * width + per_layer
     labels = max(job.data.label_share for job in prepared.jobs)
     temporary = 2 * shape.largest * width * (prepared.in_codes[0] > 0)
     loss = buffers = temporary

@@ -1,8 +1,8 @@
 """Settings with which a run fits into the free memory of one GPU: `fit` of the run file.
 
 The choice is by the estimate (estimate.py), before the model is loaded: smaller microbatches first, then gradient
-checkpointing, then the embedding on the host, then, for `fit: auto`, a base of int8 or nf4. It never touches a key that is
-written. The trainer owns what happens where memory runs out in training all the same.
+checkpointing, then the embedding and the layers' inputs on the host, then, for `fit: auto`, a base of int8 or nf4. It never
+touches a key that is written. The trainer owns what happens where memory runs out in training all the same.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from packlora.given import given
 from packlora.runtime.estimate import memory_parts
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import BUDGETS
-from packlora.runtime.profiles import ROOM_SHARE
+from packlora.runtime.profiles import MEASURES, ROOM_SHARE
 
-MEASURES = ("gradient_checkpointing", "offload_embedding")
-"""Keys that may become true, in the order of what they cost."""
 QUANTIZATION = (None, "int8", "nf4")
 GIB = 2**30
 MICROBATCH = "max_tokens_per_microbatch"
@@ -93,13 +91,15 @@ def measures_of(run: Run, possible: Mapping[str, bool]) -> list[dict[str, bool]]
     """
     out: list[dict[str, bool]] = [{key: getattr(run, key) for key in MEASURES}]
     for key in MEASURES:
-        if possible[key] and run.leaves(key) and not out[-1][key]:
+        needs = key != "activation_offloading" or out[-1]["gradient_checkpointing"]
+        if possible[key] and run.leaves(key) and not out[-1][key] and needs:
             out.append(out[-1] | {key: True})
     return out
 
 
 def _possible(prepared: PreparedRun) -> dict[str, bool]:
-    return {"gradient_checkpointing": can_checkpoint(prepared), "offload_embedding": _can_offload(prepared)}
+    checkpoints = can_checkpoint(prepared)
+    return dict(zip(MEASURES, (checkpoints, _can_offload(prepared), checkpoints), strict=True))
 
 
 def can_checkpoint(prepared: PreparedRun) -> bool:

@@ -25,6 +25,8 @@ from packlora.schedule.types import Microbatch
 SCHEMA = 1
 ROOM_SHARE = 0.92
 """Share of a device's memory that is planned with; the allocator's rounding and other buffers take the rest."""
+MEASURES = ("gradient_checkpointing", "offload_embedding", "activation_offloading")
+"""Keys of a run that `fit` may make true, in this order; none changes a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from packlora.given import given
 from packlora.report.follow import Line
 from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
 from packlora.runtime import checkpoint
+from packlora.runtime.profiles import MEASURES
 
 FREE_TO_CHANGE = {
-    "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device", "offload_embedding",
+    "output_dir", "save_every", "save_total_limit", "eval_every", "device", *MEASURES,
     "max_tokens_per_microbatch", "schedule", "liger", "keep_outputs", "cuda_graphs", "plans", "parallel",
     "trackers", "sample_prompts", "sample_max_new_tokens", "fit",
 }  # fmt: skip
@@ -62,13 +63,14 @@ class _SavedFit(BaseModel):
     max_tokens_per_microbatch: int | None = Field(None, ge=1, le=2**31)
     gradient_checkpointing: bool | None = None
     offload_embedding: bool | None = None
+    activation_offloading: bool | None = None
     quantization: Literal["int8", "nf4"] | None = None
     predicted_bytes: int | None = None
 
     @property
     def keys(self) -> dict[str, Any]:
         """Values of the keys of a run that are more than the size of microbatches."""
-        out: dict[str, Any] = {key: getattr(self, key) for key in ("gradient_checkpointing", "offload_embedding")}
+        out: dict[str, Any] = {key: getattr(self, key) for key in MEASURES}
         out["quantization"] = None if self.quantization is None else QuantizationConfig(method=self.quantization)
         return {key: value for key, value in out.items() if value is not None}
 

@@ -22,6 +22,7 @@ from packlora.base.model import Base
 from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
 from packlora.data.reader import Reader
+from packlora.engine.memory import free_memory
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
@@ -264,10 +265,12 @@ class Session:
         trainer.events.subscribe(Sampler(*parts, known, group))
 
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
-        if self.mesh.size == 1 and choose_device(self.run.device).type == "cuda":
-            from packlora.engine.allocator import grow_segments
+        if (device := choose_device(self.run.device)).type == "cuda":
+            free_memory(device)  # of a run that this process has ended: its model is in cycles
+            if self.mesh.size == 1:
+                from packlora.engine.allocator import grow_segments
 
-            grow_segments()
+                grow_segments()
         with self._told() as told:
             told(f"loading {self.run.base_model}")
             base = self.placement.load()

@@ -28,6 +28,7 @@ from packlora.errors import quoted, reason_of
 from packlora.serve import openai
 from packlora.serve.desk import Desk
 from packlora.serve.errors import Refused
+from packlora.serve.fields import text_of
 from packlora.serve.logs import LOG
 from packlora.serve.page import PAGE
 from packlora.serve.rest import Rest
@@ -198,23 +199,21 @@ class Door:
 
     async def _retrieve(self, owner: str, body: Any, request: Request) -> Response:
         """Wait for the result of a promise."""
-        promise = body.get("request_id")
-        row = await run_in_threadpool(self.desk.result, owner, promise)
-        if row is None:
-            loop, told = asyncio.get_running_loop(), asyncio.Event()
+        given, loop, told = body.get("request_id"), asyncio.get_running_loop(), asyncio.Event()
+        promise = text_of(given)
 
-            def call() -> None:
-                loop.call_soon_threadsafe(told.set)
+        def call() -> None:
+            loop.call_soon_threadsafe(told.set)
 
-            self.service.listen(promise, call)
-            try:
-                row = await run_in_threadpool(self.desk.result, owner, promise)  # it may have come meanwhile
-                if row is None and not self.is_closing:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(told.wait(), self.hold)
-                    row = await run_in_threadpool(self.desk.result, owner, promise)
-            finally:
-                self.service.unlisten(promise, call)
+        self.service.listen(promise, call)
+        try:
+            row = await run_in_threadpool(self.desk.result, owner, given)
+            if row is None and not self.is_closing:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(told.wait(), self.hold)
+                row = await run_in_threadpool(self.desk.result, owner, given)
+        finally:
+            self.service.unlisten(promise, call)
         if row is None:
             return self._not_yet()
         is_protobuf = row["state"] == "done" and row["kind"] in ("forward_backward", "sample")

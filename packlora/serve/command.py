@@ -7,13 +7,20 @@ import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packlora.errors import InputError, needed
 from packlora.files import lock_folder, make_folder
+from packlora.serve.ranks.meeting import Place, place_of
 from packlora.terminal import say, show
+
+if TYPE_CHECKING:
+    from packlora.serve.host import Host
+    from packlora.serve.ranks.channel import Channel
+    from packlora.serve.service import Service
 
 DEMO = "smollm2-135m"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -55,7 +62,8 @@ def keys_of(file: Path | None, host: str) -> list[str] | None:
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises InputError where the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends small answers at once only where the protocol is named: else each waits 40 ms for the client's receipt
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
@@ -72,6 +80,10 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve until a signal. Raises InputError."""
     names, known = bases_of(bases), keys_of(keys, host)
+    place = place_of(os.environ, settings)
+    if place.rank:
+        _work(place, state, partial(_hosts, names, place, settings, quantization, state, context), max_wait_ms / 1000)
+        return
     at = listening(host, port)
     try:
         import uvicorn
@@ -80,17 +92,17 @@ def serve(
     except ImportError as error:
         raise needed(str(error.name), "serve", "packlora serve") from None
     from packlora.serve.desk import Desk
-    from packlora.serve.host import Host, run_of
     from packlora.serve.logs import begin_logging, log
-    from packlora.serve.service import Service
+    from packlora.serve.ranks.meeting import gathered
 
     begin_logging()
     make_folder(state)
-    with lock_folder(state):
-        hosts = {name: Host(name, run_of(path, settings, quantization, state), context) for name, path in names.items()}
-        service = Service(hosts, state, max_wait=max_wait_ms / 1000)
+    with lock_folder(state), gathered(place, state) as channels:
+        hosts = _hosts(names, place, settings, quantization, state, context)
+        service = _service(hosts, state, max_wait_ms / 1000, channels)
         app = application(Desk(service), Keys(known))
         server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5), app)
+        service.on_failure = server.end
         log("service started", bases=",".join(hosts), models=len(service.tenants), waiting=service.queue.waiting)
         service.start()
         address = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
@@ -98,13 +110,51 @@ def serve(
         show(f"TINKER_BASE_URL={address} TINKER_API_KEY={key}")
         show(f"OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}")
         show(
-            f"serving {', '.join(hosts)} from {state}; figures at {address}/, Ctrl-C ends it and the next start goes on"
+            f"serving {', '.join(hosts)} from {state}{f' on {place.size} ranks' if channels else ''}; figures at {address}/, "
+            "Ctrl-C ends it and the next start goes on"
         )
         server.run(sockets=[at])
         waiting = service.stop()
         say(f"stopped; {waiting} requests wait for the next start" if waiting else "stopped; nothing waits")
         if service.failure is not None:
             raise service.failure
+
+
+def _hosts(
+    names: Mapping[str, str], place: Place, settings: Sequence[str], quantization: str | None, state: Path, context: int
+) -> dict[str, Host]:
+    """Base models on this process's device, by name. Raises InputError."""
+    from packlora.serve.host import Host, run_of
+
+    own = place.settings(settings)
+    return {name: Host(name, run_of(path, own, quantization, state), context) for name, path in names.items()}
+
+
+def _service(hosts: Mapping[str, Host], state: Path, max_wait: float, channels: Mapping[int, Channel]) -> Service:
+    """The service of this process, and of the other ranks where there are some. Raises InputError, ProcessError."""
+    from packlora.serve.service import Service
+
+    if not channels:
+        return Service(hosts, state, max_wait=max_wait)
+    from packlora.serve.ranks.leader import Leader
+    from packlora.serve.ranks.records import Rank
+
+    ranks = [Rank(number, channels[number]).ready() for number in sorted(channels)]
+    return Leader(hosts, state, ranks, max_wait=max_wait)
+
+
+def _work(place: Place, state: Path, hosts_of: Callable[[], Mapping[str, Host]], max_wait: float) -> None:
+    """Be another rank than 0, until the service ends."""
+    from packlora.serve.logs import begin_logging
+    from packlora.serve.ranks.meeting import joined
+    from packlora.serve.ranks.worker import work
+
+    begin_logging(rank=place.rank)
+    channel = joined(place, state)
+    try:
+        work(channel, hosts_of, state, max_wait)
+    finally:
+        channel.close()
 
 
 class _Server:
@@ -119,7 +169,15 @@ class _Server:
                 super().handle_exit(sig, frame)
                 self._captured_signals.clear()  # it would send itself the signal again once it has stopped
 
-        self.run = Server(config).run
+        server = Server(config)
+        self.run = server.run
+
+        def end() -> None:
+            app.state.door.close()
+            server.should_exit = True
+
+        self.end = end
+        """End it, from any thread."""
 
 
 def status(host: str, port: int) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from packlora.errors import WriteError, reason_of
 from packlora.serve.errors import Failed
 from packlora.serve.figures import Figures
@@ -32,19 +34,30 @@ class Core:
 
     def __init__(self, hosts: Mapping[str, Host], state: Path, limits: Limits | None = None) -> None:
         self.hosts, self.state, self.limits = hosts, state, limits or Limits()
-        self.journal, self.queue = Journal(state / "journal.db"), Queue()
+        self.journal, self.queue = self._open_journal(), Queue()
         self.stores, self.figures = Stores(state), Figures()
         self.tenants: dict[str, Tenant] = {}
         self.stopping = False
         self.failure: BaseException | None = None
-        """What ended the thread that computes."""
+        """What ended the service."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Is called, in any thread, once a service of several processes has failed."""
         self.trouble: str | None = None
         """What all work waits for, such as space on a disk."""
         self._listeners: dict[str, list[Callable[[], None]]] = {}
         self._lock = threading.Lock()
 
-    def commit(self, write: Write) -> None:
-        """Write results. A disk that is full is waited for: results in memory are not lost."""
+    def _open_journal(self) -> Journal:
+        """What was promised, and where results are written."""
+        return Journal(self.state / "journal.db")
+
+    def commit(self, write: Write, waits: bool = True) -> None:
+        """Write results. A disk that is full is waited for: results in memory are not lost.
+
+        Args:
+            waits: whether they have to be written when it returns. If not, another rank than 0 goes on; they are written before
+                anybody sees them.
+        """
         while True:
             try:
                 with self.journal.write(flush=False) as db:
@@ -98,7 +111,7 @@ class Core:
                 "bases": {name: host.facts.path for name, host in self.hosts.items()},
                 "sessions": 0 if sessions is None else sessions["n"],
                 "models": len(tenants),
-                "models_on_the_base": sum(tenant.is_awake for tenant in tenants),
+                "models_on_the_base": sum(tenant.is_on_the_base for tenant in tenants),
                 "waiting_requests": self.queue.waiting,
                 "samples": self._samples,
             }
@@ -118,18 +131,20 @@ class Core:
             {
                 "base": tenant.host.facts.name, "method": tenant.method, "rank": tenant.wanted.rank, "steps": tenant.steps,
                 "losses": [round(loss, 4) for loss in list(tenant.losses)],
-                "waiting": lanes[tenant.id].waiting if tenant.id in lanes else 0, "on_the_base": tenant.is_awake,
+                "waiting": lanes[tenant.id].waiting if tenant.id in lanes else 0, "on_the_base": tenant.is_on_the_base,
             }
             for tenant in sorted(own, key=lambda tenant: tenant.trained_at, reverse=True)[:MOST_SHOWN]
         ]  # fmt: skip
 
     def metrics(self) -> bytes:
         """Figures in Prometheus' format."""
-        awake = sum(tenant.is_awake for tenant in list(self.tenants.values()))
+        awake = sum(tenant.is_on_the_base for tenant in list(self.tenants.values()))
         sessions = self.journal.one("select count(*) as n from sessions where ended is null")
         self.figures.sessions.set(0 if sessions is None else sessions["n"])
         self.figures.waiting.set(self.queue.waiting)
         self.figures.samples.set(self._samples)
+        devices = {host.device for host in self.hosts.values() if host.device.type == "cuda"}
+        self.figures.memory.set(sum(map(torch.cuda.memory_allocated, devices)))
         self.figures.models.labels("on the base").set(awake)
         self.figures.models.labels("put aside").set(len(self.tenants) - awake)
         return self.figures.text()

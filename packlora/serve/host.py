@@ -120,6 +120,11 @@ class Host:
     def device(self) -> torch.device:
         return self.base.device
 
+    def take_device(self) -> None:
+        """Let this thread launch kernels on the device; a thread begins with the first GPU."""
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
+
     @property
     def sampling(self) -> Sampling:
         """The sampler, made when it is first needed."""

@@ -21,12 +21,21 @@ def log(event: str, level: int = logging.INFO, **facts: Any) -> None:
 
 
 class Logfmt(logging.Formatter):
-    """Records as fields; a traceback follows on lines of its own."""
+    """Records as fields; a traceback follows on lines of its own.
+
+    Args:
+        always: fields of all records.
+    """
+
+    def __init__(self, **always: Any) -> None:
+        super().__init__()
+        self.always = always
 
     def format(self, record: logging.LogRecord) -> str:
         """One record."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
         fields = {"time": at, "level": record.levelname.lower(), "event": record.getMessage()}
+        fields |= self.always
         line = " ".join(f"{name}={_written(own)}" for name, own in (fields | getattr(record, "facts", {})).items())
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -37,10 +46,10 @@ def _written(value: Any) -> str:
     return text if is_plain else json.dumps(text)
 
 
-def begin_logging() -> None:
-    """Write records of all libraries to standard error from now on."""
+def begin_logging(**always: Any) -> None:
+    """Write records of all libraries to standard error from now on, with these fields."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Logfmt())
+    handler.setFormatter(Logfmt(**always))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     for name in ("uvicorn.access", "uvicorn.error", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)

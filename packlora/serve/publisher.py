@@ -27,8 +27,6 @@ class Publisher(Core):
     """What comes of requests."""
 
     samplers: Samplers
-    _used: dict[str, float]
-    """When a model last had work, seconds of a monotonic clock."""
 
     def _rewind(self, lane: Lane, tenant: Tenant, before: int | None) -> None:
         """Let a lane begin behind the snapshot of its model, which is not on the base. before: requests up to this number;
@@ -70,7 +68,7 @@ class Publisher(Core):
                         unloaded.append(lane)
         new = [own for own in results if not own[1].is_replayed]
         if new or snapshots:
-            self.commit(lambda db: _write(db, new, snapshots, also))
+            self.commit(lambda db: _write(db, new, snapshots, also), waits=bool(snapshots))
         for model, seq in snapshots.items():
             tenant = self.tenants[model]
             if tenant.snapshot is not None and tenant.snapshot != seq:
@@ -95,19 +93,23 @@ class Publisher(Core):
 
     # --- models without work -----------------------------------------------------------------------------------------------
 
-    def _put_aside(self) -> None:
-        """Take models off their bases that have had no work for long."""
-        now = time.monotonic()
-        for model, tenant in list(self.tenants.items()):
+    def _put_aside(self) -> bool:
+        """Put the model aside that has been without work for longest, if that is long. Returns whether there was one."""
+        followed, now = self.samplers.followed(), time.monotonic()
+        idle = [
+            (tenant.used_at, model)
+            for model, tenant in list(self.tenants.items())
+            if tenant.is_awake and model not in followed
+        ]
+        for used, model in sorted(idle):
+            if now - used <= IDLE_SECONDS:
+                break
             lane = self.queue.lanes.get(model)
-            if (
-                tenant.is_awake
-                and lane is not None
-                and not lane.waiting
-                and now - self._used.get(model, 0) > IDLE_SECONDS
-            ):
-                self._snapshot_before(lane, tenant)
+            if lane is not None and not lane.waiting:
+                self._snapshot_before(lane, self.tenants[model])
                 self._set_aside(lane)
+                return True
+        return False
 
     def _snapshot_before(self, lane: Lane, tenant: Tenant) -> None:
         seq = lane.next - 1

@@ -139,17 +139,16 @@ class Samplers:
 
     def begin_later(self, promise: str) -> None:
         """Begin an asample of the journal, soon."""
-        self.core.queue.call(lambda: self._begin(promise))
+        self.core.queue.call(lambda: self.begin(promise))
 
     # --- samples -----------------------------------------------------------------------------------------------------------
 
-    def _begin(self, promise: str) -> None:
-        journal = self.core.journal
-        row = journal.one("select * from requests where id = ?", promise)
+    def begin(self, promise: str) -> None:
+        """Begin an asample of the journal, unless it is done."""
+        row, sampler = self.rows_of(promise)
         if row is None or row["state"] != "waiting":
             return
         body = json.loads(row["payload"])
-        sampler = journal.one("select * from samplers where id = ?", body["sampling_session_id"])
         try:
             if sampler is None or sampler["state"] != "open":
                 raise Failed("sampling_session_id: the sampling session is over; make another one")
@@ -159,12 +158,20 @@ class Samplers:
             folder = None if name is None else self.core.stores.sampler_folder(name)
             source = Source(host, sampler["model"], folder, name or "")
             last = body.get("prompt_logprobs_last_n")
-            running = _Promised(self.core, promise, row["owner"], source, request, last)
+            running = Promised(self.core, promise, row["owner"], source, request, last)
             self.enter(request, running, lambda: self.begin_later(promise))
         except sqlite3.Error:
             raise
         except Exception as error:
             _finish(self.core, promise, _failed(error))
+
+    def rows_of(self, promise: str) -> tuple[sqlite3.Row | None, sqlite3.Row | None]:
+        """An asample of the journal, and its sampling session."""
+        row, journal = self.core.journal.one("select * from requests where id = ?", promise), self.core.journal
+        if row is None or row["payload"] is None:
+            return row, None
+        sampler = json.loads(row["payload"])["sampling_session_id"]
+        return row, journal.one("select * from samplers where id = ?", sampler)
 
     def enter(self, request: SampleRequest, running: Running, again: Callable[[], None]) -> None:
         """Let the samples of a request run once there is room. Where its adapter is not ready then, the request is forgotten,
@@ -252,6 +259,10 @@ class Samplers:
                     self.leave(running)
                     running.fail(Failed(why, "server"))
 
+    def followed(self) -> set[str]:
+        """Models whose adapter, as it is, samples are drawn of."""
+        return {own.source.model for on in self._on.values() for own in on.all if own.source.model is not None}
+
     # --- whose weights -----------------------------------------------------------------------------------------------------
 
     def _adapter(self, source: Source, again: Callable[[], None]) -> int | None:
@@ -295,7 +306,7 @@ class Samplers:
             "null order by rowid"
         )
         rows = self.core.journal.all(query, owner)
-        running = {own.source.key for on in self._on.values() for own in on.all}
+        running = self._keys()
         idle = sorted(
             (row for row in rows[:-1] if row["folder"] not in running),
             key=lambda row: self._used.get(row["folder"], 0.0),
@@ -306,6 +317,10 @@ class Samplers:
             self._used.pop(row["folder"], None)
             self.core.stores.remove(self.core.stores.sampler_folder(row["folder"]))
             log("sampler closed", sampler=row["id"], why="the limit samplers")
+
+    def _keys(self) -> set[str]:
+        """Snapshots by which requests are drawn that run or wait."""
+        return {own.source.key for on in self._on.values() for own in on.all}
 
     def _attach(self, source: Source) -> _Snapshot:
         """Put a snapshot onto its base, and begin to hold it against its trainer."""
@@ -348,7 +363,7 @@ class Samplers:
         return None if lane.is_roused else adapter.number
 
 
-class _Promised:
+class Promised:
     """An asample, whose result goes into the journal. last: places of the prompt whose log-probabilities are wanted."""
 
     def __init__(
@@ -420,5 +435,5 @@ def _failed(error: Exception) -> Failed:
 
 
 def _finish(core: Core, promise: str, found: bytes | Failed) -> None:
-    core.commit(lambda db: set_result(db, promise, *result_bytes(found)))
+    core.commit(lambda db: set_result(db, promise, *result_bytes(found)), waits=False)
     core.tell([promise])

@@ -30,6 +30,9 @@ from packlora.serve.saves import carry_out
 from packlora.serve.slots import Outcome, Slotted, fill, run_slot
 from packlora.serve.tenant import Tenant
 
+LOOK_SECONDS = 1.0
+"""Seconds between two looks for models without work, where others have some."""
+
 
 class Service(Publisher):
     """Tenants on base models. Arguments as of Core.
@@ -46,12 +49,16 @@ class Service(Publisher):
     ) -> None:
         super().__init__(hosts, state, limits)
         self.max_wait = max_wait
-        self.samplers = Samplers(self)
-        self._used: dict[str, float] = {}
-        """When a model last had work, seconds of a monotonic clock."""
+        self.samplers = self._make_samplers()
+        self._look_at = 0.0
+        """When to look for models without work though others have some, seconds of a monotonic clock."""
         self._thread: threading.Thread | None = None
         self._check_bases()
         self._restore()
+
+    def _make_samplers(self) -> Samplers:
+        """Samples of the service."""
+        return Samplers(self)
 
     # --- start and end -----------------------------------------------------------------------------------------------------
 
@@ -110,6 +117,8 @@ class Service(Publisher):
 
     def _run(self) -> None:
         try:
+            for host in self.hosts.values():
+                host.take_device()
             while not self.stopping:
                 before = self.queue.version
                 if not self.turn():
@@ -136,14 +145,14 @@ class Service(Publisher):
             if ready:
                 self._slot(host, ready)
             did |= self.samplers.step(host)
-        if not did and not any(host.samples for host in self.hosts.values()):
-            self._put_aside()
+        if not did or time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS  # one at a time: others wait while its snapshot is written
+            did |= self._put_aside()
         return did
 
     def _prepare(self, lane: Lane) -> bool:
         """Make the head of a lane ready for a slot, or carry it out where it needs none. Returns whether it needs one."""
         tenant = self.tenants[lane.model]
-        self._used[lane.model] = time.monotonic()
         try:
             tenant.wake()
         except (MemoryError, InputError, OSError) as error:

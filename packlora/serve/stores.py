@@ -28,6 +28,7 @@ from packlora.serve.limits import Limits
 
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 KINDS = {"save_weights": TRAINING, "save_weights_for_sampler": SAMPLER, "save_weights_external": EXTERNAL}
+FOLDERS = ("models", "checkpoints", "samplers")
 Write = Callable[[sqlite3.Connection], None]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|external_weights)/([^/]+)")
@@ -68,9 +69,8 @@ class Stores:
 
     def __init__(self, state: Path) -> None:
         self.state = state
-        for name in ("models", "checkpoints", "samplers"):
+        for name in FOLDERS:
             (state / name).mkdir(parents=True, exist_ok=True)
-            remove_leftovers(state / name)
 
     def clean(self, models: Iterable[str], samplers: Iterable[str]) -> None:
         """Remove files of models and folders of samplers that are over, and what a crash left half-written.
@@ -80,6 +80,8 @@ class Stores:
             samplers: folders' names of those that go on.
         """
         kept = {"models": {_hashed(model) for model in models}, "samplers": set(samplers)}
+        for name in FOLDERS:
+            remove_leftovers(self.state / name)
         for name, own in kept.items():
             for folder in (self.state / name).iterdir():
                 if folder.name not in own:

@@ -69,6 +69,8 @@ class Tenant:
         """Optimizer steps; rows since the last one; tokens since the snapshot."""
         self.losses: deque[float] = deque(maxlen=LOSSES)
         """Mean losses of a label of its last forward_backwards."""
+        self.used_at = 0.0
+        """When it last had work, seconds of a monotonic clock."""
         self.trained_at = 0.0
         """When it had its last rows, seconds of a monotonic clock."""
         self.spoilt: int | None = None
@@ -85,8 +87,14 @@ class Tenant:
     def is_awake(self) -> bool:
         return self.adapter is not None
 
+    @property
+    def is_on_the_base(self) -> bool:
+        """Whether it is on a base, in this process or in another one."""
+        return self.is_awake
+
     def wake(self) -> tuple[Adapter, AdapterState]:
         """Put it onto the base, as its snapshot says; what came after that is to be done again."""
+        self.used_at = time.monotonic()
         if self.adapter is not None and self.state is not None:
             return self.adapter, self.state
         if self.spec is None:

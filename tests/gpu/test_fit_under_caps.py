@@ -159,6 +159,19 @@ def test_a_run_goes_on_where_memory_runs_out_after_the_choice(
     assert close(got, want) if not keys or "cuda_graphs" in keys else same(got, want)
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_checkpoints_on_the_host_leave_their_room_to_others_and_change_no_bit(graphs: bool, tree: Tree) -> None:
+    """Of four layers' inputs three may be on the device."""
+    keys = {"cuda_graphs": "auto" if graphs else False, "gradient_checkpointing": True, MICROBATCH: 16384}
+    want, plenty = trained(tree("device", **keys))
+    got, record = trained(tree("host", **keys, activation_offloading=True))
+    assert same(got, want)
+    assert not any("no CUDA graphs" in text for text in record["warnings"])
+    peak = record["result"]["peak_memory_bytes"]
+    assert peak <= plenty["result"]["peak_memory_bytes"] + 2**20
+    assert peak <= (1 + ERROR) * record["fit"]["predicted_bytes"]
+
+
 def test_an_embedding_on_the_host_leaves_its_room_to_others_and_changes_no_bit(tree: Tree) -> None:
     """Peaks are of training: with the embedding there, more is in use then than while the model is read."""
     keys = {"cuda_graphs": False, "gradient_checkpointing": True, MICROBATCH: 16384}

@@ -24,7 +24,7 @@ from packlora.run_file import run_from
 from packlora.runtime import estimate, fit, session
 from packlora.runtime.fit import MICROBATCH, fitted, predicted
 from packlora.runtime.prepared_job import ModelShape
-from packlora.runtime.profiles import ROOM_SHARE
+from packlora.runtime.profiles import MEASURES, ROOM_SHARE
 from packlora.runtime.session import Session
 
 Rows = Callable[..., str]
@@ -210,18 +210,19 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         (24, {}, {MICROBATCH: 2048}, True), (20, {}, {"gradient_checkpointing": True}, True),
         (18.8, {}, {MICROBATCH: 2048, "gradient_checkpointing": True}, True),
         (18, {}, {"gradient_checkpointing": True, "offload_embedding": True}, True),
-        (18, {"offload_embedding": False}, {MICROBATCH: 2048, "gradient_checkpointing": True}, False),
-        (17, {}, {MICROBATCH: 2048, "gradient_checkpointing": True, "offload_embedding": True}, False),
+        (18, {"offload_embedding": False}, {"gradient_checkpointing": True, "activation_offloading": True}, True),
+        (17, {}, {"gradient_checkpointing": True, "offload_embedding": True, "activation_offloading": True}, True),
+        (16, {}, {MICROBATCH: 2048, **dict.fromkeys(MEASURES, True)}, False),
         (24, {MICROBATCH: 4096}, {"gradient_checkpointing": True}, True),
         (22, {MICROBATCH: 8192}, {"gradient_checkpointing": True}, True),
         (20, {"gradient_checkpointing": False}, {MICROBATCH: 2048, "offload_embedding": True}, False),
-        (10, {MICROBATCH: 4096, "gradient_checkpointing": True, "offload_embedding": True}, {}, False),
+        (10, {MICROBATCH: 4096, **dict.fromkeys(MEASURES, True)}, {}, False),
         (20, {"fit": "auto"}, {"gradient_checkpointing": True}, True),
         (12.5, {"fit": "auto"}, {"gradient_checkpointing": True, "quantization": "int8"}, True),
-        (9.5, {"fit": "auto"}, {"gradient_checkpointing": True, "quantization": "nf4"}, True),
+        (9.5, {"fit": "auto", "activation_offloading": False}, {"gradient_checkpointing": True, "quantization": "nf4"}, True),
         (7, {"fit": "auto", "gradient_checkpointing": True},
          {MICROBATCH: 2048, "quantization": "nf4", "offload_embedding": True}, True),
-        (12, {"fit": "auto", "quantization": None, "offload_embedding": False},
+        (12, {"fit": "auto", "quantization": None, "offload_embedding": False, "activation_offloading": False},
          {MICROBATCH: 2048, "gradient_checkpointing": True}, False),
     ],
 )  # fmt: skip

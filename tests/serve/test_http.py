@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,26 @@ def test_options_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     taken.close()
     with pytest.raises(Exception, match="not one of this service's keys"):
         Keys(["tml-0123456789"]).owner("tml-other")
+
+
+def test_small_answers_are_sent_at_once() -> None:
+    """Else the second part of an answer waits for the receipt of its first, which clients delay by 40 ms."""
+
+    async def without_delay() -> bool:
+        found = asyncio.Queue[bool]()
+
+        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            own = writer.get_extra_info("socket")
+            found.put_nowait(bool(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            writer.close()
+
+        at = listening("127.0.0.1", 0)
+        async with await asyncio.start_server(accepted, sock=at):
+            _, writer = await asyncio.open_connection(*at.getsockname())
+            writer.close()
+            return await found.get()
+
+    assert asyncio.run(without_delay())
 
 
 def test_the_messages_are_those_of_the_public_client() -> None:

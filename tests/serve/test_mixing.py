@@ -14,6 +14,7 @@ from peft import PeftModel
 from serving import Talk, datum, host_of, leave
 from transformers import AutoModelForCausalLM
 
+from packlora.engine.adapters import AdapterState
 from packlora.serve import service as service_module
 from packlora.serve.host import Host
 from packlora.serve.service import Service
@@ -228,6 +229,27 @@ def test_a_slot_that_raises_is_tried_one_by_one(host: Host, tmp_path: Path, monk
     talk.run()
     assert "for this test" in talk.result(bad)["error"] and "error" in talk.result(steps[1])
     assert talk.result(good)[0]["loss:sum"] != 0 and talk.result(steps[0])["metrics"]["step"] == 1
+    leave(talk.service)
+
+
+def test_steps_are_begun_before_losses_are_waited_for(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the device has nothing to do while the host launches the steps of all tenants."""
+    order: list[str] = []
+
+    def on_its_way(losses_L: torch.Tensor) -> Callable[[], torch.Tensor]:
+        order.append("copied")
+        return lambda: order.append("read") or losses_L  # type: ignore[func-returns-value]
+
+    begin = AdapterState.step
+    monkeypatch.setattr("packlora.engine.engine.on_its_way", on_its_way)
+    monkeypatch.setattr(AdapterState, "step", lambda *args: order.append("stepped") or begin(*args))
+    talk = Talk(Service({host.facts.name: host}, folder(tmp_path, "state")))
+    model = talk.model(talk.session())
+    done, _ = talk.forward_backward(model, [datum(5, 13)]), talk.step(model)
+    talk.run()
+    assert order == ["copied", "stepped", "read"] and len(talk.result(done)[1]) == 13
     leave(talk.service)
 
 

@@ -162,3 +162,36 @@ def test_a_model_without_work_is_put_aside_and_goes_on_with_the_same_bits(host: 
         found.append(talk.tensors(model))
         leave(talk.service)
     assert all(torch.equal(own, found[1][name]) for name, own in found[0].items())
+
+
+def test_models_without_work_leave_a_base_whose_others_always_have_some(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in a turn, the one that has been without work for longest first; not one that samples follow."""
+    talk = Talk(Service({host.facts.name: host}, tmp_path))
+    session = talk.session()
+    idle, followed, later, busy = (talk.model(session, number) for number in range(4))
+    for model in (idle, followed, later):
+        talk.forward_backward(model, [datum(1, 9)])
+        talk.step(model)
+        talk.run()
+    saved = talk.result(_saved(talk, followed))
+    body = {"sampling_session_id": saved["sampling_session_id"], "seq_id": 0, "num_samples": 1}
+    body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 200}}
+    talk.desk.asample(talk.owner, body)
+    monkeypatch.setattr("packlora.serve.publisher.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("packlora.serve.service.LOOK_SECONDS", -1.0)
+    talk.service._look_at, awake = 0.0, []
+    for _ in range(4):
+        talk.forward_backward(busy, [datum(1, 9)])
+        assert talk.service.turn()
+        awake.append([talk.service.tenants[model].is_awake for model in (idle, followed, later)])
+    assert awake[0] == [False, True, True] and awake[1:] == [[False, True, False]] * 3
+    leave(talk.service)
+
+
+def _saved(talk: Talk, model: str) -> str:
+    """An inflight sampler of a model."""
+    promise = talk.call(model, "save_weights_for_sampler", kind="inflight", sampling_session_seq_id=0)
+    talk.run()
+    return promise

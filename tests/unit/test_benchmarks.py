@@ -458,3 +458,12 @@ def test_seconds_until_a_refusal_and_a_first_step_are_measured(tmp_path: Path) -
     assert main(["start", "--quick", "--device", "cpu", "--out", str(tmp_path / "start.json")]) == 0
     summary = json.loads((tmp_path / "start.json").read_text())["summary"]
     assert 0 < summary["part_bad_path_s"] < summary["part_first_step_s"] and summary["part_bad_line_s"] > 0
+
+
+@pytest.mark.soak
+def test_the_service_is_measured_at_toy_sizes(tmp_path: Path) -> None:
+    assert main(["serve", "--quick", "--device", "cpu", "--out", str(tmp_path / "serve.json")]) == 0
+    summary = json.loads((tmp_path / "serve.json").read_text())["summary"]
+    keys = ("mixed_vs_sequential", "mixed_vs_sequential_250", "mixed_vs_set_adapter", "one_tenant_over_train",
+            "idle_models_tokens_per_s", "p50_small_over_compute")  # fmt: skip
+    assert all(summary[f"part_{key}"] > 0 for key in keys) and "part_idle_models_gib" in summary

@@ -63,6 +63,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         seed: 0
         max_tokens_per_microbatch: 4096
         gradient_checkpointing: false
+        activation_offloading: false
         offload_embedding: false
         fit: memory
         save_every: 50

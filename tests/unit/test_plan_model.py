@@ -48,10 +48,13 @@ def test_settings_of_a_card_are_those_that_were_measured_to_fit(model: str) -> N
     plain, checkpointed = (by_keys(card)[keys] for keys in ("", "True"))
     assert 2048 <= plain.tokens < 4096 < checkpointed.tokens
     assert settings_of(model, 24 * GIB, length=4096).settings[1].peak / GIB == pytest.approx(18.0, rel=0.05)
-    assert [one.keys.get("quantization") for one in card.settings] == [None] * 3 + ["int8"] * 3 + ["nf4"] * 3
+    assert [one.keys.get("quantization") for one in card.settings] == [None] * 4 + ["int8"] * 4 + ["nf4"] * 4
     peaks = [one.peak for one in card.settings]
-    assert peaks[0] > peaks[1] > peaks[4] > peaks[7]
-    assert [peaks[at] - peaks[at + 1] for at in (1, 4, 7)] == [128256 * 4096 * 2] * 3, "the embedding"
+    assert peaks[0] > peaks[1] > peaks[5] > peaks[9]
+    assert [peaks[at] - peaks[at + 1] for at in (1, 5, 9)] == [128256 * 4096 * 2] * 3, "the embedding"
+    assert [peaks[at] - peaks[at + 1] for at in (2, 6, 10)] == [29 * 2048 * 4096 * 2] * 3, (
+        "inputs of all layers but three"
+    )
     weights = [by_keys(card)[keys].parts["frozen weights"] / GIB for keys in ("", "int8", "nf4")]
     assert weights[0] == pytest.approx((8_030_261_248 * 2 + LIBRARY_BYTES) / GIB)
     assert weights[1] < 9 and weights[2] < 6
@@ -89,8 +92,11 @@ def test_the_plan_of_a_card_agrees_with_what_was_measured_on_cards(tmp_path: Pat
         taken = (
             row["chosen"]
             if row["part"] == "card"
-            else {"gradient_checkpointing": True, "offload_embedding": row["host"]}
-        )
+            else {
+                "gradient_checkpointing": True, "offload_embedding": row["host"],
+                "activation_offloading": row.get("offload", False),
+            }
+        )  # fmt: skip
         tokens = 2048 if row["part"] == "least" else taken.get("max_tokens_per_microbatch", 4096)
         (tmp_path / "config.json").write_text(json.dumps(SHAPES[f"Qwen3-{row['shape']}"]))
         measures = {key: True for key in MEASURES if taken.get(key)}

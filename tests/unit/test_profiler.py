@@ -58,7 +58,11 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
     monkeypatch.setattr(estimate, "why_no_kernels", lambda device: None)
     shape = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
     run = SimpleNamespace(
-        dtype="bfloat16", device="auto", gradient_checkpointing=checkpointing, offload_embedding=False
+        dtype="bfloat16",
+        device="auto",
+        gradient_checkpointing=checkpointing,
+        offload_embedding=False,
+        activation_offloading=False,
     )
     outputs = {f"{layer}.{name}": width for layer in range(32) for name, width in LLAMA_8B.items()}
     modules = {path: SimpleNamespace(kind="linear", rank=rank) for path in outputs}
@@ -100,7 +104,13 @@ def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
     shape = ModelShape(
         "qwen3", linear, linear, layers, hidden, attention, 1024, inner, vocabulary, largest=inner * hidden, outputs=outputs
     )  # fmt: skip
-    run: Any = SimpleNamespace(dtype="bfloat16", device="auto", gradient_checkpointing=False, offload_embedding=False)
+    run: Any = SimpleNamespace(
+        dtype="bfloat16",
+        device="auto",
+        gradient_checkpointing=False,
+        offload_embedding=False,
+        activation_offloading=False,
+    )
     jobs, samples = [], []
     for name, (lengths, rank) in JOBS.items():
         drawn = lengths.draw(320, 2048, 0)

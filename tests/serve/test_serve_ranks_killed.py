@@ -1,0 +1,71 @@
+"""The command on two ranks, as torchrun starts it, with the public client: one rank is killed, and the service goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from forked import Forks
+from seeds import SOAK
+from served_ranks import NAME, Process, client_of, story
+from serving import host_of, served
+
+from packlora.serve.command import listening
+
+pytest.importorskip("tinker")
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks | None]:
+    if SOAK:
+        yield None
+        return
+    modules = [
+        "launched",
+        "torch.distributed.run",
+        "packlora.cli",
+        "packlora.serve.app",
+        "packlora.serve.service",
+        "uvicorn",
+    ]
+    with Forks(tmp_path_factory.mktemp("forks"), modules) as forks:
+        yield forks
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_service_which_goes_on_with_the_bits_of_one_process(
+    tiny_base: Callable[[str], str], forks: Forks | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    base, state = tiny_base("llama"), tmp_path / "state"
+    words = ["--base", f"{NAME}={base}", "--state", str(state), "--set", "device=cpu"]
+    free = listening("127.0.0.1", 0)
+    port = free.getsockname()[1]
+    free.close()
+    two = Process(forks, 2, words, port, tmp_path / "two")
+    running = [two]
+
+    def kill() -> None:
+        assert two.status["models"] == 2 and " 1 models" in two.status["ranks"][1]
+        two.kill(1)
+        assert two.process.wait(60) == 1
+        running.append(Process(forks, 1, words, port, tmp_path / "one"))
+
+    try:
+        two.wait()
+        with client_of(two.url) as client:
+            found = story(client, kill)
+            running[-1].end()
+            again = Process(forks, 2, words, port, tmp_path / "again")
+            running.append(again)
+            again.wait()
+            assert [" 1 models" in rank for rank in again.status["ranks"]] == [True, True]
+    finally:
+        for process in running:
+            process.end()
+    assert "rank 1 (process " in two.said and "has ended without a word, as a process that was killed does" in two.said
+    assert running[1].process.returncode == 0 and "stopped; nothing waits" in running[1].said
+    assert "stopped; nothing waits" in again.said and "has ended" not in again.said
+    with served(host_of(base, tmp_path), tmp_path / "reference") as (url, _), client_of(url) as client:
+        assert story(client) == found
