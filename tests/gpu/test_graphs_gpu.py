@@ -71,8 +71,10 @@ def learnt(
 
 
 def as_exact(jobs: tuple[str, ...], most: float, balance: float = 0.0, times: int = 2) -> Run:
-    """Assert that graphs are recorded, are as exact as none, by a factor, and have the same bits again. A gradient that is missing
-    is an error of 1."""
+    """Assert that graphs are recorded, are as exact as none, by a factor, and have the same bits again.
+
+    A gradient that is missing is an error of 1.
+    """
     _, exact = learnt(False, torch.float64, jobs, balance, times)
     _, plain = learnt(False, torch.bfloat16, jobs, balance, times)
     own, got = learnt(True, torch.bfloat16, jobs, balance, times)
