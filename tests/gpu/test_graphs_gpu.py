@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ JOBS = ("lora", "dora", "some modules")
 
 
 def run(
-    graphs: bool, dtype: torch.dtype, jobs: tuple[str, ...] = JOBS, balance: float = 0.0, **kwargs: Any
+    graphs: bool, dtype: torch.dtype, jobs: tuple[str, ...] = JOBS, **kwargs: Any
 ) -> tuple[Run, list[torch.Tensor]]:
     with deterministic():
-        own = Run(Recorder if graphs else None, device="cuda", dtype=dtype, layers=2, jobs=jobs, balance=balance)
+        own = Run(Recorder if graphs else None, device="cuda", dtype=dtype, layers=2, jobs=jobs)
         return own, own.train(**kwargs)
 
 
@@ -54,6 +55,49 @@ def test_graphs_are_as_exact_as_none_with_the_same_bits_every_time(dtype: torch.
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
 
 
+def learnt(
+    graphs: bool, dtype: torch.dtype, jobs: tuple[str, ...], balance: float = 0.0, times: int = 2
+) -> tuple[Run, list[torch.Tensor]]:
+    """A run, and what its jobs have learnt: changes of parameters, and losses.
+
+    By small steps of SGD: Adam makes much of gradients that are next to nothing, so errors of one rounding are twice another's.
+    """
+    with deterministic():
+        own = Run(Recorder if graphs else None, device="cuda", dtype=dtype, layers=2, jobs=jobs, balance=balance)
+        own.optimizers = [torch.optim.SGD(a.named_parameters().values(), lr=5e-4) for a in own.adapters]
+        before = [parameter.detach().double().clone() for parameter in own.parameters()]
+        got = own.train(times=times)
+    return own, [now.double() - then for now, then in zip(got, before, strict=False)] + got[len(before) :]
+
+
+def as_exact(jobs: tuple[str, ...], most: float, balance: float = 0.0, times: int = 2) -> Run:
+    """Assert that graphs are recorded, are as exact as none, by a factor, and have the same bits again.
+
+    A gradient that is missing is an error of 1.
+    """
+    _, exact = learnt(False, torch.float64, jobs, balance, times)
+    _, plain = learnt(False, torch.bfloat16, jobs, balance, times)
+    own, got = learnt(True, torch.bfloat16, jobs, balance, times)
+    assert own.told == [] and all(body.recorded for body in own.executor._bodies.values())
+    assert error(got, exact) <= most * error(plain, exact) < 0.9, (error(got, exact), error(plain, exact))
+    _, again = learnt(True, torch.bfloat16, jobs, balance, times)
+    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+    return own
+
+
+def rounded(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A maker of tiny models whose weights bfloat16 holds, so that copies of these begin with the same in any dtype."""
+
+    def model(_: str, **more: Any) -> Any:
+        made = make(**more)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.copy_(parameter.to(torch.bfloat16))
+        return made
+
+    return model
+
+
 TIED = ("tokens of both", "tied tokens", "decoder, head")
 SETS = [
     TIED, ("head", "copies", "dora embedding, head"), ("decoder, head", "dora head, dropped", "tokens"),
@@ -68,16 +112,9 @@ def test_output_layers_embeddings_and_copies_are_as_exact_as_without_graphs(
     jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_runs, "JOBS", graph_runs.JOBS | BESIDE)
-    if jobs == TIED:
-        changes = {"tie_word_embeddings": True}
-        monkeypatch.setattr(graph_runs, "tiny_model", lambda _, **more: tiny_model("qwen3", **changes, **more))
-    _, exact = run(False, torch.float64, jobs, times=3)
-    _, plain = run(False, torch.bfloat16, jobs, times=3)
-    own, got = run(True, torch.bfloat16, jobs, times=3)
-    assert own.told == [] and all(body.recorded for body in own.executor._bodies.values())
-    assert error(got, exact) <= 2 * error(plain, exact) + 1e-6, (error(got, exact), error(plain, exact))
-    _, again = run(True, torch.bfloat16, jobs, times=3)
-    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+    tied = partial(tiny_model, "qwen3", tie_word_embeddings=True)
+    monkeypatch.setattr(graph_runs, "tiny_model", rounded(tied if jobs == TIED else partial(tiny_model, "llama")))
+    as_exact(jobs, 1.5)
 
 
 ROUTED = [
@@ -95,35 +132,25 @@ def test_models_with_experts_are_recorded_with_their_adapters_and_the_load_balan
     own = graph_runs.JOBS | BESIDE
     kinds = {name: own[name] | {"target_modules": attention + ["lm_head"] * ("head" in name)} for name in jobs}
     monkeypatch.setattr(graph_runs, "JOBS", kinds)
+    prepared = graph_runs.prepare_model
 
-    def model(_: str, **more: Any) -> Any:
-        made = tiny_experts("qwen3_moe", torch.float32, **more)
-        made.set_experts_implementation("grouped_mm")
-        return made
+    def prepare(model: Any, *rest: Any) -> Any:
+        if model.dtype == torch.bfloat16 and not any("experts" in job for job in jobs):
+            model.set_experts_implementation("grouped_mm")
+        return prepared(model, *rest)
 
-    monkeypatch.setattr(graph_runs, "tiny_model", lambda _, **more: tiny_experts("qwen3_moe", **more))
-    _, want = run(False, torch.float64, jobs, times=2, balance=3.0)
-    monkeypatch.setattr(graph_runs, "tiny_model", model)
-    _, plain = run(False, torch.bfloat16, jobs, times=2, balance=3.0)
-    graphed, got = run(True, torch.bfloat16, jobs, times=2, balance=3.0)
-    assert graphed.told == [] and all(body.recorded for body in graphed.executor._bodies.values())
-    assert error(got, want) <= 3 * error(plain, want), (error(got, want), error(plain, want))
-    _, again = run(True, torch.bfloat16, jobs, times=2, balance=3.0)
-    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+    monkeypatch.setattr(graph_runs, "prepare_model", prepare)
+    monkeypatch.setattr(graph_runs, "tiny_model", rounded(partial(tiny_experts, "qwen3_moe")))
+    as_exact(jobs, 3.0, balance=3.0)
 
 
 def test_embeddings_of_many_tokens_are_recorded_and_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of an embedding is computed by sorting where there are more than 3,072 tokens."""
     monkeypatch.setattr(graph_runs, "JOBS", graph_runs.JOBS | BESIDE)
+    monkeypatch.setattr(graph_runs, "tiny_model", rounded(partial(tiny_model, "llama")))
     rows = [(number, 200) for number in range(3) for _ in range(7)]
     monkeypatch.setattr(graph_runs, "MICROBATCHES", [rows] * 4)
-    jobs = ("copies", "dora embedding, head", "tokens of both")
-    _, exact = run(False, torch.float64, jobs)
-    _, plain = run(False, torch.bfloat16, jobs)
-    own, got = run(True, torch.bfloat16, jobs)
-    assert own.told == [] and all(body.recorded for body in own.executor._bodies.values())
-    assert error(got, exact) <= 2 * error(plain, exact) + 1e-6, (error(got, exact), error(plain, exact))
-    own.optimizers = [torch.optim.SGD(a.named_parameters().values(), lr=1e-3) for a in own.adapters]
+    own = as_exact(("copies", "dora embedding, head", "tokens of both"), 1.5, times=1)
     with deterministic(), no_waiting():
         own.train()
 
