@@ -33,7 +33,10 @@ def serve(
     ] = 0.0,
     context_length: Annotated[int, typer.Option(min=2, help="Most tokens of a sample.")] = 8192,
 ) -> None:
-    """Serve training of adapters and samples to clients of the Tinker protocol, all tenants mixed on one base model."""
+    """Serve training of adapters and samples to clients of the Tinker protocol, all tenants mixed on one base model.
+
+    On several GPUs: torchrun --standalone --nproc-per-node 4 -m packlora serve
+    """
     if context.invoked_subcommand is not None:
         return
 

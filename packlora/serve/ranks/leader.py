@@ -315,10 +315,9 @@ class Leader(Service):
 
     def status(self, owner: str | None = None) -> dict[str, Any]:
         """See Core, with a line a rank."""
-        found = super().status(owner)
         names = [f"rank 0 ({next(iter(self.hosts.values())).device})", *map(str, self.ranks)]
         ranks = [
             f"{name}: {models} models, load {tokens}"
             for name, (tokens, models) in zip(names, self.loads(), strict=True)
         ]
-        return {"training": found.pop("training")} | found | {"ranks": ranks}
+        return super().status(owner) | {"ranks": ranks}
