@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from packlora.errors import unwritten
-from packlora.files import write_file
-from packlora.portable import flags
-from packlora.report.events import (
+from packlora.events import (
     CheckpointBegins,
     Evaluated,
     Event,
@@ -30,6 +28,8 @@ from packlora.report.events import (
     Stepped,
     WindowPlanned,
 )
+from packlora.files import write_file
+from packlora.portable import flags
 
 METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
 PIPELINE, SAMPLES = "pipeline.jsonl", "samples.jsonl"

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from packlora.events import Event, RunBegan, RunEnded, SavePointReached
 from packlora.files import write_file
-from packlora.report.events import Event, RunBegan, RunEnded, SavePointReached
 from packlora.report.metrics import BestEffort
 from packlora.report.page import whole_page
 

@@ -11,12 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 GROUND = {
-    "changes", "config", "errors", "files", "form", "functions", "given", "lora_config", "modality", "patterns",
+    "changes", "config", "errors", "events", "files", "form", "functions", "given", "lora_config", "modality", "patterns",
     "portable", "renaming",
     "result", "run_file", "seeding", "starts", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""
-FACE = {"", "cli", "command_line", "serve_command", "__main__", "callbacks", "events"}
+FACE = {"", "cli", "command_line", "serve_command", "__main__", "callbacks"}
 """What users call; no room imports it."""
 MAY_USE: dict[str, set[str]] = {
     "ops": set(),
