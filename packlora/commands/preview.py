@@ -24,11 +24,11 @@ from packlora.base.demo_model import base_path
 from packlora.base.load import load_tokenizer, read_config, vocabulary_of
 from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
-from packlora.data.encode import Encoded, Sample, encode_some
+from packlora.data.encode import Encoded, Sample
 from packlora.data.fields import OF_PAIRS
-from packlora.data.preference import encode_compared
 from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row
+from packlora.data.samples import encode_rows
 from packlora.data.template import set_clock, templated
 from packlora.data.tokens import check_vocabulary
 from packlora.errors import InputError, shown, spelt_out
@@ -241,14 +241,22 @@ class _Encoder:
             )  # fmt: skip
 
     def _encoded(self, job: JobConfig, row: Row, tokenizer: Any, truncate: str) -> Encoded:
-        asked, trainer = self.run.max_tokens_per_microbatch, job.train.trainer
+        asked = self.run.max_tokens_per_microbatch
         budget = asked if isinstance(asked, int) else 2**31
         data, reader = job.data, None if job.data.streaming else self.reader
         if truncate != data.truncate:
             data = data.model_copy(update={"truncate": truncate})
-        if trainer == "sft":
-            return encode_some([row], tokenizer, data, budget, job.name, self.context, reader=reader)
-        return encode_compared(trainer, [row], tokenizer, data, budget, job.name, self.context, reader=reader)[0]
+        return encode_rows(
+            [row],
+            tokenizer,
+            data,
+            budget,
+            job.name,
+            self.context,
+            reader=reader,
+            trainer=job.train.trainer,
+            may_be_empty=True,
+        )
 
     def _too_long(self, job: JobConfig, row: Row, tokenizer: Any) -> str:
         """Words by which training would refuse a row that is too long."""

@@ -24,11 +24,12 @@ from tokenizers import AddedToken, processors
 from packlora.config import DataConfig, DataSource
 from packlora.config.data import TEMPLATES
 from packlora.data.chat_templates import ENDS, with_template
-from packlora.data.encode import Encoded, Sample, encode_rows
+from packlora.data.encode import Encoded, Sample
 from packlora.data.held_out import held_out
 from packlora.data.prompts import encode_prompts
 from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row, check_row
+from packlora.data.samples import encode_rows
 from packlora.data.template import Template
 from packlora.errors import InputError
 from packlora.run_file import load_run, run_from
