@@ -38,7 +38,7 @@ MAY_USE["sweep"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["rl"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["serve"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["tune"] = {*MAY_USE}
-MAY_USE["commands"] = {*MAY_USE}
+MAY_USE["commands"] = {*MAY_USE, "answers"}
 MAY_USE["export"] = MAY_USE["answers"] = {*MAY_USE}
 MAY_USE["api"] = MAY_USE["serve"] = {*MAY_USE}
 MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FUNCTION = 250, 60
