@@ -89,7 +89,9 @@ def read_config(folder: str, job: str) -> LoraConfig:
         _Stored.model_validate(found)
         config = LoraConfig(**found)
     except ValidationError as error:
-        raise InputError(f"job {job!r}: {file}: {_wrong_value(error, raw)}") from None
+        from packlora.run_file_errors import explained
+
+        raise InputError(f"job {job!r}: {file}: {explained(error, found)[0]}") from None
     except (TypeError, ValueError) as error:  # PEFT's own checks, of keys that exclude each other
         raise InputError(f"job {job!r}: {file}: {error}") from None
     return config
@@ -121,18 +123,3 @@ def named_adapters(folder: Path) -> str | None:
         if found
         else None
     )
-
-
-def _wrong_value(error: ValidationError, raw: dict[str, Any]) -> str:
-    """The first wrong key: what is accepted, what was found."""
-    items = error.errors()
-    if not items[0]["loc"]:  # of keys that do not go together
-        return str(items[0]["ctx"]["error"])
-    key = items[0]["loc"][0]
-    accepted = [
-        str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"][0].lower() + item["msg"][1:]
-        for item in items
-        if item["loc"][0] == key
-    ]
-    found = f"; found {quoted(raw[str(key)])}" if key in raw else ""
-    return f"{key}: {', or '.join(dict.fromkeys(accepted))}{found}"
