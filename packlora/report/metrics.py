@@ -30,6 +30,7 @@ from packlora.events import (
 )
 from packlora.files import write_file
 from packlora.portable import flags
+from packlora.report.follow import Followed
 
 METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
 PIPELINE, SAMPLES = "pipeline.jsonl", "samples.jsonl"
@@ -168,20 +169,11 @@ class JsonLines:
 
 
 def read_lines(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """Lines of a jsonl file that hold all the keys; one that is cut short, by a crash or while it is being written, is left
-    out. A missing file has none, nor has what is no file: a pipe would be waited for.
-    """
-    if not path.is_file():
-        return []
-    out = []
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):  # also a number of thousands of digits
-            continue
-        if isinstance(line, dict) and all(key in line for key in keys):
-            out.append(line)
-    return out
+    """Lines of a jsonl file that hold all the keys, but for those that are cut short; none where there is no such file."""
+    file = Followed(path, *keys)
+    while file.look():
+        pass
+    return file.lines
 
 
 def metric_lines(

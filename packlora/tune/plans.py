@@ -30,7 +30,7 @@ from packlora.plans.case import Case, token_bucket
 from packlora.plans.cost import machine, seconds
 from packlora.plans.space import legal_plans
 from packlora.report.progress import duration
-from packlora.report.screen import Screen
+from packlora.report.screen import Screen, table_screen
 from packlora.runtime.head_cost import remember
 from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import AUTO_BUDGET, ModelShape
@@ -223,9 +223,7 @@ def tune(
         lossy or (run is not None and run.plans.lossy),
     )
     cases, notes = cases_of_run(run, device) if run else (standard_cases(device), [])
-    console = Screen()
-    if not console.is_terminal:
-        console = Screen(width=160)
+    console = table_screen()
     minutes -= min(
         minutes, tune_sizes(device, minutes, console)
     )  # plans are measured with the sizes that they will have

@@ -113,7 +113,7 @@ def test_a_slow_case_is_measured_with_fewer_plans_and_the_first_one_in_any_case(
 
 def test_the_bar_shows_cases_and_the_time_left(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
-    monkeypatch.setattr("packlora.tune.plans.Screen", lambda: Screen(file=shown, force_terminal=True, width=80))
+    monkeypatch.setattr("packlora.tune.plans.table_screen", lambda: Screen(file=shown, force_terminal=True, width=80))
     World(monkeypatch, 0.2)
     monkeypatch.setattr("rich.progress.Progress.update", refreshing)
     tune(run, CPU, minutes=2, cache=PlanCache(CPU, tmp_path / "plans.json"))
