@@ -59,7 +59,7 @@ def encode_rows(
     made: Iterable[tuple[Row, list[Sample], Notes]]
     if trainer == "sft":
         every = encoded_rows(rows, tokenizer, data, job, out.skipped, told, reader)
-        made = ((row, [sample], notes) for row, sample, notes in every)
+        made = ((row, [_with_fields(sample, row, fields)], notes) for row, sample, notes in every)
     else:
         from packlora.data.preference import compared_rows, joined
 
@@ -81,8 +81,8 @@ def encode_rows(
             out.dropped += 1
             continue
         out.truncated += kept is not parts
-        sample = kept[0] if trainer == "sft" else joined(kept, row, trainer, limits.part)
-        out.samples.append(sample.with_fields(row.fields) if fields else sample)
+        whole = kept[0] if trainer == "sft" else _with_fields(joined(kept, row, trainer, limits.part), row, fields)
+        out.samples.append(whole)
         out.where += [row.where] * fields
         noted(out.notes, notes)
     if out.samples or may_be_empty:
@@ -90,6 +90,11 @@ def encode_rows(
     if len(out.skipped) >= len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {limits.described}")
+
+
+def _with_fields(sample: Sample, row: Row, fields: bool) -> Sample:
+    """A sample with the columns of its row, which a cut shortens with it."""
+    return sample.with_fields(row.fields) if fields else sample
 
 
 @dataclass(frozen=True, slots=True)
