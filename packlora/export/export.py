@@ -54,7 +54,7 @@ from packlora.export.as_served import (
     why_not,
     with_peft,
 )
-from packlora.files import write_file, write_folder, write_json, write_tensors
+from packlora.files import write_file, write_folder, write_json, write_tensors, write_text
 from packlora.form import is_stored
 from packlora.lora_config import LoraConfig
 from packlora.ops.modules import beside_decoder
@@ -166,11 +166,7 @@ def write_ollama(folder: Path, opened: AdapterFolder, names: Mapping[str, str]) 
     _gguf_file().write_gguf(folder / "adapter.gguf", opened, names)
     base = " ".join(opened.base.split())  # a line is a command there
     text = f"# ollama create NAME -f Modelfile\nFROM {base}\nADAPTER ./adapter.gguf\n"
-    write_file(folder / "Modelfile", partial(_write_text, text=text))
-
-
-def _write_text(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
+    write_text(folder / "Modelfile", text)
 
 
 def serve_command(out: Path, target: str) -> str | None:

@@ -28,7 +28,7 @@ from packlora.events import (
     Stepped,
     WindowPlanned,
 )
-from packlora.files import write_file
+from packlora.files import write_text
 from packlora.portable import flags
 from packlora.report.follow import Followed
 
@@ -235,9 +235,4 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Replace a jsonl file."""
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-
-    def write(file: Path) -> None:
-        file.write_text(text, encoding="utf-8")
-
-    write_file(path, write)
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
