@@ -34,9 +34,8 @@ from packlora.adapters.weights import shapes_at
 from packlora.errors import InputError, quoted
 from packlora.files import from_everywhere, write_json, write_tensors, write_text
 from packlora.lora_config import CONFIG as CONFIG
+from packlora.lora_config import OF_WEIGHTS, STARTS, LoraConfig, is_doubled
 from packlora.lora_config import WEIGHTS as WEIGHTS
-from packlora.lora_config import LoraConfig
-from packlora.starts import OF_WEIGHTS, STARTS, is_doubled
 
 TRAINED_ON = "packlora.quantization"
 """Key in the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""

@@ -25,7 +25,7 @@ from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
 from packlora.data import encode
 from packlora.data.encode import Encoded, Sample, text_of
-from packlora.data.fields import OF_PAIRS
+from packlora.data.flags import OF_PAIRS
 from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row
 from packlora.data.samples import encode_rows

@@ -17,7 +17,7 @@ from packlora.config.shared import (
     check_regex,
 )
 from packlora.errors import quoted
-from packlora.starts import STARTS, is_doubled
+from packlora.lora_config import STARTS, is_doubled
 
 _OF_DATA = "which takes a pass over the data before training, and changes the base weights"
 OTHER_STARTS = {

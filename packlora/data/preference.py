@@ -13,7 +13,7 @@ import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.encode import Notes, Preference, Sample, encoded_rows, refuse
-from packlora.data.fields import OF_PAIRS
+from packlora.data.flags import OF_PAIRS
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
 from packlora.modality import ExtrasReader

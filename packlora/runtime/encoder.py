@@ -15,7 +15,7 @@ from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded
-from packlora.data.mixture import joined, mixed
+from packlora.data.mixture import joined, mixed, split_off_held_out
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.reader import Rows
 from packlora.data.rows import Row
@@ -66,9 +66,7 @@ class Encoder:
         parts, held_out = ([self._encoded(one, job, budget, told) for one in some] for some in (rows, eval_rows))
         seed, total = self.run.seed_of(job), sum(len(part.samples) for part in parts)
         if job.data.eval_split is not None:
-            from packlora.data.held_out import held_out as drawn
-
-            parts, split_off = drawn(parts, job.data, seed, job.name)
+            parts, split_off = split_off_held_out(parts, job.data, seed, job.name)
             held_out = [split_off]
             notes.append(f"job {job.name!r}: eval_split holds out {len(split_off.samples)} of {total} samples")
         encoded, eval_encoded = mixed(parts, job.data, seed, job.name, notes), joined(held_out)

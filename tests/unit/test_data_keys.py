@@ -25,7 +25,7 @@ from packlora.config import DataConfig, DataSource
 from packlora.config.data import TEMPLATES
 from packlora.data.chat_templates import ENDS, with_template
 from packlora.data.encode import Encoded, Sample
-from packlora.data.held_out import held_out
+from packlora.data.mixture import split_off_held_out
 from packlora.data.prompts import encode_prompts
 from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row, check_row
@@ -308,7 +308,7 @@ def drawn(
     """What is left of each source, and what is held out: (source, number) of samples."""
     sources = [{"path": f"{k}", "weight": weights and weights[k]} for k in range(len(sizes))]
     data = DataConfig.model_validate({"path": sources, "eval_split": share})
-    kept, out = held_out(parts(*sizes), data, seed, "first")
+    kept, out = split_off_held_out(parts(*sizes), data, seed, "first")
     return [[tuple(s.ids.tolist()) for s in part.samples] for part in kept], [
         tuple(s.ids.tolist()) for s in out.samples
     ]
@@ -341,7 +341,7 @@ def test_a_source_with_a_weight_keeps_a_sample() -> None:
 
 def test_drawing_leaves_the_samples_of_other_jobs_as_they_are() -> None:
     shared = Encoded([Sample(np.array([0, n], np.int32), np.array([False, True])) for n in range(6)], truncated=2)
-    kept, out = held_out([shared], DataConfig(path="d", eval_split=0.5), 0, "first")
+    kept, out = split_off_held_out([shared], DataConfig(path="d", eval_split=0.5), 0, "first")
     assert (len(shared.samples), len(kept[0].samples), len(out.samples)) == (6, 3, 3)
     assert (kept[0].truncated, out.truncated) == (2, 0)
 
