@@ -16,9 +16,7 @@ KINDS: tuple[tuple[str, ...], ...] = (
     ("chosen", "rejected"),
 )  # fmt: skip
 """Fields of a row of each kind; a row with the fields of two kinds is refused."""
-FIELDS = (
-    "prompt", "completion", "messages", "text", "input_ids", "conversations", "instruction", "output", "chosen", "rejected",
-)  # fmt: skip
+FIELDS = tuple(name for kind in KINDS for name in kind)
 OF_PAIRS = ("dpo", "orpo")
 """Trainers that compare two completions of a row."""
 VARIABLES, LAST, SINGLE = "chat_template_kwargs", "mask_history", "parallel_tool_calls"
