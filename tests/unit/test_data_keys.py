@@ -413,10 +413,10 @@ def test_a_template_is_read_from_a_file_or_the_folder_of_another_tokenizer(token
 
 BAD_TEMPLATES: list[tuple[str, str | None, str]] = [
     ("gone.jinja", None, "there is no such file or folder; known names are chatml, llama3"),
-    ("plain.txt", "no program", "has no Jinja in it"), ("large.txt", "{" * (2**20 + 1), "has more than 1048576 bytes"),
-    ("one/tokenizer_config.json", "{}", "holds no chat template"), ("one/other", "{", "has neither chat_template.jinja nor"),
-    ("one/tokenizer_config.json", "[", "is not what a tokenizer saves"),
-    ("one/tokenizer_config.json", '{"chat_template": [{"name": "default", "template": "{{ a }}"}]}', "several chat templates"),
+    ("plain.txt", "no program", "holds no chat template"), ("large.txt", "{" * (2**20 + 1), "has more than 1048576 bytes"),
+    ("one/tokenizer_config.json", "{}", "holds no chat template"), ("one/other", "{", "no folder with chat_template.jinja or"),
+    ("one/tokenizer_config.json", "[", "cannot read"),
+    ("one/tokenizer_config.json", '{"chat_template": [{"name": "default", "template": "{{ a }}"}]}', "the one of several"),
 ]  # fmt: skip
 
 
