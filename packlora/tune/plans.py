@@ -25,7 +25,7 @@ from packlora.config import Run
 from packlora.engine.memory import synchronize
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
-from packlora.plans.cache import PlanCache, fastest
+from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case, token_bucket
 from packlora.plans.cost import machine, seconds
 from packlora.plans.space import legal_plans
@@ -36,7 +36,7 @@ from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import AUTO_BUDGET, ModelShape
 from packlora.tune.head import measure_head
 from packlora.tune.kernels import tune_sizes
-from packlora.tune.measure import FAR, Make, Measured, candidates, group_maker, measure
+from packlora.tune.measure import FAR, Make, candidates, group_maker, measure, with_earlier
 
 SMALLEST = 8
 """Microbatches are measured from this part of the largest one upwards; of a full schedule few are smaller."""
@@ -65,7 +65,7 @@ class Tuned:
     none."""
 
     case: Case
-    measured: Measured
+    measured: Record
     plan: Plan | None
 
     @property
@@ -334,7 +334,7 @@ def _tune_case(
     measured = measure(case, plans, device, make, budget_s, COUNTED)
     if CHAIN.name not in measured.ms:
         return Tuned(case, measured, None)
-    record = measured.record(cache.get(case.key))
+    record = with_earlier(measured, cache.get(case.key))
     try:
         cache.put({case.key: record})
     except OSError as error:
