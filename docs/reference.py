@@ -51,7 +51,7 @@ def _events(module: ModuleType) -> str:
     listed: list[str] = list(module.__all__)
     kinds = [(name, getattr(module, name)) for name in listed]
     rows = [f"| `{name}` | {_first(one)} |" for name, one in kinds if isinstance(one, type)]
-    head = "`packlora.callbacks` is its older name. Fields are explained in `packlora/report/events.py`.\n"
+    head = "`packlora.callbacks` is its older name. Fields are explained in `packlora/events.py`.\n"
     return "\n".join(["## packlora.events\n", _text(module), head, "| type | meaning |", "|---|---|", *rows]) + "\n"
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from packlora import events
 from packlora.portable import peak_resident
-from packlora.report import events
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 import packlora
-from packlora.command_line import App, RunFile, Set, again, alone, guarded, loading, loads, speaks, without_resume
+from packlora.command_line import App, RunFile, Set, again, alone, loading, loads, speaks, without_resume
 from packlora.errors import InputError
 from packlora.serve_command import app as serve
 from packlora.terminal import say, show, tame_streams
@@ -29,9 +29,12 @@ app.add_typer(serve)
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run that trains now.")]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")]
+BaseModel = Annotated[
+    str | None, typer.Option(help="Base model, where the one that the adapter names is not the place to load from.")
+]
 
 
-@app.command()
+@app.command(stopped="stopped at once; --resume continues from the last checkpoints", light=True)
 def train(
     run: RunFile,
     overrides: Set = None,
@@ -47,96 +50,76 @@ def train(
     max_steps: MaxSteps = None,
 ) -> None:
     """Train all jobs of a run file together."""
+    if first := loads() and speaks():
+        say(f"reading {run} and its data")
+    from packlora.data.reader import Reader
 
-    def action() -> None:
-        if first := loads() and speaks():
-            say(f"reading {run} and its data")
-        from packlora.data.reader import Reader
+    reader, config, changes = Reader(), cast(Any, run), overrides
+    if alone():  # first: a slip is refused before what takes seconds is loaded; several processes find it together
+        from packlora.run_file import load_run
+        from packlora.runtime.early import read_early
 
-        reader, config, changes = Reader(), cast(Any, run), overrides
-        if alone():  # first: a slip is refused before what takes seconds is loaded; several processes find it together
-            from packlora.run_file import load_run
-            from packlora.runtime.early import read_early
+        config, changes = load_run(run, overrides), None
+        reader = read_early(config, resume)
+    if first:
+        say("loading PyTorch and Transformers")
+    with loading():
+        from packlora.report.summary import print_summary
+        from packlora.runtime.run import train_read
 
-            config, changes = load_run(run, overrides), None
-            reader = read_early(config, resume)
-        if first:
-            say("loading PyTorch and Transformers")
-        with loading():
-            from packlora.report.summary import print_summary
-            from packlora.runtime.run import train_read
-
-        if first:
-            say(f"checking the run and loading the base model; packlora watch {shlex.quote(str(run))} shows its curves")
-        result = train_read(reader, config, changes, resume, max_steps, resume_from)
-        if speaks():
-            words = sys.argv[1:]
-            print_summary(result, again(without_resume(words)), again(without_resume(words, "--max-steps")))
-        raise typer.Exit(result.exit_code)
-
-    guarded(action, "stopped at once; --resume continues from the last checkpoints", light=True)
+    if first:
+        say(f"checking the run and loading the base model; packlora watch {shlex.quote(str(run))} shows its curves")
+    result = train_read(reader, config, changes, resume, max_steps, resume_from)
+    if speaks():
+        words = sys.argv[1:]
+        print_summary(result, again(without_resume(words)), again(without_resume(words, "--max-steps")))
+    raise typer.Exit(result.exit_code)
 
 
 Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run, or its run file.")]
 
 
-@app.command()
+@app.command(stopped="watching has ended", light=True)
 def watch(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Output folders of runs, or their run files.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
     """Serve the page of a run on this machine, with curves that grow while it trains; several runs stand side by side."""
+    from packlora.commands.watch import watch as serve
 
-    def action() -> None:
-        from packlora.commands.watch import watch as serve
-
-        serve(runs, port, browser)
-
-    guarded(action, "watching has ended", light=True)
+    serve(runs, port, browser)
 
 
-@app.command()
+@app.command(light=True)
 def report(run: Watched) -> None:
     """Write report.html of a run again from what is in its folder, also of one that was killed."""
+    from packlora.commands.watch import report_again
 
-    def action() -> None:
-        from packlora.commands.watch import report_again
-
-        show(f"report: {report_again(run)}")
-
-    guarded(action, light=True)
+    show(f"report: {report_again(run)}")
 
 
-@app.command()
+@app.command(light=True)
 def add(
     run_dir: RunDir,
     jobs: Annotated[Path, typer.Argument(metavar="JOBS.yaml", help="A file with jobs: alone, as in a run file.")],
     overrides: Set = None,
 ) -> None:
     """Let more jobs join a run that trains now."""
+    from packlora.commands.control import add_jobs
 
-    def action() -> None:
-        from packlora.commands.control import add_jobs
-
-        show(add_jobs(run_dir, jobs, overrides))
-
-    guarded(action, light=True)
+    show(add_jobs(run_dir, jobs, overrides))
 
 
-@app.command()
+@app.command(light=True)
 def stop(run_dir: RunDir, job: Annotated[str, typer.Argument(metavar="JOB", help="Its name.")]) -> None:
     """End one job of a run that trains now, with its adapter saved; the others go on."""
+    from packlora.commands.control import stop_job
 
-    def action() -> None:
-        from packlora.commands.control import stop_job
-
-        show(stop_job(run_dir, job))
-
-    guarded(action, light=True)
+    show(stop_job(run_dir, job))
 
 
-@app.command()
+@app.command(light=True)
 def clone(
     run_dir: RunDir,
     job: Annotated[str, typer.Argument(metavar="JOB", help="The job whose settings are taken.")],
@@ -148,13 +131,9 @@ def clone(
     weights: Annotated[bool, typer.Option("--from-weights", help="Begin with the job's present adapter.")] = False,
 ) -> None:
     """Let a job join a run that trains now which differs from another in some keys."""
+    from packlora.commands.control import clone_job
 
-    def action() -> None:
-        from packlora.commands.control import clone_job
-
-        show(clone_job(run_dir, job, name, overrides, weights))
-
-    guarded(action, light=True)
+    show(clone_job(run_dir, job, name, overrides, weights))
 
 
 @app.command()
@@ -178,21 +157,17 @@ def plan(
     length: Annotated[int, typer.Option(min=2, max=2**24, help="With --gpu: tokens of a sample.")] = 2048,
 ) -> None:
     """Show what a run would do, without training: samples, microbatches, predicted time and memory."""
+    if gpu is not None:
+        from packlora.commands.plan_model import print_card
 
-    def action() -> None:
-        if gpu is not None:
-            from packlora.commands.plan_model import print_card
+        refused = {"--set": overrides, "--stages": stages > 1, "--gpus": gpus, "--plot": plot}
+        return print_card(str(run), gpu, rank, length, json_file, [key for key, value in refused.items() if value])
+    from packlora.run_file import load_run
 
-            refused = {"--set": overrides, "--stages": stages > 1, "--gpus": gpus, "--plot": plot}
-            return print_card(str(run), gpu, rank, length, json_file, [key for key, value in refused.items() if value])
-        from packlora.run_file import load_run
+    config = load_run(run, overrides)
+    from packlora.commands.plan import print_plan
 
-        config = load_run(run, overrides)
-        from packlora.commands.plan import print_plan
-
-        print_plan(config, stages, json_file, plot, gpus)
-
-    guarded(action)
+    print_plan(config, stages, json_file, plot, gpus)
 
 
 @app.command()
@@ -207,20 +182,16 @@ def preview(
     It counts tokens, and says what is cut or left out and why. A row that training would refuse is refused. Of the base model
     it needs config.json and a tokenizer alone.
     """
+    from packlora.run_file import load_run
 
-    def action() -> None:
-        from packlora.run_file import load_run
+    config = load_run(run, overrides)
+    with loading():
+        from packlora.commands.preview import print_preview
 
-        config = load_run(run, overrides)
-        with loading():
-            from packlora.commands.preview import print_preview
-
-        print_preview(config, rows, as_json)
-
-    guarded(action)
+    print_preview(config, rows, as_json)
 
 
-@app.command()
+@app.command(stopped="stopped; what was measured is remembered, and the same command goes on with the rest")
 def tune(
     run: Annotated[
         Path | None, typer.Argument(metavar="RUN.yaml", help="The run file; without one, usual layers.")
@@ -234,19 +205,15 @@ def tune(
     ] = False,
 ) -> None:
     """Measure the kernels' sizes and the ways to compute a layer on this device now, and remember the fastest."""
+    from packlora.run_file import load_run
 
-    def action() -> None:
-        from packlora.run_file import load_run
+    if run is None and overrides:
+        raise InputError("--set changes keys of a run file, and none was given")
+    config = load_run(run, overrides) if run else None
+    from packlora.tune.plans import tune as measure_plans
 
-        if run is None and overrides:
-            raise InputError("--set changes keys of a run file, and none was given")
-        config = load_run(run, overrides) if run else None
-        from packlora.tune.plans import tune as measure_plans
-
-        tuned = measure_plans(config, minutes=minutes, lossy=lossy)
-        raise typer.Exit(0 if all(item.plan for item in tuned) else 1)
-
-    guarded(action, "stopped; what was measured is remembered, and the same command goes on with the rest")
+    tuned = measure_plans(config, minutes=minutes, lossy=lossy)
+    raise typer.Exit(0 if all(item.plan for item in tuned) else 1)
 
 
 CheckOption = Annotated[
@@ -263,10 +230,7 @@ CheckOption = Annotated[
 def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="A PEFT adapter folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the merged model to; must not exist.")],
-    base_model: Annotated[
-        str | None,
-        typer.Option(help="Base model, where the one named in adapter_config.json is not the place to load from."),
-    ] = None,
+    base_model: BaseModel = None,
     dtype: Annotated[
         str, typer.Option(help="Of the merged weights: auto (as the base), float32, bfloat16, float16.")
     ] = "auto",
@@ -289,15 +253,11 @@ def merge(
     check: CheckOption = "auto",
 ) -> None:
     """Fold an adapter into its base model's weights and save a plain Hugging Face model."""
+    from packlora.export.merge import merge_adapter
 
-    def action() -> None:
-        from packlora.export.merge import merge_adapter
-
-        if note := merge_adapter(adapter, out, base_model, dtype, quantization, double_quant, requantize, check):
-            say(f"note: {note}")
-        show(f"merged model: {out}")
-
-    guarded(action)
+    if note := merge_adapter(adapter, out, base_model, dtype, quantization, double_quant, requantize, check):
+        say(f"note: {note}")
+    show(f"merged model: {out}")
 
 
 @app.command()
@@ -307,33 +267,23 @@ def export(
     target: Annotated[
         str, typer.Option("--for", metavar="PROGRAM", help="vllm, sglang, gguf (llama.cpp), ollama or peft.")
     ],
-    base_model: Annotated[
-        str | None,
-        typer.Option(help="Base model, where the one named in adapter_config.json is not the place to load from."),
-    ] = None,
+    base_model: BaseModel = None,
     dtype: Annotated[
         str, typer.Option(help="Of the tensors: float32, bfloat16, float16, auto (as the base).")
     ] = "float32",
     check: CheckOption = "auto",
 ) -> None:
     """Write an adapter as another program reads it, with the same numbers."""
+    from packlora.export.export import export_adapter, serve_command
 
-    def action() -> None:
-        from packlora.export.export import export_adapter, serve_command
-
-        for note in export_adapter(adapter, out, target, base_model, dtype, check):
-            say(f"note: {note}")
-        show(f"adapter for {target}: {out}")
-        if (command := serve_command(out, target)) is not None:
-            show(f"serve it: {command}")
-
-    guarded(action)
+    for note in export_adapter(adapter, out, target, base_model, dtype, check):
+        say(f"note: {note}")
+    show(f"adapter for {target}: {out}")
+    if (command := serve_command(out, target)) is not None:
+        show(f"serve it: {command}")
 
 
 Adapter = Annotated[Path, typer.Argument(metavar="RUN/JOB", help="A finished adapter or a checkpoint.")]
-BaseModel = Annotated[
-    str | None, typer.Option(help="Base model, where the one that the adapter names is not the place to load from.")
-]
 Dtype = Annotated[
     str, typer.Option(help="Of the base model: auto (as the run that trained it), float32, bfloat16, float16.")
 ]
@@ -365,14 +315,10 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Let an adapter answer a prompt."""
+    from packlora.answers.talk import Sampling, generate
 
-    def action() -> None:
-        from packlora.answers.talk import Sampling, generate
-
-        said, how = sys.stdin.read() if prompt is None else prompt, Sampling(max_new_tokens, temperature, seed)
-        show(generate(adapter, said, system, raw, how, base_model, dtype, device, image or []))
-
-    guarded(action)
+    said, how = sys.stdin.read() if prompt is None else prompt, Sampling(max_new_tokens, temperature, seed)
+    show(generate(adapter, said, system, raw, how, base_model, dtype, device, image or []))
 
 
 @app.command()
@@ -389,14 +335,10 @@ def chat(
     device: Device = "auto",
 ) -> None:
     """Talk to one or several adapters side by side: each line of standard input is a turn."""
+    from packlora.answers.talk import Sampling, chat
 
-    def action() -> None:
-        from packlora.answers.talk import Sampling, chat
-
-        how = Sampling(max_new_tokens, temperature, seed)
-        chat(adapters, with_base, system, how, base_model, dtype, device, images=image or [])
-
-    guarded(action)
+    how = Sampling(max_new_tokens, temperature, seed)
+    chat(adapters, with_base, system, how, base_model, dtype, device, images=image or [])
 
 
 @app.command("eval")
@@ -414,34 +356,26 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Show the held-out loss of an adapter on a data file, computed as training computes it."""
+    from math import exp
 
-    def action() -> None:
-        from math import exp
+    from packlora.commands.held_out import evaluate_adapter
 
-        from packlora.commands.held_out import evaluate_adapter
-
-        found = evaluate_adapter(adapter, data, max_length, truncate, base_model, dtype, device)
-        for note in found.notes:
-            say(f"note: {note}")
-        show(f"loss        {found.loss:.6f}\nperplexity  {exp(min(found.loss, 700)):.4f}")
-        show(f"labels      {found.label_tokens:,} of {found.tokens:,} tokens, {found.samples:,} samples")
-
-    guarded(action)
+    found = evaluate_adapter(adapter, data, max_length, truncate, base_model, dtype, device)
+    for note in found.notes:
+        say(f"note: {note}")
+    show(f"loss        {found.loss:.6f}\nperplexity  {exp(min(found.loss, 700)):.4f}")
+    show(f"labels      {found.label_tokens:,} of {found.tokens:,} tokens, {found.samples:,} samples")
 
 
 @app.command()
 def doctor() -> None:
     """Show versions and devices, and what of packlora is usable here and what is not, and why."""
+    from packlora.commands.doctor import print_doctor
 
-    def action() -> None:
-        from packlora.commands.doctor import print_doctor
-
-        raise typer.Exit(0 if print_doctor() else 1)
-
-    guarded(action)
+    raise typer.Exit(0 if print_doctor() else 1)
 
 
-@app.command()
+@app.command(stopped="stopped at once; the same command continues from the last checkpoints")
 def demo(
     output_dir: Annotated[
         Path, typer.Option(help="Folder of the run; where one is finished already, a numbered one beside it.")
@@ -449,17 +383,13 @@ def demo(
     max_steps: MaxSteps = None,
 ) -> None:
     """Train four adapters on three real data sets with a real small model, and show what they learnt."""
+    with loading():
+        from packlora.commands.demo import run_demo
 
-    def action() -> None:
-        with loading():
-            from packlora.commands.demo import run_demo
-
-        raise typer.Exit(run_demo(output_dir, max_steps))
-
-    guarded(action, "stopped at once; the same command continues from the last checkpoints")
+    raise typer.Exit(run_demo(output_dir, max_steps))
 
 
-@app.command()
+@app.command(light=True)
 def init(
     data: Annotated[Path, typer.Argument(metavar="DATA", help="A data file, as data.path of a run file.")],
     out: Annotated[
@@ -468,29 +398,21 @@ def init(
     base_model: Annotated[str, typer.Option(help="A folder or a Hugging Face model id.")] = "smollm2-135m",
 ) -> None:
     """Write a run file with comments from a data file."""
+    from packlora.commands.init import write_run_file
 
-    def action() -> None:
-        from packlora.commands.init import write_run_file
-
-        show(write_run_file(data, out, base_model))
-        file = shlex.quote(str(out))
-        show(f"{out}: read it, then `packlora train {file}`; `packlora plan {file}` shows what it would do")
-
-    guarded(action, light=True)
+    show(write_run_file(data, out, base_model))
+    file = shlex.quote(str(out))
+    show(f"{out}: read it, then `packlora train {file}`; `packlora plan {file}` shows what it would do")
 
 
-@app.command()
+@app.command(light=True)
 def schema() -> None:
     """Print the JSON schema of the run file, for editors."""
+    import json
 
-    def action() -> None:
-        import json
+    from packlora.commands.schema import run_file_schema
 
-        from packlora.commands.schema import run_file_schema
-
-        show(json.dumps(run_file_schema(), indent=2))
-
-    guarded(action, light=True)
+    show(json.dumps(run_file_schema(), indent=2))
 
 
 def _version(value: bool) -> None:

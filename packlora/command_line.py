@@ -4,6 +4,7 @@ is put together."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -32,32 +33,45 @@ Set = Annotated[
 ]
 
 
-def _without_types(params: Any) -> Any:
-    """Options of a command, of which switches show no type in its help."""
-    for one in params:
-        if getattr(one, "is_flag", False) and one.metavar is None:
-            one.metavar = ""
-    return params
+class _PlainSwitches:
+    """Help of a command, in which switches show no type."""
 
-
-class _Command(typer.core.TyperCommand):
     def get_params(self, ctx: Any) -> Any:
-        return _without_types(super().get_params(ctx))
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for one in params:
+            if getattr(one, "is_flag", False) and one.metavar is None:
+                one.metavar = ""
+        return params
 
 
-class _Group(typer.core.TyperGroup):
-    def get_params(self, ctx: Any) -> Any:
-        return _without_types(super().get_params(ctx))
+class _Command(_PlainSwitches, typer.core.TyperCommand):
+    pass
+
+
+class _Group(_PlainSwitches, typer.core.TyperGroup):
+    pass
 
 
 class App(typer.Typer):
-    """The `packlora` command's parts."""
+    """The `packlora` command's parts; its commands run guarded."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, **settings)
 
-    def command(self, *args: Any, **settings: Any) -> Callable[[F], F]:
-        return super().command(*args, cls=_Command, **settings)
+    def command(
+        self, name: str | None = None, *, stopped: str = "stopped", light: bool = False, **settings: Any
+    ) -> Callable[[F], F]:
+        """Register a command. stopped, light: see guarded."""
+
+        def register(action: F) -> F:
+            @functools.wraps(action)
+            def run(*args: Any, **options: Any) -> Any:
+                return guarded(lambda: action(*args, **options), stopped, light)
+
+            super(App, self).command(name, cls=_Command, **settings)(run)
+            return action
+
+        return register
 
 
 def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = False) -> Any:

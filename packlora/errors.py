@@ -63,6 +63,14 @@ def quoted(value: object, longest: int = SHOWN) -> str:
     return shown(_REPR.repr(value), longest)
 
 
+def kind_of(value: object) -> str:
+    """A value's type in words."""
+    if value is None:
+        return "nothing"
+    names = {dict: "a mapping", list: "a list", str: "a text", bool: "a yes/no", int: "a number", float: "a number"}
+    return names.get(type(value), type(value).__name__)
+
+
 def foreign(error: Exception) -> str:
     """Message of another library's error on one line: its first line, and the next where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]

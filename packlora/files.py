@@ -123,12 +123,13 @@ def _put_back(old: Path) -> None:
         sync(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8 as write_file writes a file."""
+    write_file(path, lambda file: file.write_bytes(text.encode()))
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_file(path, lambda file: _dump(file, value))
-
-
-def _dump(file: Path, value: Any) -> None:
-    file.write_text(whole_characters(json_text(value)) + "\n", encoding="utf-8")
+    write_text(path, whole_characters(json_text(value)) + "\n")
 
 
 def whole_characters(text: str) -> str:

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from packlora.errors import InputError
+from packlora.errors import InputError, reason_of
 from packlora.given import MEMORY, given
 
 
@@ -39,7 +39,7 @@ def load_function(spec: str, key: str) -> tuple[str, Any]:
         module = importlib.util.module_from_spec(found)
         found.loader.exec_module(module)
     except Exception as error:  # any code of a user
-        raise InputError(f"{key} {spec}: {place_of(error, path)} failed: {first_line(error)}") from None
+        raise InputError(f"{key} {spec}: {place_of(error, path)} failed: {reason_of(error)}") from None
     function = getattr(module, name, None)
     if not callable(function):
         known = [
@@ -73,8 +73,3 @@ def place_of(error: BaseException, file: str) -> str:
         return f"{file}, line {error.lineno},"
     own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}, line {own[-1]}," if own else file
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line, after its type."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,4 +1,4 @@
-"""Configuration of an adapter as PEFT's files have it, and the modules that its names and patterns mean.
+"""Configuration of an adapter as PEFT's files have it, what it begins with, and the modules that its names and patterns mean.
 
 PEFT itself is not imported: that takes seconds, of which a run would use none. Defaults, the order of keys and the rules of
 names are PEFT's, and tests hold them against the installed one.
@@ -16,6 +16,17 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter folder."""
 Task = Literal["SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 """Kinds of models that PEFT names."""
+
+STARTS = re.compile(r"gaussian|orthogonal|pissa(_niter_[1-9]\d?)?|olora|loftq")
+"""Values of init_lora_weights that are taken by name: what A and B begin with."""
+OF_WEIGHTS = re.compile(r"pissa.*|olora|loftq")
+"""Starts that are made of the weights of the base, see adapters/starts.py."""
+_DOUBLED = re.compile(r"pissa.*|olora")
+
+
+def is_doubled(start: bool | str | None) -> bool:
+    """Whether an adapter that begins so is saved with twice the rank, of which the first half is trained."""
+    return _DOUBLED.fullmatch(str(start)) is not None
 
 
 @dataclass

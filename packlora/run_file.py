@@ -1,49 +1,30 @@
-"""Reading a run file: YAML, overrides, and a message for everything that is wrong in it.
+"""Reading a run file: YAML, variables of the environment, defaults of all jobs, and overrides.
 
-What a run holds, and which values are accepted, is config's. A message names the job, the key, what was found and what is
-accepted; it may be the nearest known key, or what stands here for a key of another tool.
+What a run holds, and which values are accepted, is config's; what is said of other values is run_file_errors.py's.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import glob
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from packlora.config import (
-    BASE,
-    MOST_NESTED,
-    AdapterConfig,
-    DataConfig,
-    DataSource,
-    JobConfig,
-    ParallelConfig,
-    PlansConfig,
-    QuantizationConfig,
-    Run,
-    ScheduleConfig,
-    TrainConfig,
-)
+from packlora.config import BASE, MOST_NESTED, DataSource, JobConfig, Run
 from packlora.config.data import TEMPLATES
-from packlora.config.section import Section
-from packlora.errors import InputError, quoted, shown
+from packlora.errors import InputError, kind_of, quoted, shown
 
 OF_DATA = (".jsonl", ".csv", ".parquet")
 """Suffixes of data files, which no run file has."""
 MOST_BYTES = 8 * 2**20
 """Bytes of the largest run file; PyYAML reads about 100 kB a second."""
-MOST_PROBLEMS = 20
-"""Lines of a refusal."""
 
 
 class _RunFileLoader(yaml.SafeLoader):
@@ -135,7 +116,7 @@ def _read_tree(path: Path, what: str) -> dict[str, Any]:
         raise InputError(f"the run file {path} is larger than {MOST_BYTES // 2**20} MiB; this is not a run file")
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: {what}; found {_kind(tree)}")
+        raise InputError(f"{path}: {what}; found {kind_of(tree)}")
     return tree
 
 
@@ -216,7 +197,7 @@ def expanded(tree: dict[str, Any], source: str) -> dict[str, Any]:
         raise InputError(f"{source}: lists or mappings are nested too deep in one another to be read") from None
     defaults, jobs = tree.pop("defaults", {}), tree.get("jobs")
     if not isinstance(defaults, dict):
-        raise InputError(f"{source}: defaults: input should be a mapping of keys of a job; found {_kind(defaults)}")
+        raise InputError(f"{source}: defaults: input should be a mapping of keys of a job; found {kind_of(defaults)}")
     if "name" in defaults:
         raise InputError(f"{source}: defaults: has a name, which is each job's own; give it there")
     if isinstance(jobs, list):
@@ -283,11 +264,9 @@ def parse_run(tree: dict[str, Any], source: str) -> Run:
     try:
         return Run.model_validate(tree)
     except ValidationError as error:
-        errors = [one for one in error.errors() if _is_meant(one["loc"], tree)]
-        lines = [shown(_explain(item, tree), 1000) for item in errors[:MOST_PROBLEMS]]
-        if len(errors) > MOST_PROBLEMS:
-            lines.append(f"and {len(errors) - MOST_PROBLEMS} more")
-        raise InputError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+        from packlora.run_file_errors import explained  # of a refusal alone
+
+        raise InputError(f"{source}:\n" + "\n".join(f"  {line}" for line in explained(error, tree))) from None
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -308,7 +287,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             if not last:
                 node.setdefault(part, {})
         else:
-            raise InputError(f"--set {quoted(override)}: {shown(here)} is {_kind(node)} and has no key {quoted(part)}")
+            raise InputError(
+                f"--set {quoted(override)}: {shown(here)} is {kind_of(node)} and has no key {quoted(part)}"
+            )
         if last:
             node[node_key] = _parse_yaml(value, f"--set {key}")
         else:
@@ -324,139 +305,6 @@ def _job_index(jobs: list[Any], part: str, override: str) -> int:
     raise InputError(
         f"--set {quoted(override)}: there is no item {quoted(part)}; there are {len(jobs)}, counted from 0"
     )
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    names = {dict: "a mapping", list: "a list", str: "a text", bool: "a yes/no", int: "a number", float: "a number"}
-    return names.get(type(value), type(value).__name__)
-
-
-def _explain(error: Any, tree: Any) -> str:
-    """Format a pydantic error as a sentence: where (job by name), what was found, what is accepted."""
-    mappings = _mappings(tree)
-    unions = _unions(mappings)
-    loc = [part for index, part in enumerate(error["loc"]) if not _is_tag(error["loc"], index, unions)]
-    where = _where(loc, tree)
-    kind, found = error["type"], error["input"]
-    if kind == "extra_forbidden":
-        more = "; patterns of modules go into plans.plan" * (loc[:-1] == ["plans"])
-        return f"{where}: {unknown_key(str(loc[-1]), _known_keys(loc[:-1], mappings), more)}"
-    if kind == "missing":
-        return f"{where}: is missing"
-    if kind == "value_error":
-        message = str(error["ctx"]["error"])
-        return f"{where}: {message}" if where else message
-    message = error["msg"][0].lower() + error["msg"][1:]
-    if kind in {"model_type", "dict_type"}:
-        message = "input should be a mapping"
-    if kind == "bool_type":
-        message = "input should be true or false"
-    what = _kind(found) if isinstance(found, (dict, list)) else quoted(found)
-    return f"{where}: {message}; found {what}"
-
-
-def unknown_key(key: str, known: Sequence[str], more: str = "") -> str:
-    """Message for an unknown key: what stands for it here, or the nearest known key.
-
-    Args:
-        known: keys that are taken in its place.
-        more: text for a key that is near to none.
-    """
-    from packlora.config.other_tools import OTHER_TOOLS  # of a refusal alone
-
-    if instead := OTHER_TOOLS.get(key) or _elsewhere(key):
-        return f"unknown key; {instead}"
-    near = difflib.get_close_matches(key[:100], known, 1, 0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}{more}"
-    return f"unknown key; {hint}"
-
-
-def _elsewhere(key: str) -> str | None:
-    """Hint at the part of the run file where a misplaced key belongs; None for an unknown key."""
-    places: dict[str, type[BaseModel]] = {
-        "a job's data.": DataConfig, "a job's adapter.": AdapterConfig, "a job's train.": TrainConfig, "a job's ": JobConfig,
-        "the run's ": Run, "the run's plans.": PlansConfig,
-    }  # fmt: skip
-    return next((f"see {place}{key}" for place, model in places.items() if key in model.model_fields), None)
-
-
-MAPPINGS: dict[str, type[BaseModel]] = {
-    "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig, "path": DataSource,
-    "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig, "quantization": QuantizationConfig,
-}  # fmt: skip
-"""Model of the mapping under each key, or of each item of the list under it."""
-SECTIONS_OF_PLUGINS = [
-    kind
-    for model in (Run, JobConfig)
-    for key in model.model_fields.values()
-    for kind in key.metadata
-    if isinstance(kind, Section)
-]
-
-
-def _mappings(tree: Any) -> dict[str, type[BaseModel]]:
-    """MAPPINGS, with those of the plug-ins of which a run file has a section."""
-    found = dict(MAPPINGS)
-    for section in SECTIONS_OF_PLUGINS:
-        jobs = tree.get("jobs") if isinstance(tree, dict) else None
-        places = [tree, *(jobs if isinstance(jobs, list) else [])]
-        if any(isinstance(place, dict) and place.get(section.key) is not None for place in places):
-            found |= section.models()
-    return found
-
-
-def _unions(mappings: Mapping[str, type[BaseModel]]) -> set[str]:
-    """Keys whose values may be of several types."""
-    return {
-        name
-        for fields in (Run.model_fields, *(section.model_fields for section in mappings.values()))
-        for name, key in fields.items()
-        if get_origin(key.annotation) in (Union, UnionType) and len(set(get_args(key.annotation)) - {NoneType}) > 1
-    }
-
-
-def _is_tag(loc: tuple[Any, ...], index: int, unions: set[str]) -> bool:
-    """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
-    after_union = index > 0 and loc[index - 1] in unions
-    return loc[index] == "[key]" or (after_union and isinstance(loc[index], str))
-
-
-def _is_meant(loc: tuple[Any, ...], tree: Any) -> bool:
-    """Whether an error concerns the form in which a value was given, for keys that take a text or a list."""
-    for index, part in enumerate(loc[1:], 1):
-        if loc[index - 1] in ("path", "eval_path") and isinstance(part, str):
-            node = tree
-            for key in loc[:index]:
-                node = node[key]
-            return isinstance(node, list) == part.startswith("list[")
-    return True
-
-
-def _where(loc: list[Any], tree: Any) -> str:
-    text, node = "", tree
-    for part in loc:
-        try:
-            node = node[part]
-        except (KeyError, IndexError, TypeError):
-            node = None
-        if isinstance(part, int) and text == "jobs":
-            name = node.get("name") if isinstance(node, dict) else None
-            text = f"job {quoted(name)}: " if isinstance(name, str) else f"job number {part}: "
-        elif isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            text += shown(part) if not text or text.endswith(" ") else f".{shown(part)}"
-    return text.removesuffix(": ")
-
-
-def _known_keys(loc: list[Any], mappings: Mapping[str, type[BaseModel]]) -> list[str]:
-    model: type[BaseModel] = Run
-    for part in loc:
-        if part in mappings and part in model.model_fields:
-            model = mappings[part]
-    return list(model.model_fields)
 
 
 # --- jobs by themselves --------------------------------------------------------------------------------------------------

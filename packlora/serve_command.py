@@ -48,16 +48,12 @@ def serve(
     guarded(action, "stopped; the same command goes on")
 
 
-@app.command()
+@app.command(light=True)
 def status(
     host: Annotated[str, typer.Option(help="Address of the service.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
 ) -> None:
     """Show sessions, models, what waits and tokens a second of a service."""
+    from packlora.serve.command import status as show_status
 
-    def action() -> None:
-        from packlora.serve.command import status as show_status
-
-        show_status(host, port)
-
-    guarded(action, light=True)
+    show_status(host, port)

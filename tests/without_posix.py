@@ -103,6 +103,8 @@ def main() -> None:
 
     from pathlib import Path
 
+    import torch
+
     from packlora.errors import InputError
     from packlora.files import LOCK, is_locked, lock_folder
     from packlora.plans.device_file import DeviceFile
@@ -113,7 +115,7 @@ def main() -> None:
         with contextlib.suppress(InputError), lock_folder(folder):
             raise AssertionError("a folder was locked twice")
     assert not is_locked(folder / LOCK)
-    file: Any = DeviceFile(folder / "figures.json", {}, "part", dict, str)
+    file: Any = DeviceFile(torch.device("cpu"), "part", 1, str, str, folder / "figures.json")
     assert file.put({"a": "1"}) == {"a": "1"}
 
 

@@ -32,11 +32,10 @@ from packlora.adapters.sharded import shard_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import shapes_at
 from packlora.errors import InputError, quoted
-from packlora.files import from_everywhere, write_file, write_json, write_tensors
+from packlora.files import from_everywhere, write_json, write_tensors, write_text
 from packlora.lora_config import CONFIG as CONFIG
+from packlora.lora_config import OF_WEIGHTS, STARTS, LoraConfig, is_doubled
 from packlora.lora_config import WEIGHTS as WEIGHTS
-from packlora.lora_config import LoraConfig
-from packlora.starts import OF_WEIGHTS, STARTS, is_doubled
 
 TRAINED_ON = "packlora.quantization"
 """Key in the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""
@@ -303,8 +302,4 @@ def write_card(folder: Path, adapter: Adapter, lines: list[str]) -> None:
         "tags: [lora, packlora]", "---", "", f"# {adapter.name}", "",
         f"{'DoRA' if peft.use_dora else 'LoRA'} adapter of rank {peft.r}, trained with packlora.", "", *lines, "",
     ]  # fmt: skip
-    write_file(folder / "README.md", lambda file: _write_text(file, "\n".join(text)))
-
-
-def _write_text(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
+    write_text(folder / "README.md", "\n".join(text))

@@ -28,8 +28,7 @@ from packlora.adapters.targets import (
     without_idle,
 )
 from packlora.errors import InputError, quoted
-from packlora.lora_config import LoraConfig
-from packlora.starts import is_doubled
+from packlora.lora_config import LoraConfig, is_doubled
 
 
 @dataclass(frozen=True, slots=True)

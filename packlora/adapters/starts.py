@@ -23,8 +23,8 @@ from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights
 from packlora.errors import InputError
+from packlora.lora_config import OF_WEIGHTS
 from packlora.seeding import stable_hash
-from packlora.starts import OF_WEIGHTS
 
 
 def of_weights(spec: AdapterSpec) -> list[str]:

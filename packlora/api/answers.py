@@ -10,7 +10,7 @@ from typing import Any
 
 from packlora.errors import InputError
 from packlora.result import JobResult
-from packlora.run_file import unknown_key
+from packlora.run_file_errors import unknown_key
 from packlora.terminal import say
 
 Adapter = str | os.PathLike[str] | JobResult

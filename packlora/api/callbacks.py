@@ -22,7 +22,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from packlora.config.train import HIGHER_IS_BETTER
 from packlora.data.order import count_batches
-from packlora.report.events import (
+from packlora.events import (
     CheckpointBegins,
     CheckpointSaved,
     Evaluated,

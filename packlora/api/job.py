@@ -10,7 +10,7 @@ from packlora.api.rows import is_path, read_rows
 from packlora.config import DataConfig, JobConfig, TrainConfig
 from packlora.errors import InputError, quoted
 from packlora.given import MEMORY, GivenRows
-from packlora.run_file import unknown_key
+from packlora.run_file_errors import unknown_key
 
 if TYPE_CHECKING:
     from peft import LoraConfig

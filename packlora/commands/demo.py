@@ -9,24 +9,17 @@ import itertools
 import json
 import textwrap
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.text import Text
 
-from packlora.adapters.attach import attach
-from packlora.adapters.files import load_adapter
-from packlora.base.load import load_tokenizer
-from packlora.base.model import load_base
+from packlora.answers.talk import BASE, Sampling, load_speakers
 from packlora.config import Run
 from packlora.data.readers import read_rows
-from packlora.data.template import Template
 from packlora.errors import InputError
 from packlora.report.screen import Screen
 from packlora.report.summary import print_summary
 from packlora.result import Result
 from packlora.run_file import load_run
-from packlora.runtime.continued import resolve_folder
 from packlora.runtime.run import train
 
 EXAMPLE = Path("examples", "demo.yaml")
@@ -69,35 +62,16 @@ def _place(run_file: Path, output_dir: Path) -> tuple[Run, bool]:
     raise AssertionError("unreachable")
 
 
-@torch.no_grad()
 def show_samples(run: Run, result: Result) -> None:
     """Print one held-out prompt per job with the expected answer, the base model's and the adapter's."""
-    console = Screen()
-    base = load_base(run, load_tokenizer(run))
-    model: Any = base.model
-    model.eval()
-    model.set_attn_implementation("sdpa")  # generation keeps a cache and does not pack
-    folders = {name: job.folder for name, job in result.jobs.items()}
-    specs = {name: resolve_folder(folder, model, name) for name, folder in folders.items()}
-    attached, adapters = attach(model, specs, run.seed)
-    for job, adapter in zip(run.jobs, adapters, strict=True):
-        load_adapter(folders[job.name], adapter)
+    console, how = Screen(), Sampling(NEW_TOKENS)
+    speakers = load_speakers([result.jobs[job.name].folder for job in run.jobs], run.base_model, "auto", run.device)
+    for job in run.jobs:
         row = read_rows((job.data.eval_paths or [job.data.sources[0][0]])[0], job.name)[0]
-        before = _answer(model, base.tokenizer, str(row.prompt))
-        with attached.only(adapter.number):
-            after = _answer(model, base.tokenizer, str(row.prompt))
+        messages = [{"role": "user", "content": str(row.prompt)}]
+        questions = [speakers.question(name, messages, how) for name in (BASE, job.name)]
+        before, after = speakers.answers(questions)
         console.print(Text(f"\n{job.name}", style="bold"))
         question = textwrap.shorten(str(row.prompt), 160, placeholder=" ...")
         for label, text in (("prompt", question), ("wanted", row.completion), ("before", before), ("after", after)):
             console.print(Text(f"  {label}: ", style="dim") + Text(textwrap.shorten(str(text), 200)), soft_wrap=True)
-
-
-def _answer(model: Any, tokenizer: Any, prompt: str) -> str:
-    messages = [{"role": "user", "content": prompt}]
-    text = Template(tokenizer).render(messages, generation=True)
-    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
-    out = model.generate(
-        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NEW_TOKENS, do_sample=False,
-        temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from packlora.base.demo_model import DEMO_MODEL, PACKAGE, cache_folder
 from packlora.commands.speed import verdicts
+from packlora.plans.identity import processor_name
 from packlora.report.screen import Screen
-from packlora.runtime.record import processor_name, versions
+from packlora.runtime.record import versions
 
 OPTIONAL = {
     "bitsandbytes": (

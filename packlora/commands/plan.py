@@ -24,7 +24,7 @@ from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.report.gantt import draw
 from packlora.report.progress import duration
-from packlora.report.screen import Screen
+from packlora.report.screen import Screen, table_screen
 from packlora.runtime import estimate, profiler
 from packlora.runtime.choose import choose
 from packlora.runtime.fit import fitted
@@ -256,9 +256,7 @@ def print_plan(
     """Print a plan, and write it as JSON and as a picture where files are given."""
     with Activity() as told:
         plan = make_plan(run, stages, gpus, told)
-    console = Screen()
-    if not console.is_terminal:
-        console = Screen(width=160)
+    console = table_screen()
     print_all(plan, console)
     if json_file is not None:
         _write(json_file, lambda: write_json(json_file, plan.to_json()))

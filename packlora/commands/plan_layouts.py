@@ -10,7 +10,6 @@ from packlora.parallel.layout import Layout
 from packlora.report.progress import duration
 from packlora.runtime import estimate
 from packlora.runtime.choose import (
-    OFFLOAD_BYTES_PER_SECOND,
     Choice,
     Spread,
     Work,
@@ -60,6 +59,10 @@ class LayoutFigures:
     @property
     def sharded(self) -> bool:
         return self.shard > 1
+
+    @property
+    def is_in_parts(self) -> bool:
+        return max(self.shard, self.tensor, self.expert, self.pipeline) > 1
 
     @property
     def status(self) -> str:
@@ -165,28 +168,8 @@ def sentences(found: Layouts, limit: int) -> list[str]:
         out.append("groups: " + ", ".join(listed) + (f" and {more} more" if more > 0 else ""))
     if not taken.fits:
         out.append("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
-    if any(row.sharded for row in found.rows):
-        out.append(
-            "shard N: the base model is shared by rows over N devices, with parallel.shard_base, by itself where nothing else "
-            f"fits. Layers are assumed to be gathered at {estimate.BYTES_PER_SECOND / 1e9:.0f} GB/s"
-        )
     if most := max(row.host_bytes for row in found.rows):
-        out.append(
-            f"parallel.offload_base: the host keeps {most / 2**30:.2f} GiB for each device, assumed to be copied at "
-            f"{OFFLOAD_BYTES_PER_SECOND / 1e9:.0f} GB/s, twice a wave"
-        )
-    if any(row.tensor > 1 for row in found.rows):
-        out.append(
-            "tensor N: with parallel.tensor, an equal part of the time of one device each, and hidden states added up at "
-            f"{estimate.BYTES_PER_SECOND / 1e9:.0f} GB/s"
-        )
-    if any(row.expert > 1 for row in found.rows):
-        out.append(
-            "experts on N: with parallel.expert, only where it is asked for. Tokens are taken to go to all experts alike, and "
-            f"messages to pass at {estimate.BYTES_PER_SECOND / 1e9:.0f} GB/s; those of all_to_all are not counted"
-        )
-    if any(row.pipeline > 1 for row in found.rows):
-        out.append(
-            "pipeline of N: with parallel.pipeline, by itself where nothing else fits. Messages are taken to cost nothing"
-        )
+        out.append(f"parallel.offload_base: the host keeps {most / 2**30:.2f} GiB for each device")
+    if any(row.is_in_parts for row in found.rows):
+        out.append("what is assumed of messages between devices: docs/several-gpus.md")
     return out

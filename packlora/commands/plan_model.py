@@ -24,7 +24,7 @@ from packlora.data.encode import Encoded, Sample
 from packlora.errors import InputError, quoted
 from packlora.files import write_json
 from packlora.form import is_stored
-from packlora.report.screen import Screen
+from packlora.report.screen import table_screen
 from packlora.run_file import run_from
 from packlora.runtime.estimate import memory_parts
 from packlora.runtime.fit import GIB, QUANTIZATION, measures_of, quantization, words
@@ -166,9 +166,7 @@ def print_card(
     """
     if refused:
         raise InputError(f"--gpu is of a model, without a run file; {refused[0]} is of a run; leave one of them out")
-    found, console = settings_of(model, card_bytes(gpu), rank, length), Screen()
-    if not console.is_terminal:
-        console = Screen(width=160)
+    found, console = settings_of(model, card_bytes(gpu), rank, length), table_screen()
 
     def say(text: str) -> None:
         console.print(Text(text), soft_wrap=not console.is_terminal)

@@ -1,8 +1,7 @@
 """`packlora preview`: rows as training encodes them, with what is learnt marked.
 
 It needs config.json and the tokenizer of the base model, neither weights nor PEFT. Ids and labels are those of the Sample that
-training gets; a recorder around the tokenizer keeps the text that was tokenized and the place of every token in it, so nothing
-is rendered or decoded a second time.
+training gets, their text is what the same functions make of the row.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ from packlora.base.demo_model import base_path
 from packlora.base.load import load_tokenizer, read_config, vocabulary_of
 from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
-from packlora.data.encode import Encoded, Sample, encode_some
-from packlora.data.fields import OF_PAIRS
-from packlora.data.preference import encode_compared
+from packlora.data import encode
+from packlora.data.encode import Encoded, Sample, text_of
+from packlora.data.flags import OF_PAIRS
 from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row
+from packlora.data.samples import encode_rows
 from packlora.data.template import set_clock, templated
-from packlora.data.tokens import check_vocabulary
+from packlora.data.tokens import check_vocabulary, tokens_and_offsets
 from packlora.errors import InputError, shown, spelt_out
 from packlora.modality import ExtrasReader, plugin
 from packlora.report.screen import Screen
@@ -147,27 +147,6 @@ def _read(job: JobConfig, rows: int | None, told: Told) -> tuple[list[Row], list
 # --- samples ---------------------------------------------------------------------------------------------------------------
 
 
-class _Recorder:
-    """A tokenizer that keeps what it tokenizes with offsets. texts: each with its ids [T] and their places in it, [T, 2]."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.texts: list[tuple[str, np.ndarray, np.ndarray]] = []
-
-    def __call__(self, texts: Any, **how: Any) -> Any:
-        out = self._tokenizer(texts, **how)
-        if how.get("return_offsets_mapping"):
-            for text, ids, offsets in zip(texts, out["input_ids"], out["offset_mapping"], strict=True):
-                self.texts.append((text, np.asarray(ids), np.asarray(offsets, np.int64).reshape(-1, 2)))
-        return out
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def __len__(self) -> int:
-        return len(self._tokenizer)
-
-
 @dataclass(frozen=True, slots=True)
 class _Encoder:
     """Makes previews of rows. reader: of what rows have beside texts; None where no row has any. context: of the model.
@@ -199,10 +178,10 @@ class _Encoder:
             tokenizer = with_template(tokenizer, job.data.chat_template, job.name)
         if job.rollout is not None:
             return self._prompts(job, tokenizer, told)
-        out, recorder = JobPreview([], list(left_out)), _Recorder(tokenizer)
+        out = JobPreview([], list(left_out))
         for number, row in enumerate(rows):
             told(f"job {job.name}: encoding samples", number, len(rows))
-            self._add(job, row, recorder, out)
+            self._add(job, row, tokenizer, out)
         return out
 
     def _prompts(self, job: JobConfig, tokenizer: Any, told: Told) -> JobPreview:
@@ -217,20 +196,20 @@ class _Encoder:
             for number, prompt in enumerate(found, 1)
         ], notes)  # fmt: skip
 
-    def _add(self, job: JobConfig, row: Row, recorder: _Recorder, out: JobPreview) -> None:
+    def _add(self, job: JobConfig, row: Row, tokenizer: Any, out: JobPreview) -> None:
         """Encode a row alone, as training does, and say what became of it."""
-        recorder.texts.clear()
-        encoded = self._encoded(job, row, recorder, job.data.truncate)
+        encoded = self._encoded(job, row, tokenizer, job.data.truncate)
         out.left_out.extend(encoded.skipped)
         if encoded.dropped:
-            out.left_out.append(f"{row.where}: truncate: {job.data.truncate}: {self._too_long(job, row, recorder)}")
+            out.left_out.append(f"{row.where}: truncate: {job.data.truncate}: {self._too_long(job, row, tokenizer)}")
         for sample in encoded.samples:
             if self.vocabulary is not None:
-                check_vocabulary(job.name, [sample.ids], self.vocabulary, recorder)
-            pieces = _pieces_of(sample, recorder)
+                check_vocabulary(job.name, [sample.ids], self.vocabulary, tokenizer)
+            texts = [text_of(half, tokenizer, job.data, job.name, self._reader(job)) for half in row.pair or (row,)]
+            pieces = _pieces_of(sample, texts, tokenizer)
             notes = [f"{where} {what}" for what, (_, where) in encoded.notes.items()]
             if encoded.truncated:
-                notes.append(f"cut: {self._too_long(job, row, recorder)}")
+                notes.append(f"cut: {self._too_long(job, row, tokenizer)}")
             number = re.search(r"(\d+)$", row.where)
             judged = sample.preference if job.train.trainer == "kto" else None
             out.samples.append(
@@ -241,14 +220,15 @@ class _Encoder:
             )  # fmt: skip
 
     def _encoded(self, job: JobConfig, row: Row, tokenizer: Any, truncate: str) -> Encoded:
-        asked, trainer = self.run.max_tokens_per_microbatch, job.train.trainer
-        budget = asked if isinstance(asked, int) else 2**31
-        data, reader = job.data, None if job.data.streaming else self.reader
+        asked, data = self.run.max_tokens_per_microbatch, job.data
         if truncate != data.truncate:
             data = data.model_copy(update={"truncate": truncate})
-        if trainer == "sft":
-            return encode_some([row], tokenizer, data, budget, job.name, self.context, reader=reader)
-        return encode_compared(trainer, [row], tokenizer, data, budget, job.name, self.context, reader=reader)[0]
+        limits = asked if isinstance(asked, int) else 2**31, job.name, self.context
+        how: dict[str, Any] = {"reader": self._reader(job), "trainer": job.train.trainer, "may_be_empty": True}
+        return encode_rows([row], tokenizer, data, *limits, **how)
+
+    def _reader(self, job: JobConfig) -> ExtrasReader | None:
+        return None if job.data.streaming else self.reader
 
     def _too_long(self, job: JobConfig, row: Row, tokenizer: Any) -> str:
         """Words by which training would refuse a row that is too long."""
@@ -262,13 +242,12 @@ class _Encoder:
 # --- pieces ----------------------------------------------------------------------------------------------------------------
 
 
-def _pieces_of(sample: Sample, recorder: _Recorder) -> list[Piece]:
+def _pieces_of(sample: Sample, texts: Sequence[encode.Text | None], tokenizer: Any) -> list[Piece]:
+    """Pieces of a sample. texts: of its parts, as they were tokenized; None of token ids."""
     parts, out = sample.parts(), list[Piece]()
     names: Sequence[str | None] = PARTS if len(parts) > 1 else (None,)
-    has_text = bool(recorder.texts)  # a row of token ids has none
-    for number, (part, name) in enumerate(zip(parts, names, strict=True)):
-        found = _aligned(part.ids, *recorder.texts[number], recorder) if has_text else _decoded(part.ids, recorder)
-        whole, border = found
+    for part, text, name in zip(parts, texts, names, strict=True):
+        whole, border = _decoded(part.ids, tokenizer) if text is None else _aligned(text, tokenizer)
         token = -1 if part.extras is None else part.extras.token_id
         flags, first, start = zip(part.is_label.tolist(), (part.ids == token).tolist(), strict=True), 0, 0
         for (learnt, is_image), group in itertools.groupby(flags):
@@ -283,36 +262,33 @@ Border = Callable[[int], int]
 """Function from a number of tokens to the number of characters that they spell."""
 
 
-def _aligned(ids: np.ndarray, text: str, said: np.ndarray, offsets: np.ndarray, tokenizer: Any) -> tuple[str, Border]:
-    """The text of ids [T], and where each token ends in it.
+def _aligned(text: encode.Text, tokenizer: Any) -> tuple[str, Border]:
+    """The text that was tokenized, behind tokens that the tokenizer puts before any, and where each token ends in it.
 
     White space that offsets leave out belongs to the token behind it, as byte-level tokenizers mean it. Tokens that share one
     letter end where the letter does.
-
-    Args:
-        text, said, offsets: what was tokenized, its ids [N] and their places [N, 2]; `ids` has tokens before it that the
-            tokenizer put there, and may end before it.
     """
-    added = next(n for n in range(len(ids) + 1) if np.array_equal(ids[n:], said[: len(ids) - n]))
+    ((ids, places),) = tokens_and_offsets([text.text], tokenizer, text.template)
+    added = int(np.argmax(places[:, 1] > 0))
     before = [str(token) for token in tokenizer.convert_ids_to_tokens(ids[:added].tolist())]
-    ends = np.maximum.accumulate(np.concatenate([[0], offsets[:, 1]])) + sum(map(len, before))
+    ends = np.maximum.accumulate(places[:, 1]) + sum(map(len, before))
 
     def border(number: int) -> int:
-        return int(ends[number - added]) if number >= added else sum(map(len, before[:number]))
+        return int(ends[number - 1]) if number > added else sum(map(len, before[:number]))
 
-    return "".join([*before, text]), border
+    return "".join([*before, text.text]), border
 
 
 def _decoded(ids: np.ndarray, tokenizer: Any) -> tuple[str, Border]:
     """The text that ids [T] spell, and where each token ends in it; a letter of several tokens belongs to the last of them."""
 
-    def text_of(some: np.ndarray) -> str:
+    def spelt(some: np.ndarray) -> str:
         return str(tokenizer.decode(some.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    whole = text_of(ids)
+    whole = spelt(ids)
 
     def border(number: int) -> int:
-        return len(whole) if number == len(ids) else _alike(whole, text_of(ids[:number]))
+        return len(whole) if number == len(ids) else _alike(whole, spelt(ids[:number]))
 
     return whole, border
 

@@ -27,7 +27,7 @@ from packlora.run_file import load_run
 from packlora.terminal import say, show
 
 HOST = "127.0.0.1"
-ASKED = re.compile(r"look=(-?\d{1,15})&epoch=(-?\d{1,15})", re.ASCII)
+ASKED = re.compile(r"look=(-?\d{1,15})", re.ASCII)
 PATH = re.compile(r"/(?:([1-9]\d{0,2})/)?(data)?", re.ASCII)
 """Path of the page and of its numbers; with a number in front, of one of several runs."""
 HEADERS = {
@@ -137,8 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         if page is not None and place is not None and not place[2] and not query:
             self._answer_with("text/html", page.html)
         elif page is not None and place is not None and place[2] and asked is not None:
-            look, epoch = map(int, asked.groups())
-            self._answer_with("application/json", lambda: json.dumps(page.news(look, epoch), allow_nan=False))
+            self._answer_with("application/json", lambda: json.dumps(page.news(int(asked[1])), allow_nan=False))
         else:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "Not Found\n")
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from packlora.config.shared import LEAST_ALPHA, MOST_ALPHA, MOST_PATTERNS, MOST_RANK, PathText, Strict, check_regex
+from packlora.config.shared import (
+    LEAST_ALPHA,
+    MOST_ALPHA,
+    MOST_PATTERNS,
+    MOST_RANK,
+    PathText,
+    Pattern,
+    Strict,
+    check_regex,
+)
 from packlora.errors import quoted
-from packlora.starts import STARTS, is_doubled
+from packlora.lora_config import STARTS, is_doubled
 
 _OF_DATA = "which takes a pass over the data before training, and changes the base weights"
 OTHER_STARTS = {
@@ -20,18 +29,33 @@ OTHER_STARTS = {
 """Values of PEFT's init_lora_weights that are not taken, and why."""
 
 
+def _once(tokens: list[int]) -> list[int]:
+    if len(set(tokens)) < len(tokens):
+        raise ValueError("names a token twice")
+    return tokens
+
+
+Rank = Annotated[int, Field(ge=1, le=MOST_RANK)]
+Alpha = Annotated[float, Field(ge=LEAST_ALPHA, le=MOST_ALPHA)]
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[list[Name], Field(max_length=MOST_PATTERNS)]
+Number = Annotated[int, Field(ge=0)]
+Numbers = Annotated[list[Number], Field(min_length=1, max_length=MOST_PATTERNS)]
+Tokens = Annotated[list[Number], Field(min_length=1), AfterValidator(_once)]
+
+
 class AdapterConfig(Strict):
     """The adapter of a job; the meaning of every key is PEFT's."""
 
-    r: int = Field(16, ge=1, le=MOST_RANK)
+    r: Rank = 16
     """Rank of A [r, K] and B [N, r]."""
-    lora_alpha: float = Field(32, ge=LEAST_ALPHA, le=MOST_ALPHA)
+    lora_alpha: Alpha = 32
     """The low-rank product is scaled by lora_alpha / r."""
     lora_dropout: float = Field(0.05, ge=0.0, lt=1.0)
     """Probability that an element of the low-rank branch's input is dropped."""
-    target_parameters: list[str] | None = None
+    target_parameters: Names | None = None
     """Names of parameters that are adapted too: weights of experts, as mlp.experts.down_proj, and of routers."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | Names = "all-linear"
     """all-linear (all but the output layer; of a model with experts what PEFT takes), a list of module names, or a regular
     expression. It may be empty where target_parameters is not."""
     use_rslora: bool = False
@@ -43,22 +67,22 @@ class AdapterConfig(Strict):
     which costs a second base product; low_rank: the low-rank branch only, as in LoRA."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained too: none, all of the model, or those of layers with an adapter."""
-    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    rank_pattern: dict[Pattern, Rank] = Field(default_factory=dict, max_length=MOST_PATTERNS)
     """Ranks that differ from r, by a name or a regular expression of modules."""
-    alpha_pattern: dict[str, float] = Field(default_factory=dict)
+    alpha_pattern: dict[Pattern, Alpha] = Field(default_factory=dict, max_length=MOST_PATTERNS)
     """Alphas that differ from lora_alpha, by a name or a regular expression of modules."""
-    exclude_modules: str | list[str] | None = None
+    exclude_modules: str | Names | None = None
     """Modules that target_modules leaves alone: a list of names, or a regular expression."""
-    layers_to_transform: int | list[int] | None = None
+    layers_to_transform: Number | Numbers | None = None
     """Numbers of the layers whose modules target_modules, a list, means."""
-    layers_pattern: str | list[str] | None = None
+    layers_pattern: str | Names | None = None
     """Name of the list of layers, such as layers or h, for layers_to_transform."""
     init_lora_weights: bool | str = True
     """Initial values of A and B. true: A random and B zeros; false: both random; gaussian; orthogonal; pissa, pissa_niter_4 and
     olora: from the weights of the base; loftq: from the error of their quantization."""
-    modules_to_save: list[str] | None = None
+    modules_to_save: Names | None = None
     """Linear layers, embeddings and norms that the job trains a copy of."""
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    trainable_token_indices: Tokens | Annotated[dict[Name, Tokens], Field(min_length=1)] | None = None
     """Tokens whose rows of the embedding are trained, also of an output layer that is tied to it; or by module."""
     expert_rank: Literal["r", "r // top_k"] = "r"
     """Rank of adapters of experts: r as everywhere, or r divided by the number of experts that a token goes to, with the
@@ -69,10 +93,6 @@ class AdapterConfig(Strict):
     @field_validator("target_parameters")
     @classmethod
     def _some_parameters(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and not all(value):
-            raise ValueError("has an empty name; give names of parameters, such as mlp.experts.down_proj")
-        if value is not None and len(value) > MOST_PATTERNS:
-            raise ValueError(f"has {len(value)} names; at most {MOST_PATTERNS} are taken")
         return value or None
 
     @field_validator("target_modules")
@@ -80,23 +100,18 @@ class AdapterConfig(Strict):
     def _some_target(cls, value: str | list[str], info: ValidationInfo) -> str | list[str]:
         if value == [] and info.data.get("target_parameters"):
             return value
-        if not value or (isinstance(value, list) and not all(value)):
+        if not value:
             raise ValueError("is empty; give all-linear, a list of module names or a regular expression")
         if isinstance(value, str):
             check_regex(value, value)
-        elif len(value) > MOST_PATTERNS:
-            raise ValueError(f"has {len(value)} names; at most {MOST_PATTERNS} are taken")
         return value
 
     @field_validator("exclude_modules", "layers_pattern", "modules_to_save")
     @classmethod
-    def _some_names(cls, value: str | list[str] | None, info: ValidationInfo) -> str | list[str] | None:
-        names = [value] if isinstance(value, str) else value or []
-        if value is not None and not all(names or [""]):
+    def _some_names(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value is not None and not value:
             raise ValueError("is empty; give names of modules, or leave the key out")
-        if len(names) > MOST_PATTERNS:
-            raise ValueError(f"has {len(names)} names; at most {MOST_PATTERNS} are taken")
-        for name in names:
+        for name in [value] if isinstance(value, str) else value or []:
             check_regex(name, rf"(^|.*\.){name}($|\..*)")  # PEFT's form of modules_to_save
         return value
 
@@ -126,27 +141,6 @@ class AdapterConfig(Strict):
             )
         return self
 
-    @field_validator("layers_to_transform")
-    @classmethod
-    def _layer_numbers(cls, value: int | list[int] | None) -> int | list[int] | None:
-        numbers = [value] if isinstance(value, int) else value or []
-        if value is not None and (not numbers or min(numbers) < 0 or len(numbers) > MOST_PATTERNS):
-            raise ValueError("is no list of numbers of layers, which count from 0")
-        return value
-
-    @field_validator("trainable_token_indices")
-    @classmethod
-    def _tokens(cls, value: list[int] | dict[str, list[int]] | None) -> list[int] | dict[str, list[int]] | None:
-        for name, tokens in (value if isinstance(value, dict) else {} if value is None else {"": value}).items():
-            where = f" for {quoted(name)}" if name else ""
-            if not tokens or min(tokens) < 0:
-                raise ValueError(f"has no tokens{where}, or negative ones; give numbers of tokens")
-            if len(set(tokens)) < len(tokens):
-                raise ValueError(f"names a token twice{where}")
-        if value == {} or (isinstance(value, dict) and not all(value)):
-            raise ValueError("names no module; give numbers of tokens, or these by name of a module")
-        return value
-
     @model_validator(mode="after")
     def _layers_of_names(self) -> AdapterConfig:
         if self.layers_to_transform is not None and isinstance(self.target_modules, str):
@@ -154,18 +148,6 @@ class AdapterConfig(Strict):
         if self.layers_pattern is not None and self.layers_to_transform is None:
             raise ValueError("layers_pattern goes with layers_to_transform")
         return self
-
-    @field_validator("rank_pattern", "alpha_pattern")
-    @classmethod
-    def _values_in_range(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        least, most = (1, MOST_RANK) if info.field_name == "rank_pattern" else (LEAST_ALPHA, MOST_ALPHA)
-        if len(value) > MOST_PATTERNS:
-            raise ValueError(f"has {len(value)} patterns; at most {MOST_PATTERNS} are taken")
-        for pattern, number in value.items():
-            check_regex(pattern, rf"(.*\.)?({pattern})$")  # PEFT's form of the pattern
-            if not least <= number <= most:
-                raise ValueError(f"has {number} for {quoted(pattern)}; it must be from {least:g} to {most:g}")
-        return value
 
     @model_validator(mode="after")
     def _ranks_of_the_folder(self) -> AdapterConfig:

@@ -22,10 +22,6 @@ UNSUPPORTED = {
     "monteclora_config": None, "kasa_config": None,
 }  # fmt: skip
 """Keys of a LoraConfig, with the value they have when unused, that change what is computed and are not implemented."""
-FORKED = {
-    "_dora_composition_version": "written by a fork of PEFT with other DoRA code; what a linear layer computes is the same"
-}
-"""Keys that are not PEFT's and change nothing here, with what they are."""
 MAY_BE_EMPTY = (
     "modules_to_save", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
     "trainable_token_indices",
@@ -48,13 +44,11 @@ class _Stored(AdapterConfig):
 
 def config_notes(raw: dict[str, Any]) -> list[str]:
     """Notes on keys of an adapter_config.json that PEFT's LoraConfig does not have. Unused ones are not named."""
-    notes = []
-    for key, value in raw.items():
-        if key in FORKED:
-            notes.append(f"{key} = {quoted(value)} has no effect: {FORKED[key]}")
-        elif value and key not in LoraConfig.__dataclass_fields__ and key not in UNSUPPORTED:
-            notes.append(f"{shown(key)} = {quoted(value)} has no effect: this version of PEFT has no such key")
-    return notes
+    return [
+        f"{shown(key)} = {quoted(value)} has no effect: this version of PEFT has no such key"
+        for key, value in raw.items()
+        if value and key not in LoraConfig.__dataclass_fields__ and key not in UNSUPPORTED
+    ]
 
 
 def read_config(folder: str, job: str) -> LoraConfig:
@@ -89,7 +83,9 @@ def read_config(folder: str, job: str) -> LoraConfig:
         _Stored.model_validate(found)
         config = LoraConfig(**found)
     except ValidationError as error:
-        raise InputError(f"job {job!r}: {file}: {_wrong_value(error, raw)}") from None
+        from packlora.run_file_errors import explained
+
+        raise InputError(f"job {job!r}: {file}: {explained(error, found)[0]}") from None
     except (TypeError, ValueError) as error:  # PEFT's own checks, of keys that exclude each other
         raise InputError(f"job {job!r}: {file}: {error}") from None
     return config
@@ -121,18 +117,3 @@ def named_adapters(folder: Path) -> str | None:
         if found
         else None
     )
-
-
-def _wrong_value(error: ValidationError, raw: dict[str, Any]) -> str:
-    """The first wrong key: what is accepted, what was found."""
-    items = error.errors()
-    if not items[0]["loc"]:  # of keys that do not go together
-        return str(items[0]["ctx"]["error"])
-    key = items[0]["loc"][0]
-    accepted = [
-        str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"][0].lower() + item["msg"][1:]
-        for item in items
-        if item["loc"][0] == key
-    ]
-    found = f"; found {quoted(raw[str(key)])}" if key in raw else ""
-    return f"{key}: {', or '.join(dict.fromkeys(accepted))}{found}"

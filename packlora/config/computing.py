@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from packlora.config.shared import MOST_PATTERNS, Strict, check_regex
+from packlora.config.shared import MOST_PATTERNS, Pattern, Strict
 
 
 class QuantizationConfig(Strict):
@@ -48,23 +48,13 @@ class QuantizationConfig(Strict):
 class PlansConfig(Strict):
     """Computation of layers with adapters; a text in its place is its `plan`."""
 
-    plan: str | dict[str, str] = "measured"
+    plan: str | Annotated[dict[Pattern, str], Field(max_length=MOST_PATTERNS)] = "measured"
     """measured: what `packlora tune` measured on this device, else a cost model on a GPU, the plain chain on a CPU. flops: the
     fewest floating-point operations. Or a plan's name, or a mapping of patterns of module paths to these."""
     lossy: bool = False
     """measured and flops may choose plans that merge weights, and these may be named: they round more than the plain chain."""
     prefer: Literal["time", "memory"] = "time"
     """memory: measured and flops do not keep S, tokens x rank, for the backward where making it again costs little."""
-
-    @field_validator("plan")
-    @classmethod
-    def _patterns(cls, value: str | dict[str, str]) -> str | dict[str, str]:
-        if isinstance(value, dict):
-            if len(value) > MOST_PATTERNS:
-                raise ValueError(f"has {len(value)} patterns; at most {MOST_PATTERNS} are taken")
-            for pattern in value:
-                check_regex(pattern, rf"(.*\.)?({pattern})$")  # PEFT's form of the pattern
-        return value
 
 
 class ScheduleConfig(Strict):

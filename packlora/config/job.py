@@ -29,7 +29,7 @@ class JobConfig(Strict):
     """Adapter that is trained."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """Optimization of the adapter."""
-    rollout: Annotated[Any, Section("rollout", lambda: import_module("packlora.rl.config").MAPPINGS)] = None
+    rollout: Annotated[Any, Section(lambda: import_module("packlora.rl.config").RolloutConfig)] = None
     """Completions that the adapter generates while it trains, and their rewards, for trainer grpo."""
     sample_prompts: list[Prompt] | None = Field(None, max_length=MOST_PROMPTS)
     """Prompts that its adapter completes at every evaluation; null: the run's."""

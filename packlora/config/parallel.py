@@ -125,23 +125,18 @@ class ParallelConfig(Strict):
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
         started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
-        asked = {
-            "tensor": self.tensor, "pipeline": self.stages, "expert": self.expert, "shard_base": self.degree or 1
-        }  # fmt: skip
-        for name, together in asked.items():
+        parts = {"pipeline": self.stages, "shard_base": self.degree or 1, "tensor": self.tensor, "expert": self.expert}
+        for name, together in parts.items():
             if processes % together:
                 raise InputError(
                     f"parallel.{name} is {together}, but {started}; start a multiple of {together}, or give a number that "
                     f"divides {processes}"
                 )
-        shares = {
-            "pipeline": self.stages, "shard_base": self.degree or 1, "tensor": self.tensor, "expert": self.expert
-        }  # fmt: skip
-        product, slices = math.prod(shares.values()), self.tensor * self.expert
+        product, slices = math.prod(parts.values()), self.tensor * self.expert
         if processes % product:
-            named = " and ".join(f"parallel.{key} {size}" for key, size in shares.items() if size > 1)
+            named = " and ".join(f"parallel.{key} {size}" for key, size in parts.items() if size > 1)
             raise InputError(f"{named.replace(' ', ' is ', 1)}, but {started}; start a multiple of {product}")
-        key = " times parallel.".join(name for name in ("tensor", "expert") if shares[name] > 1)
+        key = " times parallel.".join(name for name in ("tensor", "expert") if parts[name] > 1)
         if self.shard_base is True and processes == 1:
             raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
         if self.shard_base is True and processes == slices:

@@ -83,7 +83,7 @@ class Run(Strict):
     trackers: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
     """Experiment trackers that steps and held-out losses are logged to; on this machine, unless their own settings say
     otherwise."""
-    sweep: Annotated[Any, Section("sweep", lambda: plugin("config").MAPPINGS)] = None
+    sweep: Annotated[Any, Section(lambda: plugin("config").SweepConfig)] = None
     """Search for the best values of a job's keys."""
     jobs: list[JobConfig] = Field(min_length=1)
     """The adapters to train, at least one, all at the same time."""

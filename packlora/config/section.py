@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -14,17 +14,17 @@ class Section:
     """Annotation of the key of such a section, which may be null.
 
     Args:
-        models: gives, by key, the model of the section and those of the mappings in it.
+        model: gives the model of the section.
     """
 
-    def __init__(self, key: str, models: Callable[[], Mapping[str, type[BaseModel]]]) -> None:
-        self.key, self.models = key, models
+    def __init__(self, model: Callable[[], type[BaseModel]]) -> None:
+        self.model = model
 
     def _read(self, value: Any) -> Any:
-        return None if value is None else self.models()[self.key].model_validate(value)
+        return None if value is None else self.model().model_validate(value)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._read)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return handler(core_schema.nullable_schema(self.models()[self.key].__pydantic_core_schema__))
+        return handler(core_schema.nullable_schema(self.model().__pydantic_core_schema__))

@@ -69,3 +69,12 @@ def check_regex(pattern: str, used: str) -> None:
         re.compile(used)
     except (re.error, OverflowError, RecursionError) as error:  # the last two: x{99999999999}, ten thousand brackets
         raise ValueError(f"has {quoted(pattern)}, which is not a valid regular expression: {error}") from None
+
+
+def _pattern(pattern: str) -> str:
+    check_regex(pattern, rf"(.*\.)?({pattern})$")
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_pattern)]
+"""Pattern of module paths, as PEFT's rank_pattern has them."""

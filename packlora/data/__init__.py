@@ -1,4 +1,4 @@
-"""Reading of data files into the samples of a job and their order: readers -> rows -> encode -> mixture -> dataset -> order.
+"""Reading of data files into the samples of a job and their order.
 
-engine/collate.py packs them.
+readers -> rows -> encode -> samples -> mixture -> dataset -> order; engine/collate.py packs them.
 """

@@ -99,34 +99,20 @@ def _read(path: Path, bad: Any) -> str:
     """The template in a file, or in a tokenizer's folder."""
     if not path.exists():
         raise bad(f"there is no such file or folder; known names are {', '.join(TEMPLATES)}")
-    file = path / FILE if path.is_dir() else path
-    if file.is_file() or not path.is_dir():
-        text = _text(file, bad, MOST_BYTES)
-        if "{" not in text:
-            raise bad(f"{file} has no Jinja in it, so it would write the same for every conversation")
-        return text
-    if not (path / SETTINGS).is_file():
-        raise bad(f"the folder has neither {FILE} nor {SETTINGS}; give that of a tokenizer with a chat template")
+    names = (FILE, SETTINGS) if path.is_dir() else ("",)
+    file = next((path / name for name in names if (path / name).is_file()), None)
+    if file is None:
+        raise bad(f"it is no plain file, and no folder with {FILE} or {SETTINGS}, as that of a tokenizer")
+    is_settings = path.is_dir() and file.name == SETTINGS
+    most = MOST_BYTES * (64 if is_settings else 1)
     try:
-        found = json.loads(_text(path / SETTINGS, bad, 64 * MOST_BYTES)).get("chat_template")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise bad(f"{SETTINGS} is not what a tokenizer saves: {shown(error)}") from None
-    if isinstance(found, list):
-        raise bad(f"{SETTINGS} holds several chat templates; write the one that is meant into a file")
-    if not isinstance(found, str) or not found.strip():
-        raise bad(f"{SETTINGS} holds no chat template; give the folder of a tokenizer with one")
+        if file.stat().st_size > most:
+            raise bad(f"{file} has more than {most} bytes; this is no chat template")
+        found = file.read_text(encoding="utf-8")
+        found = json.loads(found).get("chat_template") if is_settings else found
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise bad(f"cannot read {file}: {getattr(error, 'strerror', None) or shown(error)}") from None
+    if not isinstance(found, str) or "{" not in found:
+        several = "; write the one of several that is meant into a file" * isinstance(found, list)
+        raise bad(f"{file} holds no chat template, which is a text with Jinja in it{several}")
     return found
-
-
-def _text(file: Path, bad: Any, most: int) -> str:
-    try:
-        if not file.is_file():
-            raise bad(f"{file} is no plain file")
-        with file.open("rb") as opened:
-            raw = opened.read(most + 1)
-        text = raw.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise bad(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
-    if len(raw) > most:
-        raise bad(f"{file} has more than {most} bytes; this is no chat template")
-    return text

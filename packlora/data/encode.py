@@ -1,7 +1,7 @@
-"""Rows to token ids and label masks.
+"""Rows to token ids and label masks, of any length.
 
-Owns the chat template, where labels begin and end, and what `truncate` does. A token is a label when the loss is taken
-on predicting it: completions and their end token, assistant turns and their end tokens, or all of a plain text.
+Owns the chat template, and where labels begin and end; what `truncate` does is samples.py's. A token is a label when the loss
+is taken on predicting it: completions and their end token, assistant turns and their end tokens, or all of a plain text.
 
 Tokens after the last label cannot change any loss and are left out.
 """
@@ -23,7 +23,7 @@ from packlora.data.template import EndlessTemplateError, Spans, Template
 from packlora.data.tokens import ended, tokens_and_offsets
 from packlora.errors import InputError, quoted
 from packlora.modality import Extras, ExtrasReader
-from packlora.terminal import Told, silent
+from packlora.terminal import Told
 
 ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""
@@ -192,94 +192,11 @@ class Text:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def encode_rows(
-    rows: Sequence[Row],
-    tokenizer: Any,
-    data: DataConfig,
-    budget: int,
-    job: str,
-    context: int = 2**31,
-    told: Told = silent,
-    reader: ExtrasReader | None = None,
-    fields: bool = False,
-) -> Encoded:
-    """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
-
-    Args:
-        rows: from read_rows.
-        tokenizer: a fast Hugging Face tokenizer.
-        data: max_length and truncate of the job.
-        budget: max_tokens_per_microbatch; no sample may be longer, since a sample is never split.
-        job: name for messages.
-        context: most positions that the model knows.
-        told: hears how far it is.
-        reader: of what rows have beside texts; None where no row has any.
-        fields: whether fields of rows become columns of their samples.
-
-    Raises:
-        InputError: a row has no label tokens, its template cannot be followed, or it is too long and truncate is error.
-    """
-    out = encode_some(rows, tokenizer, data, budget, job, context, told, reader=reader, fields=fields)
-    if not out.samples and len(out.skipped) == len(rows):
-        raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
-    if not out.samples:
-        raise InputError(
-            f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {_limit(data, budget, context)[1]}"
-        )
-    return out
-
-
-def _limit(data: DataConfig, budget: int, context: int) -> tuple[int, str]:
-    """Most tokens of a sample, and what sets them."""
-    limits = {"max_length": data.max_length, "max_tokens_per_microbatch": budget, "the model's context of": context}
-    limit = min(limits.values())
-    return limit, f"{min(limits, key=lambda name: limits[name])} {limit}"
-
-
-def encode_some(
-    rows: Sequence[Row],
-    tokenizer: Any,
-    data: DataConfig,
-    budget: int,
-    job: str,
-    context: int = 2**31,
-    told: Told = silent,
-    vocabulary: int | None = None,
-    reader: ExtrasReader | None = None,
-    fields: bool = False,
-) -> Encoded:
-    """Encode rows as encode_rows does, but an empty result is accepted. vocabulary: rows with tokens beyond it are none; None:
-    not looked at."""
-    limit, limit_name = _limit(data, budget, context)
-    out = Encoded([])
-    for row, found, notes in encoded_rows(rows, tokenizer, data, job, out.skipped, told, reader):
-        sample = found.with_fields(row.fields) if fields else found
-        if vocabulary is not None and int(sample.ids.max()) >= vocabulary:
-            out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
-            continue
-        if sample.num_tokens > limit:
-            if data.truncate == "error":
-                extras = sample.extras
-                raise InputError(
-                    f"job {job!r}: {row.where}: the sample has {sample.num_tokens} tokens"
-                    + ("" if extras is None else f", {extras.num_tokens} of them of {extras.kind}")
-                    + f", over {limit_name}; "
-                    + ("" if limit == context else "raise it, ")
-                    + (f"use smaller {extras.kind}, or " if extras is not None else "or " if limit != context else "")
-                    + "set truncate to drop or right"
-                )
-            if data.truncate == "drop":
-                out.dropped += 1
-                continue
-            sample = sample.first(limit)
-            if sample.num_labels == 0:  # the cut took all of the completion
-                out.dropped += 1
-                continue
-            out.truncated += 1
-        out.samples.append(sample)
-        out.where += [row.where] * fields
-        noted(out.notes, notes)
-    return out
+def refuse(error: InputError, data: DataConfig, job: str, skipped: list[str]) -> None:
+    """Raise the error of a row that is no sample; where on_bad_row is skip, add it to `skipped`."""
+    if data.on_bad_row == "error" or isinstance(error, EndlessTemplateError):
+        raise error
+    skipped.append(str(error).removeprefix(f"job {job!r}: "))
 
 
 def encoded_rows(
@@ -301,11 +218,6 @@ def encoded_rows(
             f"job {job!r}: the tokenizer {type(tokenizer).__name__} gives no offsets; a fast one is needed"
         )
 
-    def skip(error: InputError) -> None:
-        if data.on_bad_row == "error" or isinstance(error, EndlessTemplateError):
-            raise error
-        skipped.append(str(error).removeprefix(f"job {job!r}: "))
-
     for start in range(0, len(rows), ENCODE_BATCH):
         texts: list[tuple[Row, Text | None]] = []
         for number, row in enumerate(rows[start : start + ENCODE_BATCH]):
@@ -313,17 +225,18 @@ def encoded_rows(
             try:
                 texts.append((row, text_of(row, tokenizer, data, job, reader)))
             except InputError as error:
-                skip(error)
+                refuse(error, data, job, skipped)
         tokenized = iter(_tokenize([text for _, text in texts if text is not None], tokenizer))
         for row, text in texts:
             sample = next(tokenized) if text is not None else _given(row)
-            if reader is not None and (problem := reader.problem_of(sample.ids, sample.extras)):
-                skip(InputError(f"job {job!r}: {row.where}: {problem}"))
-            elif sample.num_labels:
+            problem = None if reader is None else reader.problem_of(sample.ids, sample.extras)
+            if problem is None and not sample.num_labels:
+                problem = f"the sample has no label tokens, {_why_no_labels(row)}"
+            if problem is None:
                 notes = text.notes if text is not None else {}
                 yield row, _up_to_last_label(sample), {what: (1, f"{row.where}, {of}") for what, of in notes.items()}
             else:
-                skip(InputError(f"job {job!r}: {row.where}: the sample has no label tokens, {_why_no_labels(row)}"))
+                refuse(InputError(f"job {job!r}: {row.where}: {problem}"), data, job, skipped)
 
 
 def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, reader: ExtrasReader | None = None) -> Text | None:

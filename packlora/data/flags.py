@@ -1,4 +1,4 @@
-"""Fields of a row beside its texts, in the formats of other tools: what is learnt, what the chat template gets, and the rest.
+"""Fields of a row: those that say what kind of row it is, and what is beside its texts in the formats of other tools.
 
 Each key that a tool gives a meaning is honoured or refused by its name. Other keys are the author's own notes, and ignored.
 """
@@ -11,6 +11,14 @@ from packlora.config.data import OF_RENDERING
 from packlora.data.values import Bad, check_parts, check_text, holds_something, unpacked
 from packlora.errors import quoted
 
+KINDS: tuple[tuple[str, ...], ...] = (
+    ("prompt", "completion"), ("messages",), ("text",), ("input_ids",), ("conversations",), ("instruction", "output"),
+    ("chosen", "rejected"),
+)  # fmt: skip
+"""Fields of a row of each kind; a row with the fields of two kinds is refused."""
+FIELDS = tuple(name for kind in KINDS for name in kind)
+OF_PAIRS = ("dpo", "orpo")
+"""Trainers that compare two completions of a row."""
 VARIABLES, LAST, SINGLE = "chat_template_kwargs", "mask_history", "parallel_tool_calls"
 """Keys of rows of prompts and messages that are honoured: the variables of the chat template (TRL), whether only the last
 answer is learnt (LLaMA-Factory), whether a turn may have several calls (OpenAI)."""

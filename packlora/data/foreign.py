@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from packlora.data.fields import FIELDS, KINDS
+from packlora.data.flags import FIELDS, KINDS
 from packlora.data.messages import ROLES
 from packlora.data.values import Bad, check_text
 from packlora.errors import InputError, quoted, shown

@@ -6,104 +6,42 @@ microbatch, and a pair is placed as any sample is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from packlora.config import DataConfig
-from packlora.data.encode import Encoded, Notes, Preference, Sample, encoded_rows, noted
-from packlora.data.fields import OF_PAIRS
+from packlora.data.encode import Notes, Preference, Sample, encoded_rows, refuse
+from packlora.data.flags import OF_PAIRS
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
 from packlora.modality import ExtrasReader
-from packlora.terminal import Told, silent
-
-ALIKE = "the chosen and the rejected completion are the same tokens, so there is no preference to learn"
+from packlora.terminal import Told
 
 
-def encode_for(
+def compared_rows(
     trainer: str,
     rows: Sequence[Row],
     tokenizer: Any,
     data: DataConfig,
-    budget: int,
     job: str,
-    context: int,
-    told: Told = silent,
-    reader: ExtrasReader | None = None,
-    fields: bool = False,
-) -> Encoded:
-    """Samples for a trainer that compares: dpo and orpo from pairs, kto from judged completions.
+    skipped: list[str],
+    told: Told,
+    reader: ExtrasReader | None,
+) -> Iterator[tuple[Row, list[Sample], Notes]]:
+    """Encode rows for a trainer that compares: yield each row with the samples of its parts, and its notes once.
 
-    `max_length` and the model's context limit each part; the budget limits the sample. fields: as of encode_rows.
-
-    Raises:
-        InputError: as encode_rows; or a row is not what the trainer takes.
+    Args:
+        skipped: takes rows that are no samples, or not what the trainer takes, where on_bad_row is skip; else they are raised.
     """
-    out, within = encode_compared(trainer, rows, tokenizer, data, budget, job, context, told, reader, fields)
-    if not out.samples and len(out.skipped) >= len(rows):
-        raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
-    if not out.samples:
-        raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {within}")
-    return out
-
-
-def encode_compared(
-    trainer: str,
-    rows: Sequence[Row],
-    tokenizer: Any,
-    data: DataConfig,
-    budget: int,
-    job: str,
-    context: int,
-    told: Told = silent,
-    reader: ExtrasReader | None = None,
-    fields: bool = False,
-) -> tuple[Encoded, str]:
-    """Samples as of encode_for for dpo, orpo and kto, perhaps none, and the limits that they are within, in words."""
-    out = Encoded([])
-    taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
-    found, notes = _halves(taken, tokenizer, data, job, out.skipped, told, reader)
-    limit, over_budget = min(data.max_length, context), False
-    name = f"max_length {limit}" if limit == data.max_length else f"the model's context of {limit}"
+    taken = [row for row in rows if _is_taken(row, trainer, data, job, skipped)]
+    found, notes = _halves(taken, tokenizer, data, job, skipped, told, reader)
     for row in taken:
-        parts = [found[id(half)] for half in row.pair or (row,) if id(half) in found]
-        if len(parts) < len(row.pair or (row,)):
-            continue
-        longest, total = max(part.num_tokens for part in parts), sum(part.num_tokens for part in parts)
-        if longest > limit and data.truncate == "right":
-            parts = [part.first(limit) for part in parts]
-            total = sum(part.num_tokens for part in parts)
-        elif longest > limit and data.truncate == "error":
-            most, kind = max((part.extras.num_tokens, part.extras.kind) if part.extras else (0, "") for part in parts)
-            raise InputError(
-                f"job {job!r}: {row.where}: a prompt with its completion has {longest} tokens"
-                f"{f', {most} of them of {kind}' if most else ''}, over {name}; "
-                f"{'raise it, or ' if limit == data.max_length else ''}set truncate to drop or right"
-            )
-        if total > budget and data.truncate == "error":
-            raise InputError(
-                f"job {job!r}: {row.where}: the sample has {total} tokens, over max_tokens_per_microbatch {budget}; raise it, "
-                "or set truncate to drop"
-            )
-        is_cut, alike = longest > limit and data.truncate == "right", _are_alike(parts)
-        if alike and longest <= limit:
-            _refuse(ALIKE, row, data, job, out.skipped)
-            continue
-        if (longest > limit and not is_cut) or total > budget or alike or not all(part.num_labels for part in parts):
-            over_budget |= total > budget
-            out.dropped += 1
-            continue
-        out.truncated += is_cut
-        sample = _joined(parts, row, trainer, limit)
-        out.samples.append(sample.with_fields(row.fields) if fields else sample)
-        out.where += [row.where] * fields
-        chosen, *rejected = (notes[id(half)] for half in row.pair or (row,))
-        noted(out.notes, {what: own for other in rejected for what, own in other.items()} | chosen)  # once for a pair
-    if over_budget:
-        name += f" and max_tokens_per_microbatch {budget}, into which a sample must fit whole"
-    return out, name
+        halves = row.pair or (row,)
+        if all(id(half) in found for half in halves):
+            own = {what: told_of for half in reversed(halves) for what, told_of in notes[id(half)].items()}
+            yield row, [found[id(half)] for half in halves], own
 
 
 def _halves(
@@ -138,24 +76,11 @@ def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[
     if trainer != "dpo" and any(half.files for half in row.pair or (row,)):
         problem = f"the row has images, which train.trainer: {trainer} does not take in this version"
     if problem is not None:
-        _refuse(problem, row, data, job, skipped)
+        refuse(InputError(f"job {job!r}: {row.where}: {problem}"), data, job, skipped)
     return problem is None
 
 
-def _refuse(problem: str, row: Row, data: DataConfig, job: str, skipped: list[str]) -> None:
-    """Skip a row, or raise its error."""
-    if data.on_bad_row == "error":
-        raise InputError(f"job {job!r}: {row.where}: {problem}")
-    skipped.append(f"{row.where}: {problem}")
-
-
-def _are_alike(parts: Sequence[Sample]) -> bool:
-    """Whether two completions have the same tokens, which is possible when they differ only after a cut."""
-    first, *others = parts
-    return any(np.array_equal(first.ids, other.ids) for other in others)
-
-
-def _joined(parts: Sequence[Sample], row: Row, trainer: str, limit: int) -> Sample:
+def joined(parts: Sequence[Sample], row: Row, trainer: str, limit: int) -> Sample:
     """The parts of a sample as one. ORPO takes the likelihood of the whole chosen part, its prompt included."""
     ids, is_label = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "is_label"))
     is_context = None

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from packlora.config import DataConfig
-from packlora.data.encode import encode_rows
 from packlora.data.places import prompt_text
 from packlora.data.rows import Row, with_system
+from packlora.data.samples import encode_rows
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError

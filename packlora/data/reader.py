@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from packlora.config import DataSource, JobConfig
-from packlora.data.fields import OF_PAIRS
+from packlora.data.flags import OF_PAIRS
 from packlora.data.readers import Read, read_data
 from packlora.given import given
 from packlora.terminal import Told, silent

@@ -252,48 +252,28 @@ def _read_csv(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
     """The first line names the columns. An empty cell is none, but for an empty prompt or completion."""
     before = csv.field_size_limit(MOST_CHARACTERS)
     kept = {how.columns.get(key, key) for key in ("prompt", "completion")}
+    there = {*kept, *how.columns.values()}
     try:
-        # bytes that are no UTF-8 become halves of surrogate pairs, which no file holds: the column may not be read
-        with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.reader(lines, strict=True)
             names = next(reader, [])
-            _check_names(names, f"job {job!r}: {file}, line 1")
+            if len(set(names)) != len(names) or not all(names):
+                raise InputError(
+                    f"job {job!r}: {file}, line 1: a .csv file begins with the names of its columns, each once"
+                )
             start = reader.line_num + 1
             for cells in reader:
                 where, start = f"{file}, line {start}", reader.line_num + 1
-                if cells:
-                    yield where, _csv_row(names, cells, f"job {job!r}: {where}", how, kept)
+                if cells and len(cells) != len(names):
+                    text = f"{len(cells)} cells, but there are {len(names)} columns"
+                    yield where, InputError(f"job {job!r}: {where}: {text}")
+                elif cells:
+                    row = dict(zip(names, cells, strict=True))
+                    yield (
+                        where,
+                        {k: text or (text if k in kept else None) for k, text in row.items() if text or k in there},
+                    )
     except csv.Error as error:
         raise InputError(f"job {job!r}: cannot read {file} as csv, near line {reader.line_num}: {error}") from None
     finally:
         csv.field_size_limit(before)
-
-
-def _check_names(names: list[str], where: str) -> None:
-    """Raises InputError where the first line of a .csv file is none of names."""
-    if len(set(names)) != len(names) or not all(names):
-        raise InputError(f"{where}: a .csv file begins with the names of its columns, each once")
-    if (odd := _not_text(names)) is not None:
-        raise InputError(f"{where}: this is not UTF-8 text: {odd}")
-
-
-def _csv_row(
-    names: list[str], cells: list[str], where: str, how: How, kept: set[str]
-) -> dict[str, str | None] | InputError:
-    """kept: columns whose empty cells are empty texts."""
-    if len(cells) != len(names):
-        return InputError(f"{where}: {len(cells)} cells, but there are {len(names)} columns")
-    row = dict(zip(names, cells, strict=True))
-    if (odd := _not_text([text for key, text in row.items() if how.reads(key)])) is not None:
-        return InputError(f"{where}: this is not UTF-8 text: {odd}")
-    named = how.columns.values()
-    return {key: text or (text if key in kept else None) for key, text in row.items() if text or key in {*kept, *named}}
-
-
-def _not_text(texts: list[str]) -> str | None:
-    """The first byte among texts that is no UTF-8, in words."""
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError as error:
-        return f"the byte {ord(error.object[error.start]) - 0xDC00:#04x}"
-    return None

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from packlora.data import flags
-from packlora.data.fields import FIELDS, KINDS
+from packlora.data.flags import FIELDS, KINDS
 from packlora.data.messages import (
     FLAGS,
     WEIGHT,

@@ -45,7 +45,7 @@ def read_parquet(file: Path, job: str, how: How) -> Values:
             read, left = _used(table.schema_arrow, how)
             bound.check(claimed_by_parquet(table.metadata, read))
             batches = table.iter_batches(rows_at_once(table.metadata, file, read, AT_ONCE), columns=read)
-            yield from _rows(batches, str(file), job, how, bound, left)
+            yield from read_batches(batches, str(file), job, how, bound, left)
     except pyarrow.ArrowException as error:
         raise InputError(f"job {job!r}: cannot read {file} as parquet: {error}") from None
 
@@ -70,7 +70,7 @@ def read_saved(folder: Path, job: str, accepted: str, how: How) -> Values:
                 "it does not name plain files beside it; save_to_disk the data set again, with flatten_indices() before"
             )
         bound = Bound(str(folder), sum(os.path.getsize(folder / name) for name in names), job)
-        yield from _rows(_saved_batches(folder, names, columns, bound), str(folder), job, how, bound)
+        yield from read_batches(_saved_batches(folder, names, columns, bound), str(folder), job, how, bound)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise bad(f"it is not what save_to_disk writes ({type(error).__name__}: {error})") from None
     except (OSError, pyarrow.ArrowException) as error:
@@ -94,12 +94,7 @@ def read_hub(name: str, job: str, how: How) -> Values:
             f"job {job!r}: {name} is neither a file nor a data set that loads: {error}; data.subset and data.split say which "
             "part of a data set is read"
         ) from None
-    yield from _rows((batch for table in rows.iter(AT_ONCE) for batch in table.to_batches()), name, job, how)
-
-
-def read_batches(batches: Iterator[Any], name: str, job: str, how: How) -> Values:
-    """Rows of Arrow's batches in memory. name: for their places."""
-    return _rows(batches, name, job, how)
+    yield from read_batches((batch for table in rows.iter(AT_ONCE) for batch in table.to_batches()), name, job, how)
 
 
 def _split(folder: Path, job: str, accepted: str, split: str | None) -> Path:
@@ -135,7 +130,7 @@ def _saved_batches(folder: Path, names: list[str], columns: list[str] | None, bo
 # --- from columns to rows ---------------------------------------------------------------------------------------------
 
 
-def _rows(
+def read_batches(
     batches: Iterator[Any],
     name: str,
     job: str,
@@ -143,7 +138,12 @@ def _rows(
     bound: Bound | None = None,
     left: dict[str, Any] | None = None,
 ) -> Values:
-    """left: placeholders for columns that were not read with the batches; None: the batches have all columns."""
+    """Rows of Arrow's batches.
+
+    Args:
+        name: for their places.
+        left: placeholders for columns that were not read with the batches; None: the batches have all columns.
+    """
     number, named = 0, set(how.columns.values())
     for whole in batches:
         read, rest = _used(whole.schema, how)

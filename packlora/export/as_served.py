@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +31,7 @@ from packlora.errors import InputError, foreign
 from packlora.ops.twin import twin_of
 from packlora.runtime.continued import resolve_folder
 
+Load = Callable[[ClassOf], PreTrainedModel]
 Check = Literal["auto", "always", "never"]
 CHECKS: tuple[Check, ...] = ("auto", "always", "never")
 PARAMETERS = 2e9
@@ -81,7 +81,7 @@ def not_compared(what: str, why: str | None) -> list[str]:
 
 
 @torch.no_grad()
-def as_trained(opened: AdapterFolder, load: Callable[[ClassOf], PreTrainedModel]) -> Trained:
+def as_trained(opened: AdapterFolder, load: Load) -> Trained:
     """Run an adapter's folder on its base model.
 
     Args:
@@ -99,25 +99,36 @@ def as_trained(opened: AdapterFolder, load: Callable[[ClassOf], PreTrainedModel]
         return Trained(ids, _logits(model, ids), base, model.dtype)
 
 
-def compare(trained: Trained, served: Mapping[str, Callable[[], Any]], what: str, lost: float = 0.0) -> list[str]:
+def compare(
+    opened: AdapterFolder, load: Load, served: Mapping[str, Callable[[], Any]], what: str, lost: float = 0.0
+) -> list[str]:
     """Hold what was written against an adapter.
 
     Args:
-        served: loads it, by the name of what loads it.
+        load: see as_trained.
+        served: loads what was written, by the name of what loads it.
+        what: it is, for messages.
         lost: share of what the adapter adds that rounding is known to lose of weights.
 
     Returns:
-        What should be said of it.
+        What should be said of it; also that the adapter does not run here, so that nothing was compared.
 
     Raises:
-        InputError: it does not load, or gives other logits.
+        InputError: what was written does not load, or gives other logits.
     """
+    try:
+        trained = as_trained(opened, load)
+    except Exception as error:  # any code of a model; what was written is not wrong for it
+        return not_compared(what, f"the adapter does not run here ({foreign(error)})")
     added = _size(trained.logits - trained.base)
     noise = NOISE.get(trained.dtype, COARSE) * _size(trained.logits)
     allowed = noise + (CLOSE + ROUNDED * lost) * added
-    for name, load in served.items():
-        with torch.no_grad():
-            off = _size(_logits(load().to(trained.ids.device), trained.ids) - trained.logits)
+    for name, load_served in served.items():
+        try:
+            with torch.no_grad():
+                off = _size(_logits(load_served().to(trained.ids.device), trained.ids) - trained.logits)
+        except InputError as error:
+            raise InputError(f"{what} cannot be served: {error}. Nothing is written") from None
         gc.collect()
         if off <= allowed:
             continue
@@ -131,15 +142,6 @@ def compare(trained: Trained, served: Mapping[str, Callable[[], Any]], what: str
             "what the adapter adds. Nothing is written; --check never writes it all the same"
         )
     return []
-
-
-@contextmanager
-def told_apart(what: str) -> Iterator[None]:
-    """Raise an InputError of loading again, worded as an error in the written files."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{what} cannot be served: {error}. Nothing is written") from None
 
 
 def classes(opened: AdapterFolder) -> dict[str, ClassOf]:

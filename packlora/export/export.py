@@ -46,17 +46,15 @@ from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
 from packlora.config.peft import whole_number
-from packlora.errors import InputError, WriteError, foreign, needed, quoted, unwritten
+from packlora.errors import InputError, WriteError, needed, quoted, unwritten
 from packlora.export.as_served import (
-    as_trained,
     classes,
     compare,
     not_compared,
-    told_apart,
     why_not,
     with_peft,
 )
-from packlora.files import write_file, write_folder, write_json, write_tensors
+from packlora.files import write_file, write_folder, write_json, write_tensors, write_text
 from packlora.form import is_stored
 from packlora.lora_config import LoraConfig
 from packlora.ops.modules import beside_decoder
@@ -168,11 +166,7 @@ def write_ollama(folder: Path, opened: AdapterFolder, names: Mapping[str, str]) 
     _gguf_file().write_gguf(folder / "adapter.gguf", opened, names)
     base = " ".join(opened.base.split())  # a line is a command there
     text = f"# ollama create NAME -f Modelfile\nFROM {base}\nADAPTER ./adapter.gguf\n"
-    write_file(folder / "Modelfile", partial(_write_text, text=text))
-
-
-def _write_text(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
+    write_text(folder / "Modelfile", text)
 
 
 def serve_command(out: Path, target: str) -> str | None:
@@ -204,18 +198,14 @@ def prove_names(folder: Path, model: PreTrainedModel, also_twin: bool = False) -
 def _compared(opened: AdapterFolder, folder: Path, target: str, what: str) -> list[str]:
     """Hold the logits of an exported folder against the adapter's, see as_served.compare."""
     base, revision = opened.base, opened.config.revision
-    try:
-        if is_stored(opened.base_config):
-            return not_compared(what, "the base model is saved in codes")
-        trained = as_trained(opened, lambda cls: read_model(base, revision, torch.float32, class_of=cls))
-    except Exception as error:  # any code of a model; what is written is not wrong for it
-        return not_compared(what, f"the adapter does not run here ({foreign(error)})")
+    if is_stored(opened.base_config):
+        return not_compared(what, "the base model is saved in codes")
     served = {
         name: partial(with_peft, base, revision, folder, cls)
         for name, cls in classes(opened).items() if cls is served_class or target == "peft"
     }  # fmt: skip
-    with told_apart(what):
-        return compare(trained, served, what, ROUNDING.get(_dtype_of(folder), 0.0))
+    load = partial(read_model, base, revision, torch.float32)
+    return compare(opened, lambda cls: load(class_of=cls), served, what, ROUNDING.get(_dtype_of(folder), 0.0))
 
 
 def _dtype_of(folder: Path) -> torch.dtype:
@@ -238,23 +228,15 @@ def _merging(opened: AdapterFolder) -> str:
 
 def _check_plain(opened: AdapterFolder, program: str) -> None:
     """Raises InputError where an adapter holds more than two low-rank factors a layer."""
-    remedy = _merging(opened)
-    if any(module.use_dora for module in opened.spec.modules.values()):
-        raise InputError(
-            f"{opened.path} is a DoRA adapter: {program} reads none, and no LoRA adapter has its numbers; {remedy}"
-        )
-    if others := [path for path, module in opened.spec.modules.items() if module.kind in ("copy", "tokens")]:
-        raise InputError(
-            f"{opened.path} holds parameters of {others[0]} itself, which {program} does not read; {remedy}"
-        )
-    if convolutions := [path for path, module in opened.spec.modules.items() if module.kind == "convolution"]:
-        raise InputError(
-            f"{opened.path} adapts {convolutions[0]}, a convolution, which {program} does not read; {remedy}"
-        )
-    if biased := [path for path, module in opened.spec.modules.items() if module.train_bias]:
-        raise InputError(
-            f"{opened.path} holds trained biases, the first of {biased[0]}, which {program} does not read; {remedy}"
-        )
+    for path, module in opened.spec.modules.items():
+        kinds = {
+            f"is a DoRA adapter: {program} reads none, and no LoRA adapter has its numbers": module.use_dora,
+            f"holds parameters of {path} itself, which {program} does not read": module.kind in ("copy", "tokens"),
+            f"adapts {path}, a convolution, which {program} does not read": module.kind == "convolution",
+            f"holds trained biases, the first of {path}, which {program} does not read": module.train_bias,
+        }
+        if problem := next((text for text, holds in kinds.items() if holds), None):
+            raise InputError(f"{opened.path} {problem}; {_merging(opened)}")
 
 
 def _check_ends(opened: AdapterFolder, target: str) -> None:

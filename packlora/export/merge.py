@@ -38,8 +38,8 @@ from packlora.codes.load import quantised_paths, read_quantised
 from packlora.codes.stored import Stored, stored_as
 from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
 from packlora.data.template import templated
-from packlora.errors import InputError, WriteError, foreign, quoted, unwritten
-from packlora.export.as_served import as_trained, classes, compare, not_compared, told_apart, why_not
+from packlora.errors import InputError, WriteError, quoted, unwritten
+from packlora.export.as_served import classes, compare, not_compared, why_not
 from packlora.export.merged import Codes, Merged, made_in
 from packlora.export.requantise import asked_codes, requantise
 from packlora.files import write_folder
@@ -198,17 +198,11 @@ class Source:
 
 def _compared(opened: AdapterFolder, source: Source, merged: Merged, folder: Path) -> list[str]:
     """Hold the logits of a merged folder against the adapter's, see as_served.compare."""
-    what = "the merged model"
-    try:
-        trained = as_trained(opened, lambda cls: source.load(opened, cls))
-    except Exception as error:  # any code of a model; what is merged is not wrong for it
-        return not_compared(what, f"the adapter does not run here ({foreign(error)})")
     served = {
         name: partial(read_model, str(folder), None, torch.float32, class_of=cls)
         for name, cls in classes(opened).items()
     }
-    with told_apart(what):
-        return compare(trained, served, what, merged.lost_share)
+    return compare(opened, partial(source.load, opened), served, "the merged model", merged.lost_share)
 
 
 def _write_out(out: Path, write: Callable[[Path], None]) -> None:

@@ -45,36 +45,30 @@ def fastest(plans: Iterable[Plan], ms: Mapping[str, float]) -> Plan:
     return best if ms[best.name] < (1 - MARGIN) * ms[CHAIN.name] else CHAIN
 
 
-class PlanCache:
+class PlanCache(DeviceFile[Record]):
     """The records of one device. The file is read at the first question, and again before every write."""
 
     def __init__(self, device: torch.device, path: Path | None = None) -> None:
-        self.path = path or identity.cache_path(device)
         versions = identity.measured_versions()
         if identity.has_kernels(device):
             from packlora.plans import kernel_sizes
 
             if (sizes := kernel_sizes.identity(device)) is not None:
                 versions["kernels"] = sizes
-        self.identity = {"schema": SCHEMA, "device": identity.device_name(device), "versions": versions}
-        self._file = DeviceFile(self.path, self.identity, "cases", _records, asdict)
+        super().__init__(device, "cases", SCHEMA, _record, asdict, path, "plans", versions=versions)
         self._records: dict[str, Record] | None = None
 
     def get(self, key: str) -> Record | None:
         """The record of a case by Case.key."""
         if self._records is None:
-            self._records, unused = self._file.read()
+            self._records, unused = self.read()
             if unused:
                 warnings.warn(f"plans measured earlier are not used: {unused}", stacklevel=3)
         return self._records.get(key)
 
-    def put(self, records: Mapping[str, Record]) -> None:
-        """Add or replace records, and keep what others have written since. Raises OSError where nothing can be written."""
-        self._records = self._file.put(records)
-
-
-def _records(cases: Mapping[str, Any]) -> dict[str, Record]:
-    return {str(key): _record(value) for key, value in cases.items()}
+    def put(self, records: Mapping[str, Record]) -> dict[str, Record]:
+        self._records = super().put(records)
+        return self._records
 
 
 def _record(value: Any) -> Record:

@@ -11,6 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
+
+from packlora.plans.identity import cache_path, device_name, measured_versions
+
 T = TypeVar("T")
 
 
@@ -18,19 +22,25 @@ class DeviceFile(Generic[T]):
     """Records by key.
 
     Args:
-        identity: what must be the same for the records to be used.
-        part: the key of the records in the file.
-        read: makes records of JSON. Raises ValueError, KeyError, TypeError or AttributeError for anything that `written` cannot
-            have written.
-        written: makes JSON of one record.
+        device: that they were measured on.
+        part: key of the records in the file.
+        schema: of a record.
+        read: makes a record of JSON. Raises ValueError, KeyError, TypeError or AttributeError for anything that `written`
+            cannot have written.
+        written: makes JSON of a record.
+        path: of the file; by default <folder>/<device>.json in the cache.
+        folder: by default that of the name of `part`.
+        identity: what else must be the same for the records to be used.
     """
 
     def __init__(
-        self, path: Path, identity: Mapping[str, Any], part: str,
-        read: Callable[[Mapping[str, Any]], dict[str, T]], written: Callable[[T], Any],
+        self, device: torch.device, part: str, schema: int, read: Callable[[Any], T], written: Callable[[T], Any],
+        path: Path | None = None, folder: str = "", **identity: Any,
     ) -> None:  # fmt: skip
-        self.path, self.identity, self.part = path, identity, part
-        self._parse, self._written = read, written
+        self.path, self.part = path or cache_path(device, folder or part), part
+        own = {"schema": schema, "device": device_name(device), "versions": measured_versions()}
+        self.identity: dict[str, Any] = own | identity
+        self._record, self._written = read, written
 
     def read(self) -> tuple[dict[str, T], str]:
         """The records; and why a file that is there is not used, "" where it is or there is none."""
@@ -39,7 +49,7 @@ class DeviceFile(Generic[T]):
             for name, ours in self.identity.items():
                 if found[name] != ours:
                     raise ValueError(f"its {name} is {found[name]}, here it is {ours}")
-            return self._parse(found[self.part]), ""
+            return {str(key): self._record(value) for key, value in found[self.part].items()}, ""
         except FileNotFoundError:
             return {}, ""
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -17,15 +17,18 @@ def device_name(device: torch.device) -> str:
     """The GPU's name, or the CPU's with its threads, which change what is fastest."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    name = platform.processor() or platform.machine()
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
+
+
+def processor_name() -> str:
+    """The CPU's model, as the system names it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
+                return line.partition(":")[2].strip()
     except OSError:
         pass
-    return f"{name}, {torch.get_num_threads()} threads"
+    return platform.processor() or platform.machine()
 
 
 def cache_root() -> Path:

@@ -24,7 +24,6 @@ import torch
 from packlora.ops.lora_linear.kernels.config import BITS_16, Sizes, use, usual
 from packlora.plans import identity as identity_of
 from packlora.plans.device_file import DeviceFile
-from packlora.plans.identity import cache_path, device_name, measured_versions
 
 SCHEMA = 1
 Fields = dict[str, int]
@@ -73,34 +72,20 @@ def driver() -> str:
     return next((word for word in text.split() if word[0].isdigit() and "." in word), "unknown")
 
 
-class KernelCache:
+class KernelCache(DeviceFile[Record]):
     """The records of one device, by kernel."""
 
     def __init__(self, device: torch.device, path: Path | None = None) -> None:
-        self.path = path or cache_path(device, "kernels")
-        self.identity = {
-            "schema": SCHEMA, "device": device_name(device), "driver": driver(), "versions": measured_versions(),
-        }  # fmt: skip
-        self._file = DeviceFile(self.path, self.identity, "kernels", _records, asdict)
+        super().__init__(device, "kernels", SCHEMA, _record, asdict, path, driver=driver())
 
-    def read(self) -> dict[str, Record]:
+    def known(self) -> dict[str, Record]:
         """Empty where nothing is known; warns where there is a file that cannot be used."""
-        records, unused = self._file.read()
+        records, unused = self.read()
         if unused:
             warnings.warn(
                 f"sizes of kernels measured earlier are not used: {unused}; packlora tune measures them", stacklevel=3
             )
         return records
-
-    def put(self, name: str, record: Record) -> None:
-        """Replace the record of a kernel; others stay. Raises OSError where nothing can be written."""
-        self._file.put({name: record})
-
-
-def _records(kernels: Mapping[str, Any]) -> dict[str, Record]:
-    records = {str(name): _record(value) for name, value in kernels.items()}
-    combined({name: record.fields for name, record in records.items()})
-    return records
 
 
 def _record(value: Any) -> Record:
@@ -109,7 +94,9 @@ def _record(value: Any) -> Record:
     if not all(math.isfinite(number) and number > 0 for own in ratios.values() for number in own):
         raise ValueError("a ratio is not a positive number")
     failed = {str(name): str(reason) for name, reason in value["failed"].items()}
-    return Record({str(name): int(size) for name, size in value["fields"].items()}, ratios, failed, str(value["date"]))
+    fields = {str(name): int(size) for name, size in value["fields"].items()}
+    combined({"": fields})
+    return Record(fields, ratios, failed, str(value["date"]))
 
 
 # --- use ---------------------------------------------------------------------------------------------------------------
@@ -120,7 +107,7 @@ def tuned(device: torch.device) -> dict[str, Fields]:
     """Sizes that are not the usual ones, by kernel; read once for a device and process."""
     if not identity_of.has_kernels(device):
         return {}
-    return {name: record.fields for name, record in KernelCache(device).read().items() if record.fields}
+    return {name: record.fields for name, record in KernelCache(device).known().items() if record.fields}
 
 
 def forget(device: torch.device) -> None:

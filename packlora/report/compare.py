@@ -1,6 +1,6 @@
 """Page of several runs side by side: a table of the runs, and the jobs of all of them in the same curves and one table.
 
-A job is named RUN / JOB there. A page that looks again receives all numbers anew when any run has changed.
+A job is named RUN / JOB there.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class SeveralRuns(RunFiles):
 
 
 class SeveralData:
-    """Numbers of several runs for their page; the same functions as PageData's."""
+    """Numbers of several runs for their page; it has the functions of PageData."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         names = [folder.resolve().name for folder in folders]
         alike = len(set(names)) < len(names)
         self.names = [str(folder) if alike else name for folder, name in zip(folders, names, strict=True)]
         self._runs = [PageData(FollowedRun(folder)) for folder in folders]
-        self.look, self.epoch = 0, 0
+        self.look = 0
         self.files = self._files()
 
     def _files(self) -> SeveralRuns:
@@ -73,21 +73,12 @@ class SeveralData:
         self.files = self._files()
         return True
 
-    def since(self, look: int, epoch: int) -> Line:
-        """All numbers where a page has not seen the last look, else none."""
-        whole = (look, epoch) != (self.look, self.epoch)
-        jobs: list[Line] = []
-        series: list[Line] = []
-        for run in self._runs:
-            own = run.since(-1, -1)
-            series += [{**one, "job": one["job"] + len(jobs)} for one in own["series"] if whole]
-            jobs += own["jobs"]
-        jobs = [
-            {**job, "name": own.name, "style": own.style} for job, own in zip(jobs, self.files.jobs, strict=True)
-        ]  # fmt: skip
+    def numbers(self) -> Line:
+        """All numbers of the page."""
+        jobs = [job for run in self._runs for job in run.numbers()["jobs"]]
+        named = [{**job, "name": own.name, "style": own.style} for job, own in zip(jobs, self.files.jobs, strict=True)]
         return {
-            "look": self.look, "epoch": self.epoch, "whole": whole, "status": self.files.status, "jobs": jobs,
-            "series": series, "machine": None, "ranks": 1, "several": True,
+            "look": self.look, "status": self.files.status, "jobs": named, "machine": None, "ranks": 1, "several": True,
         }  # fmt: skip
 
 

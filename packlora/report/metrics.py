@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from packlora.errors import unwritten
-from packlora.files import write_file
-from packlora.portable import flags
-from packlora.report.events import (
+from packlora.events import (
     CheckpointBegins,
     Evaluated,
     Event,
@@ -30,6 +28,9 @@ from packlora.report.events import (
     Stepped,
     WindowPlanned,
 )
+from packlora.files import write_text
+from packlora.portable import flags
+from packlora.report.follow import Followed
 
 METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
 PIPELINE, SAMPLES = "pipeline.jsonl", "samples.jsonl"
@@ -168,20 +169,11 @@ class JsonLines:
 
 
 def read_lines(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """Lines of a jsonl file that hold all the keys; one that is cut short, by a crash or while it is being written, is left
-    out. A missing file has none, nor has what is no file: a pipe would be waited for.
-    """
-    if not path.is_file():
-        return []
-    out = []
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):  # also a number of thousands of digits
-            continue
-        if isinstance(line, dict) and all(key in line for key in keys):
-            out.append(line)
-    return out
+    """Lines of a jsonl file that hold all the keys, but for those that are cut short; none where there is no such file."""
+    file = Followed(path, *keys)
+    while file.look():
+        pass
+    return file.lines
 
 
 def metric_lines(
@@ -243,9 +235,4 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Replace a jsonl file."""
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-
-    def write(file: Path) -> None:
-        file.write_text(text, encoding="utf-8")
-
-    write_file(path, write)
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))

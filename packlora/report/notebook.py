@@ -12,8 +12,8 @@ import time
 from html import escape
 from typing import Any
 
+from packlora.events import Evaluated, Event, JobJoined, RunBegan, RunEnded, Stepped
 from packlora.report.charts import Point, colour, linear_axis, thin
-from packlora.report.events import Evaluated, Event, JobJoined, RunBegan, RunEnded, Stepped
 from packlora.report.progress import Progress, duration
 from packlora.report.run_files import loss_of
 from packlora.report.screen import Screen

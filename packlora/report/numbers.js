@@ -81,46 +81,23 @@ function tickText(value, step) {
 
 // --- what is known of the run ------------------------------------------------------------------------------------------
 
-const run = {look: -1, epoch: -1, jobs: [], machine: null, ranks: 1, status: "", several: false};
+const run = {look: -1, jobs: [], machine: null, ranks: 1, status: "", several: false};
 const hidden = new Set();
 /** By job, in the order of the page: columns of its steps and evaluations, generated texts, what is drawn of it. */
 let series = [];
 
-const blank = () => ({steps: null, evals: null, samples: [], version: 0, smooth: new Map()});
-
-/** Put new columns behind the known ones; the last ones may have grown. */
-function spliced(old, news) {
-  if (!news) return old;
-  const columns = {places: {}, mean: new Map(), low: new Map(), high: new Map(), every: news.every, count: []};
-  const keep = old && news.from ? news.from : 0, added = news.count.length;
-  const joined = (before, after) => {
-    const head = before ? before.slice(0, keep) : [];
-    while (head.length < keep) head.push(null);
-    return head.concat(after || new Array(added).fill(null));
-  };
-  columns.count = joined(old && old.count, news.count);
-  for (const name of ["step", "time", "seen"]) if (news[name]) columns.places[name] = joined(old && old.places[name], news[name]);
-  for (const kind of ["mean", "low", "high"]) {
-    const own = new Map(Object.entries(news[kind] || {}));
-    const before = old ? old[kind] : new Map();
-    for (const key of new Set([...before.keys(), ...own.keys()])) columns[kind].set(key, joined(before.get(key), own.get(key)));
-  }
+function columnsOf(news) {
+  if (!news) return null;
+  const columns = {places: {}, every: news.every, count: news.count};
+  for (const name of ["step", "time", "seen"]) if (news[name]) columns.places[name] = news[name];
+  for (const kind of ["mean", "low", "high"]) columns[kind] = new Map(Object.entries(news[kind] || {}));
   return columns;
 }
 
 function take(news) {
-  if (news.whole) { series = []; run.machine = null; }
-  run.look = news.look; run.epoch = news.epoch; run.jobs = news.jobs; run.ranks = news.ranks; run.status = news.status; run.several = Boolean(news.several);
-  while (series.length < run.jobs.length) series.push(blank());
-  for (const one of news.series) {
-    const own = series[one.job];
-    own.steps = spliced(own.steps, one.steps);
-    own.evals = spliced(own.evals, one.evals);
-    if (one.samples) own.samples = one.samples;
-    own.version++;
-    own.smooth.clear();
-  }
-  run.machine = spliced(run.machine, news.machine);
+  Object.assign(run, {look: news.look, jobs: news.jobs, ranks: news.ranks, status: news.status, several: Boolean(news.several)});
+  series = news.jobs.map(job => ({steps: columnsOf(job.steps), evals: columnsOf(job.evals), samples: job.samples, smooth: new Map()}));
+  run.machine = columnsOf(news.machine);
 }
 
 function metrics() {

@@ -310,8 +310,11 @@ sortTables();
 redrawAll();
 NARROW.addEventListener("change", redrawAll);
 
+const shown = new Map();
 function put(parts) {
   for (const [name, html] of Object.entries(parts)) {
+    if (shown.get(name) === html) continue;
+    shown.set(name, html);
     if (name === "title") document.title = html;
     else if (name === "colours") document.querySelector("style.job-colours").textContent = html;
     else {
@@ -337,12 +340,12 @@ if (first.live) {
     clearTimeout(timer);
     let wait = 2000;
     try {
-      const answer = await fetch(`data?look=${run.look}&epoch=${run.epoch}`, {cache: "no-store"});
+      const answer = await fetch(`data?look=${run.look}`, {cache: "no-store"});
       if (!answer.ok) throw new Error(answer.status);
-      const news = await answer.json(), isNew = news.look !== run.look || news.epoch !== run.epoch;
+      const news = await answer.json();
       lost = false;
       last = Date.now();
-      if (isNew) {
+      if (news.parts) {
         put(news.parts);
         take(news);
         marked();

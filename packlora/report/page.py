@@ -57,7 +57,7 @@ def _parts(run: RunFiles, parts: Callable[[Any], dict[str, str]] = sections.part
 
 
 class LivePage:
-    """Page of a run that may still train, or of several: the whole page, and its changes since a look.
+    """Page of a run that may still train, or of several: the whole page, and its numbers and parts where they have changed.
 
     Drawings and tables are made again at most every REMADE seconds, and so seldom that it takes a fiftieth of the time.
     """
@@ -71,8 +71,6 @@ class LivePage:
             self._data, self._sections = compare.SeveralData(folders), compare.parts
         self._clock = clock
         self._parts: dict[str, str] = {}
-        self._made: dict[str, int] = {}
-        """Number of the look in which each part's text last changed."""
         self._is_stale, self._next = True, 0.0
 
     def html(self) -> str:
@@ -82,23 +80,16 @@ class LivePage:
         self._make()
         return _assembled(self._data, self._parts, is_live=True)
 
-    def news(self, look: int, epoch: int) -> dict[str, Any]:
-        """Changes since the look and epoch that a page already has."""
+    def news(self, look: int) -> dict[str, Any]:
+        """What a page shows; nothing but the number of the look where it has that of the last one already."""
         self._is_stale |= self._data.follow()
         if self._is_stale and self._clock() >= self._next:
             self._make()
-        numbers = self._data.since(look, epoch)
-        return {
-            **numbers,
-            "parts": {n: html for n, html in self._parts.items() if numbers["whole"] or self._made[n] > look},
-        }
+        return {"look": look} if look == self._data.look else {**self._data.numbers(), "parts": self._parts}
 
     def _make(self) -> None:
         began, parts = self._clock(), _parts(self._data.files, self._sections)
-        changed = [name for name, html in parts.items() if self._parts.get(name) != html]
-        if changed:
-            self._data.look += 1
-            self._made |= dict.fromkeys(changed, self._data.look)
+        self._data.look += parts != self._parts
         self._parts, self._is_stale = parts, False
         now = self._clock()
         self._next = now + max(REMADE, 50 * (now - began))
@@ -108,7 +99,7 @@ def _assembled(data: PageData, part: Mapping[str, str], is_live: bool) -> str:
     def place(name: str) -> str:
         return f'<div data-part="{name}">{part[name]}</div>'
 
-    numbers = embedded({**data.since(-1, -1), "live": is_live})
+    numbers = embedded({**data.numbers(), "live": is_live})
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from packlora.report.events import (
+from packlora.events import (
     Evaluated,
     Event,
     JobDone,

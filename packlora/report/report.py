@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from packlora.files import write_file
-from packlora.report.events import Event, RunBegan, RunEnded, SavePointReached
+from packlora.events import Event, RunBegan, RunEnded, SavePointReached
+from packlora.files import write_text
 from packlora.report.metrics import BestEffort
 from packlora.report.page import whole_page
 
@@ -20,13 +20,8 @@ LONGEST = 1.0
 
 def write_report(output_dir: Path) -> Path:
     """Write `report.html` into a run's output folder, from what the run has written so far, and return its path."""
-    page = whole_page(output_dir)
     path = output_dir / "report.html"
-
-    def write(file: Path) -> None:
-        file.write_text(page, encoding="utf-8")
-
-    write_file(path, write)
+    write_text(path, whole_page(output_dir))
     return path
 
 

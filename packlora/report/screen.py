@@ -18,6 +18,12 @@ class Screen(Console):
         return super().render(_spelt_out(renderable) if self.is_terminal else renderable, options)
 
 
+def table_screen() -> Screen:
+    """Screen of a command that prints tables; wide where it is no terminal."""
+    console = Screen()
+    return console if console.is_terminal else Screen(width=160)
+
+
 def _spelt_out(renderable: RenderableType) -> RenderableType:
     if isinstance(renderable, str):
         return spelt_out(renderable)

@@ -186,8 +186,7 @@ def _warnings(run: RunFiles) -> str:
     said = "\n".join(recorded)
     for job in run.jobs:
         for key, verb in (("truncated", "cut as too long"), ("dropped", "dropped as too long")):
-            older = "cut to max_length" if key == "truncated" else verb  # in folders that earlier versions wrote
-            if job.info.get(key) and not re.search(f"{re.escape(repr(job.name))}.*({verb}|{older})", said):
+            if job.info.get(key) and not re.search(f"{re.escape(repr(job.name))}.*{verb}", said):
                 items.append(f"<li>⚠ <b>{escape(job.name)}</b> {plural(job.info[key], 'sample')} {verb}</li>")
     items += [f"<li>⚠ {escape(text)}</li>" for text in recorded]
     return f'<ul class="warnings" aria-label="Warnings">{"".join(items)}</ul>' if items else ""

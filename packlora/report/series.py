@@ -1,5 +1,4 @@
-"""Series that the page draws: the numbers of a run's jobs by step and of its machine by time, thinned, with the changes since a
-look.
+"""Series that the page draws: the numbers of a run's jobs by step and of its machine by time, thinned.
 
 A run writes a line per optimizer step and per microbatch; a page holds a few hundred points of each. Lines are merged into
 buckets of equally many, with mean, lowest and highest value. Where there are too many buckets, they are merged in pairs.
@@ -7,7 +6,6 @@ buckets of equally many, with mean, lowest and highest value. Where there are to
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,23 +43,16 @@ class Thinned:
     def __init__(self, places: Sequence[str], most: int) -> None:
         self.places, self.most, self.every = places, most, 1
         self._buckets: list[_Bucket] = []
-        self._touched: list[int] = []
-        """Number of the look that last added to each bucket."""
-        self._begun = 0
-        """The look in which buckets were last put together."""
 
-    def add(self, places: list[float], numbers: Mapping[str, float], look: int) -> None:
-        """look: its number, never less than before."""
+    def add(self, places: list[float], numbers: Mapping[str, float]) -> None:
         if not self._buckets or self._buckets[-1].count >= self.every:
             if len(self._buckets) >= self.most:
-                self._halve(look)
+                self._halve()
             if not self._buckets or self._buckets[-1].count >= self.every:
                 self._buckets.append(_Bucket())
-                self._touched.append(look)
         self._buckets[-1].add(places, {key: (value, 1, value, value) for key, value in numbers.items()})
-        self._touched[-1] = look
 
-    def _halve(self, look: int) -> None:
+    def _halve(self) -> None:
         buckets = []
         for start in range(0, len(self._buckets), 2):
             one = _Bucket()
@@ -69,18 +60,16 @@ class Thinned:
                 one.add(other.places, other.numbers, other.count)
             buckets.append(one)
         self._buckets, self.every = buckets, 2 * self.every
-        self._touched, self._begun = [look] * len(buckets), look
 
-    def since(self, look: int) -> Line | None:
-        """Changes since a look, as columns from bucket `from` on; None where there are none."""
-        start = 0 if self._begun > look else bisect_right(self._touched, look)
-        new = self._buckets[start:]
-        if not new:
+    def columns(self) -> Line | None:
+        """The series by column; None where there is none."""
+        every = self._buckets
+        if not every:
             return None
-        keys = list(dict.fromkeys(key for bucket in new for key in bucket.numbers))
-        columns = {name: [_short(one.places[at]) for one in new] for at, name in enumerate(self.places)}
-        out: Line = {"from": start, "every": self.every, "count": [one.count for one in new], **columns}
-        found = {key: [one.numbers.get(key) for one in new] for key in keys}
+        keys = list(dict.fromkeys(key for bucket in every for key in bucket.numbers))
+        columns = {name: [_short(one.places[at]) for one in every] for at, name in enumerate(self.places)}
+        out: Line = {"every": self.every, "count": [one.count for one in every], **columns}
+        found = {key: [one.numbers.get(key) for one in every] for key in keys}
         out["mean"] = {key: [n and _short(n[0] / n[1]) for n in column] for key, column in found.items()}
         if self.every > 1:
             out["low"] = {key: [n and _short(n[2]) for n in column] for key, column in found.items()}
@@ -108,32 +97,26 @@ def numbers_of(line: Line) -> dict[str, float]:
 class _JobSeries:
     def __init__(self, most: int) -> None:
         self.steps, self.evals = Thinned(("step", "time", "seen"), most), Thinned(("step",), most)
-        self.seen, self.known, self.judged, self.sampled = 0.0, 0, 0, 0
-        self.sampled_at = 0
+        self.seen, self.known, self.judged = 0.0, 0, 0
 
-    def follow(self, metrics: list[Line], evals: list[Line], samples: list[Line], look: int) -> None:
+    def follow(self, metrics: list[Line], evals: list[Line]) -> None:
         for line in metrics[self.known :]:
             numbers = numbers_of(line)
             self.seen += numbers.get("tokens", 0)
             elapsed = line.get("elapsed")
             time = float(elapsed) if is_number(elapsed) else 0.0
-            self.steps.add([line["step"], time, self.seen], numbers, look)
+            self.steps.add([line["step"], time, self.seen], numbers)
         for line in evals[self.judged :]:
             numbers = {key[5:]: value for key, value in numbers_of(line).items() if key.startswith("eval_")}
-            self.evals.add([line["step"]], numbers, look)
-        if len(samples) != self.sampled:
-            self.sampled_at = look
-        self.known, self.judged, self.sampled = len(metrics), len(evals), len(samples)
+            self.evals.add([line["step"]], numbers)
+        self.known, self.judged = len(metrics), len(evals)
 
 
 class PageData:
-    """The numbers of a run for its page; grows with the run.
-
-    look: number of the last look that found anything. epoch: another one where what was handed out before is no longer so.
-    """
+    """The numbers of a run for its page; grows with the run. look: number of the last look that found anything."""
 
     def __init__(self, run: FollowedRun) -> None:
-        self.run, self.look, self.epoch = run, 0, 0
+        self.run, self.look = run, 0
         self.files: RunFiles = run.files()
         self._jobs: dict[str, _JobSeries] = {}
         self._machine = Thinned(("time",), MOST_BUCKETS[0][1])
@@ -150,45 +133,35 @@ class PageData:
         most = next(buckets for jobs, buckets in MOST_BUCKETS if len(names) <= jobs)
         begun = self.run.times, most
         if begun != self._begun or list(self._jobs) != names[: len(self._jobs)]:
-            self._begun, self.epoch, self._jobs = begun, self.look, {}
+            self._begun, self._jobs = begun, {}
             self._machine, self._measured = Thinned(("time",), MOST_BUCKETS[0][1]), 0
         for job in self.files.jobs:
-            series = self._jobs.setdefault(job.name, _JobSeries(most))
-            series.follow(job.metrics, job.evals, job.samples, self.look)
+            self._jobs.setdefault(job.name, _JobSeries(most)).follow(job.metrics, job.evals)
         for line in self.files.microbatches[self._measured :]:
             time, seconds = line.get("elapsed"), line.get("seconds")
             if is_number(time) and is_number(seconds) and time:
                 held = {"tokens": sum(line["tokens"].values()), "capacity": line["capacity"], "seconds": seconds}
                 more = {key: line[key] for key in ("memory", "gpu") if is_number(line.get(key))}
-                self._machine.add([time], held | more, self.look)
+                self._machine.add([time], held | more)
                 self._ranks = max(self._ranks, 1 + int(line.get("rank") or 0))
         self._measured = len(self.files.microbatches)
         return True
 
-    def since(self, look: int, epoch: int) -> Line:
-        """Changes since a look of an epoch; everything for a page with another epoch or a later look."""
-        if epoch != self.epoch or look > self.look:
-            look = -1
-        files = self.files
+    def numbers(self) -> Line:
+        """All numbers of the page; those of the jobs in their order."""
+        own = [self._jobs.get(job.name, _JobSeries(1)) for job in self.files.jobs]
         jobs = [
-            {"name": job.name, "style": job.style, "status": files.status_of(job), "loss": job.loss}
-            for job in files.jobs
-        ]
-        series = [
-            found
-            for job, own in enumerate(self._jobs.values())
-            if (found := {"job": job, **self._new(own, files.jobs[job].samples, look)}) and len(found) > 1
-        ]
+            {
+                "name": job.name, "style": job.style, "status": self.files.status_of(job), "loss": job.loss,
+                "steps": series.steps.columns(), "evals": series.evals.columns(),
+                "samples": [_sampled(line) for line in _spread(job.samples, MOST_SAMPLED)],
+            }
+            for job, series in zip(self.files.jobs, own, strict=True)
+        ]  # fmt: skip
         return {
-            "look": self.look, "epoch": self.epoch, "whole": look < 0, "status": files.status, "jobs": jobs,
-            "series": series, "machine": self._machine.since(look), "ranks": self._ranks,
+            "look": self.look, "status": self.files.status, "jobs": jobs, "machine": self._machine.columns(),
+            "ranks": self._ranks,
         }  # fmt: skip
-
-    def _new(self, own: _JobSeries, samples: list[Line], look: int) -> Line:
-        out: dict[str, Any] = {"steps": own.steps.since(look), "evals": own.evals.since(look)}
-        if own.sampled_at > look and samples:
-            out["samples"] = [_sampled(line) for line in _spread(samples, MOST_SAMPLED)]
-        return {key: value for key, value in out.items() if value is not None}
 
 
 def _sampled(line: Line) -> Line:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 from rich.text import Text
@@ -53,57 +53,57 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
     """
     output = standard_output()
     console = Screen(file=output, width=None if output.isatty() else UNBROKEN)
+
+    def say(text: str) -> None:
+        console.print(Text(text), soft_wrap=True)
+
     more = shown_of(result.output_dir)
     table, told, best = (None, (), []) if more is None else more.summary(result.output_dir)
-    console.print()
-    if table is not None:
-        console.print(table)
-        console.print()
     others = {name: job for name, job in result.jobs.items() if name not in told}
-    if others:
-        console.print(_table(others))
-        console.print()
+    console.print()
+    for one in (table, _table(others) if others else None):
+        if one is not None:
+            console.print(one)
+            console.print()
     going = [job.status in ("running", "stopped") for job in result.jobs.values()]
     if not all(going):
-        which = ", of the jobs that have ended" if any(going) else ""
-        console.print(Text(f"adapters: {result.output_dir}/<job>{which}"), soft_wrap=True)
-    done = [name for name, job in result.jobs.items() if job.status == "done"]
-    done = [*best, *(name for name in done if name in others)]
+        say(f"adapters: {result.output_dir}/<job>" + ", of the jobs that have ended" * any(going))
+    done = [*best, *(name for name, job in result.jobs.items() if job.status == "done" and name in others)]
     if done:
         some = " ".join(shlex.quote(f"{result.output_dir}/{name}") for name in done[:SPEAKERS])
-        console.print(Text(f"ask {'it' if len(done) == 1 else 'them'}: packlora chat {some}"), soft_wrap=True)
+        say(f"ask {'it' if len(done) == 1 else 'them'}: packlora chat {some}")
     if any(going):
-        console.print(Text(f"checkpoints: {result.output_dir}/<job>/checkpoint-<step>"), soft_wrap=True)
-    for name, job in result.jobs.items():
-        if job.failure:
-            how = "failed:" if job.status == "failed" else "was left out:"
-            console.print(Text(f"job {name!r} {how} {job.failure}"), soft_wrap=True)
-    for name, job in result.jobs.items():
-        if job.idle_since is not None:
-            nothing = (
-                f"it learnt nothing after step {job.idle_since - 1}" if job.idle_since > 1 else "it learnt nothing"
-            )
-            console.print(
-                Text(f"job {name!r}: its gradient was exactly 0 from step {job.idle_since} on, so {nothing}"),
-                soft_wrap=True,
-            )
-    for name, job in result.jobs.items():
-        if job.overflows:
-            steps = "1 step was" if job.overflows == 1 else f"{job.overflows} steps were"
-            console.print(Text(f"job {name!r}: {steps} skipped, since gradients overflowed float16"), soft_wrap=True)
+        say(f"checkpoints: {result.output_dir}/<job>/checkpoint-<step>")
+    for text in [*_failures(result), *_doubts(result)]:
+        say(text)
     rate = result.tokens / result.seconds if result.seconds else 0.0
     trained = f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s)"
     if not result.tokens and all(job.status == "done" for job in result.jobs.values()):
         trained = "every job was done already"
-    console.print(Text(f"{trained}; report: {result.report}"), soft_wrap=True)
+    say(f"{trained}; report: {result.report}")
     if result.incomplete:
         lost = ", ".join(f"{name} ({reason})" for name, reason in result.incomplete.items())
-        console.print(Text(f"incomplete: {lost}; adapters and checkpoints are whole"), soft_wrap=True)
+        say(f"incomplete: {lost}; adapters and checkpoints are whole")
     limited = {name: job.steps_left for name, job in result.jobs.items() if job.steps_left}
     if limited and result.signal is None and whole_command is not None:
         steps = ", ".join(f"{name} {number}" for name, number in limited.items())
-        console.print(
-            Text(f"optimizer steps left by --max-steps: {steps}; take them with: {whole_command}"), soft_wrap=True
-        )
+        say(f"optimizer steps left by --max-steps: {steps}; take them with: {whole_command}")
     if result.signal is not None:
-        console.print(Text(f"stopped by a signal; continue with: {resume_command}"), soft_wrap=True)
+        say(f"stopped by a signal; continue with: {resume_command}")
+
+
+def _failures(result: Result) -> Iterator[str]:
+    for name, job in result.jobs.items():
+        if job.failure:
+            yield f"job {name!r} {'failed:' if job.status == 'failed' else 'was left out:'} {job.failure}"
+
+
+def _doubts(result: Result) -> Iterator[str]:
+    """Sentences on jobs that learnt nothing, or lost steps."""
+    for name, job in result.jobs.items():
+        if job.idle_since is not None:
+            nothing = f"nothing after step {job.idle_since - 1}" if job.idle_since > 1 else "nothing"
+            yield f"job {name!r}: its gradient was exactly 0 from step {job.idle_since} on, so it learnt {nothing}"
+        if job.overflows:
+            steps = "1 step was" if job.overflows == 1 else f"{job.overflows} steps were"
+            yield f"job {name!r}: {steps} skipped, since gradients overflowed float16"

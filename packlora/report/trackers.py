@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from packlora.errors import InputError
-from packlora.report.events import (
+from packlora.events import (
     Evaluated,
     Event,
     JobDone,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 
 from packlora.config.job import JobConfig
 from packlora.config.shared import MOST_TOKENS, MOST_WEIGHT, PathText, Strict
@@ -99,7 +99,3 @@ class RolloutConfig(Strict):
         for key, value in taken.items():
             if value:
                 raise ValueError(f"{key} does not go with rollout in this version; leave one of them out")
-
-
-MAPPINGS: dict[str, type[BaseModel]] = {"rollout": RolloutConfig}
-"""Model of the mapping under the key."""

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from packlora.errors import InputError
-from packlora.functions import first_line, load_function, place_of
+from packlora.errors import InputError, reason_of
+from packlora.functions import load_function, place_of
 from packlora.rl.config import RolloutConfig
 
 MOST_ANSWERED = 10**7
@@ -102,7 +102,7 @@ class Rewards:
             try:
                 answer = ask([group.prompt] * count, list(group.completions), columns)
             except Exception as error:  # any code of a user
-                return self._lost(group, f"{place_of(error, file)} failed: {first_line(error)}")
+                return self._lost(group, f"{place_of(error, file)} failed: {reason_of(error)}")
             numbers = _numbers(answer, count)
             if isinstance(numbers, str):
                 return self._lost(group, f"{self.names[number]} {numbers}")

@@ -14,11 +14,12 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
-from packlora.data.encode import Encoded, encode_rows, encode_some
-from packlora.data.mixture import joined, mixed
+from packlora.data.encode import Encoded
+from packlora.data.mixture import joined, mixed, split_off_held_out
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.reader import Rows
 from packlora.data.rows import Row
+from packlora.data.samples import encode_rows
 from packlora.data.tokens import check_vocabulary
 from packlora.engine.objectives import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
@@ -65,9 +66,7 @@ class Encoder:
         parts, held_out = ([self._encoded(one, job, budget, told) for one in some] for some in (rows, eval_rows))
         seed, total = self.run.seed_of(job), sum(len(part.samples) for part in parts)
         if job.data.eval_split is not None:
-            from packlora.data.held_out import held_out as drawn
-
-            parts, split_off = drawn(parts, job.data, seed, job.name)
+            parts, split_off = split_off_held_out(parts, job.data, seed, job.name)
             held_out = [split_off]
             notes.append(f"job {job.name!r}: eval_split holds out {len(split_off.samples)} of {total} samples")
         encoded, eval_encoded = mixed(parts, job.data, seed, job.name, notes), joined(held_out)
@@ -98,7 +97,8 @@ class Encoder:
         vocabulary, tokenizer = self.skeleton.get_input_embeddings().weight.shape[0], self.tokenizer_of(job)
 
         def encode(rows: Sequence[Row]) -> Encoded:
-            return encode_some(rows, tokenizer, own, budget, job.name, self.longest, vocabulary=vocabulary)
+            limits = budget, job.name, self.longest
+            return encode_rows(rows, tokenizer, own, *limits, vocabulary=vocabulary, may_be_empty=True)
 
         buffer = (own.shuffle_buffer_size or streams.BUFFER) * job.train.shuffle
         told(f"job {job.name}: reading the first samples")
@@ -177,13 +177,10 @@ class Encoder:
 
     def _newly_encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         read, trainer = rows.read, job.train.trainer
-        given = (read.rows, self.tokenizer_of(job), job.data, budget, job.name, self.longest, told, self.reader)
-        if trainer == "sft":
-            encoded = encode_rows(*given, fields=job.train.objective is not None)
-        else:
-            from packlora.data.preference import encode_for
-
-            encoded = encode_for(trainer, *given, fields=job.train.objective is not None)
+        encoded = encode_rows(
+            read.rows, self.tokenizer_of(job), job.data, budget, job.name, self.longest, told, self.reader, trainer=trainer,
+            fields=job.train.objective is not None,
+        )  # fmt: skip
         try:
             objective_of(job.train, encoded.samples, encoded.where)  # tries a user's own
         except InputError as error:

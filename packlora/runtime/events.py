@@ -1,4 +1,4 @@
-"""How events reach subscribers. The types of events are in report/events.py, where report/ may import them.
+"""How events reach subscribers. The types of events are in packlora/events.py, where report/ may import them.
 
 Order: every subscriber hears all events, in the order in which they were emitted, and never one inside another. What is
 emitted while an event is being told, by a subscriber or by a signal's handler, is told after it.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from packlora.errors import shown
-from packlora.report.events import Event, Note, RunEnded, Stop, StopAsked, Subscriber
+from packlora.events import Event, Note, RunEnded, Stop, StopAsked, Subscriber
 
 MOST_SAID = 1000
 """Characters of what a subscriber says: an exception's message, the reason of a stop."""

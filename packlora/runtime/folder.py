@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 
 from packlora.engine.memory import launched
 from packlora.errors import InputError, WriteError, unwritten
+from packlora.events import CheckpointBegins, CheckpointSaved, Note
 from packlora.files import TEMPORARY, KeptFolder, leftovers, remove_leftovers
 from packlora.parallel.replicas import ALONE, Alone
-from packlora.report.events import CheckpointBegins, CheckpointSaved, Note
 from packlora.report.metrics import (
     EVALS,
     METRICS,

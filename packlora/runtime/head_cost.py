@@ -16,7 +16,6 @@ import torch
 
 from packlora.config import Run
 from packlora.plans.device_file import DeviceFile
-from packlora.plans.identity import cache_path, device_name, measured_versions
 from packlora.runtime.prepared_job import ModelShape
 
 SCHEMA = 1
@@ -56,11 +55,7 @@ def _key(run: Run, shape: ModelShape) -> str:
 
 
 def _file(device: torch.device) -> DeviceFile[HeadCost]:
-    identity = {"schema": SCHEMA, "device": device_name(device), "versions": measured_versions()}
-    return DeviceFile(
-        cache_path(device, "heads"), identity, "heads",
-        lambda found: {str(key): _checked(HeadCost(**value)) for key, value in found.items()}, asdict,
-    )  # fmt: skip
+    return DeviceFile(device, "heads", SCHEMA, lambda value: _checked(HeadCost(**value)), asdict)
 
 
 def _checked(cost: HeadCost) -> HeadCost:

@@ -12,8 +12,8 @@ from packlora.base.device import choose_device
 from packlora.config import Run
 from packlora.engine.memory import peak_memory
 from packlora.engine.stage_passes import Span, StageClock
+from packlora.events import PipelineRan
 from packlora.parallel.pipeline import Links
-from packlora.report.events import PipelineRan
 from packlora.runtime.estimate import model_flops
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_flops

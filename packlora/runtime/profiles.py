@@ -10,7 +10,7 @@ seconds null: out of memory. A file that is broken, or of another device or othe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 
 from packlora.plans.device_file import DeviceFile
-from packlora.plans.identity import cache_path, device_name, measured_versions
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
@@ -94,9 +93,8 @@ class ProfileCache:
     """The points of one device, by what was measured."""
 
     def __init__(self, device: torch.device, path: Path | None = None) -> None:
-        self.path = path or cache_path(device, "profiles")
-        identity = {"schema": SCHEMA, "device": device_name(device), "versions": measured_versions()}
-        self._file = DeviceFile(self.path, identity, "profiles", _profiles, lambda points: list(map(asdict, points)))
+        self._file = DeviceFile(device, "profiles", SCHEMA, _points, lambda points: list(map(asdict, points)), path)
+        self.path = self._file.path
 
     def get(self, key: str) -> list[Point]:
         """Empty where nothing is known."""
@@ -107,8 +105,8 @@ class ProfileCache:
         self._file.put({key: list(points)})
 
 
-def _profiles(found: Mapping[str, Any]) -> dict[str, list[Point]]:
-    return {str(key): [_point(value) for value in values] for key, values in found.items()}
+def _points(values: list[dict[str, Any]]) -> list[Point]:
+    return list(map(_point, values))
 
 
 def _point(value: dict[str, Any]) -> Point:

@@ -22,11 +22,7 @@ import packlora
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.data.template import clock_of
-from packlora.files import write_json
-from packlora.given import given
-from packlora.parallel.layout import Layout
-from packlora.plans.identity import has_kernels
-from packlora.report.events import (
+from packlora.events import (
     CheckpointSaved,
     Event,
     JobFailed,
@@ -35,6 +31,10 @@ from packlora.report.events import (
     RunEnded,
     SavePointReached,
 )
+from packlora.files import write_json
+from packlora.given import given
+from packlora.parallel.layout import Layout
+from packlora.plans.identity import has_kernels, processor_name
 from packlora.report.journal import EDITION, JOURNAL, RECORD, Journal, copied, fold, merged
 from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
@@ -356,14 +356,3 @@ def source_commit() -> str | None:
         return None
     result = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True)
     return result.stdout.strip() or None
-
-
-def processor_name() -> str:
-    """The CPU's model, as the system names it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -16,9 +16,7 @@ from typing import Any, get_args
 from pydantic import TypeAdapter
 
 from packlora.errors import ProcessError
-from packlora.parallel.layout import Layout
-from packlora.parallel.mesh import Mesh
-from packlora.report.events import (
+from packlora.events import (
     Event,
     MicrobatchDone,
     PipelineRan,
@@ -28,6 +26,8 @@ from packlora.report.events import (
     TrainingBegan,
     WindowPlanned,
 )
+from packlora.parallel.layout import Layout
+from packlora.parallel.mesh import Mesh
 from packlora.result import Result
 from packlora.runtime.events import Emitter
 

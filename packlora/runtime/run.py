@@ -18,10 +18,10 @@ from packlora.changes import check
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.errors import InputError, quoted
+from packlora.events import Subscriber
 from packlora.files import lock_folder
 from packlora.parallel.agreement import same, together
 from packlora.parallel.mesh import OneProcess, started
-from packlora.report.events import Subscriber
 from packlora.result import Result
 from packlora.run_file import load_run, run_from
 from packlora.runtime.events import name_of
@@ -47,7 +47,7 @@ def train(
         max_steps: stop every job after this many optimizer steps.
         resume_from: go on from these checkpoints instead of the newest: "STEP" for all jobs, "JOB=STEP" for one; step 0 begins
             a job again. What lies beyond is put aside.
-        subscribers: functions of one event (packlora.report.events) that hear what the run tells: its steps with their losses,
+        subscribers: functions of one event (packlora.events) that hear what the run tells: its steps with their losses,
             evaluations, checkpoints, its end. One that returns Stop(job) ends that job with its adapter as it is, Stop() ends
             the run as SIGTERM does: this is how trackers, searches and stopping rules come in. They are called in the training
             loop, one after the other, after logs and screen; what one raises costs the run a note, and it hears nothing more.

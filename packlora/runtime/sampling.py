@@ -22,8 +22,8 @@ from packlora.data.prompts import Prompt, answer_ends
 from packlora.data.template import templated
 from packlora.engine.memory import free_memory
 from packlora.engine.passes import SingleDevice, one_error_for_memory
+from packlora.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
 from packlora.parallel.replicas import ALONE, Alone
-from packlora.report.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
 from packlora.runtime.evaluate import is_multiple
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job

@@ -25,10 +25,10 @@ from packlora.data.reader import Reader
 from packlora.engine.memory import free_memory
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError
+from packlora.events import Note, Subscriber
 from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import Mesh, OneProcess
-from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end before its last step; a subscriber asks for it by what it returns (report/events.py)."""
+"""Signals that ask a run to end before its last step; a subscriber asks for it by what it returns (packlora/events.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import signal
 import types
 from collections.abc import Iterator
 
+from packlora.events import StopAsked
 from packlora.portable import HANGUP
-from packlora.report.events import StopAsked
 from packlora.runtime.events import Emitter
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from packlora.engine.engine import Slot
 from packlora.engine.memory import TokenBudget, memory_now, utilisation_now
-from packlora.report.events import MicrobatchDone
+from packlora.events import MicrobatchDone
 from packlora.runtime.job import Job
 from packlora.runtime.profiles import Profile
 from packlora.schedule.types import Microbatch, Window

@@ -8,7 +8,7 @@ on its own samples alone: see engine/ and ops/ for how that is kept.
 The engine runs dry where something must find it so, a quiet moment: an evaluation, a checkpoint, a job's end, a stop, jobs that
 join or leave. It is the same loop on one device and on the stages of a pipeline.
 
-The loop shows nothing and writes no log: it emits events (report/events.py), and subscribers do so. It writes what nothing may
+The loop shows nothing and writes no log: it emits events, and subscribers do so. It writes what nothing may
 lose, checkpoints and adapters, through folder.py.
 """
 
@@ -31,10 +31,7 @@ from packlora.engine.engine import Done, Engine, StepDone
 from packlora.engine.memory import TokenBudget, free_memory, peak_memory
 from packlora.engine.passes import Executor
 from packlora.errors import InputError, ProcessError, WriteError, reason_of
-from packlora.files import FolderGoneError
-from packlora.parallel.layout import planned
-from packlora.parallel.replicas import ALONE, Alone
-from packlora.report.events import (
+from packlora.events import (
     Evaluated,
     JobAtStart,
     JobDone,
@@ -47,6 +44,9 @@ from packlora.report.events import (
     Stepped,
     TrainingBegan,
 )
+from packlora.files import FolderGoneError
+from packlora.parallel.layout import planned
+from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.metrics import told_in
 from packlora.result import JobResult, Result
 from packlora.runtime.evaluate import Evaluator, is_multiple

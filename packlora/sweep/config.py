@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -196,9 +196,3 @@ class SweepConfig(Strict):
                 f"sweep.stopping: candidates are compared every {first} optimizer steps and take {steps}, so none would be "
                 "stopped; set eval_every lower"
             )
-
-
-MAPPINGS: dict[str, type[BaseModel]] = {
-    "sweep": SweepConfig, "stopping": StoppingConfig, "parameters": RangeConfig,
-}  # fmt: skip
-"""Model of the mapping under each key, or under each key of it."""

@@ -25,9 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from packlora.changes import FOLDER, REQUEST
 from packlora.errors import InputError, shown
+from packlora.events import Event, RunEnded, WindowPlanned
 from packlora.files import LOCK, is_locked, make_folder, write_json
 from packlora.portable import flags
-from packlora.report.events import Event, RunEnded, WindowPlanned
 
 NAME = re.compile(REQUEST + r"([0-9a-f]{16})\.json", re.ASCII)
 MOST_BYTES = 8 * 2**20

@@ -21,13 +21,13 @@ from packlora.config import JobConfig, Run
 from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.errors import InputError, WriteError, reason_of, refusing
+from packlora.events import Event, JobJoined, Note
 from packlora.parallel.agreement import together
 from packlora.parallel.mesh import OneProcess
 from packlora.parallel.replicas import Alone
 from packlora.plans.ask import Ask
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
-from packlora.report.events import Event, JobJoined, Note
 from packlora.runtime.attach import make_job
 from packlora.runtime.job import Job
 from packlora.runtime.parts import parts_of

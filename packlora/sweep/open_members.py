@@ -12,9 +12,9 @@ from packlora.changes import SHOWN, Changed, Changes
 from packlora.config import BASE, JobConfig
 from packlora.engine.memory import TokenBudget, free_memory, synchronize
 from packlora.errors import InputError, WriteError, quoted, refusing
+from packlora.events import Note
 from packlora.files import make_folders, write_folder
 from packlora.parallel.agreement import together
-from packlora.report.events import Note
 from packlora.report.metrics import BestEffort
 from packlora.result import JobResult
 from packlora.run_file import changed_job, parse_jobs

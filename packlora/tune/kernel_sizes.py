@@ -193,7 +193,7 @@ def tune_kernels(device: torch.device, cache: KernelCache, seconds: float, make:
         OSError: what was measured cannot be written.
     """
     make = make or step_maker(device)
-    records, end, a_candidate = cache.read(), time.perf_counter() + seconds, FIRST_GUESS_S
+    records, end, a_candidate = cache.known(), time.perf_counter() + seconds, FIRST_GUESS_S
     chosen = {name: record.fields for name, record in records.items()}
     for at, name in enumerate(KERNELS):
         known = records.get(name, Record({}, {}))
@@ -209,7 +209,7 @@ def tune_kernels(device: torch.device, cache: KernelCache, seconds: float, make:
                 continue
             chosen[name] = known.fields
             a_candidate = (time.perf_counter() - began) / count
-            cache.put(name, known)
+            cache.put({name: known})
         yield Tuned(name, known, count, len(new) - count)
 
 

@@ -67,7 +67,7 @@ def described_sizes(device: torch.device) -> str:
     """Describe which kernels have sizes that were measured on this device, for `packlora doctor`."""
     if (reason := why_no_kernels(device)) is not None:
         return f"none: {reason}"
-    records = KernelCache(device).read()
+    records = KernelCache(device).known()
     if not records:
         return "the usual ones, an H200's; packlora tune measures those of this device"
     changed = [f"{name} ({described(record.fields)})" for name, record in records.items() if record.fields]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -38,31 +38,16 @@ Make = Callable[[Case, Plan], Callable[[], None]]
 """Builds one forward and backward of a case by a plan, ready to be called again and again."""
 
 
-@dataclass(slots=True)
-class Measured:
-    """Measurements of one case. ms: by plan name; failed: reason by plan name."""
-
-    ms: dict[str, float] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def record(self, earlier: Record | None = None) -> Record:
-        """Record of the measurements for the cache.
-
-        Args:
-            earlier: the case's record so far; plans that were not measured now, as those that merge weights or those for which
-                there was no time, keep their time over the plain chain's.
-
-        Raises:
-            ValueError: the plain chain, to which all is compared, has no time.
-        """
-        if CHAIN.name not in self.ms:
-            raise ValueError(f"the plain chain has no time: {self.failed.get(CHAIN.name, 'not measured')}")
-        ms, failed = dict(self.ms), dict(self.failed)
-        if earlier is not None:
-            scale = ms[CHAIN.name] / earlier.ms[CHAIN.name]
-            before = {name: time * scale for name, time in earlier.ms.items() if name not in failed}
-            ms, failed = before | ms, {name: why for name, why in earlier.failed.items() if name not in ms} | failed
-        return Record(ms, failed, datetime.now(UTC).isoformat(timespec="seconds"))
+def with_earlier(now: Record, earlier: Record | None) -> Record:
+    """A case's record after it was measured again. Plans that were not measured now, as those that merge weights or those for
+    which there was no time, keep their time over the plain chain's."""
+    if earlier is None:
+        return now
+    scale = now.ms[CHAIN.name] / earlier.ms[CHAIN.name]
+    before = {name: time * scale for name, time in earlier.ms.items() if name not in now.failed}
+    ms = before | now.ms
+    failed = {name: why for name, why in earlier.failed.items() if name not in ms} | now.failed
+    return replace(now, ms=ms, failed=failed)
 
 
 def candidates(case: Case, device: torch.device, limit: int = 10, lossy: bool = False) -> tuple[Plan, ...]:
@@ -86,8 +71,8 @@ def measure(
     make: Make | None = None,
     budget_s: float = 1.0,
     rounds: tuple[int, int] = (9, 100),
-) -> Measured:
-    """Milliseconds of forward and backward per plan, see `summarised`.
+) -> Record:
+    """Measure milliseconds of forward and backward per plan, see `summarised`.
 
     Args:
         make: of the work; by default ops.lora_linear.autograd.lora_group on random operands.
@@ -108,7 +93,7 @@ def measure(
         for name, timing in done.items()
     }
     failed = {name: timing.error for name, timing in timings.by_name.items() if timing.error is not None}
-    return Measured(summarised(by_round), failed)
+    return Record(summarised(by_round), failed, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def summarised(by_round: dict[str, list[float]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
@@ -25,18 +25,18 @@ from packlora.config import Run
 from packlora.engine.memory import synchronize
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
-from packlora.plans.cache import PlanCache, fastest
+from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case, token_bucket
 from packlora.plans.cost import machine, seconds
 from packlora.plans.space import legal_plans
 from packlora.report.progress import duration
-from packlora.report.screen import Screen
+from packlora.report.screen import Screen, table_screen
 from packlora.runtime.head_cost import remember
 from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import AUTO_BUDGET, ModelShape
 from packlora.tune.head import measure_head
 from packlora.tune.kernels import tune_sizes
-from packlora.tune.measure import Measured, candidates, group_maker, measure
+from packlora.tune.measure import FAR, Make, candidates, group_maker, measure, with_earlier
 
 SMALLEST = 8
 """Microbatches are measured from this part of the largest one upwards; of a full schedule few are smaller."""
@@ -65,7 +65,7 @@ class Tuned:
     none."""
 
     case: Case
-    measured: Measured
+    measured: Record
     plan: Plan | None
 
     @property
@@ -223,9 +223,7 @@ def tune(
         lossy or (run is not None and run.plans.lossy),
     )
     cases, notes = cases_of_run(run, device) if run else (standard_cases(device), [])
-    console = Screen()
-    if not console.is_terminal:
-        console = Screen(width=160)
+    console = table_screen()
     minutes -= min(
         minutes, tune_sizes(device, minutes, console)
     )  # plans are measured with the sizes that they will have
@@ -240,7 +238,7 @@ def tune(
         f"measuring plans for {len(several)} cases, the most useful first, in at most {minutes:.3g} minutes",
         soft_wrap=True,
     )
-    out = _measured(several, device, _Clock(several, device, 60 * minutes, budget_s, lossy), cache, console, progress)
+    out = _measured(several, device, Budget(60 * minutes, budget_s, lossy), cache, console, progress)
     console.print(_table(out))
     for item in out:
         for name, reason in item.measured.failed.items():
@@ -276,108 +274,67 @@ def _tune_head(run: Run, device: torch.device, console: Screen) -> None:
 
 
 def _measured(
-    cases: Sequence[Case], device: torch.device, clock: _Clock, cache: PlanCache, console: Screen, progress: bool
+    cases: Sequence[Case], device: torch.device, budget: Budget, cache: PlanCache, console: Screen, progress: bool
 ) -> list[Tuned]:
     """The cases in their order until the time is over; the first one in any case."""
     out: list[Tuned] = []
-    columns = (TextColumn("measuring plans"), BarColumn(), TextColumn("{task.fields[cases]}"), _Left(clock))
+    columns = (TextColumn("measuring plans"), BarColumn(), TextColumn("{task.fields[said]}"))
+    make, start = group_maker(device), time.perf_counter()
     with Progress(*columns, console=console, transient=True, disable=not progress, refresh_per_second=2) as bar:
-        task = bar.add_task("", total=1.0, cases="", end=clock.limit_s)
+        task = bar.add_task("", total=len(cases), said="")
         for number, case in enumerate(cases):
-            clock.probe(case)
-            end = clock.end(cases[number:])
-            share = clock.spent / max(end, 1e-9)
-            bar.update(task, completed=share, cases=f"{number} of {len(cases)} cases", end=end)
-            count = clock.affordable(case)
+            left = max(0.0, budget.limit_s - (time.perf_counter() - start))
+            said = f"{number} of {len(cases)} cases, at most {duration(left)} left"
+            bar.update(task, completed=number, said=said)
+            plans = candidates(case, device, lossy=budget.lossy)
+            count = budget.affordable(_step_seconds(case, device, make), left)
             if count < 2 and out:
                 break
-            began = time.perf_counter()
-            plans = clock.plans(case)[: max(count, 2)]
-            out.append(_tune_case(case, plans, device, clock, cache))
-            clock.took(case, len(plans), time.perf_counter() - began)
+            out.append(_tune_case(case, plans[: max(count, 2)], device, make, budget.case_s, cache))
     return out
 
 
-class _Clock:
-    """Estimate of the measuring time: from the cost model, corrected by its errors so far.
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """limit_s: seconds of all cases together. case_s: of the counted rounds of a case. lossy: plans that merge weights are
+    measured too."""
 
-    Args:
-        limit_s: of all cases together.
-        budget_s: of the counted rounds of a case.
-        lossy: plans that merge weights are among those to be measured.
-    """
+    limit_s: float
+    case_s: float
+    lossy: bool
 
-    def __init__(
-        self, cases: Iterable[Case], device: torch.device, limit_s: float, budget_s: float, lossy: bool = False
-    ) -> None:
-        self.limit_s, self.budget_s, self.device, self.lossy = limit_s, budget_s, device, lossy
-        self.make = group_maker(device)
-        self._start = time.perf_counter()
-        self._estimates = {
-            case: [seconds(plan, case, machine(device, case.dtype, case.tf32)) for plan in self.plans(case)]
-            for case in cases
-        }
-        self._factor = self._extra = 1.0
-        """Ratio of the last probe's time to its estimate; and the seconds by which a case took longer, mostly for compiling."""
+    def affordable(self, step_s: float, left: float) -> int:
+        """Number of plans of a case that a share of the limit, and the seconds that are left, allow.
 
-    def plans(self, case: Case) -> tuple[Plan, ...]:
-        """Plans to be measured, if time allows."""
-        return candidates(case, self.device, lossy=self.lossy)
-
-    @property
-    def spent(self) -> float:
-        return time.perf_counter() - self._start
-
-    def probe(self, case: Case) -> None:
-        """Run the plain chain of a case, which is measured next."""
-        try:
-            step = self.make(case, CHAIN)
-            step()
-            began = time.perf_counter()
-            step()
-            synchronize(self.device)
-            self._factor = (time.perf_counter() - began) / self._estimates[case][0]
-        except Exception:  # for example out of memory: measuring the case reports it
-            return
-
-    def end(self, cases: Iterable[Case]) -> float:
-        """`spent` when these are measured or the time is over."""
-        return min(max(self.limit_s, self.spent), self.spent + sum(self._seconds(case) for case in cases))
-
-    def affordable(self, case: Case) -> int:
-        """Number of plans of a case that its share of the time allows; at most two where it needs all of the remaining time."""
-        room = self.limit_s - self.spent
-        for count in range(len(self._estimates[case]), 2, -1):
-            if self._seconds(case, count) <= min(room, PART * self.limit_s):
-                return count
-        return 2 if self._seconds(case, 2) <= room else 0
-
-    def took(self, case: Case, count: int, measured_s: float) -> None:
-        """Update the estimate with the time of a case of which `count` plans were measured."""
-        self._extra = (self._extra + max(0.0, measured_s - self._seconds(case, count) + self._extra)) / 2
-
-    def _seconds(self, case: Case, count: int | None = None) -> float:
-        a_round = self._factor * sum(self._estimates[case][:count])
-        fewest, most = (number * a_round for number in COUNTED)
-        return UNCOUNTED * a_round + max(fewest, min(self.budget_s, most)) + self._extra
+        Args:
+            step_s: seconds of the plain chain, of which no candidate should take more than FAR times as many.
+        """
+        fewest = (UNCOUNTED + COUNTED[0]) * FAR * step_s
+        share = int(min(left, PART * self.limit_s) / max(fewest, 1e-9))
+        return share if share > 2 else 2 * (2 * fewest <= left)
 
 
-class _Left(ProgressColumn):
-    """Time left, also while a case is measured."""
+def _step_seconds(case: Case, device: torch.device, make: Make) -> float:
+    """Time of the plain chain of a case, once it is compiled; 0 where it fails, which measuring reports."""
+    try:
+        step = make(case, CHAIN)
+        step()
+        synchronize(device)
+        began = time.perf_counter()
+        step()
+        synchronize(device)
+    except Exception:  # for example out of memory
+        return 0.0
+    return time.perf_counter() - began
 
-    def __init__(self, clock: _Clock) -> None:
-        super().__init__()
-        self._clock = clock
 
-    def render(self, task: Task) -> Text:
-        return Text(f"{duration(max(0.0, task.fields['end'] - self._clock.spent))} left")
-
-
-def _tune_case(case: Case, plans: Sequence[Plan], device: torch.device, clock: _Clock, cache: PlanCache) -> Tuned:
-    measured = measure(case, plans, device, clock.make, clock.budget_s, COUNTED)
+def _tune_case(
+    case: Case, plans: Sequence[Plan], device: torch.device, make: Make, budget_s: float, cache: PlanCache
+) -> Tuned:
+    measured = measure(case, plans, device, make, budget_s, COUNTED)
     if CHAIN.name not in measured.ms:
         return Tuned(case, measured, None)
-    record = measured.record(cache.get(case.key))
+    record = with_earlier(measured, cache.get(case.key))
     try:
         cache.put({case.key: record})
     except OSError as error:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import packlora
 from packlora.engine.memory import free_memory
-from packlora.report.events import TrainingBegan
+from packlora.events import TrainingBegan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 GIB, ERROR = 2**30, 0.05

@@ -221,14 +221,14 @@ def test_patterns_of_a_run_give_layers_their_plans_with_the_same_numbers(
         ("fastest", "plans: plan is 'fastest'; accepted are measured, flops, chain, "),
         ({"plan": {"q_proj": "fast"}}, "plans: plan of 'q_proj' is 'fast'; accepted are measured, flops, chain, "),
         ({"plan": {"z_proj": "flops"}}, "plans: plan has 'z_proj', which matches no adapted linear layer"),
-        ({"plan": {"(": "flops"}}, "plans.plan: has '(', which is not a valid regular expression"),
+        ({"plan": {"(": "flops"}}, "plans.plan.(: has '(', which is not a valid regular expression"),
         ({"plan": RUNLORA[-1].name}, "plans: plan is 'forward2-backward5', which merges weights"),
         ({"pln": "flops"}, "plans.pln: unknown key; did you mean 'plan'?"),
         ({"prefer": "speed"}, "plans.prefer: input should be 'time' or 'memory'; found 'speed'"),
         ({"lossy": "yes"}, "plans.lossy: input should be true or false; found 'yes'"),
         (3, "plans: input should be a mapping; found 3"),
         ({"q_proj": "chain"}, "known keys are plan, lossy, prefer; patterns of modules go into plans.plan"),
-        ({"plan": 3}, "plans.plan: input should be a valid string; found 3"),
+        ({"plan": 3}, "plans.plan: input should be a valid string, or a mapping; found 3"),
     ],
 )
 def test_what_a_run_file_may_not_say_of_plans_is_refused_before_training(

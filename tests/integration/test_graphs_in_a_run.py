@@ -20,10 +20,10 @@ from packlora.engine import recorded
 from packlora.engine.adapters import AdapterState
 from packlora.engine.graphs import GraphedDevice
 from packlora.engine.recorded import Recorder
+from packlora.events import Note, Subscriber, WindowPlanned
 from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.plans.select import PlanChooser
-from packlora.report.events import Note, Subscriber, WindowPlanned
 from packlora.runtime import cuda_graphs
 from packlora.schedule.planner import Planner
 from packlora.sweep.control import Add, StopJob

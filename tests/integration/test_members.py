@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 import packlora
 from packlora.cli import app
 from packlora.commands.control import add_jobs, clone_job, stop_job
+from packlora.events import Event, JobJoined, MicrobatchDone, Stepped, Stop, WindowPlanned
 from packlora.files import lock_folder
-from packlora.report.events import Event, JobJoined, MicrobatchDone, Stepped, Stop, WindowPlanned
 from packlora.schedule.planner import Planner
 from packlora.sweep.control import Add, Control, Refusal, StopJob
 

@@ -26,7 +26,7 @@ from packlora.data.encode import Preference, Sample
 from packlora.data.preference import mismatched
 from packlora.engine.objectives.preference import PreferenceObjective, Scores
 from packlora.errors import InputError
-from packlora.report.events import RunBegan, Stop
+from packlora.events import RunBegan, Stop
 from packlora.runtime.job import Job, Judged
 from packlora.runtime.job import judged as judged_by
 from packlora.runtime.prepare import prepare

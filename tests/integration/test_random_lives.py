@@ -22,7 +22,7 @@ from seeds import SEED, SOAK
 from steps import before_steps
 
 import packlora
-from packlora.report.events import Event, Stop
+from packlora.events import Event, Stop
 from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
 from packlora.schedule.planner import Planner

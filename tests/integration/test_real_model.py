@@ -15,11 +15,10 @@ import packlora
 from packlora.base.demo_model import demo_model_folder
 from packlora.commands.plan import figures
 from packlora.config import DataConfig, Run
-from packlora.data.encode import encode_rows
-from packlora.data.preference import encode_for
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.readers import read_rows
 from packlora.data.rows import check_row
+from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 from packlora.run_file import load_run
 from packlora.runtime.prepare import prepare
@@ -54,7 +53,7 @@ def test_rows_of_every_kind_are_what_the_real_tokenizer_writes_once(folder: Path
     def samples(row: dict[str, Any], trainer: str = "sft") -> list[Any]:
         rows = [check_row(row, "row 1", "j")]
         given = (rows, tokenizer, DataConfig(path="-"), 9999, "j", 9999)
-        return (encode_rows(*given) if trainer == "sft" else encode_for(trainer, *given)).samples
+        return encode_rows(*given, trainer=trainer).samples
 
     turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "one", "loss": False}]
     turns += [{"role": "user", "content": "v"}, {"role": "assistant", "content": "two"}]

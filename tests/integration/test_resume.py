@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 import packlora
 from packlora.cli import app
 from packlora.config import Run
+from packlora.events import Note
 from packlora.files import remove_leftovers
-from packlora.report.events import Note
 from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
 from packlora.runtime.resume import check_output

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import packlora
 from packlora.errors import InputError
-from packlora.report.events import Event, Sampled, Stop
+from packlora.events import Event, Sampled, Stop
 
 PROMPTS = ["the quick brown", "dog", "some more of the same thing again and again"]
 Tree = Callable[..., dict[str, Any]]

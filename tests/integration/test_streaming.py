@@ -21,7 +21,7 @@ from packlora.data.encode import Encoded, Sample
 from packlora.data.rows import Row
 from packlora.data.stream import Stream, shuffled
 from packlora.engine.adapters import AdapterState
-from packlora.report.events import Stepped
+from packlora.events import Stepped
 from packlora.runtime.prepare import prepare
 
 assert callable(base) and callable(short_windows)  # fixtures

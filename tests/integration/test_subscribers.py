@@ -18,7 +18,7 @@ from conftest import WORDS
 from test_training import adapter, same_bits
 
 import packlora
-from packlora.report.events import (
+from packlora.events import (
     CheckpointBegins,
     CheckpointSaved,
     Evaluated,

@@ -23,7 +23,7 @@ from packlora.cli import app
 from packlora.commands.adapter_folder import trained_by
 from packlora.commands.control import clone_job
 from packlora.config import Run
-from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone, Note, Stepped, Stop
+from packlora.events import Event, JobDone, JobJoined, MicrobatchDone, Note, Stepped, Stop
 from packlora.runtime.prepare import prepare
 from packlora.sweep.candidates import Sweep, begun
 from packlora.sweep.changes import Change

@@ -13,7 +13,7 @@ import pytest
 from test_members import at_window, base, job, request, short_windows, tree_of
 
 import packlora
-from packlora.report.events import Event, Note, RunBegan
+from packlora.events import Event, Note, RunBegan
 from packlora.sweep.control import Add
 
 assert callable(base) and callable(short_windows)  # fixtures

@@ -15,7 +15,7 @@ from test_replicas import on_ranks
 from test_sample_prompts import adapters, lines, texts, trees
 
 import packlora
-from packlora.report.events import Event, Sampled, Stop
+from packlora.events import Event, Sampled, Stop
 from packlora.runtime.sampling import Sampler
 
 Groups = Callable[[int], Ranks]

@@ -18,7 +18,7 @@ from test_training import adapter, distance
 
 import packlora
 from packlora.commands.control import add_jobs, clone_job, stop_job
-from packlora.report.events import Event, JobJoined, Stepped, Stop
+from packlora.events import Event, JobJoined, Stepped, Stop
 from packlora.schedule.planner import Planner
 
 SAMPLES = "samples.jsonl"

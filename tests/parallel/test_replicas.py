@@ -17,8 +17,8 @@ from test_training import JOBS, adapter, config, distance, steps, train
 
 import packlora
 from packlora.errors import InputError
+from packlora.events import Event, RunBegan, RunEnded, Stepped, Stop
 from packlora.parallel.mesh import Mesh
-from packlora.report.events import Event, RunBegan, RunEnded, Stepped, Stop
 
 Groups = Callable[[int], Ranks]
 

@@ -17,12 +17,12 @@ from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, RUNLORA, NamedPlan, Plan, legal, named_plan, why_not
 from packlora.ops.lora_linear.types import situation
 from packlora.plans.ask import MEASURED, Ask, asks_of
-from packlora.plans.cache import PlanCache
+from packlora.plans.cache import PlanCache, Record
 from packlora.plans.case import Case
 from packlora.plans.cost import flops, machine, s_bytes, seconds
 from packlora.plans.select import LITTLE, PlanChooser
 from packlora.plans.space import legal_plans
-from packlora.tune.measure import Measured, candidates
+from packlora.tune.measure import candidates
 
 CPU = torch.device("cpu")
 PATHS = [f"model.layers.{number}.{name}" for number in (1, 11) for name in ("q_proj", "k_proj", "xq_proj")]
@@ -32,7 +32,7 @@ LOSSY = {named.name for named in PLANS if named.plan.lossy}
 def chooser(tmp_path: Path, ask: Ask, case: Case | None = None, ms: dict[str, float] | None = None) -> PlanChooser:
     cache = PlanCache(CPU, tmp_path / "plans.json")
     if case is not None and ms is not None:
-        cache.put({case.key: Measured(ms).record()})
+        cache.put({case.key: Record(ms)})
     return PlanChooser(CPU, cache, ask)
 
 

@@ -19,13 +19,13 @@ from test_progress import began, job, stepped
 from packlora.config import Run
 from packlora.engine.engine import Confirmed, Done, Engine, Slot, Step, StepDone
 from packlora.engine.passes import MicrobatchResult
+from packlora.events import CheckpointBegins, Evaluated, RunBegan, SavePointReached
 from packlora.ops.lora_linear import prepared
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.parallel.replicas import ALONE, Alone
-from packlora.report.events import CheckpointBegins, Evaluated, RunBegan, SavePointReached
 from packlora.report.metrics import METRICS, BestEffort, Logs
 from packlora.report.progress import Progress
 from packlora.report.screen import Screen

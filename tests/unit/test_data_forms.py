@@ -15,9 +15,10 @@ import pytest
 
 from packlora.config import DataConfig
 from packlora.data import mixture
-from packlora.data.encode import Encoded, Sample, encode_rows
+from packlora.data.encode import Encoded, Sample
 from packlora.data.readers import files_of, is_there, read_data, read_rows
 from packlora.data.rows import ALPACA, SHAREGPT
+from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 
 USER, ASSISTANT, SYSTEM = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_start|>system\n"

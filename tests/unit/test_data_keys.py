@@ -24,11 +24,12 @@ from tokenizers import AddedToken, processors
 from packlora.config import DataConfig, DataSource
 from packlora.config.data import TEMPLATES
 from packlora.data.chat_templates import ENDS, with_template
-from packlora.data.encode import Encoded, Sample, encode_rows
-from packlora.data.held_out import held_out
+from packlora.data.encode import Encoded, Sample
+from packlora.data.mixture import split_off_held_out
 from packlora.data.prompts import encode_prompts
 from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row, check_row
+from packlora.data.samples import encode_rows
 from packlora.data.template import Template
 from packlora.errors import InputError
 from packlora.run_file import load_run, run_from
@@ -307,7 +308,7 @@ def drawn(
     """What is left of each source, and what is held out: (source, number) of samples."""
     sources = [{"path": f"{k}", "weight": weights and weights[k]} for k in range(len(sizes))]
     data = DataConfig.model_validate({"path": sources, "eval_split": share})
-    kept, out = held_out(parts(*sizes), data, seed, "first")
+    kept, out = split_off_held_out(parts(*sizes), data, seed, "first")
     return [[tuple(s.ids.tolist()) for s in part.samples] for part in kept], [
         tuple(s.ids.tolist()) for s in out.samples
     ]
@@ -340,7 +341,7 @@ def test_a_source_with_a_weight_keeps_a_sample() -> None:
 
 def test_drawing_leaves_the_samples_of_other_jobs_as_they_are() -> None:
     shared = Encoded([Sample(np.array([0, n], np.int32), np.array([False, True])) for n in range(6)], truncated=2)
-    kept, out = held_out([shared], DataConfig(path="d", eval_split=0.5), 0, "first")
+    kept, out = split_off_held_out([shared], DataConfig(path="d", eval_split=0.5), 0, "first")
     assert (len(shared.samples), len(kept[0].samples), len(out.samples)) == (6, 3, 3)
     assert (kept[0].truncated, out.truncated) == (2, 0)
 
@@ -412,10 +413,10 @@ def test_a_template_is_read_from_a_file_or_the_folder_of_another_tokenizer(token
 
 BAD_TEMPLATES: list[tuple[str, str | None, str]] = [
     ("gone.jinja", None, "there is no such file or folder; known names are chatml, llama3"),
-    ("plain.txt", "no program", "has no Jinja in it"), ("large.txt", "{" * (2**20 + 1), "has more than 1048576 bytes"),
-    ("one/tokenizer_config.json", "{}", "holds no chat template"), ("one/other", "{", "has neither chat_template.jinja nor"),
-    ("one/tokenizer_config.json", "[", "is not what a tokenizer saves"),
-    ("one/tokenizer_config.json", '{"chat_template": [{"name": "default", "template": "{{ a }}"}]}', "several chat templates"),
+    ("plain.txt", "no program", "holds no chat template"), ("large.txt", "{" * (2**20 + 1), "has more than 1048576 bytes"),
+    ("one/tokenizer_config.json", "{}", "holds no chat template"), ("one/other", "{", "no folder with chat_template.jinja or"),
+    ("one/tokenizer_config.json", "[", "cannot read"),
+    ("one/tokenizer_config.json", '{"chat_template": [{"name": "default", "template": "{{ a }}"}]}', "the one of several"),
 ]  # fmt: skip
 
 

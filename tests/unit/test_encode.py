@@ -12,8 +12,9 @@ import pytest
 from tokenizers import AddedToken, processors
 
 from packlora.config import DataConfig
-from packlora.data.encode import Encoded, Sample, encode_rows
+from packlora.data.encode import Encoded, Sample
 from packlora.data.rows import Row
+from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 
 # Chat templates, each with the shape of a family of models: what it inserts, drops, strips, renames and refuses.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from packlora.report.events import CheckpointBegins, Evaluated, Event, Note, Stop, StopAsked, TrainingBegan
+from packlora.events import CheckpointBegins, Evaluated, Event, Note, Stop, StopAsked, TrainingBegan
 from packlora.report.metrics import BestEffort, Logs
 from packlora.runtime.events import Emitter
 from packlora.runtime.signals import stop_signals

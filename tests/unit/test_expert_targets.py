@@ -331,7 +331,7 @@ def test_memory_counts_the_products_that_magnitudes_need_and_no_mlp_beside_exper
     ("adapter", "message"),
     [
         ({"target_modules": []}, "target_modules: is empty"),
-        ({"target_parameters": [""]}, "target_parameters: has an empty name"),
+        ({"target_parameters": [""]}, "target_parameters.0\n  String should have at least 1 character"),
         ({"init_from": "x", "expert_rank": "r // top_k"}, "expert_rank is not for an adapter with init_from"),
     ],
 )

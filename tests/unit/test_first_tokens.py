@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from packlora.config import DataConfig
-from packlora.data.encode import Sample, encode_rows
+from packlora.data.encode import Sample
 from packlora.data.prompts import encode_prompts, prompt_ids
 from packlora.data.rows import check_row
+from packlora.data.samples import encode_rows
 from packlora.data.tokens import leading
 from packlora.errors import InputError
 

@@ -14,8 +14,8 @@ from test_progress import job, shown, stepped
 
 from packlora.commands import plan_tables
 from packlora.errors import InputError
+from packlora.events import JobDone, Note
 from packlora.report import summary
-from packlora.report.events import JobDone, Note
 from packlora.report.screen import Screen
 from packlora.result import JobResult, Result
 from packlora.run_file import load_run

@@ -14,11 +14,11 @@ import pytest
 from tokenizers import AddedToken
 
 from packlora.config import DataConfig
-from packlora.data.encode import Sample, encode_rows
+from packlora.data.encode import Sample
 from packlora.data.messages import FLAGS
-from packlora.data.preference import encode_for
 from packlora.data.readers import read_data, read_rows
 from packlora.data.rows import check_row
+from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 
 CALLS = (
@@ -212,7 +212,8 @@ def test_a_row_s_chat_template_kwargs_reach_the_template(given: Any, calls: Any,
             encode(row | {"chat_template_kwargs": given}, tokenizer)
     pair = {"prompt": "the", "chosen": "quick", "rejected": "fox", "chat_template_kwargs": given}
     data = DataConfig(path="-")
-    (sample,) = encode_for("dpo", [check_row(pair, "row 1", "first")], calls, data, 4096, "first", 4096).samples
+    rows = [check_row(pair, "row 1", "first")]
+    (sample,) = encode_rows(rows, calls, data, 4096, "first", 4096, trainer="dpo").samples
     assert [calls.decode(part.ids.tolist())[:9] for part in sample.parts()] == ["mood lazy"] * 2
 
 

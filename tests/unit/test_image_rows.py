@@ -7,7 +7,6 @@ import json
 import os
 import struct
 import zlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from PIL import Image as pillow
 from transformers.image_utils import load_image
 
 from packlora.config import DataConfig
-from packlora.data.encode import encode_rows
-from packlora.data.preference import encode_for
 from packlora.data.readers import read_data
+from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 from packlora.images.files import MOST_PIXELS, Images, Shown, decode
 
@@ -70,8 +68,7 @@ def encoded(
     tokenizer.chat_template = CHAT
     looking = Shown(Vision()) if shown else None
     given = (read.rows, tokenizer, config, 4096, "job", context)
-    encode = encode_rows if trainer == "sft" else partial(encode_for, trainer)
-    out = encode(*given, reader=looking)
+    out = encode_rows(*given, reader=looking, trainer=trainer)
     out.skipped[:0] = read.skipped
     return out
 

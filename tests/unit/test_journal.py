@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from packlora.events import CheckpointSaved, Note, SavePointReached
 from packlora.files import write_json
-from packlora.report.events import CheckpointSaved, Note, SavePointReached
 from packlora.report.journal import EDITION, JOURNAL, RECORD, DamagedLine, Journal, lines_since, read_record
 from packlora.report.metrics import BestEffort
 from packlora.report.run_files import FollowedRun

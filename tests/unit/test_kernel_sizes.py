@@ -237,7 +237,7 @@ def test_the_fastest_candidate_is_chosen_and_remembered_and_nothing_is_measured_
     assert out["down"].record.ratios[down[2]][1] == 1.5
     assert all(item.left == 0 for item in out.values())
     again = KernelCache(CPU, cache.path)
-    assert {name: record.fields for name, record in again.read().items()} == {
+    assert {name: record.fields for name, record in again.known().items()} == {
         n: i.record.fields for n, i in out.items()
     }
     world.measured.clear()
@@ -301,7 +301,7 @@ def test_measuring_ends_when_the_time_is_over_and_another_call_goes_on(
 
 
 def put(cache: KernelCache, name: str, number: int) -> None:
-    cache.put(name, Record(dict(KERNELS[name][number]), {}))
+    cache.put({name: Record(dict(KERNELS[name][number]), {})})
 
 
 @pytest.mark.parametrize("change", ["device", "driver", "versions", "fields", "ratios", "not json", "size"])
@@ -321,11 +321,11 @@ def test_a_file_of_another_device_or_driver_or_a_broken_one_is_ignored_with_a_wa
         content["kernels"]["up"]["fields"]["sideways_m"] = 32
     cache.path.write_text("{" if change == "not json" else json.dumps(content))
     with pytest.warns(UserWarning, match="sizes of kernels measured earlier are not used"):
-        assert cache.read() == {}
+        assert cache.known() == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         put(cache, "up", 2)
-        assert cache.read()["up"].fields == KERNELS["up"][2]
+        assert cache.known()["up"].fields == KERNELS["up"][2]
 
 
 @pytest.fixture

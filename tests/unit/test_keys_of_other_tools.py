@@ -12,7 +12,8 @@ import pytest
 from packlora.config import Run
 from packlora.config.other_tools import OTHER_TOOLS
 from packlora.errors import InputError
-from packlora.run_file import run_from, unknown_key
+from packlora.run_file import run_from
+from packlora.run_file_errors import unknown_key
 
 
 def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:

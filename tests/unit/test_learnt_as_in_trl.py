@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from packlora.config import DataConfig
-from packlora.data.encode import Sample, encode_rows
+from packlora.data.encode import Sample
 from packlora.data.prompts import answer_ends, taught_end
 from packlora.data.rows import check_row
+from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 from packlora.images.files import Shown
 

@@ -14,8 +14,9 @@ import pytest
 from tokenizers import AddedToken
 
 from packlora.config import DataConfig
-from packlora.data.encode import Sample, encode_rows
+from packlora.data.encode import Sample
 from packlora.data.readers import read_rows
+from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 
 WITH_TOOLS = (  # tools before the conversation; calls after the content, between special tokens

@@ -10,8 +10,8 @@ import pytest
 from test_progress import began, job, stepped
 from test_report import write_run
 
+from packlora.events import Evaluated, JobDone, JobFailed
 from packlora.report import charts
-from packlora.report.events import Evaluated, JobDone, JobFailed
 from packlora.report.page import STYLE
 from packlora.report.progress import Progress
 from packlora.report.report import write_report

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from packlora.errors import WriteError
-from packlora.report.events import CheckpointSaved
+from packlora.events import CheckpointSaved
 from packlora.runtime import checkpoint
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import WRITERS, OutputFolder

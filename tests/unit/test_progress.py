@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from packlora.report.events import (
+from packlora.events import (
     Evaluated,
     JobAtStart,
     JobDone,

@@ -10,9 +10,9 @@ import torch
 from torch.distributed import HashStore
 
 from packlora.errors import ProcessError
+from packlora.events import Event, Note, StopAsked
 from packlora.parallel import mesh as meshes
 from packlora.parallel.layout import Layout
-from packlora.report.events import Event, Note, StopAsked
 from packlora.runtime import relay
 from packlora.runtime.events import Emitter
 

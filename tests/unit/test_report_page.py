@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from packlora.events import RunBegan, RunEnded, SavePointReached
 from packlora.report import report
-from packlora.report.events import RunBegan, RunEnded, SavePointReached
 from packlora.report.metrics import BestEffort
 from packlora.report.report import ReportPage
 from packlora.result import Result

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from packlora.config import DataConfig
-from packlora.data.encode import Encoded, encode_rows
-from packlora.data.preference import encode_for
+from packlora.data.encode import Encoded
 from packlora.data.rows import check_row
+from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 
 CALL = {"type": "function", "function": {"name": "dog", "arguments": {"a": "x"}}}
@@ -27,7 +27,7 @@ ROW: dict[str, Any] = {
 
 def pairs(tokenizer: Any, row: dict[str, Any], trainer: str = "dpo", **data: Any) -> Encoded:
     rows = [check_row(row, "row 1", "j"), check_row({"prompt": "a", "chosen": "b", "rejected": "c"}, "row 2", "j")]
-    return encode_for(trainer, rows, tokenizer, DataConfig(path="-", **data), 4096, "j", 4096)
+    return encode_rows(rows, tokenizer, DataConfig(path="-", **data), 4096, "j", 4096, trainer=trainer)
 
 
 def refusal(row: dict[str, Any]) -> str:

@@ -175,9 +175,11 @@ def test_every_path_of_a_list_and_every_pattern_is_looked_up_beside_the_run_file
         ([{"path": "a", "weight": float("nan")}], "data.path[0].weight: input should be a finite number"),
         ([{"path": "a", "weight": -1}], "greater than 0"), ([{"path": "a", "weight": 1e9}], "less than or equal to 1000000"),
         ([{"path": "a", "weight": "1"}], "valid number; found '1'"), ([{"weight": 1}], "data.path[0].path: is missing"),
-        ([{"path": "a", "wieght": 1}], "data.path[0].wieght: unknown key; did you mean 'weight'?"), ([""], "data.path[0].path"),
+        ([{"path": "a", "wieght": 1}], "data.path[0].wieght: unknown key; did you mean 'weight'?"),
+        ([""], "data.path[0]: string"),
         ([{"path": "a", "weight": 1}, {"path": "b"}], "a weight at number 0 and none at number 1"),
-        (3, "data.path: input should be a valid string; found 3"), ({"path": "a"}, "should be a valid string; found a mapping"),
+        (3, "data.path: input should be a valid string, or a valid list; found 3"),
+        ({"path": "a"}, "a valid string, or a valid list; found a mapping"),
     ],
 )  # fmt: skip
 def test_a_list_of_paths_that_cannot_be_is_refused_in_one_line(path: Any, said: str) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from packlora.answers import talk
 from packlora.config import DataConfig, TrainConfig
-from packlora.data.encode import Encoded, encode_rows, encode_some
+from packlora.data.encode import Encoded
 from packlora.data.mixture import joined
-from packlora.data.preference import encode_for
 from packlora.data.prompts import answer_ends, encode_prompts, prompt_ids
 from packlora.data.rows import Row, check_row
+from packlora.data.samples import encode_rows
 from packlora.data.stream import Stream, StreamData
 from packlora.errors import InputError
 from packlora.runtime.encoder import _cut_samples
@@ -177,7 +177,7 @@ def test_every_trainer_learns_and_notes_by_the_same_rules(make: Any, trainer: st
 
     def encoded(value: dict[str, Any], **more: Any) -> Encoded:
         rows = [check_row(value, "line 1", "first")]
-        return encode_for(trainer, rows, tokenizer, DataConfig(path="-", **more), 999, "first", 999)
+        return encode_rows(rows, tokenizer, DataConfig(path="-", **more), 999, "first", 999, trainer=trainer)
 
     out = encoded(value)
     parts = out.samples[0].parts()
@@ -197,7 +197,7 @@ def test_a_stream_has_the_notes_of_its_rows(make: Any, tmp_path: Path) -> None:
     tokenizer, data = make(CALLS), DataConfig(path=str(path), streaming=True, truncate="drop", on_bad_row="skip")
 
     def encode(rows: Any) -> Encoded:
-        return encode_some(rows, tokenizer, data, 999, "first")
+        return encode_rows(rows, tokenizer, data, 999, "first", may_be_empty=True)
 
     stream = Stream("first", [str(path)], 0, 0, encode, 4, 3)
     told = StreamData("first", stream, TrainConfig(max_steps=2, global_batch_size=1), 0).notes()

@@ -171,14 +171,6 @@ def test_a_column_that_is_there_twice_is_refused(write: Callable[..., Path], tmp
     assert "has the column 'prompt' twice" in refusal(write(tmp_path, table))
 
 
-def test_of_a_csv_file_only_the_columns_of_rows_have_to_be_text(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_bytes(b"prompt,note,completion\na,caf\xe9,b\nc,,caf\xe9\n")
-    read = read_data(str(path), "first", on_bad_row="skip")
-    assert [(row.prompt, row.completion) for row in read.rows] == [("a", "b")]
-    assert read.skipped == [f"{path}, line 3: this is not UTF-8 text: the byte 0xe9"]
-
-
 def test_a_data_set_of_the_hub_is_read_by_its_columns() -> None:
     table = pyarrow.table({"text": ["a", "b"], "created": ODD["nanoseconds"]})
     rows = SimpleNamespace(with_format=lambda form: SimpleNamespace(iter=lambda size: iter([table])))

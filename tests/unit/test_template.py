@@ -11,8 +11,8 @@ import pytest
 
 from packlora.config import DataConfig
 from packlora.data import bounded
-from packlora.data.encode import encode_rows
 from packlora.data.rows import Row
+from packlora.data.samples import encode_rows
 from packlora.data.template import EndlessTemplateError, Template, clock_of, set_clock
 from packlora.errors import InputError
 

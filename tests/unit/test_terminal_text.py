@@ -24,7 +24,7 @@ from test_progress import began, job, stepped
 
 from packlora import cli, terminal
 from packlora.errors import spelt_out
-from packlora.report.events import JobFailed, Note
+from packlora.events import JobFailed, Note
 from packlora.report.progress import Progress
 from packlora.report.screen import Screen
 from packlora.report.summary import print_summary

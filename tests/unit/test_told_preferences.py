@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from packlora.report.events import Evaluated, Stepped
+from packlora.events import Evaluated, Stepped
 from packlora.report.metrics import BestEffort, Logs, metric_lines
 from packlora.report.run_files import JobFiles, RunFiles
 from packlora.report.sections import job_table

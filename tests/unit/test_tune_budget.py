@@ -20,7 +20,6 @@ from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.cache import PlanCache, Record
 from packlora.plans.case import Case
 from packlora.report.screen import Screen
-from packlora.tune.measure import Measured
 from packlora.tune.plans import MINUTES, cases_of_run, standard_cases, tune
 
 CPU = torch.device("cpu")
@@ -50,11 +49,11 @@ class World:
 
     def measure(
         self, case: Case, plans: Any, device: Any, make: Any, budget_s: float, rounds: tuple[int, int]
-    ) -> Measured:
+    ) -> Record:
         self.measured.append((case, len(plans)))
         a_round = len(plans) * self.step_s
         self.now += 5 * a_round + max(rounds[0] * a_round, min(budget_s, rounds[1] * a_round))
-        return Measured({plan.name: 1.0 for plan in plans})
+        return Record({plan.name: 1.0 for plan in plans}, {}, "2026-02-01")
 
 
 def test_measuring_ends_when_the_time_is_over_and_another_call_goes_on(
@@ -113,7 +112,7 @@ def test_a_slow_case_is_measured_with_fewer_plans_and_the_first_one_in_any_case(
 
 def test_the_bar_shows_cases_and_the_time_left(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
-    monkeypatch.setattr("packlora.tune.plans.Screen", lambda: Screen(file=shown, force_terminal=True, width=80))
+    monkeypatch.setattr("packlora.tune.plans.table_screen", lambda: Screen(file=shown, force_terminal=True, width=80))
     World(monkeypatch, 0.2)
     monkeypatch.setattr("rich.progress.Progress.update", refreshing)
     tune(run, CPU, minutes=2, cache=PlanCache(CPU, tmp_path / "plans.json"))

@@ -80,13 +80,13 @@ def test_the_page_and_its_data_are_served_and_nothing_else(ask: Ask, folder: Pat
     (folder.parent / "secret").write_text("secret")
     status, headers, page = ask("/")
     assert status == 200 and b"<!doctype html>" in page and headers["Content-Type"] == "text/html; charset=utf-8"
-    status, headers, data = ask("/data?look=-1&epoch=-1")
+    status, headers, data = ask("/data?look=-1")
     assert status == 200 and {job["name"] for job in json.loads(data)["jobs"]} == set(NAMES)
     assert ask("/", "HEAD")[0] == 200 and ask("/", "HEAD")[2] == b""
     for path in (
-        "/run.json", "/metrics.jsonl", "/../secret", "/..%2fsecret", "/%2e%2e/secret", "/./", "/data", "/data?look=1",
-        "/data?look=x&epoch=1", "/data?look=1&epoch=1&more=1", "/?x=1", "/page.js", "/data/../", "/\\..\\secret",
-        "/data?look=" + "9" * 400 + "&epoch=1",
+        "/run.json", "/metrics.jsonl", "/../secret", "/..%2fsecret", "/%2e%2e/secret", "/./", "/data", "/data?look=1&epoch=1",
+        "/data?look=x", "/data?look=1&more=1", "/?x=1", "/page.js", "/data/../", "/\\..\\secret",
+        "/data?look=" + "9" * 400,
     ):  # fmt: skip
         assert ask(path)[0] == 404, path
     for path in ("http://evil.example/", "evil.example:80", "*"):
@@ -103,7 +103,7 @@ def test_the_page_and_its_data_are_served_and_nothing_else(ask: Ask, folder: Pat
     ],
 )  # fmt: skip
 def test_another_host_is_refused_as_dns_rebinding_would_name_it(host: str, ask: Ask, served: Server) -> None:
-    for path in ("/", "/data?look=-1&epoch=-1"):
+    for path in ("/", "/data?look=-1"):
         status, _, body = ask(path, Host=host.format(port=served.server_port))
         assert (status, body) == (403, b"Forbidden\n")
 
@@ -113,8 +113,8 @@ def test_own_names_are_answered_and_other_origins_refused(ask: Ask, served: Serv
     assert ask("/", Host=f"localhost:{port}")[0] == ask("/", Host=f"LOCALHOST:{port}")[0] == 200
     assert ask("/", Origin=f"http://127.0.0.1:{port}")[0] == 200
     for origin in ("http://evil.example", "null", f"https://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"):
-        assert ask("/data?look=-1&epoch=-1", Origin=origin)[0] == 403
-    assert ask("/data?look=-1&epoch=-1", Sec_Fetch_Site="cross-site")[0] == 403
+        assert ask("/data?look=-1", Origin=origin)[0] == 403
+    assert ask("/data?look=-1", Sec_Fetch_Site="cross-site")[0] == 403
     assert ask("/", Sec_Fetch_Site="cross-site")[0] == 200  # a link to it
 
 
@@ -122,7 +122,7 @@ def test_on_the_port_that_browsers_leave_out_the_page_is_named_without_it(ask: A
     served.own = own_names(80)
     for host in ("127.0.0.1", "localhost", "LOCALHOST", "127.0.0.1:80", "localhost:80"):
         assert ask("/", Host=host)[0] == 200
-        assert ask("/data?look=-1&epoch=-1", Host=host, Origin=f"http://{host.lower()}")[0] == 200
+        assert ask("/data?look=-1", Host=host, Origin=f"http://{host.lower()}")[0] == 200
     for host in ("evil.example", "127.0.0.1:81", "127.0.0.1.", ""):
         assert ask("/", Host=host)[0] == 403
     assert "127.0.0.1" not in own_names(8080)
@@ -212,7 +212,7 @@ def test_whatever_bytes_come_they_are_refused_and_the_page_is_served_on(
         get + own + b" folded: x\r\n" + b"no colon\r\n" + end,
         b"POST / HTTP/1.1\r\n" + own + b"Content-Length: 99999999999\r\n" + end,
         b"GET http://evil/ HTTP/1.1\r\n" + own + end,
-        b"GET /data?look=\xd9\xa1&epoch=1 HTTP/1.1\r\n" + own + end,
+        b"GET /data?look=\xd9\xa1 HTTP/1.1\r\n" + own + end,
         b"GET /%00 HTTP/1.1\r\n" + own + end,
         b"GET //evil/.. HTTP/1.1\r\n" + own + end,
         b"GET /\x1b]0;x\x07 HTTP/1.1\r\n" + own + end,
@@ -239,40 +239,46 @@ def test_whatever_bytes_come_they_are_refused_and_the_page_is_served_on(
 # --- what it shows of a folder ---------------------------------------------------------------------------------------------
 
 
-def test_each_look_reads_and_sends_what_is_new_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FollowedRun(folder)
-    data = PageData(run)
+def test_each_look_reads_what_is_new_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = PageData(FollowedRun(folder))
     assert data.follow() and not data.follow()
-    before = data.since(-1, -1)
-    (first,) = (one for one in before["series"] if one["job"] == 0)
-    known = len(first["steps"]["step"])
+    known = data.numbers()["jobs"][0]["steps"]["step"]
     seen: list[bytes] = []
     monkeypatch.setattr("packlora.report.follow.parsed", lambda text: seen.append(text) or json.loads(text))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(lines([step("one", 99, **{"rewards/margins": 0.25, "metrics": {"rewards/accuracies": 0.5}})]))
     assert data.follow() and len(seen) == 1
-    news = data.since(before["look"], before["epoch"])
-    assert not news["whole"] and [one["job"] for one in news["series"]] == [0]
-    steps = news["series"][0]["steps"]
-    assert (steps["from"], steps["step"]) == (known, [99])
-    assert steps["mean"]["rewards/margins"] == [0.25] and steps["mean"]["rewards/accuracies"] == [0.5]  # any numbers
-    assert data.since(news["look"], news["epoch"])["series"] == []
+    steps = data.numbers()["jobs"][0]["steps"]
+    assert steps["step"] == [*known, 99]
+    assert (
+        steps["mean"]["rewards/margins"][-1] == 0.25 and steps["mean"]["rewards/accuracies"][-1] == 0.5
+    )  # any numbers
+
+
+def test_a_page_that_has_the_last_look_is_sent_nothing(folder: Path) -> None:
+    page = LivePage(folder)
+    page.html()
+    look = page.news(-1)["look"]
+    assert page.news(look) == {"look": look}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(lines([step("two", 99)]))
+    news = page.news(look)
+    assert news["look"] > look and news["jobs"][1]["steps"]["step"][-1] == 99 and "two" in news["parts"]["jobs"]
 
 
 def test_a_half_written_line_is_shown_once_it_is_whole(folder: Path) -> None:
     data = PageData(FollowedRun(folder))
     data.follow()
-    look, epoch = data.look, data.epoch
     text = lines([step("two", 50), step("two", 51)])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(text[:-30])
         file.flush()
         data.follow()
-        assert data.since(look, epoch)["series"][0]["steps"]["step"] == [50]
+        assert data.numbers()["jobs"][1]["steps"]["step"][-1] == 50
         file.write(text[-30:])
         file.flush()
         data.follow()
-    assert data.since(look, epoch)["series"][0]["steps"]["step"] == [50, 51]
+    assert data.numbers()["jobs"][1]["steps"]["step"][-2:] == [50, 51]
     assert data.files.jobs[1].step == 51
 
 
@@ -280,7 +286,7 @@ def test_a_half_written_line_is_shown_once_it_is_whole(folder: Path) -> None:
 def test_a_file_that_a_resumed_run_has_written_anew_is_read_anew(folder: Path, how: str) -> None:
     data = PageData(FollowedRun(folder))
     data.follow()
-    look, epoch, path = data.look, data.epoch, folder / "metrics.jsonl"
+    path = folder / "metrics.jsonl"
     kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= 2]
     if how == "renamed":
         (folder / "new").write_text("".join(kept))
@@ -290,21 +296,19 @@ def test_a_file_that_a_resumed_run_has_written_anew_is_read_anew(folder: Path, h
     else:
         path.unlink()
     assert data.follow()
-    news = data.since(look, epoch)
-    assert news["whole"] and news["epoch"] != epoch
-    steps = {one["job"]: one["steps"]["step"] for one in news["series"] if "steps" in one}
-    assert steps == ({} if how == "gone" else {0: [1, 2], 1: [1, 2]})
+    steps = [job["steps"] and job["steps"]["step"] for job in data.numbers()["jobs"]]
+    assert steps == [None, None] if how == "gone" else steps == [[1, 2], [1, 2]]
 
 
 def test_a_run_that_has_not_begun_is_waited_for_and_a_killed_one_is_told_from_a_running_one(tmp_path: Path) -> None:
     out = tmp_path / "later"
     page = LivePage(out, clock=lambda: 0.0)
-    assert "later" in page.html() and page.news(-1, -1)["jobs"] == []
+    assert "later" in page.html() and page.news(-1)["jobs"] == []
     out.mkdir()
     with lock_folder(out):
         write_run(out, 10, None, NAMES)
         page = LivePage(out)
-        assert page.news(-1, -1)["status"] == "running"
+        assert page.news(-1)["status"] == "running"
         lock = (out / ".lock").read_text()
         (out / ".lock").unlink()  # by somebody who takes it for a leftover
         assert "▶ running" in page.html()
@@ -315,7 +319,7 @@ def test_a_run_that_has_not_begun_is_waited_for_and_a_killed_one_is_told_from_a_
     assert "▶ running" in page.html()
     (out / ".lock").unlink()
     write_run(out, 10, "done", NAMES)
-    news = page.news(1, 1)
+    news = page.news(1)
     assert news["status"] == "done" and {job["status"] for job in news["jobs"]} == {"done"}
 
 
@@ -329,7 +333,7 @@ def test_watching_writes_nothing(ask: Ask, folder: Path) -> None:
 
     before = state()
     ask("/")
-    ask("/data?look=-1&epoch=-1")
+    ask("/data?look=-1")
     assert state() == before
 
 
@@ -346,11 +350,11 @@ def test_files_of_any_content_end_in_an_answer(ask: Ask, folder: Path) -> None:
     (folder / "samples.jsonl").write_text(lines(texts))
     (folder / "windows.jsonl").unlink()
     os.mkfifo(folder / "windows.jsonl")
-    assert ask("/")[0] == ask("/data?look=-1&epoch=-1")[0] == 200
+    assert ask("/")[0] == ask("/data?look=-1")[0] == 200
     (folder / "run.json").write_text('{"config": {"jobs": 3}}')
-    assert ask("/data?look=-1&epoch=-1")[0] == 500  # and the server goes on
+    assert ask("/data?look=-1")[0] == 500  # and the server goes on
     (folder / "run.json").write_text("{}")
-    assert ask("/data?look=-1&epoch=-1")[0] == 200
+    assert ask("/data?look=-1")[0] == 200
 
 
 # --- long runs -------------------------------------------------------------------------------------------------------------
@@ -359,8 +363,8 @@ def test_files_of_any_content_end_in_an_answer(ask: Ask, folder: Path) -> None:
 def test_a_long_series_becomes_few_means_with_their_lowest_and_highest() -> None:
     thin, values = Thinned(("step",), 50), [((n * 7919) % 1000) / 10 for n in range(1, 1338)]
     for number, value in enumerate(values, 1):
-        thin.add([number], {"loss": value}, number)
-    found = thin.since(-1)
+        thin.add([number], {"loss": value})
+    found = thin.columns()
     assert found is not None
     size = found["every"]
     assert size == 32 and len(found["step"]) == -(-len(values) // size) <= 50
@@ -369,8 +373,6 @@ def test_a_long_series_becomes_few_means_with_their_lowest_and_highest() -> None
         assert last == min((at + 1) * size, len(values)) and found["count"][at] == len(part)
         assert found["mean"]["loss"][at] == pytest.approx(sum(part) / len(part), rel=1e-5)
         assert (found["low"]["loss"][at], found["high"]["loss"][at]) == (min(part), max(part))
-    tail = thin.since(len(values) - 1)
-    assert tail is not None and tail["from"] == len(found["step"]) - 1  # the bucket that has grown
 
 
 # --- several runs ----------------------------------------------------------------------------------------------------------
@@ -382,23 +384,21 @@ def test_runs_side_by_side_have_all_their_jobs_in_one_page_and_a_page_each(folde
     write_run(other, 5, "done", ("two", "three"))
     page = LivePage(folder, other)
     html = page.html()
-    news = page.news(-1, -1)
+    news = page.news(-1)
     assert [job["name"] for job in news["jobs"]] == ["out / one", "out / two", "other / two", "other / three"]
     assert [job["style"] for job in news["jobs"]] == ["job-0", "job-1", "job-2", "job-3"]
     assert [job["status"] for job in news["jobs"]] == ["running", "running", "done", "done"]
-    steps = {one["job"]: one["steps"]["step"] for one in news["series"]}
-    alone = [LivePage(at).news(-1, -1)["series"][job]["steps"]["step"] for at in (folder, other) for job in (0, 1)]
-    assert list(steps.values()) == alone
+    alone = [LivePage(at).news(-1)["jobs"][job]["steps"]["step"] for at in (folder, other) for job in (0, 1)]
+    assert [job["steps"]["step"] for job in news["jobs"]] == alone
     for text in ("<title>out, other · packlora</title>", "<a href='1/'>out</a>", "<a href='2/'>other</a>"):
         assert text in html
-    look, epoch = news["look"], news["epoch"]
-    assert page.news(look, epoch)["series"] == [] and not page.news(look, epoch)["whole"]
+    look = news["look"]
+    assert page.news(look) == {"look": look}
     with (other / "metrics.jsonl").open("a") as file:
         file.write(lines([step("three", 6)]))
-    again = page.news(look, epoch)
-    assert again["whole"] and again["series"][3]["steps"]["step"][-1] == 6
+    assert page.news(look)["jobs"][3]["steps"]["step"][-1] == 6
     same.mkdir(parents=True)
-    assert {f"{folder} / one", f"{same} / one"} & {job["name"] for job in LivePage(folder, same).news(-1, -1)["jobs"]}
+    assert {f"{folder} / one", f"{same} / one"} & {job["name"] for job in LivePage(folder, same).news(-1)["jobs"]}
 
 
 def test_the_server_of_several_runs_answers_for_all_and_for_each(folder: Path, tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_the_server_of_several_runs_answers_for_all_and_for_each(folder: Path, t
 
         def jobs(path: str) -> Any:
             connection = http.client.HTTPConnection(HOST, server.server_port, timeout=20)
-            connection.request("GET", f"{path}data?look=-1&epoch=-1")
+            connection.request("GET", f"{path}data?look=-1")
             answer = connection.getresponse()
             body = answer.read()
             return [job["name"] for job in json.loads(body)["jobs"]] if answer.status == 200 else answer.status

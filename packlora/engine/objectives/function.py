@@ -25,8 +25,8 @@ import torch
 from packlora.data.encode import Sample
 from packlora.engine.objectives import Column, Evaluate, Facts, Objective, RowsView
 from packlora.engine.rows import Row
-from packlora.errors import InputError, quoted
-from packlora.functions import first_line, load_function, place_of
+from packlora.errors import InputError, quoted, reason_of
+from packlora.functions import load_function, place_of
 from packlora.ops.wide import widened
 
 TRIED = 4
@@ -127,7 +127,7 @@ class FunctionObjective(Objective):
         except Exception as error:  # any code of a user
             raise self._refused(
                 f"{place_of(error, self.file)} reads a value of a tensor, which waits for the device at every "
-                f"microbatch; leave out .item(), .tolist(), if and indexing by a mask ({first_line(error)})"
+                f"microbatch; leave out .item(), .tolist(), if and indexing by a mask ({reason_of(error)})"
             ) from None
 
     def _problem_of(self, sample: Sample, name: str, where: str) -> str:
@@ -188,7 +188,7 @@ class FunctionObjective(Objective):
         except (_MissingError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # any code of a user
-            raise self._refused(f"{place_of(error, self.file)} failed: {first_line(error)}") from None
+            raise self._refused(f"{place_of(error, self.file)} failed: {reason_of(error)}") from None
         losses, sums = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(losses, torch.Tensor) or not losses.is_floating_point() or not _are_sums(sums):
             raise self._refused(
