@@ -133,8 +133,8 @@ def _layers(memory: int) -> int:
 def write_weights(folder: Path, held: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Files of random weights, one for what is beside the layers and one for each layer, all of which have the same.
 
-    Hidden states of a deep model with weights of one size are mostly rounding, and its proof of packing fails; so embeddings are
-    large, and what a layer adds is small.
+    Hidden states of a deep model with weights of one size are mostly rounding, and its proof of packing fails; so embeddings
+    are large, and what a layer adds is small.
     """
     torch.manual_seed(0)
     depth = (2 * sum(name.endswith("down_proj.weight") for name in held)) ** -0.5
