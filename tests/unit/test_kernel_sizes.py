@@ -142,6 +142,7 @@ def test_what_is_settled_keeps_the_sizes_that_its_tables_were_made_for() -> None
     assert all((again[name] - want[name]).norm() <= 0.01 * want[name].norm() for name in want)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_is_timed_for_a_kernel_is_the_same_with_each_of_its_candidates(
     name: str, monkeypatch: pytest.MonkeyPatch
