@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import packlora
-from packlora.live import layers as peft_live
 
 Wrap = Callable[..., Any]
 
@@ -172,40 +170,6 @@ WRAPS: dict[str, dict[str, Wrap]] = {
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: how.__name__)
 def test_gradients_are_those_of_the_forward_s_own_masks(how: Any, wraps: dict[str, Wrap]) -> None:
     assert_gradients_are_those_of_the_loss(wrapped(stack(how), **wraps))
-
-
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-@pytest.mark.parametrize("how", [all_three, first_two, last_two, one_by_one], ids=lambda how: how.__name__)
-def test_inside_the_parent_they_are_those_of_layers_computed_one_by_one_without_checkpointing(
-    how: Any, dora: bool
-) -> None:
-    alone = stack(how, dora)
-    assert not packlora.accelerate(alone).groups  # no example that it could run
-    want = slopes(alone)
-    for wraps in WRAPS.values():
-        if "inner" in wraps:
-            got = slopes(wrapped(stack(how, dora), **wraps))
-            assert got.keys() == want.keys()
-            assert all(torch.allclose(got[name], value, rtol=1e-12, atol=1e-12) for name, value in want.items())
-
-
-@pytest.mark.parametrize(
-    "wraps", [WRAPS[name] for name in ("the parent", "the layer")], ids=["the parent", "the layer"]
-)
-def test_around_the_whole_parent_siblings_stay_together_and_gradients_are_those_without_checkpointing(
-    wraps: dict[str, Wrap], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = stack(all_three)
-    want = slopes(copy.deepcopy(model))
-    calls: list[int] = []
-    original = peft_live.lora_group
-    monkeypatch.setattr(
-        peft_live, "lora_group", lambda x, layers, *rest: calls.append(len(layers)) or original(x, layers, *rest)
-    )
-    got = slopes(wrapped(model, **wraps))
-    assert calls == [3, 1] * 4
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 @pytest.mark.parametrize("part", ["", "self_attn", "mlp"])

@@ -100,35 +100,6 @@ def test_a_column_that_is_not_there_is_refused_with_the_line_and_the_columns_tha
     assert said.startswith(begun) and set(said.removeprefix(begun).split(", ")) == {"question", "reply"}
 
 
-def test_one_column_may_be_renamed_alone_and_names_may_be_swapped(tmp_path: Path) -> None:
-    path = jsonl(
-        tmp_path, [{"prompt": "a", "answer": "b", "text": "c"}, {"prompt": "d", "answer": "e", "messages": []}]
-    )
-    assert [(row.prompt, row.completion) for row in read(path, columns={"completion": "answer"})] == [
-        ("a", "b"),
-        ("d", "e"),
-    ]
-    path = jsonl(tmp_path, [{"prompt": "a", "completion": "b"}])
-    (row,) = read(path, columns={"prompt": "completion", "completion": "prompt"})
-    assert (row.prompt, row.completion) == ("b", "a")
-
-
-@pytest.mark.parametrize("field", ["messages", "text", "conversations"])
-def test_columns_name_conversations_and_texts(field: str, tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    value = "a text" if field == "text" else turns
-    (row,) = read(jsonl(tmp_path, [{"body": value, "prompt": "no"}]), columns={field: "body"})
-    assert (row.text if field == "text" else row.messages) == value
-
-
-def test_columns_name_preferences_and_judgements(tmp_path: Path) -> None:
-    path = jsonl(tmp_path, [{"q": "a", "good": "b", "bad": "c", "y": True}])
-    (pair,) = read(path, columns={"prompt": "q", "chosen": "good", "rejected": "bad"})
-    assert pair.pair is not None and [half.completion for half in pair.pair] == ["b", "c"]
-    (judged,) = read(path, columns={"prompt": "q", "completion": "good", "label": "y"})
-    assert judged.label is True
-
-
 def test_a_bad_name_skips_its_row_alone_where_rows_are_skipped(tmp_path: Path) -> None:
     path = jsonl(tmp_path, [ASKED[0], {"question": "a"}, ASKED[1]])
     rows = read(path, "skip", columns={"prompt": "question", "completion": "answer"})
@@ -147,15 +118,6 @@ def test_no_more_rows_are_read_than_max_samples(write: Callable[..., Path], tmp_
         assert len(list(rows_of(DataSource(path=str(path), max_samples=2), "first"))) == 2
     if path.suffix in (".jsonl", ".parquet"):
         assert "line 4" in (said := refusal(path)) or "row 4" in said
-
-
-def test_max_samples_counts_over_the_files_of_a_pattern(tmp_path: Path) -> None:
-    for name in "ab":
-        jsonl(tmp_path, [{"text": f"{name}{n}"} for n in range(2)], f"{name}.jsonl")
-    for most, texts in ((2, ["a0", "a1"]), (3, ["a0", "a1", "b0"]), (9, ["a0", "a1", "b0", "b1"])):
-        assert [row.text for row in read(tmp_path / "*.jsonl", max_samples=most)] == texts
-        source = DataSource(path=str(tmp_path / "*.jsonl"), max_samples=most)
-        assert [row.text for row in rows_of(source, "first") if isinstance(row, Row)] == texts
 
 
 def test_a_subset_and_a_split_of_the_hub_are_asked_of_the_library() -> None:

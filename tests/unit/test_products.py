@@ -180,48 +180,6 @@ def test_wide_adapters_on_narrow_tokens_are_as_exact_as_the_same_products_in_tor
     assert_as_exact(draw, 24, SEED)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_layers_that_read_the_same_x_give_what_they_give_apart(p: float) -> None:
-    """Three layers, one without the adapter and one whose output nobody uses: outputs and every gradient, for every plan."""
-    for number, plan in enumerate(plain_plans(bool(p))):
-        c = operands(seed=SEED + number)
-        g = torch.Generator().manual_seed(SEED - number)
-        parts = []
-        for index in range(3):
-            own = {
-                name: torch.randn(c[name].shape, generator=g, dtype=torch.float64)
-                for name in ("weight", "A", "B", "dy")
-            }
-            parts.append({**c, **own, "bias": c["bias"] if index else None, "scaling": 0.7 + index})
-        x = c["x"].clone().requires_grad_()
-        layers, used = [], {"x": x}
-        for index, part in enumerate(parts):
-            A, B = part["A"].clone().requires_grad_(), part["B"].clone().requires_grad_()
-            layers.append(
-                Layer(Dense(part["weight"]), part["bias"], {} if index == 1 else {3: LowRank(A, B, part["scaling"])})
-            )
-            if index == 0:
-                used |= {"A": A, "B": B}
-        y = lora_group(x, layers, [Segment(3, 0, len(x), p)], c["keys"], c["salt"], plan)
-        got = torch.autograd.grad(y[:2], list(used.values()), [part["dy"] for part in parts[:2]])
-        want = [outcome(by_reference(p), part, ("x", "A", "B")) for part in parts]
-        plain = torch.nn.functional.linear(c["x"], parts[1]["weight"], parts[1]["bias"])
-        assert_same(dict(zip("012", y, strict=True)), {"0": want[0]["y"], "1": plain, "2": want[2]["y"]})
-        dx = want[0]["x"] + parts[1]["dy"] @ parts[1]["weight"]
-        assert_same(dict(zip(used, got, strict=True)), {"x": dx, "A": want[0]["A"], "B": want[0]["B"]})
-
-
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_gradients_of_siblings_are_added_up_in_one_dx(p: float) -> None:
-    for number, plan in enumerate(plain_plans(bool(p))):
-        c = operands(seed=SEED + number)
-        x = c["x"].clone().requires_grad_()
-        layer = Layer(Dense(c["weight"]), c["bias"], {0: LowRank(c["A"], c["B"], c["scaling"])})
-        y = lora_group(x, [layer, layer], [Segment(0, 0, len(x), p)], c["keys"], c["salt"], plan)
-        (dx,) = torch.autograd.grad(y, [x], [c["dy"], 2 * c["dy"]])
-        assert_same({"x": dx}, {"x": 3 * outcome(by_reference(p), c)["x"]})
-
-
 def test_nothing_of_the_size_of_the_weight_is_saved() -> None:
     c = operands()
     for plan in plain_plans(False):

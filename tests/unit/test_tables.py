@@ -141,21 +141,6 @@ def test_a_text_of_a_column_of_json_has_no_quotes_and_one_that_is_no_json_is_its
     assert "row 2: the column 'completion' has a value that cannot be read: not valid JSON" in said
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda of: pyarrow.FixedSizeListArray.from_arrays(of, 2),
-        lambda of: pyarrow.ListViewArray.from_arrays([0], [2], of),
-    ],
-)
-def test_a_time_within_a_list_of_any_kind_is_a_text(make: Callable[[Any], Any], tmp_path: Path) -> None:
-    said = pyarrow.StructArray.from_arrays(
-        [pyarrow.array(["user", "assistant"]), pyarrow.array(["a", "b"]), ODD["nanoseconds"]], ["role", "content", "at"]
-    )
-    (row,) = read_rows(str(as_parquet(tmp_path, pyarrow.table({"messages": make(said)}))), "first")
-    assert [type(message["at"]) for message in row.messages or ()] == [str, str]
-
-
 @FORMS
 def test_a_table_without_a_known_column_is_refused_with_the_columns_that_it_has(
     write: Callable[..., Path], tmp_path: Path
