@@ -165,21 +165,3 @@ def test_every_path_of_a_list_and_every_pattern_is_looked_up_beside_the_run_file
     assert job.data.sources == [(f"{beside}/a.jsonl", 1.0), (f"{beside}/[b].jsonl", 2.0)]
     assert job.data.eval_paths == [f"{beside}/b.jsonl", "x*.jsonl"]
     assert Run.model_validate_json(load_run(file).model_dump_json()).jobs[0].data == job.data
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        (["a.jsonl", 3], "data.path[1]: input should be a mapping; found 3"),
-        ([{"path": "a", "weight": 0}], "data.path[0].weight: input should be greater than 0; found 0"),
-        ([{"path": "a", "weight": float("nan")}], "data.path[0].weight: input should be a finite number"),
-        ([{"path": "a", "weight": -1}], "greater than 0"), ([{"path": "a", "weight": 1e9}], "less than or equal to 1000000"),
-        ([{"path": "a", "weight": "1"}], "valid number; found '1'"), ([{"weight": 1}], "data.path[0].path: is missing"),
-        ([{"path": "a", "wieght": 1}], "data.path[0].wieght: unknown key; did you mean 'weight'?"), ([""], "data.path[0].path"),
-        ([{"path": "a", "weight": 1}, {"path": "b"}], "a weight at number 0 and none at number 1"),
-        (3, "data.path: input should be a valid string; found 3"), ({"path": "a"}, "should be a valid string; found a mapping"),
-    ],
-)  # fmt: skip
-def test_a_list_of_paths_that_cannot_be_is_refused_in_one_line(path: Any, said: str) -> None:
-    line = refusal({"data": {"path": path}}).split("\n")[1:]
-    assert len(line) == 1 and "job 'j0': " in line[0] and said in line[0]
