@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, tiny_model
 from group_cases import KINDS, GroupCase, cast, make_case
-from peft import LoraConfig, get_peft_model
 from seeds import SEED, SOAK
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-import packlora
-from packlora.ops.lora_linear import torch_path
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
@@ -107,31 +102,6 @@ def test_trained_magnitudes_need_the_product_again_and_frozen_ones_do_not() -> N
             products.taken()
             y.backward(case.dy[0])
         assert products.taken()[K, N] == int(trained)
-
-
-def test_nothing_of_a_checkpointed_group_outlives_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
-    down, up = torch_path.down, torch_path.up
-
-    def watched_down(call: Any, own: Any, x_TK: torch.Tensor, *args: Any) -> torch.Tensor:
-        made.append(weakref.ref(x_TK))
-        S = down(call, own, x_TK, *args)
-        made.append(weakref.ref(S))
-        return S
-
-    def watched_up(*args: Any) -> Any:
-        y_TN, z_TN = up(*args)
-        made.append(weakref.ref(y_TN))
-        return y_TN, z_TN
-
-    monkeypatch.setattr(torch_path, "down", watched_down)
-    monkeypatch.setattr(torch_path, "up", watched_up)
-    block, _ = two_layers(CHAIN)
-    x = torch.randn(T, K, requires_grad=True)
-    (y,) = checkpoint(block, x, use_reentrant=False)
-    assert len(made) == 6
-    assert [each() is None for each in made] == [False] + [True] * 5  # x itself is the caller's
-    y.sum().backward()
 
 
 # --- the same bits -----------------------------------------------------------------------------------------------------
@@ -234,42 +204,3 @@ def test_outputs_and_gradients_are_those_without_hooks(
 def test_so_are_those_of_the_kernels(kind: str, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
     case = some_case(kind)
     assert_same_bits(outcome(case, ROUTED, how), outcome(case, ROUTED, plainly))
-
-
-# --- whole models ------------------------------------------------------------------------------------------------------
-
-WIDTH, GATED = TINY["hidden_size"], TINY["intermediate_size"]
-DOWN, UP = (GATED, WIDTH), (WIDTH, GATED)
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_peft_models_make_down_proj_once_and_give_the_same_bits(dora: bool, dropout: float, recompute: bool) -> None:
-    ids = torch.randint(3, TINY["vocab_size"], (2, 20))
-    config = LoraConfig(r=5, target_modules="all-linear", lora_dropout=dropout, use_dora=dora)
-    model = get_peft_model(tiny_model("llama"), config).train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    packlora.accelerate(model, recompute=recompute)
-    model.enable_input_require_grads()
-    got: list[list[torch.Tensor]] = []
-    for on in (False, True):
-        model.zero_grad()
-        torch.manual_seed(SEED)
-        if on:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        with Products(ids.numel()) as products:
-            loss = model(input_ids=ids, labels=ids).loss
-            made = products.taken()
-            loss.backward()
-            again = products.taken()
-        got.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
-        layers, base = TINY["num_hidden_layers"], 2 if dora and dropout else 1  # PEFT's DoRA drops its base product's x
-        assert made[DOWN] == base * layers
-        # gate's and up's dx are products of down_proj's shape: dx = d W, for every base product one
-        assert again[DOWN] == 2 * base * layers + (base * layers if on and dora else 0)
-        assert again[UP] == base * layers + (2 * base * layers if on else 0)
-    assert all(torch.equal(one, two) for one, two in zip(*got, strict=True))

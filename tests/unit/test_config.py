@@ -301,14 +301,6 @@ def test_all_problems_are_listed_at_once_each_with_its_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [("2e-4", 2e-4), ("2E-4", 2e-4), ("1e+0", 1.0), ("2.e-4", 2e-4), (".5e-3", 5e-4), ("2.0e-4", 2e-4), ("1", 1.0)],
-)
-def test_a_number_in_scientific_notation_needs_no_point(tmp_path: Path, text: str, number: float) -> None:
-    assert load(tmp_path, TEXT + f"    train: {{learning_rate: {text}}}\n").jobs[0].train.learning_rate == number
-
-
-@pytest.mark.parametrize(
     ("train", "rate"),
     [
         ("{}", 2e-4), ("{trainer: dpo}", 5e-6), ("{loss_type: kto}", 5e-6), ("{trainer: dpo, loss_type: [sigmoid, sft]}", 5e-6),
@@ -332,10 +324,6 @@ def test_the_end_of_a_schedule_is_compared_with_the_trainer_s_learning_rate(tmp_
 
 def test_a_quoted_number_stays_a_text(tmp_path: Path) -> None:
     assert "found '2e-4'" in load_refusal(tmp_path, TEXT + "    train: {learning_rate: '2e-4'}\n")
-
-
-def test_a_text_that_resembles_a_number_stays_a_text(tmp_path: Path) -> None:
-    assert load(tmp_path, TEXT.replace("base_model: m", "base_model: 1e-b")).base_model == "1e-b"
 
 
 @pytest.mark.parametrize(
@@ -411,11 +399,6 @@ def test_override_values_have_the_types_of_YAML(tmp_path: Path) -> None:
     assert (run.seed, run.gradient_checkpointing, run.output_dir, run.revision) == (7, True, "a=b", None)
     assert run.jobs[0].adapter.target_modules == ["q_proj", "v_proj"]
     assert (run.jobs[0].train.max_steps, run.max_tokens_per_microbatch) == (3, "auto")
-
-
-def test_a_later_override_wins_and_the_file_is_not_changed(tmp_path: Path) -> None:
-    assert load(tmp_path, TEXT, "seed=1", "seed=2").seed == 2
-    assert (tmp_path / "run.yaml").read_text() == TEXT
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pytest
 from test_data_forms import parts, save_to_disk
 from test_learnt_as_in_trl import FILES, learnt, tokenizer_of
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from packlora.config import DataConfig, DataSource
 from packlora.config.data import TEMPLATES
@@ -31,7 +31,7 @@ from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row, check_row
 from packlora.data.template import Template
 from packlora.errors import InputError
-from packlora.run_file import load_run, run_from
+from packlora.run_file import run_from
 
 ASKED: list[dict[str, Any]] = [
     {"question": "the fox", "answer": "the dog", "text": "a passage", "id": 1, "sys": "be brief"},
@@ -198,13 +198,6 @@ def test_alpaca_s_own_text_column_repeats_the_row_and_another_text_is_refused(tm
     assert "data.columns" in refusal(jsonl(tmp_path, [row | {"text": "a text of its own"}]))
 
 
-def test_sharegpt_s_roles_are_read_with_system_and_tool(tmp_path: Path) -> None:
-    said = [("system", "s"), ("human", "q"), ("gpt", "c"), ("tool", "r"), ("gpt", "a")]
-    path = jsonl(tmp_path, [{"id": "1", "conversations": [{"from": role, "value": text} for role, text in said]}])
-    roles = ["system", "user", "assistant", "tool", "assistant"]
-    assert [message["role"] for message in read(path)[0].messages or ()] == roles
-
-
 # --- what may stand together -------------------------------------------------------------------------------------------------
 
 MANY = [{"path": "a"}, {"path": "b"}]
@@ -250,14 +243,6 @@ def test_sources_have_their_own_keys_and_the_columns_of_the_job_where_they_have_
     assert (first.path, first.columns, first.max_samples) == ("a", {"text": "y"}, None)
     assert second.model_dump() == DataSource.model_validate(own).model_dump()
     assert [one.columns for one in data.eval_sources] == [{"text": "y"}]
-
-
-def test_a_template_s_file_is_looked_for_beside_the_run_file_and_a_known_name_is_not(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{{ messages }}")
-    (tmp_path / "alpaca").write_text("{{ messages }}")
-    for given, found in (("chat.jinja", str(tmp_path / "chat.jinja")), ("alpaca", "alpaca")):
-        (tmp_path / "run.yaml").write_text(json.dumps(run_of({"path": "d", "chat_template": given})))
-        assert load_run(tmp_path / "run.yaml").jobs[0].data.chat_template == found
 
 
 # --- held out ----------------------------------------------------------------------------------------------------------------
@@ -340,17 +325,6 @@ def test_a_known_template_writes_what_is_published_and_only_answers_are_learnt(n
             written = BY_HAND[name] if not generation else BY_HAND[name].rpartition("no<eos>")[0]
             assert text == (written.rstrip(" ") if generation else written)
     assert learnt(own, said) == [ANSWERS.get(name, "{}<eos>").format(answer) for answer in ("yo", "no")]
-
-
-def test_a_known_template_begins_with_what_the_tokenizer_puts_before_a_text(tokenizer: Any) -> None:
-    begun = copy.deepcopy(tokenizer)
-    begun.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", begun.bos_token_id)]
-    )
-    said = TALK[1:3]
-    assert Template(with_template(begun, "zephyr", "first")).render(said) == "<s>" + Template(
-        with_template(tokenizer, "zephyr", "first")
-    ).render(said)
 
 
 def test_a_template_whose_end_the_base_has_no_token_for_is_refused_with_those_that_end(tokenizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from exactness import assert_as_exact
 from seeds import SEED
 
 from packlora.ops.cross_entropy import rows, torch_path
-from packlora.ops.cross_entropy.linear_cross_entropy import ROWS_WITH_EQUAL_BITS, chunk_rows, linear_cross_entropy
+from packlora.ops.cross_entropy.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.cross_entropy.reference import cross_entropy as plain
 
@@ -107,6 +108,21 @@ def run(
     return losses, gradient
 
 
+def test_a_nan_in_one_row_stays_in_it_and_in_an_ignored_row_it_counts_nothing() -> None:
+    hidden, weight, bias, labels, weights = case(64, 16, 50)
+    labels[:] = torch.randint(50, (64,))
+    labels[40] = IGNORE
+    want = run(hidden, weight, bias, labels, weights, None)
+    hidden[7] = math.nan
+    hidden[40] = math.inf
+    losses, gradient = run(hidden, weight, bias, labels, weights, None)
+    assert losses[7].isnan() and gradient[7].isnan().all()
+    assert losses[40] == 0 and (gradient[40] == 0).all()
+    rest = torch.arange(64) != 7
+    assert torch.equal(losses[rest], want[0][rest])
+    assert torch.equal(gradient[rest], want[1][rest])
+
+
 def test_a_label_outside_the_vocabulary_gives_nan_and_never_a_number() -> None:
     hidden, weight, bias, labels, weights = case(20, 8, 30)
     labels[3], labels[4] = 30, -7
@@ -130,30 +146,25 @@ def test_logits_of_all_rows_are_never_made(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(seen) == 5 and max(seen) <= 600_000
 
 
-@pytest.mark.parametrize("V", [48, 37], ids=["aligned", "odd"])
-def test_logits_are_of_the_dtype_of_the_hidden_states_under_autocast_too(
-    V: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("L", "D", "V"), SHAPES)
+def test_logits_in_aligned_rows_give_the_same_losses_and_gradient(
+    L: int, D: int, V: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a vocabulary of any number of words has the same losses there, with a gradient and without."""
+    """As on a GPU; what lies between rows is poison."""
+    own = case(L, D, V)
+    want, want_gradient = run(*own, 100_000)
+    made, empty = [], torch.empty
+
+    def poisoned(*shape: int, **settings: Any) -> torch.Tensor:
+        made.append(empty(*shape, **settings).fill_(math.nan))
+        return made[-1]
+
     monkeypatch.setattr(rows, "columns", lambda V, device: rows.aligned(V))
-    hidden, weight, bias, labels, weights = case(40, 7, V, torch.float32)
-    want = run(hidden, weight, bias, labels, weights, None)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        losses, gradient = run(hidden, weight, bias, labels, weights, None)
-        alone, _ = linear_cross_entropy(hidden, weight, bias, labels, weights)
-    assert torch.equal(losses, want[0]) and torch.equal(gradient, want[1]) and torch.equal(alone, want[0])
-
-
-@pytest.mark.parametrize("L", [0, 1, 15, 16, 33, 64, 65, 1000])
-def test_no_chunk_is_tiny_unless_there_are_only_few_rows(L: int) -> None:
-    for V, budget in ((49152, 2**26), (128256, 2**28), (300, 1), (1, 2**28)):
-        counts = chunk_rows(L, V, torch.bfloat16, budget)
-        assert sum(counts) == L
-        assert min(counts, default=L) >= min(L, ROWS_WITH_EQUAL_BITS)
-        assert all(count * V * 6 <= max(budget, 32 * V * 6) for count in counts)
-        fewer = chunk_rows(L, V, torch.bfloat16, budget, copied=False)
-        assert sum(fewer) == L and all(count * V * 2 <= max(budget, 32 * V * 2) for count in fewer)
-        assert len(fewer) == math.ceil(L / max(32, budget // (V * 2)))
+    monkeypatch.setattr(torch, "empty", poisoned)
+    losses, gradient = run(*own, 100_000)
+    assert len(made) == len(chunk_rows(L, V, torch.float64, 100_000)) and made[0].shape[1] == rows.aligned(V) > V
+    torch.testing.assert_close(losses, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, want_gradient, rtol=1e-11, atol=1e-12)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -113,17 +113,6 @@ def rounded(c: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def test_only_x_and_s_are_saved_for_lora() -> None:
-    """With dropout: no mask, no dropped copy of x. What autograd keeps: x, the keys, A, B and S."""
-    c = case(50, 32, 24, [DROP], False, SEED)
-    seg = c["segments"][0]
-    seg = dataclasses.replace(seg, A=seg.A.requires_grad_(), B=seg.B.requires_grad_())
-    kept: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
-        by_group(c["x"].requires_grad_(), c["weight"], None, [seg], c["keys"], 0)
-    assert sorted(map(tuple, kept)) == sorted([(50, 32), (50, 2), (5, 32), (24, 5), (50, 5)])
-
-
 def test_a_row_of_zeros_in_dora_gives_the_bias_and_never_nan() -> None:
     c = case(20, 16, 12, [DORA], True, SEED)
     seg = c["segments"][0]
@@ -134,14 +123,6 @@ def test_a_row_of_zeros_in_dora_gives_the_bias_and_never_nan() -> None:
     y = by_group(c["x"], weight, c["bias"], [seg], c["keys"], 0)
     assert torch.equal(y[seg.start : seg.stop, 3], c["bias"][3].expand(seg.stop - seg.start))
     assert y.isfinite().all()
-
-
-def test_weight_norm_in_chunks_equals_the_norm_of_the_whole() -> None:
-    g = torch.Generator().manual_seed(SEED)
-    W, A, B = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((37, 19), (5, 19), (37, 5)))
-    want = torch.linalg.norm(W + 0.7 * B @ A, dim=1)
-    for chunk in (1, 1000, 64 << 20):
-        torch.testing.assert_close(weight_norm(W, A, B, 0.7, chunk), want, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -62,26 +62,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-class Counter:
-    """Calls of row_norms, and modules in them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.modules = self.calls = 0
-        original = module.row_norms
-
-        def counted(problems: Any, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            self.modules += len(problems)
-            return original(problems, *args, **kwargs)
-
-        monkeypatch.setattr(module, "row_norms", counted)
-
-
-@pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    return Counter(monkeypatch)
-
-
 # --- ways of changing what a norm depends on -----------------------------------------------------------------------------
 
 
@@ -347,45 +327,6 @@ def test_a_check_on_a_device_that_fails_is_not_taken_for_one(window: bool, monke
         assert all(map(right, layers))
 
 
-def test_around_the_forward_of_a_module_whatever_way_it_ends(way: str) -> None:
-    norms = RowNorms()
-    inner = Layer(norms, False)
-    outer = nn.Sequential(nn.Identity(), inner)
-    norms.attach(outer)
-
-    def interrupted(*_: Any) -> None:
-        raise end
-
-    x = torch.randn(2, 24)
-    for end in (None, ValueError("forward"), KeyboardInterrupt()):
-        outer(x)
-        if end is not None:
-            hook = inner.register_forward_hook(interrupted)
-            with pytest.raises(type(end)):
-                outer(x)
-            hook.remove()
-            assert norms._open == isinstance(end, KeyboardInterrupt)  # torch calls no hook then
-        data_copy(inner)
-        assert torch.allclose(outer(x), Layer.forward(inner, x))
-        assert not norms._open
-        assert right(inner)
-    RowNorms.detach(outer)
-    assert not outer._forward_hooks
-    assert not outer._forward_pre_hooks
-
-
-def test_handles_that_nobody_asks_for_any_more_are_not_checked(looks: list[int]) -> None:
-    """Those of adapters that are not active; they are checked when they are asked for again."""
-    norms = RowNorms()
-    layers = [Layer(norms, False) for _ in range(3)]
-    for active, checks in (([0, 1, 2], [3]), ([0, 1], [3]), ([0, 1], [2]), ([2], [3]), ([2], [1])):
-        looks.clear()
-        data_copy(layers[2])
-        with checked(norms):
-            assert all(right(layers[index]) for index in active)
-        assert looks == checks
-
-
 def test_a_handle_that_a_window_did_not_check_at_its_begin_is_checked_when_it_is_asked(way: str) -> None:
     """Of an adapter that was not active for a while, and of a layer whose operands are gathered just before it runs."""
     norms = RowNorms()
@@ -408,23 +349,6 @@ def test_a_handle_that_a_window_did_not_check_at_its_begin_is_checked_when_it_is
             layers[1].A.copy_(data)
         assert right(layers[1])
         assert right(layers[2])
-
-
-def test_a_step_moves_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an optimizer step a window goes straight to the device: tables of addresses are not looked at again."""
-    pytest.importorskip("triton")
-    from packlora.ops.row_norm import triton_path
-
-    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
-    norms = RowNorms()
-    layers = [Layer(norms, False) for _ in range(2)]
-    with checked(norms):
-        assert all(map(right, layers))
-    monkeypatch.setattr(triton_path, "addresses", lambda problems: 1 / 0)
-    for change in ("adamw fused", "add_", "one element"):
-        SEEN_ON_THE_HOST[change](layers[1])
-        with checked(norms):
-            assert all(map(right, layers))
 
 
 # --- in a graph that is being captured --------------------------------------------------------------------------------------
@@ -506,21 +430,6 @@ def test_a_frozen_weight_that_changed_before_the_capture_is_not_measured_in_the_
 # --- kept --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version_counted", [False, True])
-def test_one_norm_for_microbatches_recomputation_and_evaluation(version_counted: bool, count: Counter) -> None:
-    """Cached across steps of accumulation; a checkpointed backward recomputes the forward, not the norm."""
-    norms = RowNorms()
-    layers = nn.Sequential(*(Layer(norms, version_counted, 24, 24) for _ in range(3)))
-    for _ in range(4):
-        y = torch.utils.checkpoint.checkpoint(layers, torch.randn(5, 24, requires_grad=True), use_reentrant=False)
-        y.sum().backward()
-    layers.eval()
-    with torch.inference_mode():
-        layers(torch.randn(2, 24))
-    layers.train()
-    assert (count.calls, count.modules) == (1 if version_counted else 3, 3)
-
-
 def test_a_step_of_an_optimizer_over_copies_of_the_parameters_is_noticed() -> None:
     """Sharded optimizers hold flat tensors of their own and write the parameters back unseen."""
     norms = RowNorms()
@@ -531,24 +440,6 @@ def test_a_step_of_an_optimizer_over_copies_of_the_parameters_is_noticed() -> No
     torch.optim.SGD([flat], lr=0.1, fused=True).step()
     assert not layer.handle._kept.seen.stands(layer.handle)
     assert torch.equal(layer.norm(), kept)
-
-
-def test_the_frozen_weight_s_own_norm_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
-    calls = []
-    original = norm_operands.squared_row_norm
-    monkeypatch.setattr(norm_operands, "squared_row_norm", lambda weight: calls.append(1) or original(weight))
-    for version_counted in (False, True):
-        calls.clear()
-        layer = Layer(RowNorms(), version_counted)
-        for _ in range(3):
-            assert right(layer)
-            SEEN_ON_THE_HOST["adamw fused"](layer)
-        assert len(calls) == 1
-        weight_in_place(layer)
-        assert right(layer)
-        assert len(calls) == 2
 
 
 def test_on_the_device_only_modules_that_changed_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,17 @@ def test_the_reference_is_what_the_modules_of_transformers_compute(kind: tuple[f
         assert torch.equal(got[name], want[name])
 
 
+@pytest.mark.parametrize("shape", [(1, 7), (5, 1), (3, 2, 33), (17,), (2, 0), (0, 4)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_in_float64_are_those_of_the_reference(
+    shape: tuple[int, ...], kind: tuple[float, str]
+) -> None:
+    drawn = case(*shape, dtype=torch.float64)
+    got, want = outcome(rms_norm, *drawn, *kind), outcome(reference.rms_norm, *drawn, *kind)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (130, 1), (5, 7, 128), (7, 100), (5, 1024), (3, 3000), (2, 16384)])
@@ -104,6 +116,18 @@ def test_values_are_rounded_where_the_unfused_norm_rounds_them(kind: tuple[float
     assert all(share < 0.9 for other, share in equal.items() if other != kind)
 
 
+def test_a_row_with_nan_or_inf_reaches_no_other(path: str) -> None:
+    x, weight, dy = case(40, 20)
+    want = outcome(rms_norm, x, weight, dy)
+    x[7, 3], x[8, 0], dy[20, 5] = math.nan, math.inf, math.nan
+    got = outcome(rms_norm, x, weight, dy)
+    plain = outcome(reference.rms_norm, x, weight, dy)
+    for name, bad in (("y", [7, 8]), ("dx", [7, 8, 20])):
+        rest = [row for row in range(40) if row not in bad]
+        assert torch.equal(got[name][rest], want[name][rest])
+        assert torch.equal(got[name].isnan(), plain[name].isnan())
+
+
 def test_a_row_of_zeros_has_no_value_and_the_gradient_of_the_reference(path: str) -> None:
     x, weight, dy = case(3, 20)
     x[1] = 0
@@ -129,6 +153,24 @@ COPIED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "heads of wider rows": lambda flat: flat.view(T, H, D)[:, 1:3],
     "columns first": lambda flat: flat.view(D, T * H).T,
 }
+
+
+@pytest.mark.parametrize("dy_view", ["[1, T, H, D]", "as x", "columns first", "one number"])
+@pytest.mark.parametrize("view", [*VIEWS, *COPIED])
+@pytest.mark.parametrize("path", PATHS[1:], indirect=True)
+def test_views_have_the_bits_of_a_copy(view: str, dy_view: str, path: str) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    flat, dy_flat, weight = (torch.randn(T * H * D if n < 2 else D, generator=generator) for n in range(3))
+    x = (VIEWS | COPIED)[view](flat)
+    dy = {
+        "[1, T, H, D]": lambda: dy_flat[: x.numel()].view(x.shape),
+        "as x": lambda: (VIEWS | COPIED)[view](dy_flat),
+        "columns first": lambda: dy_flat[: x.numel()].view(D, -1).T.reshape(x.shape),
+        "one number": lambda: dy_flat[0].expand(x.shape),
+    }[dy_view]()
+    got, want = outcome(rms_norm, x, weight, dy), outcome(rms_norm, x.contiguous(), weight, dy.contiguous())
+    for name in want:
+        assert torch.equal(got[name], want[name])
 
 
 @NEEDS_TRITON
@@ -238,6 +280,15 @@ def test_its_output_can_be_recomputed_to_the_bit(path: str) -> None:
     recompute = recompute_of(y)
     assert recompute is not None
     assert torch.equal(recomputed(recompute.function, recompute.operands), y)
+
+
+@pytest.mark.parametrize("first", [0, 1, 13])
+def test_bits_of_a_row_depend_on_no_other_row(first: int, path: str) -> None:
+    x, weight, dy = case(40, 72)
+    want = outcome(rms_norm, x, weight, dy)
+    got = outcome(rms_norm, x[first:], weight, dy[first:])
+    for name in want:
+        assert torch.equal(got[name], want[name][first:])
 
 
 @NEEDS_TRITON

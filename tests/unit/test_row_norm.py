@@ -86,6 +86,13 @@ def test_wide_ranks_by_tensor_descriptors(
     assert "wide_cross_kernel" in launched and "wide_tail_kernel" in launched
 
 
+@pytest.mark.parametrize(("a", "b"), [("float16", "float16"), ("float32", "float16"), ("float32", "bfloat16")])
+def test_adapters_in_other_dtypes(a: str, b: str, path: str) -> None:
+    W, A, B = draw(50, 130, 20)
+    A, B = A.to(getattr(torch, a)), B.to(getattr(torch, b))
+    as_exact_as_float32(W, A, B, 0.5, row_norm(W, A, B, 0.5))
+
+
 def test_no_bit_of_float32_adapters_is_lost_where_rounding_them_would_show(path: str) -> None:
     """All of A is rounded down by float16, and W lies along B A: what is rounded off does not average out over K."""
     A, B = (1 + (0.3 + 0.6 * torch.rand(8, 512)) * 2**-11) * 2**-9, torch.rand(30, 8) + 0.5
@@ -141,6 +148,17 @@ def test_nan_and_inf_stay_in_their_rows(path: str) -> None:
     assert bool(got[[i for i in range(40) if i not in (3, 20)]].isfinite().all())
 
 
+@pytest.mark.parametrize("s", [0.0, -2.0])
+def test_scalings_of_zero_and_below(s: float, path: str) -> None:
+    W, A, B = draw(33, 50, 4)
+    as_exact_as_float32(W, A, B, s, row_norm(W, A, B, s))
+
+
+def test_rank_zero(path: str) -> None:
+    W, A, B = draw(8, 16, 0)
+    assert worst(row_norm(W, A, B, 1.0), W.double().norm(dim=1)) < 1e-6
+
+
 @pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])
 def test_weights_that_are_not_contiguous(layout: str, path: str) -> None:
     _, A, B = draw(33, 50, 4)
@@ -156,6 +174,13 @@ def test_float64_stays_float64() -> None:
     assert row_norm(W, A, B, 1.0).dtype == squared_row_norm(W).dtype == torch.float64
     assert worst(row_norm(W, A, B, 1.0), exact(W, A, B, 1.0)) < 1e-14
     assert row_norm(W.half(), A, B, 1.0).dtype == torch.float64
+
+
+def test_not_rounded_to_the_weight_s_dtype(path: str) -> None:
+    W, A, B = draw(64, 64, 4)
+    got = row_norm(W, A, B, 1.0)
+    assert got.dtype == torch.float32
+    assert not torch.equal(got, got.half().float())
 
 
 def test_base_norm_that_the_caller_kept_is_used(path: str) -> None:

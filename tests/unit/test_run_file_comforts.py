@@ -56,18 +56,6 @@ def test_defaults_hold_where_a_job_says_nothing_key_by_key() -> None:
     assert made({}, defaults={}).model_dump() == made({}).model_dump()
 
 
-def test_defaults_may_be_all_that_a_job_has_beside_its_name(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").touch()
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "base_model: m\noutput_dir: o\nx-rates: &r {learning_rate: 0.25}\ndefaults:\n  data: {path: d.jsonl}\n"
-        "  train: *r\njobs: [{name: a}, {name: b}]\n"
-    )
-    run = load_run(file, ["defaults.train.learning_rate=0.125", "jobs.b.train.learning_rate=0.0625"])
-    assert [job.data.path for job in run.jobs] == [str(tmp_path / "d.jsonl")] * 2
-    assert [job.train.learning_rate for job in run.jobs] == [0.125, 0.0625]
-
-
 @pytest.mark.parametrize(
     ("defaults", "said"),
     [
@@ -136,16 +124,6 @@ def test_a_reference_to_nothing_is_refused_with_its_key(
 
 def test_references_in_keys_are_texts() -> None:
     assert "${A}: unknown key" in refusal({}, **{"${A}": 1})
-
-
-def test_lists_in_themselves_and_lists_of_lists_of_the_same_lists_end() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    many: list[Any] = ["${HOME}"]
-    for _ in range(60):
-        many = [many, many]
-    for value in (loop, many):
-        assert "base_model" in refusal({}, base_model=value)
 
 
 # --- paths -------------------------------------------------------------------------------------------------------------------

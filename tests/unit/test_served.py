@@ -127,18 +127,6 @@ def test_one_warning_names_the_layer_and_the_reason_where_the_report_was_wrong()
     assert all(calls.left == {"its base weight is trained too": 2} for calls in report.served().values())
 
 
-def test_a_second_report_counts_from_its_own_begin_and_copies_count_for_themselves() -> None:
-    model = adapted()
-    first = packlora.accelerate(model)
-    step(model)
-    second = packlora.accelerate(model)
-    step(copy.deepcopy(model))
-    step(pickle.loads(pickle.dumps(model)))
-    step(model)
-    for report in (first, second):
-        assert {calls.served for calls in report.served().values()} == {1}
-
-
 # --- transforms of functions -------------------------------------------------------------------------------------------
 
 

@@ -342,23 +342,6 @@ def test_turns_of_weight_0_are_not_learnt(make: Any, shape: str) -> None:
 # --- what a template says itself ---------------------------------------------------------------------------------------
 
 
-def test_a_mask_that_covers_the_words_of_another_role_is_not_taken(make: Any) -> None:
-    everything = "{% generation %}" + CHATML + "{% endgeneration %}"
-    assert spans(learn(make(everything), [user("a"), says("one")])) == ["one<|im_end|>"]
-
-
-def test_a_mask_that_covers_a_turn_that_is_not_learnt_with_one_that_is_is_not_taken(make: Any) -> None:
-    merged = (
-        "{% set ns = namespace(said='') %}{% for m in messages %}{% if m.role == 'assistant' %}"
-        "{% set ns.said = ns.said ~ m.content %}{% if loop.last or loop.nextitem.role != 'assistant' %}<|assistant|>"
-        "{% generation %}{{ ns.said }}<|im_end|>{% endgeneration %}{% set ns.said = '' %}{% endif %}"
-        "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    unlearnt = says("one ") | {"weight": 0}
-    assert spans(learn(make(merged), [user("a"), unlearnt, says("two")])) == ["two<|im_end|>"]
-    assert spans(learn(make(merged), [user("a"), says("one "), says("two")])) == ["one two<|im_end|>"]
-
-
 @pytest.mark.parametrize(("inside", "outside", "learnt", "noted"), [
     ("", "<|im_end|>", ["one", "two"], 2), ("<|im_end|>", "", ["one<|im_end|>", "two<|im_end|>"], 4),
 ])  # fmt: skip
@@ -467,20 +450,3 @@ def test_what_is_rendered_grows_with_the_turns_of_a_new_shape_and_not_faster(
     long, found = rendered(make, shape, 60, monkeypatch)
     assert long < 1.3 * short
     assert len(found.spans) == 180
-
-
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "masked"])
-def test_windows_find_what_whole_conversations_find(make: Any, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shape == "remembers":  # shows no second round of calls behind a user
-        turns = [user("a"), calls("look", n=0)] + [
-            turn for n in range(9) for turn in (result(f"r{n}"), calls("look", n=n))
-        ]
-        turns += [result("end"), says("done"), user("b"), says("two"), user("c"), says("three")]
-        near = learn(make(REMEMBERS), turns)
-        assert len(near.spans) == 13
-    else:
-        turns = []
-        _, near = rendered(make, shape, 8, monkeypatch)
-    monkeypatch.setattr(windows, "NEAR", 10**9)
-    far = learn(make(REMEMBERS), turns) if turns else rendered(make, shape, 8, monkeypatch)[1]
-    assert near == far

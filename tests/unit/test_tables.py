@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,16 +292,3 @@ def test_compressed_files_within_the_limit_are_read(compression: str | None, tmp
     wanted = table.column("text").to_pylist()
     for path in (tmp_path / "rows.parquet", as_saved(tmp_path, table, compression)):
         assert [row.text for row in read_rows(str(path), "first")] == wanted
-
-
-def test_sizes_are_those_of_the_texts_of_each_row() -> None:
-    said = [[{"role": "user", "content": "abc"}, None], None, [], [{"role": "u", "content": None}, {"role": None}]]
-    kind = pyarrow.list_(
-        pyarrow.struct([("role", pyarrow.dictionary(pyarrow.int8(), pyarrow.string())), ("content", pyarrow.string())])
-    )
-    array = pyarrow.array(said, kind)
-    assert unpacking._sizes(array).tolist() == [7, 0, 0, 1]
-    assert unpacking._sizes(array.slice(1)).tolist() == [0, 0, 1]
-    assert unpacking._sizes(pyarrow.array(["ab", None, "c"]).dictionary_encode()).tolist() == [2, 0, 1]
-    assert unpacking._sizes(pyarrow.array([1, None])).tolist() == [8, 8]
-    assert datetime.fromtimestamp(FAR - 1, UTC).year == 9999
