@@ -43,12 +43,14 @@ parameters lie in parts, and what is trained of the embedding or the output laye
 LAYOUTS: dict[str, tuple[int, Tree]] = {
     "one": (1, {}),
     "pipeline": (2, {"pipeline": 2}),
-    "tensor": (2, {"tensor": 2, "sequence_parallel": True}),
+    "cut replicas": (4, {"tensor": 2, "sequence_parallel": True, "devices_per_job": 4}),
     "shared jobs": (2, {"devices_per_job": 2}),
-    "sharded": (2, {"shard_base": True}),
+    "cut rows": (4, {"tensor": 2, "shard_base": True, "offload_base": True}),
     "three stages": (3, {"pipeline": 3}),
 }
 LARGER: dict[str, tuple[int, Tree]] = {
+    "tensor": (2, {"tensor": 2, "sequence_parallel": True}),
+    "sharded": (2, {"shard_base": True}),
     "own jobs": (2, {"devices_per_job": 1}),
     "four own jobs": (4, {"devices_per_job": 1}),
     "four shared jobs": (4, {"devices_per_job": 4}),
@@ -59,11 +61,11 @@ LARGER: dict[str, tuple[int, Tree]] = {
     "pipelines of own jobs": (4, {"pipeline": 2, "devices_per_job": 2}),
     "cut stages": (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}),
     "cut stages without sequence": (4, {"pipeline": 2, "tensor": 2}),
-    "cut rows": (4, {"tensor": 2, "shard_base": 2}),
+    "cut rows of two": (4, {"tensor": 2, "shard_base": 2}),
     "cut rows with sequence": (4, {"tensor": 2, "shard_base": True, "sequence_parallel": True}),
     "two sharded": (4, {"shard_base": 2, "devices_per_job": 4}),
     "sharded with own jobs": (4, {"shard_base": 2, "devices_per_job": 2}),
-    "cut replicas": (4, {"tensor": 2, "devices_per_job": 4}),
+    "cut replicas without sequence": (4, {"tensor": 2, "devices_per_job": 4}),
     "cut with own jobs": (4, {"tensor": 2, "devices_per_job": 2}),
 }
 EXPERT_LAYOUTS: dict[str, tuple[int, Tree]] = {
@@ -97,6 +99,14 @@ LARGER_EXPERTS: dict[str, tuple[int, Tree]] = {
 }
 
 
+BEST: Tree = {"load_best_model_at_end": True, "eval_steps": 1, "learning_rate": 0.5}
+"""A job whose result is the adapter of its best evaluation, not the last one."""
+EARLY: Tree = {"early_stopping_patience": 2, "early_stopping_threshold": 10.0, "eval_steps": 1, "max_steps": 5}
+"""A job that ends after its third step, since no evaluation is better by so much than the first one."""
+LAYER_0, LAYER_2 = {"layers_to_transform": [0]}, {"layers_to_transform": [2]}
+"""Adapters that stages without these layers have nothing of."""
+
+
 def text_jobs(folder: Path) -> list[Tree]:
     """Jobs of every kind for a dense model."""
     rows = rows_into(folder)
@@ -104,12 +114,20 @@ def text_jobs(folder: Path) -> list[Tree]:
     ours, said = pairs(folder / "pairs.jsonl", 9, 1), pairs(folder / "said.jsonl", 8, 2, judged=True)
     head = {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.1}
     return [
-        job("lora", texts, {"lora_dropout": 0.2, "lora_alpha": 8}, neftune_noise_alpha=5.0, weight_decay=0.1),
-        job("dora", more, {"use_dora": True, "target_modules": "all-linear", "bias": "all"}, max_grad_norm=0.5),
-        job("smooth", more, {"use_rslora": True, "r": 5}, label_smoothing_factor=0.2, lr_scheduler_type="cosine"),
+        job("lora", texts, {"lora_dropout": 0.2, "lora_alpha": 8}, neftune_noise_alpha=5.0, weight_decay=0.1, **BEST),
+        job(
+            "dora", more, {"use_dora": True, "target_modules": "all-linear", "bias": "all"}, max_grad_norm=0.5, **EARLY
+        ),
+        job(
+            "smooth",
+            more,
+            {"use_rslora": True, "r": 5, **LAYER_0},
+            label_smoothing_factor=0.2,
+            lr_scheduler_type="cosine",
+        ),
         job("dpo", ours, {"lora_dropout": 0.2}, trainer="dpo", loss_type=["sigmoid", "sft"], loss_weights=[0.8, 0.6]),
         job("kto", said, {"use_dora": True}, trainer="kto", beta=0.3, desirable_weight=3.0),
-        job("sgd", texts, {}, optim="sgd", learning_rate=0.3),
+        job("sgd", texts, LAYER_2, optim="sgd", learning_rate=0.3, loraplus_lr_ratio=4.0),
         job("fact", more, {"target_modules": ["up_proj"]}, optim="adafactor"),
         job("head", more, head, trainer="sft"),
         stream(rows),
@@ -243,6 +261,10 @@ def taken(tree: Tree, *layouts: tuple[int, Tree]) -> list[Tree]:
     return [own for own in tree["jobs"] if own["name"] not in refused]
 
 
+ENDS = ("global_step", "best_global_step", "stopped", "untrained")
+"""Keys of trainer_state.json that do not depend on how sums are rounded."""
+
+
 def same_files(out: Path, whole: Path, names: list[str]) -> None:
     """The answers, the description of jobs and model, and the tensors of checkpoints are those of one device."""
     answers, wanted = (
@@ -254,7 +276,9 @@ def same_files(out: Path, whole: Path, names: list[str]) -> None:
     assert record["model"]["fingerprint"] == single["model"]["fingerprint"]
     for name in names:
         there = [sorted(file.relative_to(one) for file in (one / name).glob("checkpoint-*/*")) for one in (out, whole)]
-        assert there[0] == there[1] and len({file.parent for file in there[0]}) == 2, "the last two are kept"
+        assert there[0] == there[1] and len({file.parent for file in there[0]}) >= 2, "the last two are kept"
+        ends = [json.loads((one / name / "trainer_state.json").read_text()) for one in (out, whole)]
+        assert [ends[0].get(key) for key in ENDS] == [ends[1].get(key) for key in ENDS]
         for file in (file for file in there[0] if file.suffix == ".safetensors"):
             ours, theirs = load_file(out / file), load_file(whole / file)
             assert {key: (t.dtype, t.shape) for key, t in ours.items()} == {
@@ -343,6 +367,16 @@ def without_parts(original: Any) -> Any:
     return lambda self, gradient: gradient.double().square().sum().sqrt()
 
 
+def of_the_first(original: Any) -> Any:
+    """Rows of the first slice, whichever is this process's."""
+    return lambda part, rows: (rows, *part[1:])
+
+
+def by_own_norm(original: Any) -> Any:
+    """A step that is clipped by the norm of what this stage has."""
+    return lambda self, lr, norm: original(self, lr, self.square().sqrt())
+
+
 FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("pipeline", "packlora.engine.stage_passes.StageDevice._send_down", halved),
     ("shared jobs", "packlora.parallel.replicas.Replicas.add", nothing),
@@ -355,6 +389,8 @@ MORE_FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("shared jobs", "packlora.engine.collate.packed_token_keys", by_process),
     ("sharded", "packlora.parallel.replicas.Replicas.add", nothing),
     ("experts", "packlora.parallel.experts.summed", itself),
+    ("cut rows", "packlora.parallel.sharded.rows_of", of_the_first),
+    ("pipeline", "packlora.engine.adapters.AdapterState.step", by_own_norm),
 ]
 
 
@@ -368,7 +404,7 @@ def test_a_fault_of_a_layout_is_seen(
 ) -> None:
     """Of the first two jobs, whose numbers do not depend on the others."""
     tree = routed if layout in EXPERT_LAYOUTS else dense
-    size, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    size, parallel = (LAYOUTS | LARGER | EXPERT_LAYOUTS)[layout]
     asked = tree | {"output_dir": str(tmp_path / "out"), "jobs": tree["jobs"][:2], "parallel": parallel}
     ranks(size).run(part_of, asked, {"max_steps": 1}, (target, broken))
     told = ranks(size).run(part_of, asked, {"resume": True}, (target, broken))

@@ -23,15 +23,6 @@ def adapters(model: Any) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if "lora_A" in name or "lora_B" in name]
 
 
-def same_as_peft(model: Any) -> None:
-    """Under accelerate and without; leaves the model accelerated."""
-    got = outcome(model)
-    packlora.restore(model)
-    want = outcome(model)
-    packlora.accelerate(model, keep_outputs=False)
-    assert_same(got, want)
-
-
 # --- every way of changing A, B or W, between two forwards ----------------------------------------------------------------
 
 
@@ -124,24 +115,6 @@ def test_what_a_hook_of_the_model_writes_before_its_forward_is_seen(first: bool)
     assert_same(got, outcome(model))
 
 
-def test_an_interrupted_forward_leaves_nothing_behind() -> None:
-    """Ctrl-C in a notebook, then a write that nothing counts, then on."""
-    model = lora(use_dora=True)
-    packlora.accelerate(model, keep_outputs=False)
-    outcome(model)
-    for error in (KeyboardInterrupt, RuntimeError):
-
-        def interrupt(*_: Any, error: type[BaseException] = error) -> None:
-            raise error
-
-        hook = model.get_submodule("base_model.model.model.layers.1.mlp").register_forward_hook(interrupt)
-        with pytest.raises(error):
-            model(input_ids=IDS)
-        hook.remove()
-        foreign_step(model)
-        same_as_peft(model)
-
-
 def test_a_layer_called_by_itself_checks_by_itself() -> None:
     model = lora(use_dora=True)
     packlora.accelerate(model, keep_outputs=False)
@@ -169,16 +142,6 @@ def test_all_layers_are_checked_by_one_call_per_forward_of_the_model(looks: list
         model(input_ids=IDS)
         assert looks == [4]
     assert not norms_of(model)._open
-
-
-def test_generation_goes_around_the_model_and_is_checked_all_the_same(looks: list[int]) -> None:
-    """PeftModel.generate calls the model inside of it."""
-    model = lora(dtype=torch.bfloat16, use_dora=True, target_modules=["q_proj", "o_proj"]).eval()
-    packlora.accelerate(model, keep_outputs=False)
-    model(input_ids=IDS)
-    looks.clear()
-    model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
-    assert looks == [4] * 3
 
 
 def test_models_without_dora_have_no_hooks_of_it() -> None:

@@ -58,7 +58,7 @@ def job(name: str, path: str, head: bool = False, **own: Any) -> dict[str, Any]:
     return {"name": name, "data": {"path": path, "eval_path": path}, "adapter": lora, "train": TRAIN | own}
 
 
-@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("head", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_copies_of_built_in_losses_give_their_numbers_beside_them_and_resumed(
     head: bool, tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:

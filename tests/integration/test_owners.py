@@ -125,6 +125,7 @@ def same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, two) for one, two in zip(got, want, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("how", CHECKPOINTING)
 def test_any_order_of_forwards_backwards_and_steps_gives_the_bits_of_one_after_the_other(how: str, order: str) -> None:

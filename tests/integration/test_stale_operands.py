@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from test_accelerate import IDS, SEED, Pair, assert_same, fill, lora, outcome
+from test_accelerate import IDS, SEED, assert_same, lora, outcome
 from torch import nn
 
 import packlora
-from packlora.ops.lora_linear.plan import ROUTED
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -105,33 +103,6 @@ def test_a_teacher_on_swapped_weights_does_not_reach_the_student_s_backward(kind
     assert_same(after_a_teacher(fast, swap, which), want)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_nor_does_a_teacher_under_dropout(kind: str) -> None:
-    """Masks are not PEFT's; the oracle is the same model without the other forwards, on the same masks."""
-    _, fast = twins(kind, lora_dropout=0.3)
-    values = changed(fast, SEED + 2)
-
-    def run(teach: bool) -> dict[str, torch.Tensor]:
-        fast.zero_grad()
-        torch.manual_seed(SEED)
-        out = fast(input_ids=IDS, labels=IDS)
-        if teach:
-            before = replace_data(fast, values)
-            fast(input_ids=OTHERS)
-            replace_data(fast, before)
-        out.loss.backward()
-        return {"logits": out.logits.detach(), **gradients(fast)}
-
-    assert_same(run(True), run(False), 0.0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_replaced_and_not_swapped_back_do_not_reach_the_backward_as_in_peft(kind: str) -> None:
-    plain, fast = twins(kind)
-    want = after_a_teacher(plain, replace_data, "lora_", back=False, teach=False)
-    assert_same(after_a_teacher(fast, replace_data, "lora_", back=False, teach=False), want)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_teacher_beside_gradient_checkpointing(kind: str, reentrant: bool) -> None:
@@ -142,28 +113,6 @@ def test_a_teacher_beside_gradient_checkpointing(kind: str, reentrant: bool) -> 
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         got.append(after_a_teacher(model, replace_data, ""))
     assert_same(got[1], got[0])
-
-
-def test_a_teacher_by_kernels() -> None:
-    """Their copies are padded; two layers that read one x, in float32."""
-    pytest.importorskip("triton")
-    torch.manual_seed(SEED)
-    model = get_peft_model(Pair(32, 48), LoraConfig(r=5, lora_alpha=5, target_modules=["a", "b"]))
-    model, x = fill(model).train(), torch.randn(20, 32)
-    values = changed(model, SEED + 2)
-
-    def run(teach: bool) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        a, b = model(x)
-        if teach:
-            before = replace_data(model, {name: value.float() for name, value in values.items()})
-            model(x)
-            replace_data(model, before)
-        (a.square() + b.sin()).sum().backward()
-        return gradients(model)
-
-    packlora.accelerate(model, example={"x": x}, plan=ROUTED)
-    assert_same(run(True), run(False), 0.0)
 
 
 def test_checkpointing_packs_nothing_once_more_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,28 +195,6 @@ def test_inference_mode_between_a_forward_and_its_backward(kind: str) -> None:
         out.loss.backward()
         got.append(gradients(model))
     assert_same(got[1], got[0])
-
-
-def test_kernels_in_inference_mode_before_training() -> None:
-    pytest.importorskip("triton")
-
-    def run(first: bool) -> dict[str, torch.Tensor]:
-        torch.manual_seed(SEED)
-        config = LoraConfig(r=5, target_modules=["a", "b"], use_dora=True, lora_dropout=0.2)
-        model = fill(get_peft_model(Pair(32, 48), config)).train()
-        x = torch.randn(20, 32)
-        packlora.accelerate(model, example={"x": x}, plan=ROUTED)
-        if first:
-            with torch.inference_mode():
-                model(x)
-                model(torch.randn(20, 32))
-        torch.manual_seed(SEED)
-        for _ in range(2):
-            a, b = model(x)
-            (a.square() + b.sin()).sum().backward()
-        return gradients(model)
-
-    assert_same(run(True), run(False), 0.0)
 
 
 def test_a_model_made_in_inference_mode_answers_outside_of_it() -> None:

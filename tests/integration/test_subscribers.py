@@ -398,21 +398,6 @@ def test_a_job_that_a_subscriber_ended_is_done_also_when_its_data_is_gone(out: d
     assert (result.status, result.jobs["a"].status, result.jobs["a"].failure) == ("done", "done", None)
 
 
-def test_an_evaluation_that_a_stop_put_off_ends_its_job_at_the_step_it_tells_of(out: dict[str, Any]) -> None:
-    """As in a run that is not interrupted."""
-
-    def rule(event: Event) -> Stop | None:
-        return Stop("a") if isinstance(event, Evaluated) and (event.job, event.step) == ("a", 2) else None
-
-    def run(event: Event) -> Stop | None:
-        return Stop() if isinstance(event, Stepped) and (event.job, event.step) == ("a", 2) else None
-
-    assert packlora.train(out, subscribers=[rule, run]).jobs["a"].status == "running"
-    for _ in range(2):
-        result = packlora.train(out, resume=True, subscribers=[rule])
-        assert (result.status, result.jobs["a"].step, result.jobs["b"].step) == ("done", 2, 4)
-
-
 def test_a_job_to_end_that_is_not_there_is_said(out: dict[str, Any]) -> None:
     assert packlora.train(out, max_steps=1, subscribers=[lambda event: Stop("c")]).status == "done"
     assert [text for text in warnings(out) if "'c'" in text] == [

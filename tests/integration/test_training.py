@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from ranks import SECONDS, fresh
 from safetensors.torch import load_file
 from seeds import some
@@ -125,18 +125,6 @@ def test_every_job_gives_alone_the_adapter_that_it_gives_beside_others(
             assert a["tokens"] == b["tokens"]
 
 
-def test_solo_schedule_and_checkpointing_change_no_adapter(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
-    plain = config(tiny_base(), tmp_path / "plain", write_rows, dtype="float64")
-    train(plain)
-    train(
-        {**plain, "output_dir": str(tmp_path / "other"), "gradient_checkpointing": True, "schedule": {"method": "solo"}}
-    )
-    for job in JOBS:
-        assert distance(adapter(tmp_path / "plain", job["name"]), adapter(tmp_path / "other", job["name"])) < 1e-10
-    lines = [json.loads(line) for line in (tmp_path / "other" / "microbatches.jsonl").read_text().splitlines()]
-    assert all(len(line["tokens"]) == 1 for line in lines)
-
-
 # --- like PEFT ---------------------------------------------------------------------------------------------------------
 
 PEFT_KINDS: dict[str, dict[str, Any]] = {
@@ -229,43 +217,6 @@ def test_training_on_from_a_peft_adapter_gives_the_losses_and_the_adapter_that_p
     assert distance(adapter(tmp_path / "out", "job"), theirs) < 1e-5
     moved = distance(load_file(tmp_path / "start" / "adapter_model.safetensors"), theirs)
     assert moved > 1e-3  # training did move it
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen2",
-        "gemma2",
-        "gemma3",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "mistral", "qwen3", "gemma")),
-    ],
-)
-def test_peft_loads_what_packlora_writes_and_gives_the_same_logits(
-    family: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
-) -> None:
-    from packlora.adapters.attach import attach
-    from packlora.adapters.files import load_adapter
-    from packlora.adapters.spec import resolve
-    from packlora.config.adapter_file import read_config
-
-    base, jobs = tiny_base(family), [*JOBS[:1], *JOBS[2:]]
-    if family == "qwen2":
-        jobs = [*jobs, {"name": "biased", "adapter": {"r": 2, "bias": "all", "target_modules": ["v_proj"]}}]
-    train(config(base, tmp_path / "out", write_rows, jobs))
-    ids = torch.arange(3, 40)[None]
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)(ids).logits
-    for job in jobs:
-        folder = tmp_path / "out" / job["name"]
-        wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
-        theirs = wrapped(ids).logits
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        spec = resolve(read_config(str(folder), "job"), model, "job")
-        attached, (ours,) = attach(model, {"job": spec}, 0)
-        load_adapter(folder, ours)
-        with attached.only(0):
-            got = model(ids).logits
-        torch.testing.assert_close(got, theirs, rtol=2e-5, atol=2e-5)
-        assert (theirs - plain).abs().max() > 1e-3, job["name"]
 
 
 def test_a_continued_adapter_keeps_the_files_settings_and_may_change_only_dropout(
@@ -544,16 +495,6 @@ def test_dropout_is_drawn_anew_at_every_step_and_not_in_evaluation(
 
 
 # --- what must not be lost or passed over in silence -------------------------------------------------------------------
-
-
-def test_max_steps_stops_early_on_the_same_learning_rates_and_resuming_goes_on_with_them(
-    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
-) -> None:
-    tree, whole = uninterrupted
-    out = tmp_path / "out"
-    assert train({**tree, "output_dir": str(out)}, max_steps=1).jobs["dropped"].step == 1
-    train({**tree, "output_dir": str(out)}, resume=True)
-    same_bits(whole, out)
 
 
 def test_a_defect_between_a_step_and_its_count_saves_nothing_of_the_step(

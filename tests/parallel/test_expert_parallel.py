@@ -204,21 +204,6 @@ def test_faults_beside_layers_that_are_cut_would_be_seen(ranks: Pool) -> None:
 # --- what is refused ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "degree", "says"),
-    [
-        (
-            "qwen3_moe",
-            4,
-            r"parallel.expert is 4, but model.layers.0.mlp.experts has 6 experts, .* divide; give one of 2, 3, 6",
-        ),
-    ],
-)
-def test_experts_that_cannot_be_shared_out_are_refused(family: str, degree: int, says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        check_experts(tiny_experts(family), degree)
-
-
 @pytest.mark.parametrize("family", UNCUT)
 def test_tokens_are_not_shared_where_no_layer_is_cut(family: str) -> None:
     with pytest.raises(InputError, match=r"nothing is cut between whose parts parallel\.sequence_parallel could share"):

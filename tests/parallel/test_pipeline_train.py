@@ -20,14 +20,13 @@ import torch
 from ranks import RankFailed, Ranks
 from seeds import SOAK, some
 from steps import change_steps
-from test_replicas import heard, lines, on_ranks
+from test_replicas import heard, lines, on_ranks, refused_on_all
 from test_tensor_train import five_jobs, same, saved_base
 from test_training import adapter, distance, steps, train
 
 import packlora
 from packlora.commands.plan import make_plan
 from packlora.config import Run
-from packlora.engine.adapters import AdapterState
 from packlora.engine.stage_passes import StageDevice
 from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
@@ -120,51 +119,6 @@ def simulated(line: dict[str, Any], stages: int) -> float:
         for stage in range(stages)
     ]
     return max(ends[-1] for ends in end_times(times)[1])
-
-
-def test_the_best_adapter_and_an_early_end_are_those_of_one_device(
-    tree: dict[str, Any], ranks: Groups, tmp_path: Path
-) -> None:
-    jobs = json.loads(json.dumps(tree["jobs"][:2]))
-    for job in jobs:
-        job["train"] |= {
-            "max_steps": 6, "eval_steps": 1, "learning_rate": 0.5, "load_best_model_at_end": True,
-            "early_stopping_patience": 2, "early_stopping_threshold": 100.0, "loraplus_lr_ratio": 4.0,
-        }  # fmt: skip
-    asked = {**tree, "jobs": jobs, "output_dir": str(tmp_path / "one")}
-    train(asked)
-    ended = [line for line in steps(tmp_path / "one") if line["job"] == jobs[0]["name"]]
-    assert len(ended) == 3, "nothing is better by so much"
-    staged = {**asked, "output_dir": str(tmp_path / "two"), "parallel": {"pipeline": 2}}
-    assert [status for status, _ in ranks(2).run(heard, staged, None, 0, {})] == ["done", "done"]
-    assert len(steps(tmp_path / "two")) == len(steps(tmp_path / "one"))
-    for job in jobs:
-        one, two = (adapter(tmp_path / out, job["name"]) for out in ("one", "two"))
-        assert distance(two, one) <= 1e-10
-
-
-def test_jobs_may_have_adapters_on_some_stages_alone(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
-    """On the first layer, on the last one, by two optimizers; and one that goes on from an adapter. Stopped on the way."""
-    targets = {"first": r".*layers\.0\..*_proj", "last": r".*layers\.4\.mlp\..*_proj"}
-    data = tree["jobs"][0]["data"]
-    jobs: list[dict[str, Any]] = [
-        {"name": name, "adapter": {"r": 3, "target_modules": own}, "data": data} for name, own in targets.items()
-    ]
-    jobs[1]["train"] = {"optim": "sgd", "learning_rate": 0.5}
-    asked = {**tree, "output_dir": str(tmp_path / "start"), "jobs": jobs, "save_every": 1}
-    train(asked, max_steps=1)
-    more = [{"name": "more", "adapter": {"init_from": str(tmp_path / "start" / "first")}, "data": jobs[0]["data"]}]
-    asked |= {"jobs": jobs + more, "output_dir": str(tmp_path / "alone")}
-    train(asked)
-    two = {**asked, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
-    assert ranks(2).run(heard, two, "", 3, {})[0][0] == "interrupted"
-    assert ranks(2).run(on_ranks, two, {"resume": True})[0][0] == "done"
-    for job in asked["jobs"]:
-        assert distance(adapter(tmp_path / "out", job["name"]), adapter(tmp_path / "alone", job["name"])) < 1e-10
-        states = [
-            json.loads((tmp_path / out / job["name"] / "trainer_state.json").read_text()) for out in ("out", "alone")
-        ]
-        assert states[0]["untrained"] == states[1]["untrained"]
 
 
 def on_stages(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -279,12 +233,13 @@ def killed(rank: int, tree: dict[str, Any]) -> str:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("key", ["pipeline", "tensor"])
 def test_a_run_that_was_killed_ends_with_a_reason_and_goes_on_with_the_bits_of_one_that_was_not(
-    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+    key: str, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
     jobs = tree["jobs"][:2]
     asked, other = (
-        {**tree, "jobs": jobs, "save_every": 1, "output_dir": str(tmp_path / name), "parallel": {"pipeline": 2}}
+        {**tree, "jobs": jobs, "save_every": 1, "output_dir": str(tmp_path / name), "parallel": {key: 2}}
         for name in ("out", "other")
     )
     with pytest.raises(RankFailed, match="rank 1: the process ended with 9") as caught:
@@ -406,50 +361,15 @@ def test_a_job_fails_alike_on_all_stages_and_the_others_go_on(
 # --- negative controls -------------------------------------------------------------------------------------------------
 
 
-def broken(rank: int, tree: dict[str, Any], how: str) -> str:
-    """A run in which something is wrong on all stages."""
-
-    step = AdapterState.step
-
-    def early(self: AdapterState, lr: float, norm: Any) -> Any:
-        """A step with the gradient of the stage alone."""
-        return step(self, lr, self.square().sqrt())
-
-    changes = {
-        "clipped by the stage's own norm": mock.patch.object(AdapterState, "step", early),
-        "planned for one stage": mock.patch("packlora.runtime.estimate.planning_cost", return_value=CostModel()),
-        "sums before gradients": mock.patch.object(StageDevice, "_send_down", swapped()),
-    }
-    with changes[how]:
+def planned_for_one_stage(rank: int, tree: dict[str, Any]) -> str:
+    with mock.patch("packlora.runtime.estimate.planning_cost", return_value=CostModel()):
         return packlora.train(tree).status
 
 
-def swapped() -> Any:
-    """A message of sums where the stage below expects a gradient."""
-
-    def sends(self: StageDevice, pending: Any) -> None:
-        if not self.stage.links.is_first:
-            sums = torch.zeros(2, 5, dtype=torch.float64)
-            self.stage.links.down.send(sums, sums.shape, sums.dtype)
-
-    return sends
-
-
-def test_the_comparison_sees_what_is_wrong(tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path) -> None:
-    def asked(name: str) -> dict[str, Any]:
-        return {**tree, "jobs": tree["jobs"][:2], "output_dir": str(tmp_path / name), "parallel": {"pipeline": 2}}
-
-    ranks(2).run(broken, asked("clip"), "clipped by the stage's own norm")
-    assert distance(adapter(tmp_path / "clip", "dora"), adapter(whole, "dora")) > 1e-3
+def test_a_step_that_comes_too_late_is_no_run(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    asked = {**tree, "jobs": tree["jobs"][:2], "output_dir": str(tmp_path / "stale"), "parallel": {"pipeline": 2}}
     with pytest.raises(RankFailed, match="a global batch would begin before the step it follows"):
-        ranks(2).run(broken, asked("stale"), "planned for one stage")
-
-
-@pytest.mark.soak
-def test_messages_in_another_order_are_no_run(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
-    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2, "timeout_s": 5}}
-    with pytest.raises(RankFailed):
-        ranks(2).run(broken, asked, "sums before gradients", seconds=30)
+        ranks(2).run(planned_for_one_stage, asked)
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------------
@@ -459,37 +379,15 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
     tree: dict[str, Any], tokenizer: Any, ranks: Groups, tmp_path: Path
 ) -> None:
     fresh = {**tree, "jobs": tree["jobs"][1:], "output_dir": str(tmp_path / "out")}
-
-    def refused(parallel: dict[str, Any], **changes: Any) -> str:
-        told = ranks(2).run(on_ranks, {**fresh, **changes, "parallel": parallel}, {})
-        assert told[0] == told[1]
-        assert told[0][1] == -1, told
-        assert not (tmp_path / "out").exists(), "bad input leaves no trace"
-        return str(told[0][0])
-
-    assert (
-        "parallel.pipeline is 3, but 2 processes were started, one for each device; start a multiple of 3"
-        in refused({"pipeline": 3})
-    )
-    assert "parallel.pipeline is 2 and parallel.tensor 2, but 2 processes were started" in refused(
-        {"pipeline": 2, "tensor": 2}
-    )
-    assert (
-        "parallel.pipeline is 2, but 1 process was started"
-        in on_ranks(0, {**fresh, "parallel": {"pipeline": 2}}, {})[0]
-    )
-    assert "pipeline is 2 and shard_base is true, two ways to share the weights" in refused(
-        {"pipeline": 2, "shard_base": True}
-    )
-    assert "devices_per_job is 1, but 2 devices hold the base model together (pipeline)" in refused(
-        {"pipeline": 2, "devices_per_job": 1}
-    )
-    assert "pipeline is 0; give auto or a number of stages" in refused({"pipeline": 0})
-    assert "cuda_graphs: true cannot be met" in refused({"pipeline": 2}, cuda_graphs=True)
     sweep = {"job": fresh["jobs"][0]["name"], "parameters": {"train.learning_rate": [1e-3]}}
-    assert "sweep: candidates join and leave on one process, or on the stages" in refused({}, sweep=sweep)
     few = saved_base(tmp_path / "few", tokenizer, num_hidden_layers=1)
-    assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"parallel": {"pipeline": 2}, "cuda_graphs": True}, "cuda_graphs: true cannot be met"),
+        ({"parallel": {}, "sweep": sweep}, "sweep: candidates join and leave on one process, or on the stages"),
+        ({"parallel": {"pipeline": 2}, "base_model": few}, "parallel.pipeline is 2, but the model has 1 layers"),
+    ]
+    for changes, says in cases:
+        refused_on_all(ranks, fresh | changes, says)
 
 
 def test_plan_predicts_what_is_trained(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from seeds import SOAK
 from test_training import JOBS, adapter, config, distance, steps, train
 
 import packlora
+from packlora.config import ParallelConfig
 from packlora.errors import InputError
-from packlora.events import Event, RunBegan, RunEnded, Stepped, Stop
+from packlora.events import Event, RunBegan, Stepped, Stop
 from packlora.parallel.mesh import Mesh
 
 Groups = Callable[[int], Ranks]
@@ -30,12 +31,6 @@ def on_ranks(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> tuple[
     except InputError as error:
         return str(error), -1, []
     return result.status, result.tokens, list(result.jobs)
-
-
-def followed(rank: int, tree: dict[str, Any]) -> tuple[tuple[str, int, list[str]], list[str]]:
-    """A run, on every process, and the kinds of events that it was told."""
-    told: list[str] = []
-    return on_ranks(rank, tree, {"subscribers": [lambda event: told.append(type(event).__name__)]}), told
 
 
 @pytest.fixture(scope="module")
@@ -76,66 +71,6 @@ def same_run(out: Path, whole: Path, bound: float) -> None:
     found = {(line["job"], line["step"]): line["eval_loss"] for line in lines(out, "evals")}
     assert found == pytest.approx({(line["job"], line["step"]): line["eval_loss"] for line in lines(whole, "evals")})
     assert not list(out.glob("**/.tmp-*"))
-
-
-def hears_all_as_of_one_run(events: list[str], whole: Path) -> None:
-    for kind in (RunBegan, RunEnded):
-        assert events.count(kind.__name__) == 1
-    assert (events[0], events[-1]) == ("RunBegan", "RunEnded")
-    assert events.count("TrainingBegan") == 1
-    assert events.count("Stepped") == len(steps(whole))
-    assert events.count("JobDone") == len(JOBS)
-    assert events.count("Evaluated") == len(lines(whole, "evals"))
-    assert events.count("CheckpointSaved") == events.count("CheckpointBegins") > len(JOBS)
-
-
-@pytest.mark.parametrize(
-    ("processes", "each", "layout"),
-    [(2, 1, 2), (2, "auto", None), (4, 2, 2)],
-)
-def test_a_run_gives_what_one_device_gives(
-    processes: int, each: Any, layout: int | None, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"devices_per_job": each}}
-    (done, events), *others = ranks(processes).run(followed, asked)
-    tokens = sum(line["tokens"] for line in steps(whole))
-    assert done == ("done", tokens, [job["name"] for job in tree["jobs"]])
-    assert others == [(done, [])] * (processes - 1), "only the first process has subscribers"
-    same_run(tmp_path / "out", whole, 1e-10)
-    hears_all_as_of_one_run(events, whole)
-    record = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert record["result"]["status"] == "done"
-    assert layout is None or len(record["schedule"]["layout"]["groups"]) == layout
-    assert sorted(name for group in record["schedule"]["layout"]["groups"] for name in group) == sorted(
-        job["name"] for job in tree["jobs"]
-    )
-    ran = lines(tmp_path / "out", "microbatches")
-    assert sorted(line["index"] for line in ran) == list(range(len(ran)))
-    assert {line["rank"] for line in ran} == set(range(processes))
-    assert (tmp_path / "out" / "report.html").stat().st_size > 1000
-    described, alone = record["jobs"], json.loads((whole / "run.json").read_text())["jobs"]
-    assert described == alone
-
-
-def test_jobs_end_as_on_one_device_where_held_out_losses_decide_it(
-    tree: dict[str, Any], ranks: Groups, tmp_path: Path
-) -> None:
-    """One job's result is its best adapter, the other ends early; a learning rate of its own for B."""
-    asked = (
-        {"load_best_model_at_end": True, "eval_steps": 1, "learning_rate": 0.3},
-        {"early_stopping_patience": 1, "early_stopping_threshold": 10.0, "eval_steps": 1, "loraplus_lr_ratio": 4.0},
-    )
-    jobs = [job | {"train": job["train"] | more} for job, more in zip(tree["jobs"][:2], asked, strict=True)]
-    one, two = ({**tree, "jobs": jobs, "output_dir": str(tmp_path / name)} for name in ("one", "two"))
-    alone = train(one)
-    assert alone.jobs["dropped"].step == 2
-    told = ranks(2).run(on_ranks, {**two, "parallel": {"devices_per_job": 2}}, {})
-    assert [status for status, *_ in told] == ["done", "done"]
-    for job in jobs:
-        found, wanted = (adapter(tmp_path / name, job["name"]) for name in ("two", "one"))
-        assert distance(found, wanted) <= 1e-10
-    states = [json.loads((tmp_path / name / "lora" / "trainer_state.json").read_text()) for name in ("one", "two")]
-    assert states[0]["best_global_step"] == states[1]["best_global_step"] < states[0]["global_step"]
 
 
 def patient(rank: int, tree: dict[str, Any]) -> bool:
@@ -195,31 +130,6 @@ def heard(rank: int, tree: dict[str, Any], ends: str | None, at: int, options: d
     return result.status, [type(event).__name__ for event in told]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_job_can_be_ended_from_the_first_process(
-    each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    name = "dora.drop"
-    jobs = json.loads(json.dumps(tree["jobs"]))
-    jobs[1]["train"]["num_train_epochs"], jobs[3]["train"]["num_train_epochs"] = (
-        20,
-        12,
-    )  # so the other process trains it
-    asked = {**tree, "jobs": jobs, "output_dir": str(tmp_path / "out"), "parallel": {"devices_per_job": each}}
-    assert ranks(2).run(heard, asked, name, 1, {})[0][0] == "done"
-    groups = json.loads((tmp_path / "out" / "run.json").read_text())["schedule"]["layout"]["groups"]
-    assert name not in groups[0] or each == 2
-    ends = {
-        job["name"]: max(line["step"] for line in steps(tmp_path / "out") if line["job"] == job["name"]) for job in JOBS
-    }
-    full = {job["name"]: max(line["step"] for line in steps(whole) if line["job"] == job["name"]) for job in JOBS}
-    assert ends[name] < 25
-    assert {other: ends[other] for other in ("lora", "rs")} == {other: full[other] for other in ("lora", "rs")}
-    state = json.loads((tmp_path / "out" / name / "trainer_state.json").read_text())
-    assert "enough" in state["stopped"]
-
-
 def short_of_memory(rank: int, tree: dict[str, Any], short: int) -> tuple[str, int]:
     """A run in which one process has no memory for microbatches of more than 120 tokens."""
     import torch
@@ -261,30 +171,53 @@ def with_changes(rank: int, tree: dict[str, Any], changed: int, change: dict[str
     return on_ranks(rank, {**tree, **change} if rank == changed else tree, {})
 
 
+def refused_on_all(ranks: Groups, asked: dict[str, Any], says: str, *options: Any, function: Any = on_ranks) -> None:
+    """A run on two processes ends alike on both with these words, and leaves no trace."""
+    told = ranks(2).run(function, asked, *(options or ({},)))
+    assert told[0] == told[1] and told[0][1] == -1, told
+    assert says in str(told[0][0])
+    assert not Path(asked["output_dir"]).exists(), "bad input leaves no trace"
+
+
 def test_what_is_wrong_is_said_alike_on_every_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
     fresh = {**tree, "output_dir": str(tmp_path / "out")}
-
-    def refused(*args: Any) -> str:
-        told = ranks(2).run(*args)
-        assert told[0] == told[1]
-        assert told[0][1] == -1, told
-        assert not (tmp_path / "out").exists(), "bad input leaves no trace"
-        return str(told[0][0])
-
-    assert "same run file and arguments: process 0 has" in refused(with_changes, fresh, 1, {"seed": 5})
-    assert refused(with_changes, fresh, 1, {"dtype": "float61"}).startswith("process 1 of 2: the run:\n  dtype")
-    assert refused(on_ranks, {**fresh, "base_model": str(tmp_path / "none")}, {}).startswith("base_model")
-    assert "devices_per_job is 3, but 2 processes were started" in refused(
-        on_ranks, {**fresh, "parallel": {"devices_per_job": 3}}, {}
-    )
-    assert "with shard_base all 2 processes share every job" in refused(
-        on_ranks, {**fresh, "parallel": {"devices_per_job": 1, "shard_base": True}}, {}
-    )
-    assert "but one process was started" in on_ranks(0, {**fresh, "parallel": {"shard_base": True}}, {})[0]
-    assert "device: 'cuda:1' is one device" in refused(on_ranks, {**fresh, "device": "cuda:1"}, {})
+    for change, says in (
+        ({"seed": 5}, "same run file and arguments: process 0 has"),
+        ({"dtype": "float61"}, "process 1 of 2: the run:\n  dtype"),
+    ):
+        refused_on_all(ranks, fresh, says, 1, change, function=with_changes)
     (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')
     jobs = [{**tree["jobs"][0], "data": {"path": str(tmp_path / "bad.jsonl")}}, *tree["jobs"][1:]]
-    assert "bad.jsonl" in refused(on_ranks, {**fresh, "jobs": jobs}, {})
+    for changes, says in (
+        ({"base_model": str(tmp_path / "none")}, "base_model"), ({"device": "cuda:1"}, "device: 'cuda:1' is one device"),
+        ({"jobs": jobs}, "bad.jsonl"), ({"parallel": {"pipeline": 3}}, "parallel.pipeline is 3, but 2 processes were"),
+    ):  # fmt: skip
+        refused_on_all(ranks, fresh | changes, says)
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel", "says"),
+    [
+        (2, {"pipeline": 3}, "parallel.pipeline is 3, but 2 processes were started, one for each device; start"),
+        (2, {"pipeline": 2, "tensor": 2}, "parallel.pipeline is 2 and parallel.tensor 2, but 2 processes were started"),
+        (1, {"pipeline": 2}, "parallel.pipeline is 2, but 1 process was started"),
+        (2, {"tensor": 3}, "parallel.tensor is 3, but 2 processes were started"),
+        (2, {"tensor": 2, "shard_base": True}, "shares what each of 2 devices (parallel.tensor) holds with"),
+        (2, {"shard_base": 3}, "parallel.shard_base is 3, but 2 processes were started"),
+        (2, {"tensor": 2, "shard_base": 2}, "parallel.shard_base is 2 and parallel.tensor 2, but 2 processes"),
+        (1, {"shard_base": True}, "but one process was started"), (3, {"expert": 2}, "parallel.expert is 2, but 3 processes"),
+        (6, {"expert": 2, "shard_base": 2}, "parallel.shard_base is 2 and parallel.expert 2, but 6 processes were started"),
+        (2, {"expert": 2, "shard_base": True}, "shares what each of 2 devices (parallel.expert) holds with further ones"),
+        (2, {"devices_per_job": 3}, "devices_per_job is 3, but 2 processes were started"),
+        (2, {"devices_per_job": 1, "shard_base": True}, "with shard_base all 2 processes share every job"),
+    ],
+)  # fmt: skip
+def test_numbers_of_processes_that_cannot_be_divided_as_asked_are_refused(
+    processes: int, parallel: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        ParallelConfig.model_validate(parallel).check(processes)
+    assert says in str(caught.value)
 
 
 def test_a_run_that_is_there_is_refused_on_every_process(tree: dict[str, Any], whole: Path, ranks: Groups) -> None:

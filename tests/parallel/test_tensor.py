@@ -39,7 +39,7 @@ from tensor_runs import (
 )  # fmt: skip
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from packlora.adapters import linear, norms
+from packlora.adapters import linear
 from packlora.adapters.attach import Adapter
 from packlora.adapters.files import load_adapter, save_adapter
 from packlora.adapters.sharded import ShardedLinear
@@ -49,7 +49,6 @@ from packlora.base.proof import check_packing, own_logits
 from packlora.errors import InputError
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.cross_entropy.reference import IGNORE
-from packlora.parallel import adapter as parallel_adapter
 from packlora.parallel import collectives, tensor, vocabulary
 from packlora.parallel.adapter import joined
 from packlora.parallel.collectives import copied
@@ -80,15 +79,6 @@ def some_cases(size: int) -> list[Case]:
 def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
     """Losses, whole gradients, their norms and the parameters after three steps. Of 4 processes two share a key-value head."""
     assert_exact(ranks(size).run(compared, some_cases(size), seconds=PATIENCE))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [2, 4])
-def test_what_is_learnt_is_that_of_one_process_in_every_combination(size: int, family: str, ranks: Pool) -> None:
-    cases = [case_of(family, one) for _, one in singles()]
-    cases += [case_of(family, *threes(dropout)) for dropout in (0.0, 0.1)]
-    assert_exact(ranks(size).run(compared, cases, seconds=PATIENCE))
 
 
 def test_other_families_learn_the_same(ranks: Pool) -> None:
@@ -194,20 +184,8 @@ def masks_from_feature_0() -> Any:
     return mock.patch.object(linear.AdaptedLinear, "first_feature", 0)
 
 
-def parts_not_added_up() -> Any:
-    return mock.patch.object(parallel_adapter, "add_up")
-
-
-def norms_of_slices() -> Any:
-    return mock.patch.object(norms, "_added_up", lambda handles, found: found)
-
-
 def gradients_of_inputs_added_up_twice() -> Any:
     return mock.patch.object(tensor, "copied", lambda x, group: copied(copied(x, group), group))
-
-
-def gradients_of_inputs_not_added_up() -> Any:
-    return mock.patch.object(tensor, "copied", lambda x, group: x)
 
 
 def sums_of_own_words() -> Any:
@@ -216,10 +194,6 @@ def sums_of_own_words() -> Any:
         return replace(part, join=lambda found: found[None])
 
     return mock.patch.object(vocabulary, "part_of", own)
-
-
-def gradients_of_own_words() -> Any:
-    return mock.patch.object(vocabulary, "part_of", lambda *at: replace(part_of(*at), add_up=lambda gradient: None))
 
 
 def vectors_of_own_words() -> Any:
@@ -249,12 +223,8 @@ def drawn_by_slices() -> Any:
 
 BREAKS: dict[Callable[[], AbstractContextManager[Any]], dict[str, Any]] = {
     masks_from_feature_0: adapter_of("LoRA", 0.1),
-    parts_not_added_up: adapter_of("LoRA"),
-    norms_of_slices: adapter_of("DoRA"),
     gradients_of_inputs_added_up_twice: adapter_of("LoRA"),
-    gradients_of_inputs_not_added_up: adapter_of("LoRA"),
     sums_of_own_words: adapter_of("LoRA"),
-    gradients_of_own_words: adapter_of("LoRA"),
     vectors_of_own_words: adapter_of("LoRA"),
     biases_before_the_sum: adapter_of("LoRA", bias="all"),
 }

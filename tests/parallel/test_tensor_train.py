@@ -4,7 +4,6 @@ what one device leaves."""
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 from collections.abc import Callable
@@ -19,8 +18,8 @@ from conftest import FAMILIES, rows_into, tiny_model
 from ranks import RankFailed, Ranks
 from steps import change_steps
 from tensor_runs import MORE_FAMILIES
-from test_replicas import heard, lines, on_ranks, same_run
-from test_training import JOBS, adapter, config, distance, steps, train
+from test_replicas import heard, refused_on_all, same_run
+from test_training import JOBS, adapter, config, distance, train
 from torch.distributed.tensor import DTensor
 
 import packlora
@@ -29,6 +28,7 @@ from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.parallel import cut
 from packlora.parallel.replicas import Alone
+from packlora.parallel.sharded import Shards
 from packlora.parallel.tensor import shard
 from packlora.runtime import choose as choosing
 from packlora.runtime import estimate, profiles
@@ -82,24 +82,6 @@ def one_job(tree: dict[str, Any], out: Path, **parallel: Any) -> dict[str, Any]:
     return {**tree, "jobs": tree["jobs"][:1], "output_dir": str(out), "parallel": parallel}
 
 
-def test_replicas_that_hold_the_model_together_give_and_record_what_one_device_gives(
-    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    parallel = {"tensor": 2, "sequence_parallel": True, "devices_per_job": 4}
-    asked = {**tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": True, "parallel": parallel}
-    told = ranks(4).run(on_ranks, asked, {})
-    tokens = sum(line["tokens"] for line in steps(whole))
-    assert told == [("done", tokens, [job["name"] for job in tree["jobs"]])] * 4
-    same(tmp_path / "out", whole)
-    record, alone = (json.loads((out / "run.json").read_text()) for out in (tmp_path / "out", whole))
-    assert len(record["schedule"]["layout"]["groups"]) == 1
-    assert (record["jobs"], record["model"]["fingerprint"]) == (alone["jobs"], alone["model"]["fingerprint"])
-    assert any("tensor parallelism over 2 processes: " in text for text in record["warnings"])
-    ran = lines(tmp_path / "out", "microbatches")
-    assert sorted(line["index"] for line in ran) == list(range(len(ran)))
-    assert {line["rank"] for line in ran} == {0, 2}, "the first process of each replica"
-
-
 # --- stopping, resuming ------------------------------------------------------------------------------------------------
 
 
@@ -129,21 +111,6 @@ def killed(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> Any:
 
     with mock.patch.object(Job, "stepped", stepped):
         return packlora.train(tree, **options).status
-
-
-@pytest.mark.soak
-def test_on_the_same_layout_a_run_that_was_killed_has_the_bits_of_one_that_was_not(
-    tree: dict[str, Any], ranks: Groups, tmp_path: Path
-) -> None:
-    asked, other = (one_job(tree, tmp_path / name, tensor=2) | {"save_every": 1} for name in ("out", "other"))
-    with pytest.raises(RankFailed, match="rank 1: the process ended with 9") as caught:
-        ranks(2).run(killed, asked, {})
-    assert "process 0 of 2 waited in vain for another one of the run" in str(caught.value)
-    assert (tmp_path / "out" / "dora" / "checkpoint-1").exists()
-    assert ranks(2).run(on_ranks, asked, {"resume": True})[0][0] == "done"
-    assert ranks(2).run(on_ranks, other, {})[0][0] == "done"
-    files = [tmp_path / name / "dora" / "adapter_model.safetensors" for name in ("out", "other")]
-    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 # --- one decision ------------------------------------------------------------------------------------------------------
@@ -179,30 +146,36 @@ def test_a_slice_that_is_not_finite_ends_its_job_on_all_processes(
 def test_what_cannot_be_cut_is_refused_on_every_process(
     tree: dict[str, Any], tokenizer: Any, ranks: Groups, tmp_path: Path
 ) -> None:
-    fresh = {**tree, "jobs": tree["jobs"][1:], "output_dir": str(tmp_path / "out")}
+    fresh = {**tree, "jobs": tree["jobs"][1:], "output_dir": str(tmp_path / "out"), "parallel": {"tensor": 2}}
     heads = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
-    odd = saved_base(tmp_path / "odd", tokenizer, **heads)
+    odd = fresh | {"base_model": saved_base(tmp_path / "odd", tokenizer, **heads)}
     with mock.patch.dict("conftest.FAMILIES", {"hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16})}):
         other = saved_base(tmp_path / "other", tokenizer, "hunyuan")
-
-    def refused(parallel: dict[str, Any], base: str = tree["base_model"]) -> str:
-        told = ranks(2).run(on_ranks, {**fresh, "base_model": base, "parallel": parallel}, {})
-        assert told[0] == told[1]
-        assert told[0][1] == -1, told
-        assert not (tmp_path / "out").exists(), "bad input leaves no trace"
-        return str(told[0][0])
-
-    assert "parallel.tensor is 3, but 2 processes were started" in refused({"tensor": 3})
-    assert "parallel.tensor is 2, but 1 process was" in on_ranks(0, {**fresh, "parallel": {"tensor": 2}}, {})[0]
-    assert "shares what each of 2 devices (parallel.tensor) holds with" in refused({"tensor": 2, "shard_base": True})
-    assert "parallel.shard_base is 3, but 2 processes were started" in refused({"shard_base": 3})
-    assert "parallel.shard_base is 2 and parallel.tensor 2, but 2 processes" in refused({"tensor": 2, "shard_base": 2})
-    assert "sequence_parallel goes with tensor" in refused({"sequence_parallel": True})
-    assert "devices_per_job is 1, but 2 devices hold" in refused({"tensor": 2, "devices_per_job": 1})
-    assert "q_proj has 3 heads of 16, which 2 does not divide" in refused({"tensor": 2}, odd)
+    refused_on_all(ranks, odd, "q_proj has 3 heads of 16, which 2 does not divide")
     with pytest.raises(packlora.InputError, match=r"3 heads of 16, which 2 does not divide"):
-        make_plan(Run.model_validate({**fresh, "base_model": odd, "parallel": {"tensor": 2}}))
-    assert "transformers has no plan for hunyuan_v1_dense models" in refused({"tensor": 2}, other)
+        make_plan(Run.model_validate(odd))
+    refused_on_all(ranks, fresh | {"base_model": other}, "transformers has no plan for hunyuan_v1_dense models")
+
+
+def held(rank: int, tree: dict[str, Any]) -> float:
+    """Part of the base model that this process holds of its weights in a run."""
+    parts, filled = list[int](), Shards._fill
+
+    def fill(self: Shards, *args: Any) -> None:
+        filled(self, *args)
+        own = {id(p): p.to_local().numel() for p in self.model.parameters() if isinstance(p, DTensor)}
+        parts.append(sum(own.values()))
+
+    with mock.patch.object(Shards, "_fill", fill):
+        packlora.train(tree, max_steps=1)
+    return parts[-1] / sum(p.numel() for p in read_model(tree["base_model"], None, torch.float32).parameters())
+
+
+def test_no_process_holds_more_than_its_part_where_layers_are_cut_and_rows_shared(
+    tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    asked = one_job(tree, tmp_path / "out", tensor=2, shard_base=True, offload_base=True)
+    assert max(ranks(4).run(held, asked)) < 1.1 / 4
 
 
 def test_the_plan_predicts_time_and_memory_of_devices_that_hold_a_layer_together(

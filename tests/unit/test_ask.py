@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from group_cases import compare, make_case, run_group, run_reference
 from seeds import SEED
 from test_plans import BACKWARD_TABLE, FORWARD_TABLE, LARGE, counted_in_the_group, one
 
 from packlora.errors import InputError
-from packlora.ops.lora_linear.plan import CHAIN, PLANS, RUNLORA, NamedPlan, Plan, legal, named_plan, why_not
-from packlora.ops.lora_linear.types import situation
+from packlora.ops.lora_linear.plan import CHAIN, PLANS, RUNLORA, NamedPlan, Plan, named_plan
 from packlora.plans.ask import MEASURED, Ask, asks_of
 from packlora.plans.cache import PlanCache, Record
 from packlora.plans.case import Case
@@ -120,14 +118,6 @@ def test_flops_takes_the_fewest_by_runlora_s_formulas_and_as_they_are_counted(tm
     assert seen == ({True, False} if lossy else {False})
 
 
-@pytest.mark.parametrize("named", RUNLORA, ids=lambda named: named.name)
-def test_the_products_of_every_plan_of_runlora_are_those_of_its_formula(named: NamedPlan) -> None:
-    forward, _, number = named.name.partition("-backward")
-    for T, K, N, r in ((8, 6, 10, 3), (12, 20, 4, 5)):
-        want = FORWARD_TABLE[forward](T, K, N, r) + BACKWARD_TABLE[f"b{number}"](T, K, N, r)
-        assert counted_in_the_group(one(T, K, N, r), named.plan) == want
-
-
 def test_of_plans_with_as_few_operations_flops_takes_the_fastest_measured(tmp_path: Path) -> None:
     ms = {CHAIN.name: 10.0, "mm/before-mm/before": 8.0, "mm/merged-mm/merged+dA:xd+dB:xd+again": 20.0}
     own = chooser(tmp_path, Ask("flops"), LARGE, ms)
@@ -223,17 +213,6 @@ def test_a_plan_that_is_asked_for_keeps_s_as_it_says_whatever_is_preferred(tmp_p
     case = one(512, 64, 4096, 1)
     assert chooser(tmp_path, Ask("chain", prefer="memory")).plan_for(case) == CHAIN
     assert chooser(tmp_path, Ask("forward1-backward1")).plan_for(case) == Plan(keep_s=False)
-
-
-@pytest.mark.parametrize("named", PLANS, ids=lambda named: named.name)
-def test_every_plan_gives_the_specified_numbers_without_s(named: NamedPlan) -> None:
-    """Kernels are carried out by Triton's interpreter, in float32."""
-    again, kernels = dataclasses.replace(named.plan, keep_s=False), named.plan.needs_triton
-    case = make_case(23, 16, [16], [[4]], [0.0], True, SEED, whole=0)
-    dtype = torch.float32 if kernels else torch.float64
-    call = situation(case.layers, case.segments, 23)._replace(double=not kernels)
-    assert why_not(again, call) is None and legal(again, call) == again
-    compare(run_group(case, dtype, again), run_reference(case, dtype), 1e-4 if kernels else 1e-11)
 
 
 def test_a_run_file_s_patterns_that_take_forever_are_refused() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from seeds import some
 
-from packlora.ops.attention import attention, by_sample
+from packlora.ops.attention import attention
 from packlora.ops.attention.attention import packed_attention
 from packlora.ops.attention.blocks import SampleBlocks
 
@@ -52,18 +51,6 @@ def test_samples_of_equal_length_that_are_batched_have_the_bits_that_they_have_a
             start += length
     finally:
         torch.set_num_threads(before)
-
-
-def test_equal_neighbours_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes, original = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watching(q: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        shapes.append(tuple(q.shape))
-        return original(q, *rest, **kwargs)
-
-    monkeypatch.setattr(by_sample.F, "scaled_dot_product_attention", watching)
-    packed_attention(*operands(torch.float32), LENGTHS, 0.3)
-    assert [(count, length) for count, _, length, _ in shapes] == [(3, 7), (1, 20), (2, 1), (2, 20), (1, 33)]
 
 
 @pytest.mark.parametrize(("dtype", "D", "wide"), [(torch.float32, 16, 16), (torch.float64, 16, 16), (torch.bfloat16, 264, 264),

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import packlora
-from packlora.live import layers as peft_live
 
 Wrap = Callable[..., Any]
 
@@ -172,117 +167,3 @@ WRAPS: dict[str, dict[str, Wrap]] = {
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: how.__name__)
 def test_gradients_are_those_of_the_forward_s_own_masks(how: Any, wraps: dict[str, Wrap]) -> None:
     assert_gradients_are_those_of_the_loss(wrapped(stack(how), **wraps))
-
-
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-@pytest.mark.parametrize("how", [all_three, first_two, last_two, one_by_one], ids=lambda how: how.__name__)
-def test_inside_the_parent_they_are_those_of_layers_computed_one_by_one_without_checkpointing(
-    how: Any, dora: bool
-) -> None:
-    alone = stack(how, dora)
-    assert not packlora.accelerate(alone).groups  # no example that it could run
-    want = slopes(alone)
-    for wraps in WRAPS.values():
-        if "inner" in wraps:
-            got = slopes(wrapped(stack(how, dora), **wraps))
-            assert got.keys() == want.keys()
-            assert all(torch.allclose(got[name], value, rtol=1e-12, atol=1e-12) for name, value in want.items())
-
-
-@pytest.mark.parametrize(
-    "wraps", [WRAPS[name] for name in ("the parent", "the layer")], ids=["the parent", "the layer"]
-)
-def test_around_the_whole_parent_siblings_stay_together_and_gradients_are_those_without_checkpointing(
-    wraps: dict[str, Wrap], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = stack(all_three)
-    want = slopes(copy.deepcopy(model))
-    calls: list[int] = []
-    original = peft_live.lora_group
-    monkeypatch.setattr(
-        peft_live, "lora_group", lambda x, layers, *rest: calls.append(len(layers)) or original(x, layers, *rest)
-    )
-    got = slopes(wrapped(model, **wraps))
-    assert calls == [3, 1] * 4
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], value) for name, value in want.items())
-
-
-@pytest.mark.parametrize("part", ["", "self_attn", "mlp"])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_part_of_a_language_model_under_checkpointing_has_the_gradients_that_it_has_without(
-    part: str, reentrant: bool
-) -> None:
-    """The layer, its attention or its feed-forward, called inside of a checkpoint."""
-
-    class Wrapped(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner, self.on = inner, False
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if not self.on:
-                return self.inner(*args, **kwargs)
-            if args:
-                return checkpoint(partial(self.inner, **kwargs), *args, use_reentrant=reentrant)
-            x = kwargs.pop("hidden_states")
-            return checkpoint(lambda x: self.inner(hidden_states=x, **kwargs), x, use_reentrant=reentrant)
-
-    model = tiny_model("llama", torch.float64)
-    layer = model.model.layers[0]
-    wrap = Wrapped(getattr(layer, part) if part else layer)
-    if part:
-        setattr(layer, part, wrap)
-    else:
-        model.model.layers[0] = wrap
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3)).double().train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    model.enable_input_require_grads()
-    assert len(packlora.accelerate(model).groups) == 4
-    ids = torch.randint(3, 320, (2, 9), generator=torch.Generator().manual_seed(0))
-    got: list[list[torch.Tensor]] = []
-    for wrap.on in (False, True):
-        torch.manual_seed(4)
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        got.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert len(got[0]) == len(got[1]) == 28
-    assert all(torch.equal(one, two) for one, two in zip(*got, strict=True))
-
-
-def test_a_call_from_another_thread_is_none_of_the_parent_s_forward() -> None:
-    """Its masks are drawn by itself, and nothing of it is left for the parent."""
-
-    def how(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
-        seen: list[torch.Tensor] = []
-        thread = threading.Thread(target=lambda: seen.append(m.k_proj(x)))
-        thread.start()
-        thread.join()
-        return [m.q_proj(x), seen[0], m.v_proj(x)]
-
-    model = stack(how)
-    y = model(X)
-    assert torch.isfinite(y).all()
-    assert_gradients_are_those_of_the_loss(model)
-
-
-def test_a_parent_that_was_interrupted_opens_again() -> None:
-    interrupted: list[bool] = []
-
-    def how(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
-        q = m.q_proj(x)
-        if interrupted:
-            interrupted.clear()
-            raise KeyboardInterrupt
-        return [q, m.k_proj(x), m.v_proj(x)]
-
-    model = stack(how)
-    interrupted.append(True)
-    with pytest.raises(KeyboardInterrupt):
-        model(X)
-    assert_gradients_are_those_of_the_loss(model)

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from conftest import TINY, tiny_model
 from group_cases import KINDS, GroupCase, cast, make_case
-from packed import PackedSample, parts
-from peft import LoraConfig, get_peft_model
 from seeds import SEED, SOAK
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-import packlora
-from packlora.adapters.attach import attach
-from packlora.adapters.spec import resolve
-from packlora.base.packing import prepare_model
-from packlora.data.encode import Sample
-from packlora.engine.collate import PackedBatch, collate
-from packlora.engine.heads import token_losses
-from packlora.ops.lora_linear import autograd, torch_path
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
@@ -116,31 +102,6 @@ def test_trained_magnitudes_need_the_product_again_and_frozen_ones_do_not() -> N
             products.taken()
             y.backward(case.dy[0])
         assert products.taken()[K, N] == int(trained)
-
-
-def test_nothing_of_a_checkpointed_group_outlives_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
-    down, up = torch_path.down, torch_path.up
-
-    def watched_down(call: Any, own: Any, x_TK: torch.Tensor, *args: Any) -> torch.Tensor:
-        made.append(weakref.ref(x_TK))
-        S = down(call, own, x_TK, *args)
-        made.append(weakref.ref(S))
-        return S
-
-    def watched_up(*args: Any) -> Any:
-        y_TN, z_TN = up(*args)
-        made.append(weakref.ref(y_TN))
-        return y_TN, z_TN
-
-    monkeypatch.setattr(torch_path, "down", watched_down)
-    monkeypatch.setattr(torch_path, "up", watched_up)
-    block, _ = two_layers(CHAIN)
-    x = torch.randn(T, K, requires_grad=True)
-    (y,) = checkpoint(block, x, use_reentrant=False)
-    assert len(made) == 6
-    assert [each() is None for each in made] == [False] + [True] * 5  # x itself is the caller's
-    y.sum().backward()
 
 
 # --- the same bits -----------------------------------------------------------------------------------------------------
@@ -238,169 +199,8 @@ def test_outputs_and_gradients_are_those_without_hooks(
     assert_same_bits(outcome(kept, CHAIN, how), outcome(kept, CHAIN, plainly))
 
 
-@pytest.mark.parametrize("how", HOOKED, ids=lambda how: how.__name__)
-@pytest.mark.parametrize("plan", PRODUCTS, ids=lambda plan: plan.name)
-def test_so_are_those_of_plans_that_merge_or_associate_otherwise(
-    plan: Plan, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]
-) -> None:
-    case = some_case("siblings", ranks=[[4, 0, 7]], dropouts=[0.0 if plan.lossy else 0.2])
-    case = replace(case, segments=(replace(case.segments[0], start=0, stop=len(case.x)),))
-    assert_same_bits(outcome(case, plan, how), outcome(case, plan, plainly))
-    last = lambda outputs: outputs[2].sin().sum()  # noqa: E731
-    assert_same_bits(
-        outcome(case, plan, how, used=last), outcome(case, plan, plainly, used=last), zeros=how is reentrant
-    )
-
-
 @pytest.mark.parametrize("how", [checkpointed, offloaded], ids=lambda how: how.__name__)
 @pytest.mark.parametrize("kind", ["dropout", "siblings", "four adapters"])
 def test_so_are_those_of_the_kernels(kind: str, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
     case = some_case(kind)
     assert_same_bits(outcome(case, ROUTED, how), outcome(case, ROUTED, plainly))
-
-
-FROZEN: list[str | tuple[str, ...]] = ["A", "B", ("A", "B"), "x", "magnitude", "bias", ("A", "B", "magnitude", "bias")]
-
-
-# torch's reentrant checkpointing makes no gradients at all where no input needs one
-@pytest.mark.parametrize(
-    ("frozen", "how"),
-    [(frozen, how) for frozen in FROZEN for how in HOOKED if frozen != "x" or how is not reentrant],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_so_are_those_where_not_everything_is_trained(
-    frozen: Any, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]
-) -> None:
-    for kind in ("siblings", "DoRA and LoRA, siblings, some absent, biases"):
-        case = some_case(kind)
-        got, want = outcome(case, CHAIN, how, frozen=frozen), outcome(case, CHAIN, plainly, frozen=frozen)
-        assert_same_bits(got, want)
-        assert any(value is None for value in want.values()) or kind == "siblings"
-
-
-USES: dict[str, Callable[[tuple[torch.Tensor, ...]], torch.Tensor]] = {
-    "some outputs are not used": lambda outputs: outputs[1].square().sum(),
-    "gradients of stride 0": lambda outputs: outputs[0].sum() + 2 * outputs[2].sum(),
-    "transposed gradients": lambda outputs: sum((y.T.contiguous().sin().sum() for y in outputs), torch.zeros(())),
-    "an output is written into": lambda outputs: outputs[0].mul_(2).square().sum() + outputs[1].add_(1).square().sum(),
-    "one is used twice": lambda outputs: (outputs[2] * outputs[2]).sum() + outputs[2].exp().sum(),
-}
-
-
-@pytest.mark.parametrize("how", HOOKED, ids=lambda how: how.__name__)
-@pytest.mark.parametrize("use", USES)
-def test_so_are_those_of_any_use_of_the_outputs(
-    use: str, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]
-) -> None:
-    for kind in ("siblings", "DoRA and LoRA, siblings, some absent, biases"):
-        case = some_case(kind)
-        got, want = (outcome(case, CHAIN, each, used=USES[use]) for each in (how, plainly))
-        assert_same_bits(got, want, zeros=how is reentrant)
-
-
-def test_a_retained_graph_gives_the_same_gradients_again_and_a_freed_one_none() -> None:
-    block, parameters = two_layers(CHAIN)
-    x = torch.randn(T, K, requires_grad=True)
-    for how in (plainly, checkpointed, offloaded):
-        (y,) = how(block, x)
-        first = torch.autograd.grad(y.sum(), parameters, retain_graph=True)
-        second = torch.autograd.grad(y.sum(), parameters)
-        assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
-        with pytest.raises(RuntimeError, match="second time"):
-            torch.autograd.grad(y.sum(), parameters)
-
-
-def test_gradients_that_come_in_are_not_written_into() -> None:
-    block, _ = two_layers(CHAIN)
-    d = torch.randn(T, N)
-    before = d.clone()
-    (y,) = checkpointed(block, torch.randn(T, K, requires_grad=True))
-    y.backward(d)
-    assert torch.equal(d, before)
-
-
-def test_without_torchs_word_on_hooks_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = some_case("siblings")
-    want = outcome(case, CHAIN, checkpointed)
-    monkeypatch.setattr(autograd, "_TOP_HOOKS", None)
-    assert_same_bits(outcome(case, CHAIN, checkpointed), want)
-
-
-# --- whole models ------------------------------------------------------------------------------------------------------
-
-WIDTH, GATED = TINY["hidden_size"], TINY["intermediate_size"]
-DOWN, UP = (GATED, WIDTH), (WIDTH, GATED)
-
-
-def packed_batch() -> PackedBatch:
-    """Samples of two adapters, the first under dropout."""
-    generator, packed = np.random.default_rng(SEED), []
-    for number, (owner, length) in enumerate([(0, 13), (0, 20), (1, 17)]):
-        ids = generator.integers(3, TINY["vocab_size"], length).astype(np.int32)
-        sample = Sample(ids, np.arange(length) > 2)
-        packed.append(PackedSample(owner, sample, number, 0, None if owner else SEED))
-    return collate(parts(packed), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_peft_models_make_down_proj_once_and_give_the_same_bits(dora: bool, dropout: float, recompute: bool) -> None:
-    ids = torch.randint(3, TINY["vocab_size"], (2, 20))
-    config = LoraConfig(r=5, target_modules="all-linear", lora_dropout=dropout, use_dora=dora)
-    model = get_peft_model(tiny_model("llama"), config).train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    packlora.accelerate(model, recompute=recompute)
-    model.enable_input_require_grads()
-    got: list[list[torch.Tensor]] = []
-    for on in (False, True):
-        model.zero_grad()
-        torch.manual_seed(SEED)
-        if on:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        with Products(ids.numel()) as products:
-            loss = model(input_ids=ids, labels=ids).loss
-            made = products.taken()
-            loss.backward()
-            again = products.taken()
-        got.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
-        layers, base = TINY["num_hidden_layers"], 2 if dora and dropout else 1  # PEFT's DoRA drops its base product's x
-        assert made[DOWN] == base * layers
-        # gate's and up's dx are products of down_proj's shape: dx = d W, for every base product one
-        assert again[DOWN] == 2 * base * layers + (base * layers if on and dora else 0)
-        assert again[UP] == base * layers + (2 * base * layers if on else 0)
-    assert all(torch.equal(one, two) for one, two in zip(*got, strict=True))
-
-
-def test_packed_training_makes_down_proj_once_and_gives_the_same_bits() -> None:
-    """Two adapters with dropout."""
-    got: list[list[torch.Tensor]] = []
-    for on in (False, True):
-        model = tiny_model("llama")
-        prepare_model(model, on)
-        specs = {
-            name: resolve(
-                LoraConfig(r=r, lora_dropout=p, target_modules="all-linear", task_type="CAUSAL_LM"), model, name
-            )
-            for name, r, p in (("one", 4, 0.2), ("two", 3, 0.0))
-        }
-        attached, adapters = attach(model, specs, 0)
-        parameters = [p for adapter in adapters for p in adapter.named_parameters().values()]
-        with torch.no_grad():
-            for index, parameter in enumerate(parameters):
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
-        batch = packed_batch()
-        with attached.active(batch.owners), Products(batch.owners.total) as products:
-            _, loss, _ = token_losses(model, batch, torch.ones(len(batch.labels_L), dtype=torch.float64), False)
-            made = products.taken()
-            gradients = torch.autograd.grad(loss, parameters)
-            again = products.taken()
-        got.append([loss.detach(), *gradients])
-        layers = TINY["num_hidden_layers"]
-        assert made[DOWN] == layers
-        assert again[DOWN] == 2 * layers
-        assert again[UP] == layers + (2 * layers if on else 0)
-    assert all(torch.equal(one, two) for one, two in zip(*got, strict=True))

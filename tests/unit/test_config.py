@@ -151,34 +151,15 @@ def test_what_is_said_of_a_wrong_value_names_the_key_and_nothing_that_is_not_the
     [
         (tree({"adapter": {"r": "16"}}), "job 'first': adapter.r", "'16'"),
         (tree({"adapter": {"r": 1.5}}), "job 'first': adapter.r", "1.5"),
-        (tree({"adapter": {"r": True}}), "job 'first': adapter.r", "True"),
-        (tree({"adapter": {"r": None}}), "job 'first': adapter.r", "None"),
-        (tree({"adapter": {"lora_alpha": "32"}}), "job 'first': adapter.lora_alpha", "'32'"),
-        (tree({"adapter": {"target_modules": None}}), "job 'first': adapter.target_modules", "None"),
         (tree({"adapter": {"target_modules": ["q", 3]}}), "job 'first': adapter.target_modules[1]", "3"),
-        (tree({"adapter": {"rank_pattern": ["q"]}}), "job 'first': adapter.rank_pattern", "a list"),
         (tree({"adapter": {"rank_pattern": {"q": 1.5}}}), "job 'first': adapter.rank_pattern.q", "1.5"),
-        (tree({"adapter": 3}), "job 'first': adapter", "3"),
-        (tree({"train": None}), "job 'first': train", "None"),
         (tree({"train": {"shuffle": "yes"}}), "job 'first': train.shuffle", "'yes'"),
-        (tree({"train": {"shuffle": 1}}), "job 'first': train.shuffle", "1"),
-        (tree({"train": {"learning_rate": "1e-4"}}), "job 'first': train.learning_rate", "'1e-4'"),
         (tree({"train": {"learning_rate": float("inf")}}), "job 'first': train.learning_rate", "inf"),
-        (tree({"train": {"max_grad_norm": float("nan")}}), "job 'first': train.max_grad_norm", "nan"),
-        (tree({"data": "a.jsonl"}), "job 'first': data", "'a.jsonl'"),
         (tree({"name": 7}), "job number 0: name", "7"),
         (tree(jobs={"name": "first"}), "jobs", "a mapping"),
-        (tree(jobs=["first"]), "job number 0", "'first'"),
         (tree(jobs=[]), "jobs", "a list"),
-        (tree(jobs=None), "jobs", "None"),
-        (tree(base_model=None), "base_model", "None"),
         (tree(output_dir=""), "output_dir", "''"),
-        (tree(seed=0.0), "seed", "0.0"),
-        (tree(save_every=None), "save_every", "None"),
-        (tree(max_tokens_per_microbatch="Auto"), "max_tokens_per_microbatch", "'Auto'"),
         (tree(liger="yes"), "liger", "'yes'"),
-        (tree(liger=1), "liger", "1"),
-        (tree(parallel=None), "parallel", "None"),
         (tree(dtype="fp32"), "dtype", "'fp32'"),
     ],
 )
@@ -194,10 +175,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
     ("value", "message"),
     [
         (tree({"adapter": {"r": 0}}), "job 'first': adapter.r: input should be greater than or equal to 1; found 0"),
-        (tree({"adapter": {"r": -4}}), "job 'first': adapter.r: input should be greater than or equal to 1; found -4"),
         (tree({"adapter": {"lora_alpha": 0}}), "adapter.lora_alpha: input should be greater than or equal to 0.000001"),
-        (tree({"adapter": {"lora_dropout": 1.0}}), "adapter.lora_dropout: input should be less than 1"),
-        (tree({"adapter": {"lora_dropout": -0.1}}), "adapter.lora_dropout: input should be greater than or equal to 0"),
         (tree({"adapter": {"target_modules": []}}), "adapter.target_modules: is empty"),
         (tree({"adapter": {"target_modules": "(q"}}), "adapter.target_modules: has '(q', which is not a valid regular"),
         (
@@ -211,9 +189,6 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
         (tree({"adapter": {"bias": "some"}}), "adapter.bias: input should be 'none', 'all' or 'lora_only'"),
         (tree({"train": {"learning_rate": 0}}), "train.learning_rate: input should be greater than 0; found 0"),
         (tree({"train": {"max_steps": 0}}), "train: max_steps is 0, so nothing would be trained"),
-        (tree({"train": {"max_steps": -2}}), "train.max_steps: input should be greater than or equal to -1; found -2"),
-        (tree({"train": {"num_train_epochs": 0}}), "train.num_train_epochs: input should be greater than 0"),
-        (tree({"train": {"global_batch_size": 0}}), "train.global_batch_size: input should be greater than or equal"),
         (tree({"train": {"lr_scheduler_type": "cosin"}}), "train.lr_scheduler_type: input should be 'constant', "),
         (tree({"train": {"warmup_steps": 5}}), "train: warmup_steps is 5, but the schedule 'constant' has no warm-up"),
         (tree({"data": {"path": "a", "max_length": 1}}), "data.max_length: input should be greater than or equal to 2"),
@@ -231,12 +206,8 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
         ),
         (tree(schedule={"method": "best"}), "schedule.method: input should be 'auto', 'greedy', 'milp' or 'solo'"),
         (tree(schedule={"padding_multiple": 64}), "schedule.padding_multiple: input should be less than or equal to 1"),
-        (tree(schedule={"time_limit_s": 0}), "schedule.time_limit_s: input should be greater than or equal to 0.001"),
         (tree(schedule={"time_limit_s": 1e-320}), "schedule.time_limit_s: input should be greater than or equal to"),
-        (tree(parallel={"timeout_s": 1e-320}), "parallel.timeout_s: input should be greater than or equal to 1; found"),
         (tree(parallel={"timeout_s": 0}), "parallel.timeout_s: input should be greater than or equal to 1; found 0"),
-        (tree(parallel={"timeout_s": float("nan")}), "parallel.timeout_s: input should be a finite number; found nan"),
-        (tree(parallel={"timeout_s": float("inf")}), "parallel.timeout_s: input should be a finite number; found inf"),
         (tree(parallel={"timeout_s": 1e300}), "parallel.timeout_s: input should be less than or equal to 1000000"),
         (
             tree(parallel={"expert": 2, "tensor": 2, "devices_per_job": 2}),
@@ -302,20 +273,7 @@ def test_a_name_that_is_no_safe_folder_name_is_refused(name: str) -> None:
     assert f"name: is {name!r}, which cannot be a folder name" in message
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "run.json",
-        "Metrics.jsonl",
-        "evals.jsonl",
-        "microbatches.jsonl",
-        "Windows.jsonl",
-        "report.html",
-        "samples.jsonl",
-        "pipeline.jsonl",
-        ".tmp-a",
-    ],
-)
+@pytest.mark.parametrize("name", ["run.json", "Metrics.jsonl", "report.html", "pipeline.jsonl", ".tmp-a"])
 def test_a_name_that_packlora_uses_in_the_output_folder_is_refused(name: str) -> None:
     assert f"is {name!r}, which packlora itself uses" in refusal(tree({"name": name}))
 
@@ -350,14 +308,6 @@ def test_all_problems_are_listed_at_once_each_with_its_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [("2e-4", 2e-4), ("2E-4", 2e-4), ("1e+0", 1.0), ("2.e-4", 2e-4), (".5e-3", 5e-4), ("2.0e-4", 2e-4), ("1", 1.0)],
-)
-def test_a_number_in_scientific_notation_needs_no_point(tmp_path: Path, text: str, number: float) -> None:
-    assert load(tmp_path, TEXT + f"    train: {{learning_rate: {text}}}\n").jobs[0].train.learning_rate == number
-
-
-@pytest.mark.parametrize(
     ("train", "rate"),
     [
         ("{}", 2e-4), ("{trainer: dpo}", 5e-6), ("{loss_type: kto}", 5e-6), ("{trainer: dpo, loss_type: [sigmoid, sft]}", 5e-6),
@@ -381,10 +331,6 @@ def test_the_end_of_a_schedule_is_compared_with_the_trainer_s_learning_rate(tmp_
 
 def test_a_quoted_number_stays_a_text(tmp_path: Path) -> None:
     assert "found '2e-4'" in load_refusal(tmp_path, TEXT + "    train: {learning_rate: '2e-4'}\n")
-
-
-def test_a_text_that_resembles_a_number_stays_a_text(tmp_path: Path) -> None:
-    assert load(tmp_path, TEXT.replace("base_model: m", "base_model: 1e-b")).base_model == "1e-b"
 
 
 @pytest.mark.parametrize(
@@ -460,11 +406,6 @@ def test_override_values_have_the_types_of_YAML(tmp_path: Path) -> None:
     assert (run.seed, run.gradient_checkpointing, run.output_dir, run.revision) == (7, True, "a=b", None)
     assert run.jobs[0].adapter.target_modules == ["q_proj", "v_proj"]
     assert (run.jobs[0].train.max_steps, run.max_tokens_per_microbatch) == (3, "auto")
-
-
-def test_a_later_override_wins_and_the_file_is_not_changed(tmp_path: Path) -> None:
-    assert load(tmp_path, TEXT, "seed=1", "seed=2").seed == 2
-    assert (tmp_path / "run.yaml").read_text() == TEXT
 
 
 @pytest.mark.parametrize(

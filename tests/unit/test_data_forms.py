@@ -17,7 +17,6 @@ from packlora.config import DataConfig
 from packlora.data import mixture
 from packlora.data.encode import Encoded, Sample
 from packlora.data.readers import files_of, is_there, read_data, read_rows
-from packlora.data.rows import ALPACA, SHAREGPT
 from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 
@@ -94,26 +93,6 @@ def test_of_a_conversation_in_any_form_exactly_the_turns_of_the_assistant_are_le
 ) -> None:
     (sample,) = encode(tokenizer, write(tmp_path, row)).samples
     check(tokenizer, sample, *TURNS)
-
-
-def test_of_a_conversation_in_two_parts_the_second_is_learnt(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, {"prompt": PROMPT, "completion": [turn("assistant", "jumps over")]})
-    (sample,) = encode(tokenizer, path).samples
-    check(tokenizer, sample, *((text, learnt and "jumps" in text) for text, learnt in TURNS))
-
-
-@pytest.mark.parametrize("extra", [{}, {"input": "fox", "history": []}])
-def test_alpaca_s_rows_are_prompts_and_completions(extra: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, {"instruction": "the quick", "output": "brown"} | extra)
-    asked = "the quick\n\nfox" if extra else "the quick"
-    (sample,) = encode(tokenizer, path).samples
-    check(tokenizer, sample, (f"{USER}{asked}{END}\n", False), (ASSISTANT, False), (f"brown{END}", True))
-    assert read_data(str(path), "first").notes == [f"job 'first': {path}: {ALPACA}"]
-
-
-def test_a_form_that_was_recognised_is_told_once_a_file(tmp_path: Path) -> None:
-    path = write(tmp_path, {"conversations": SHARED}, {"conversations": SHARED}, {"text": "a"})
-    assert read_data(str(path), "first").notes == [f"job 'first': {path}: {SHAREGPT}"]
 
 
 def test_a_message_of_the_system_goes_before_prompts_and_conversations_that_have_none(
@@ -297,10 +276,6 @@ def counted(weights: list[float | None], sizes: list[int], seed: int = 0) -> lis
     assert taken == sorted(taken), "in the order of the sources and their files"
     assert len(notes) == (0 if weights[0] is None else len(sizes))
     return [Counter(n for k, n in taken if k == source) for source in range(len(sizes))]
-
-
-def test_sources_without_weights_follow_one_another() -> None:
-    assert counted([None, None], [3, 2]) == [Counter(range(3)), Counter(range(2))]
 
 
 def test_weights_are_shares_of_the_samples_drawn_alike_every_time() -> None:

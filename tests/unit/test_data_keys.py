@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pytest
 from test_data_forms import parts, save_to_disk
 from test_learnt_as_in_trl import FILES, learnt, tokenizer_of
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from packlora.config import DataConfig, DataSource
 from packlora.config.data import TEMPLATES
@@ -32,7 +32,7 @@ from packlora.data.rows import Row, check_row
 from packlora.data.samples import encode_rows
 from packlora.data.template import Template
 from packlora.errors import InputError
-from packlora.run_file import load_run, run_from
+from packlora.run_file import run_from
 
 ASKED: list[dict[str, Any]] = [
     {"question": "the fox", "answer": "the dog", "text": "a passage", "id": 1, "sys": "be brief"},
@@ -101,35 +101,6 @@ def test_a_column_that_is_not_there_is_refused_with_the_line_and_the_columns_tha
     assert said.startswith(begun) and set(said.removeprefix(begun).split(", ")) == {"question", "reply"}
 
 
-def test_one_column_may_be_renamed_alone_and_names_may_be_swapped(tmp_path: Path) -> None:
-    path = jsonl(
-        tmp_path, [{"prompt": "a", "answer": "b", "text": "c"}, {"prompt": "d", "answer": "e", "messages": []}]
-    )
-    assert [(row.prompt, row.completion) for row in read(path, columns={"completion": "answer"})] == [
-        ("a", "b"),
-        ("d", "e"),
-    ]
-    path = jsonl(tmp_path, [{"prompt": "a", "completion": "b"}])
-    (row,) = read(path, columns={"prompt": "completion", "completion": "prompt"})
-    assert (row.prompt, row.completion) == ("b", "a")
-
-
-@pytest.mark.parametrize("field", ["messages", "text", "conversations"])
-def test_columns_name_conversations_and_texts(field: str, tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    value = "a text" if field == "text" else turns
-    (row,) = read(jsonl(tmp_path, [{"body": value, "prompt": "no"}]), columns={field: "body"})
-    assert (row.text if field == "text" else row.messages) == value
-
-
-def test_columns_name_preferences_and_judgements(tmp_path: Path) -> None:
-    path = jsonl(tmp_path, [{"q": "a", "good": "b", "bad": "c", "y": True}])
-    (pair,) = read(path, columns={"prompt": "q", "chosen": "good", "rejected": "bad"})
-    assert pair.pair is not None and [half.completion for half in pair.pair] == ["b", "c"]
-    (judged,) = read(path, columns={"prompt": "q", "completion": "good", "label": "y"})
-    assert judged.label is True
-
-
 def test_a_bad_name_skips_its_row_alone_where_rows_are_skipped(tmp_path: Path) -> None:
     path = jsonl(tmp_path, [ASKED[0], {"question": "a"}, ASKED[1]])
     rows = read(path, "skip", columns={"prompt": "question", "completion": "answer"})
@@ -148,15 +119,6 @@ def test_no_more_rows_are_read_than_max_samples(write: Callable[..., Path], tmp_
         assert len(list(rows_of(DataSource(path=str(path), max_samples=2), "first"))) == 2
     if path.suffix in (".jsonl", ".parquet"):
         assert "line 4" in (said := refusal(path)) or "row 4" in said
-
-
-def test_max_samples_counts_over_the_files_of_a_pattern(tmp_path: Path) -> None:
-    for name in "ab":
-        jsonl(tmp_path, [{"text": f"{name}{n}"} for n in range(2)], f"{name}.jsonl")
-    for most, texts in ((2, ["a0", "a1"]), (3, ["a0", "a1", "b0"]), (9, ["a0", "a1", "b0", "b1"])):
-        assert [row.text for row in read(tmp_path / "*.jsonl", max_samples=most)] == texts
-        source = DataSource(path=str(tmp_path / "*.jsonl"), max_samples=most)
-        assert [row.text for row in rows_of(source, "first") if isinstance(row, Row)] == texts
 
 
 def test_a_subset_and_a_split_of_the_hub_are_asked_of_the_library() -> None:
@@ -237,13 +199,6 @@ def test_alpaca_s_own_text_column_repeats_the_row_and_another_text_is_refused(tm
     assert "data.columns" in refusal(jsonl(tmp_path, [row | {"text": "a text of its own"}]))
 
 
-def test_sharegpt_s_roles_are_read_with_system_and_tool(tmp_path: Path) -> None:
-    said = [("system", "s"), ("human", "q"), ("gpt", "c"), ("tool", "r"), ("gpt", "a")]
-    path = jsonl(tmp_path, [{"id": "1", "conversations": [{"from": role, "value": text} for role, text in said]}])
-    roles = ["system", "user", "assistant", "tool", "assistant"]
-    assert [message["role"] for message in read(path)[0].messages or ()] == roles
-
-
 # --- what may stand together -------------------------------------------------------------------------------------------------
 
 MANY = [{"path": "a"}, {"path": "b"}]
@@ -289,14 +244,6 @@ def test_sources_have_their_own_keys_and_the_columns_of_the_job_where_they_have_
     assert (first.path, first.columns, first.max_samples) == ("a", {"text": "y"}, None)
     assert second.model_dump() == DataSource.model_validate(own).model_dump()
     assert [one.columns for one in data.eval_sources] == [{"text": "y"}]
-
-
-def test_a_template_s_file_is_looked_for_beside_the_run_file_and_a_known_name_is_not(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{{ messages }}")
-    (tmp_path / "alpaca").write_text("{{ messages }}")
-    for given, found in (("chat.jinja", str(tmp_path / "chat.jinja")), ("alpaca", "alpaca")):
-        (tmp_path / "run.yaml").write_text(json.dumps(run_of({"path": "d", "chat_template": given})))
-        assert load_run(tmp_path / "run.yaml").jobs[0].data.chat_template == found
 
 
 # --- held out ----------------------------------------------------------------------------------------------------------------
@@ -379,17 +326,6 @@ def test_a_known_template_writes_what_is_published_and_only_answers_are_learnt(n
             written = BY_HAND[name] if not generation else BY_HAND[name].rpartition("no<eos>")[0]
             assert text == (written.rstrip(" ") if generation else written)
     assert learnt(own, said) == [ANSWERS.get(name, "{}<eos>").format(answer) for answer in ("yo", "no")]
-
-
-def test_a_known_template_begins_with_what_the_tokenizer_puts_before_a_text(tokenizer: Any) -> None:
-    begun = copy.deepcopy(tokenizer)
-    begun.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", begun.bos_token_id)]
-    )
-    said = TALK[1:3]
-    assert Template(with_template(begun, "zephyr", "first")).render(said) == "<s>" + Template(
-        with_template(tokenizer, "zephyr", "first")
-    ).render(said)
 
 
 def test_a_template_whose_end_the_base_has_no_token_for_is_refused_with_those_that_end(tokenizer: Any) -> None:

@@ -110,12 +110,6 @@ def test_a_file_name_is_shown_without_what_a_terminal_would_obey(tmp_path: Path,
     assert "\x1b" not in refusal(path)
 
 
-def test_windows_lines_a_mark_blank_lines_and_a_missing_last_newline_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + GOOD + b"\r\n\r\n" + GOOD + b"\r\n \n" + GOOD)
-    assert [row.where.rpartition(" ")[2] for row in read_rows(str(path), "first")] == ["1", "3", "5"]
-
-
 def test_one_line_of_fifty_megabytes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "completion": "b" * 50_000_000}))

@@ -84,23 +84,6 @@ def test_a_text_that_was_rendered_before_begins_with_its_first_tokens_once(token
     assert rendered.ids.tolist().count(2) == plain.ids.tolist().count(2)
 
 
-def test_a_prompt_that_was_rendered_before_begins_with_its_first_tokens_once(tokenizer: Any) -> None:
-    first = leading(tokenizer)
-    begin = "".join(tokenizer.convert_ids_to_tokens(first))
-    sample = sample_of({"prompt": f"{begin}the fox", "completion": " jumps"}, tokenizer)
-    assert sample.ids.tolist() == rest_of(f"{begin}the fox jumps</s>", tokenizer)
-    (_, learnt), (text, is_learnt) = words(sample, tokenizer)
-    assert not learnt and is_learnt and text.strip() == "jumps</s>"
-    pair = check_row({"prompt": f"{begin}the", "chosen": " fox", "rejected": " dog"}, "row 1", "j").pair
-    assert pair is not None
-    for half, end in zip(pair, ("fox", "dog"), strict=True):
-        (own,) = encode_rows([half], tokenizer, DataConfig(path="-"), 4096, "j").samples
-        assert own.ids.tolist() == rest_of(f"{begin}the {end}</s>", tokenizer)
-    assert prompt_ids(f"{begin}the fox", tokenizer) == rest_of(f"{begin}the fox", tokenizer)
-    (prompt,) = encode_prompts([f"{begin}the fox"], tokenizer, DataConfig(path="-"), 4, 64, "j")
-    assert prompt.ids.tolist() == rest_of(f"{begin}the fox", tokenizer)
-
-
 def test_a_prompt_is_gone_on_from_where_it_ends(tokenizer: Any) -> None:
     """Also where the tokenizer ends every text."""
     assert prompt_ids("the fox", tokenizer) == [*leading(tokenizer), *rest_of("the fox", tokenizer)]

@@ -8,15 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from tokenizers import AddedToken
 
 from packlora.config import DataConfig
 from packlora.data.encode import Sample
 from packlora.data.messages import FLAGS
-from packlora.data.readers import read_data, read_rows
+from packlora.data.readers import read_data
 from packlora.data.rows import check_row
 from packlora.data.samples import encode_rows
 from packlora.errors import InputError
@@ -111,26 +109,6 @@ def test_a_turn_that_a_flag_says_is_not_learnt_is_read_alone(flag: str, value: A
 )  # fmt: skip
 def test_a_flag_that_cannot_be_honoured_is_refused_with_its_message(flags: dict[str, Any], said: str) -> None:
     assert said in refusal({"messages": turns(**flags)})
-
-
-@pytest.mark.parametrize("nothing", [None, "", [], {}, False])
-def test_keys_that_hold_nothing_are_no_flags(nothing: Any, calls: Any) -> None:
-    keys = ("train_detail", "mask", "masked", "refusal", "audio", "images", "tool_calls", "function_call")
-    row = {"messages": turns(**dict.fromkeys(keys, nothing))}
-    beside = ("videos", "audios", "objects", "kto_tag", "train_on_inputs", "rejected_response", "chat_template_kwargs")
-    row |= dict.fromkeys((*beside, "mask_history", "chat_template", "tools", "functions"), nothing or None)
-    assert encode(row, calls).ids.tolist() == encode({"messages": TURNS}, calls).ids.tolist()
-
-
-def test_flags_of_blocks_that_change_nothing_are_taken(calls: Any) -> None:
-    blocks = [
-        {
-            **turn,
-            "content": [{"type": "text", "text": turn["content"], "train": turn["role"] == "assistant", "loss": None}],
-        }
-        for turn in TURNS
-    ]
-    assert encode({"messages": blocks}, calls).is_label.tolist() == encode({"messages": TURNS}, calls).is_label.tolist()
 
 
 def test_a_flag_says_of_others_than_the_assistant_only_that_they_are_not_learnt() -> None:
@@ -241,39 +219,6 @@ def test_calls_in_every_spelling_are_learnt_alike(said: dict[str, Any], calls: A
     )
 
 
-@pytest.mark.parametrize("empty", [None, "", [], "[]", "null", " "])
-def test_no_tools_and_no_calls_are_shown_to_no_template(empty: Any, calls: Any) -> None:
-    plain = encode({"messages": TURNS}, calls).ids.tolist()
-    assert encode({"messages": TURNS, "tools": empty}, calls).ids.tolist() == plain
-    assert encode({"messages": TURNS, "functions": empty}, calls).ids.tolist() == plain
-    assert encode({"messages": turns(tool_calls=empty)}, calls).ids.tolist() == plain
-
-
-@pytest.mark.parametrize("empty", [None, "", "{}", {}])
-def test_a_call_without_arguments_has_none(empty: Any, calls: Any) -> None:
-    call = {"function": {"name": "dog", "arguments": empty}}
-    assert learnt(encode({"messages": [ASKED[0], ASKED[1] | {"tool_calls": [call]}]}, calls), calls) == [
-        "<|call|>dog {}<|im_end|>"
-    ]
-
-
-def test_tools_in_every_spelling_are_shown_alike(calls: Any) -> None:
-    wanted = encode({"messages": TURNS, "tools": [TOOL]}, calls)
-    assert calls.decode(wanted.ids.tolist()).startswith("tools:" + json.dumps(TOOL))
-    for said in ({"tools": json.dumps([TOOL])}, {"tools": [json.dumps(TOOL)]}, {"functions": [TOOL["function"]]}):
-        assert encode({"messages": TURNS} | said, calls).ids.tolist() == wanted.ids.tolist()
-    assert encode({"messages": TURNS, "functions": json.dumps([TOOL])}, calls).ids.tolist() == wanted.ids.tolist()
-
-
-def test_the_role_function_is_that_of_tools(calls: Any) -> None:
-    rows = [
-        {"messages": [*ASKED, {"role": role, "name": "dog", "content": "brown"}, TURNS[3]]}
-        for role in ("tool", "function")
-    ]
-    first, second = (encode(row, calls) for row in rows)
-    assert first.ids.tolist() == second.ids.tolist() and first.is_label.tolist() == second.is_label.tolist()
-
-
 @pytest.mark.parametrize(
     ("message", "said"),
     [
@@ -338,27 +283,6 @@ def test_a_row_without_parallel_calls_has_one_call_a_turn(calls: Any) -> None:
 def test_tools_and_functions_at_once_are_refused() -> None:
     said = refusal({"messages": TURNS, "tools": [TOOL], "functions": [TOOL]})
     assert "'functions' is an older form of 'tools'; give one of them" in said
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
-def test_flags_are_the_same_in_every_format(suffix: str, tmp_path: Path, calls: Any) -> None:
-    """Also where a table gives all messages all keys, with nulls, and where a cell is a text."""
-    row = {
-        "messages": turns(train=False),
-        "tools": json.dumps([TOOL]),
-        "chat_template_kwargs": json.dumps({"mood": "x"}),
-    }
-    wanted = encode(row, calls)
-    path = tmp_path / f"rows.{suffix}"
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    elif suffix == "jsonl":
-        path.write_text(json.dumps(row) + "\n")
-    else:
-        path.write_text('prompt,completion,chat_template_kwargs\nthe,quick,"{""mood"": ""x""}"\n')
-        wanted = encode({"prompt": "the", "completion": "quick", "chat_template_kwargs": {"mood": "x"}}, calls)
-    (sample,) = encode_rows(read_rows(str(path), "first"), calls, DataConfig(path="-"), 4096, "first").samples
-    assert sample.ids.tolist() == wanted.ids.tolist() and sample.is_label.tolist() == wanted.is_label.tolist()
 
 
 def test_alpaca_s_rows_keep_what_stands_beside_them(tmp_path: Path) -> None:

@@ -228,67 +228,6 @@ def ran(job: Job, grads: dict[str, torch.Tensor], loss: float = 3.0) -> None:
     assert all(parameter.grad is None for parameter in job.state.parameters.values())
 
 
-def test_gradients_of_microbatches_are_summed_and_clipped_as_torch_does() -> None:
-    torch.manual_seed(4)
-    job = made_job(weight_decay=0.1, max_grad_norm=0.5)
-    theirs = {name: torch.nn.Parameter(p.detach().clone()) for name, p in job.state.parameters.items()}
-    biases = [p for name, p in theirs.items() if name.endswith("/bias")]
-    others = [p for name, p in theirs.items() if not name.endswith("/bias")]
-    groups = [{"params": others}, {"params": biases, "weight_decay": 0.0}]
-    torchs = torch.optim.AdamW(groups, weight_decay=0.1)
-    for missing in (("down_proj", "layers.0"), ("nothing", "bias"), ("layers.1", "layers.1")):
-        parts = [some_gradients(job, part) for part in missing]
-        torchs.zero_grad()
-        for part in parts:
-            for name, grad in part.items():
-                total = theirs[name].grad
-                theirs[name].grad = grad.clone() if total is None else total + grad
-        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
-        for group in torchs.param_groups:
-            group["lr"] = job.lr_at(job.step)
-        torchs.step()
-        for part in parts:
-            ran(job, part)
-        (result,) = take_steps([job])
-        assert result.refused is None
-        assert result.norm == pytest.approx(float(norm), rel=1e-6)
-        for name, parameter in job.state.parameters.items():
-            torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-7)
-    assert not job.state.untrained
-
-
-def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was() -> None:
-    torch.manual_seed(5)
-    for spoil in ("loss", "gradient", "no gradient"):
-        job = made_job()
-        ran(job, some_gradients(job, "nothing"))
-        assert take_steps([job])[0].refused is None
-        want = job.adapter.flat.clone(), job.state.last_good
-        grads = {} if spoil == "no gradient" else some_gradients(job, "nothing")
-        if spoil == "gradient":
-            next(iter(grads.values())).fill_(float("inf"))
-        ran(job, grads, float("nan") if spoil == "loss" else 1.0)
-        assert take_steps([job])[0].refused == {"loss": "loss", "gradient": "norm", "no gradient": "gradient"}[spoil]
-        assert (job.status, job.step) == ("failed", 0 if spoil == "loss" else 1)
-        assert want[1] is not None
-        assert torch.equal(job.adapter.flat, want[1] if spoil == "loss" else want[0]), spoil
-
-
-def test_what_was_discarded_is_in_no_step() -> None:
-    torch.manual_seed(6)
-    job, again = made_job(), made_job()
-    grads = some_gradients(job, "nothing")
-    ran(job, some_gradients(job, "nothing"))
-    left = next(iter(job.state.parameters.values()))
-    left.grad = torch.ones_like(left)  # of a microbatch that broke off
-    job.discard()
-    for one in (job, again):
-        ran(one, grads)
-    (one,), (other,) = take_steps([job]), take_steps([again])
-    assert (one.loss, one.norm) == (other.loss, other.norm)
-    assert torch.equal(job.adapter.flat, again.adapter.flat)
-
-
 def test_numbers_of_steps_leave_the_device_before_something_else_is_launched_and_are_read_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

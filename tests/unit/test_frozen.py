@@ -11,12 +11,9 @@ from group_cases import KINDS, GroupCase, cast, compare, make_case, outcome, run
 from seeds import SEED
 from stored_weights import Bytes
 
-from packlora.adapters.norms import NormHandle, RowNorms
-from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.ops.lora_linear.prepared import GroupState
-from packlora.ops.lora_linear.types import Layer, LowRank, Segment, situation
+from packlora.ops.lora_linear.types import situation
 
 
 def stored(case: GroupCase) -> tuple[GroupCase, GroupCase]:
@@ -71,26 +68,3 @@ def test_what_is_kept_of_a_weight_stands_while_its_key_does() -> None:
     assert frozen.key != before
     with torch.inference_mode():
         assert Dense(torch.randn(4, 3)).key is None
-
-
-@pytest.mark.parametrize("version_counted", [False, True])
-def test_dora_on_a_weight_of_bytes_its_norms_included(version_counted: bool) -> None:
-    """Outputs and gradients, before and after a step, of x W' + s B A with each row scaled by m over its norm."""
-    torch.manual_seed(SEED)
-    weight, (N, K, r, s) = Bytes(torch.randn(13, 20, dtype=torch.float64)), (13, 20, 4, 1.5)
-    A, B, m = (torch.randn(*size, dtype=torch.float64).requires_grad_() for size in ((r, K), (N, r), (N,)))
-    handle, state = NormHandle(RowNorms(), weight, A, B, s, version_counted), GroupState(version_counted)
-    layers = (Layer(weight, None, {0: LowRank(A, B, s, m, handle.get)}),)
-    x, d = torch.randn(9, K, dtype=torch.float64, requires_grad=True), torch.randn(9, N, dtype=torch.float64)
-    leaves = [x, A, B, m]
-    optimizer = torch.optim.AdamW([A, B, m], lr=0.1)
-    for _ in range(3):
-        (y,) = lora_group(x, layers, (Segment(0, 0, 9),), state=state)
-        merged = weight.rows(0, N) + s * B @ A
-        want = x @ merged.T * (m / merged.detach().norm(dim=1))
-        torch.testing.assert_close(y, want, rtol=1e-11, atol=1e-11)
-        grads = torch.autograd.grad(y, leaves, d)
-        for got, wanted in zip(grads, torch.autograd.grad(want, leaves, d), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
-        A.grad, B.grad, m.grad = grads[1:]
-        optimizer.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from group_cases import (
     share_of_small,
 )
 from seeds import SEED, SOAK, some
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from packlora.ops.lora_linear import call as call_module
 from packlora.ops.lora_linear.autograd import lora_group
@@ -170,67 +168,6 @@ def test_an_adapter_that_is_not_finite_leaves_others_their_bits(value: float, fa
     kind = {"dora": [False, True, False], "base_dropped": False}
     case = make_case(300, 64, [32, 48], [[0, 8], [20, 3], [9, 40]], [0.0, 0.2, 0.1], True, SEED, HALF, **kind)
     others_keep_their_bits(case, HALF, 1, factor, value, plan)
-
-
-@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
-@pytest.mark.parametrize("kind", ["siblings", "all tokens, DoRA"])
-@pytest.mark.parametrize("plan", [CHAIN, ROUTED], ids=lambda plan: plan.name)
-def test_leading_dimensions_are_those_of_x(plan: Plan, kind: str, hooked: bool) -> None:
-    """The bits of [T, K], also where rows of x are not next to each other; and outputs may be written into, as linear's may."""
-    layers = len(KINDS[kind]["ranks"][0])
-    case = make_case(24, 16, [16, 32, 48][:layers], with_bias=True, seed=SEED, dtype=FLOAT, **KINDS[kind])
-    results = []
-    for lead, strided in (((24,), False), ((2, 3, 4), False), ((4, 6), True)):
-        own, leaves = cast(case, FLOAT)
-        x = leaves["x"] = own.x.detach().view(*lead, 16).clone().requires_grad_()
-        tokens = torch.stack([x, x], 1)[:, 0] if strided else x
-        assert tokens.is_contiguous() != strided
-        # hooks that change nothing, as of checkpointing: outputs are then made by a second node
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooked else nullcontext():
-            outputs = lora_group(tokens, own.layers, own.segments, own.keys, own.salt, plan)
-        assert [y.shape for y in outputs] == [(*lead, layer.frozen.shape[0]) for layer in own.layers]
-        written = [y.mul_(2) for y in outputs]
-        dy = [d.view(y.shape) for d, y in zip(own.dy, written, strict=True)]
-        grads = torch.autograd.grad(written, list(leaves.values()), dy, allow_unused=True)
-        results.append([*written, *grads])
-    for other in results[1:]:
-        for got, want in zip(other, results[0], strict=True):
-            assert (got is None) == (want is None)
-            assert want is None or torch.equal(got.reshape(want.shape), want), SEED
-
-
-class Made(TorchDispatchMode):
-    """Holds all tensors that operations give, so that no two of them lie at one place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.tensors += [out] if isinstance(out, torch.Tensor) else []
-        return out
-
-    def storages(self, shape: tuple[int, ...]) -> int:
-        """How many tensors of this shape have memory of their own."""
-        return len({t.untyped_storage().data_ptr() for t in self.tensors if t.shape == shape})
-
-
-@pytest.mark.parametrize("lead", [(37,), (1, 37)], ids=str)
-@pytest.mark.parametrize("plan", [CHAIN, AGAIN, FUSED], ids=lambda plan: plan.name)
-def test_without_gradients_outputs_have_the_same_bits_and_no_product_is_kept(plan: Plan, lead: tuple[int, ...]) -> None:
-    N = 48
-    case = make_case(37, 32, [N], with_bias=False, seed=SEED, dtype=HALF, **KINDS["DoRA"] | {"whole": 0})
-    own, _ = cast(case, HALF)
-    found = []
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), Made() as made:
-            (y,) = lora_group(own.x.view(*lead, 32), own.layers, own.segments, own.keys, own.salt, plan)
-        assert y.requires_grad == grad
-        found.append((y, made.storages((37, N)) + made.storages((*lead, N)) * (len(lead) > 1)))
-    (y, kept), (same, others) = found
-    assert torch.equal(y, same), SEED
-    assert others < kept
 
 
 @pytest.mark.parametrize("kind", ["all tokens, DoRA, dropout, siblings", "DoRA with dropout and LoRA"])

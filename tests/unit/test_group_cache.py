@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import tiny_model
-from peft import LoraConfig, get_peft_model
-from torch import nn
+from peft import LoraConfig
 
-import packlora
 from packlora.adapters.attach import attach
 from packlora.adapters.cache import GroupCache
 from packlora.adapters.owners import TokenOwners
@@ -54,21 +52,6 @@ def test_a_layer_of_jobs_chooses_anew_where_boundaries_dropout_or_gradients_diff
     assert segments(TokenOwners(48, halves)) == first
     assert segments(TokenOwners(48, halves), needs=True) is not first
     assert segments(TokenOwners(48, ((1, 0, 48),))) == (Segment(1, 0, 48),)
-
-
-def test_layers_that_are_cast_for_one_call_are_not_kept() -> None:
-    model = get_peft_model(nn.Sequential(nn.Linear(8, 8)), LoraConfig(r=2, target_modules=["0"]))
-    packlora.accelerate(model)
-    own = model.base_model.model[0]._packlora
-    x = torch.ones(3, 8)
-    model(x)
-    kept = own.kept
-    assert kept is not None
-    model(torch.ones(5, 8))
-    assert own.kept is kept
-    with torch.autocast("cpu", torch.bfloat16):
-        model(x)
-    assert own.kept is kept and own.groups._groups[1].tokens == (5, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -141,16 +141,6 @@ def test_both_completions_of_a_pair_have_its_images(folder: Path, tokenizer: Any
         encoded(folder, PAIR, tokenizer=tokenizer, trainer="orpo")
 
 
-def test_a_text_in_blocks_is_a_text(folder: Path, tokenizer: Any) -> None:
-    read = read_data(_written(folder, {"messages": user(TEXT, TEXT)}), "job")
-    assert read.rows[0].messages is not None and read.rows[0].messages[0]["content"] == "the dogthe dog"
-
-
-def _written(folder: Path, row: Any) -> str:
-    (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
-    return str(folder / "row.jsonl")
-
-
 def image(path: Any) -> dict[str, Any]:
     return {"messages": user({"type": "image", "path": path}, TEXT)}
 

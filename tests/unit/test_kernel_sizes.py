@@ -142,6 +142,7 @@ def test_what_is_settled_keeps_the_sizes_that_its_tables_were_made_for() -> None
     assert all((again[name] - want[name]).norm() <= 0.01 * want[name].norm() for name in want)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_is_timed_for_a_kernel_is_the_same_with_each_of_its_candidates(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -243,16 +244,6 @@ def test_the_fastest_candidate_is_chosen_and_remembered_and_nothing_is_measured_
     world.measured.clear()
     second = run(world, again)
     assert world.measured == [] and second["up"].record == out["up"].record
-
-
-def test_the_best_of_many_must_be_so_twice(monkeypatch: pytest.MonkeyPatch, cache: KernelCache) -> None:
-    world = World(monkeypatch)
-    up, shapes = candidates_of("up"), len(SHAPES["up"])
-    world.times = {up[4]: (*[0.5] * shapes, *[1.0] * shapes), up[2]: 0.9}
-    out = run(world, cache)["up"].record
-    assert described(out.fields) == up[2] and out.ratios[up[4]] == (1.0, 1.0)
-    assert world.measured.count(up[2]) == world.measured.count(up[4]) == 2 * shapes
-    assert world.measured.count(up[0]) == shapes
 
 
 def test_sizes_that_give_other_numbers_are_left_out_however_fast(

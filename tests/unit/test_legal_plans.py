@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from group_cases import GroupCase, cast, compare, make_case, run_group, run_reference
 from seeds import SEED
 
-from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, NamedPlan, Plan, Situation, legal, ordered, why_not
+from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, NamedPlan, Plan, legal, ordered, why_not
 from packlora.ops.lora_linear.types import Segment, situation
 from packlora.plans.cache import PlanCache
 from packlora.plans.case import Case
@@ -21,15 +20,6 @@ from packlora.plans.select import PlanChooser
 from packlora.plans.space import legal_plans
 
 CPU = torch.device("cpu")
-EVERY = tuple(
-    Plan(*parts)  # type: ignore[arg-type]
-    for parts in itertools.product(
-        ("mm",), ("after", "before", "merged"), ("mm",), ("after", "before", "merged"), ("dS", "xd"), ("S", "xd"), (True, False)
-    )
-)  # fmt: skip
-"""All plans of plain products."""
-XD = Plan(dx="before", dB="xd", keep_s=False)
-MERGED = Plan(up="merged", dx="merged", keep_s=False)
 
 ATTACHED: dict[str, dict[str, Any]] = {
     "DoRA": {"ranks": [[3, 2], [4, 5]], "dropouts": [0.0, 0.0], "dora": [False, True]},
@@ -41,35 +31,6 @@ ATTACHED: dict[str, dict[str, Any]] = {
 
 def beside(kind: str, seed: int = SEED, owner: int = 0) -> GroupCase:
     return make_case(23, 9, [7, 12], with_bias=True, seed=seed, whole=owner, **ATTACHED[kind])
-
-
-@pytest.mark.parametrize("kind", ATTACHED)
-def test_an_attached_adapter_without_tokens_makes_no_plan_illegal(kind: str) -> None:
-    """Every plan that is legal for the plain LoRA alone is carried out beside the other one, and gives its numbers."""
-    case = beside(kind)
-    dropped = case.segments[0].dropout > 0
-    plans = [plan for plan in EVERY if why_not(plan, situation(case.layers, case.segments, 23)) is None]
-    alone = [plan for plan in EVERY if why_not(plan, Situation(True, True, dropped, False, False)) is None]
-    assert plans == alone
-    assert XD in plans
-    assert (MERGED in plans) != dropped
-    want = run_reference(case, torch.float64)
-    for plan in plans:
-        compare(run_group(case, torch.float64, plan), want, 1e-11)
-
-
-@pytest.mark.parametrize("plan", [XD, MERGED, ROUTED], ids=lambda plan: plan.name)
-@pytest.mark.parametrize("kind", ATTACHED)
-def test_a_plan_that_does_not_compute_a_call_gives_way_to_the_plain_chain(kind: str, plan: Plan) -> None:
-    """Now the other adapter has all tokens, or shares them, or nobody has any."""
-    case = beside(kind, owner=1)
-    for segments in (case.segments, (Segment(0, 0, 9), Segment(1, 9, 23)), (Segment(1, 3, 23),), ()):
-        own = replace(case, segments=segments)
-        found = situation(own.layers, segments, 23)
-        if plan is not ROUTED or not segments:
-            assert why_not(plan, found)
-            assert replace(legal(plan, found), keep_s=True) == CHAIN
-            compare(run_group(own, torch.float64, plan), run_reference(own, torch.float64), 1e-11)
 
 
 def test_a_case_s_plans_are_those_that_compute_its_calls(tmp_path: Path) -> None:
@@ -111,12 +72,6 @@ def test_every_plan_of_the_list_gives_the_specified_numbers(named: NamedPlan) ->
         legal(named.plan, situation(case.layers, case.segments, 23)._replace(double=True)) == named.plan
     )
     compare(run_group(case, torch.float64, named.plan), run_reference(case, torch.float64), 1e-11)
-
-
-def test_the_plain_chain_computes_every_call() -> None:
-    for flags in itertools.product((False, True), repeat=5):
-        assert why_not(CHAIN, Situation(*flags)) is None
-        assert why_not(Plan(keep_s=False), Situation(*flags)) is None
 
 
 def test_kernels_asked_for_in_float64_give_way_to_the_plain_chain() -> None:

@@ -11,11 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_model
-from peft import LoraConfig
-from transformers.models.llama import modeling_llama
 
-from packlora.adapters.attach import attach
-from packlora.adapters.spec import resolve
 from packlora.base import liger
 from packlora.base.packing import packed_logits, prepare_model
 from packlora.errors import InputError
@@ -97,43 +93,6 @@ def test_every_norm_rotation_and_gate_of_the_families_is_taken_over_and_the_logi
     assert (CALLS.count("norm"), CALLS.count("rotary"), CALLS.count("gated")) == (norms, 2, 2)
     error = (got.double() - want.double()).norm() / want.double().norm()
     assert error < (1e-5 if dtype == torch.float32 else 0.02)
-
-
-def test_only_this_model_changes() -> None:
-    """Another model of the same classes, loaded before or after, keeps transformers' own code."""
-    before, model = tiny_model("llama"), tiny_model("llama")
-    own = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaMLP.forward
-    for other in (before, model):
-        prepare_model(other, False)
-    liger.use_liger(model, True)
-    after = tiny_model("llama")
-    prepare_model(after, False)
-    CALLS.clear()
-    logits(before), logits(after)
-    assert CALLS == []
-    logits(model)
-    assert CALLS
-    now = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaMLP.forward
-    assert now == own
-
-
-def test_adapters_put_on_afterwards_are_used() -> None:
-    """The gate's and the up projection's adapters are seen through the taken-over MLP."""
-    outputs = []
-    for setting in (False, True):
-        model = tiny_model("llama")
-        prepare_model(model, False)
-        liger.use_liger(model, setting)
-        spec = resolve(LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), model, "job")
-        attached, (adapter,) = attach(model, {"job": spec}, 0)
-        plain = logits(model)
-        with torch.no_grad():
-            for index, parameter in enumerate(adapter.named_parameters().values()):
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
-        with attached.only(0):
-            outputs.append(logits(model))
-        assert (outputs[-1] - plain).abs().max() > 0.1
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

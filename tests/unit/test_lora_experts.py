@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from packlora.adapters.expert_part import ExpertPart
 from packlora.ops.dropout.keys import token_keys
-from packlora.ops.lora_experts import autograd, grouped, low_rank
+from packlora.ops.lora_experts import grouped, low_rank
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.norm import expert_norms
 from packlora.ops.lora_experts.reference import lora_experts as reference
@@ -192,21 +192,6 @@ def test_norms_are_those_of_the_sum_by_row_of_every_expert(monkeypatch: pytest.M
         torch.testing.assert_close(
             expert_norms(frozen, adapter.A, adapter.B, adapter.scaling), want, rtol=1e-12, atol=0
         )
-
-
-def test_all_experts_of_a_token_drop_the_same_inputs_and_each_its_own_products() -> None:
-    _, frozen, x, chosen, keys = a_case(torch.float64, 6, 40, 2, False, bias=False)
-    routing = Routing.of(chosen, E)
-    adapter = ExpertLowRank(torch.zeros(E, 40, dtype=x.dtype), torch.zeros(6, E, dtype=x.dtype), 1.0, 0.5)
-    ones = torch.ones(len(chosen), 40, dtype=x.dtype)
-    call = autograd.Call(frozen, routing, (adapter,), keys, SALT, True, x.dtype)
-    shared = call.rows(call.drop(ones, call.rates))[routing.place].view(-1, 2, 40)
-    assert torch.equal(shared[:, 0], shared[:, 1])
-    own = replace(call, repeated=False).drop(ones.repeat(2, 1), call.rates)[routing.place].view(-1, 2, 40)
-    assert (own[:, 0] != own[:, 1]).float().mean() > 0.3
-    alone = Routing.of(chosen[3:9], E)  # the mask of a token is its own, whatever the other rows are
-    few = autograd.Call(frozen, alone, (adapter,), keys[3:9], SALT, False, x.dtype)
-    assert torch.equal(few.drop(ones[:6].repeat(2, 1), call.rates)[alone.place].view(-1, 2, 40), own[3:9])
 
 
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:

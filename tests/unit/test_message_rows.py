@@ -69,27 +69,6 @@ def learnt(tokenizer: Any, sample: Sample) -> list[str]:
 # --- weight ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nought", [0, 0.0])
-def test_a_turn_of_weight_0_is_read_but_not_learnt(tmp_path: Path, tokenizer: Any, nought: float) -> None:
-    turns = [
-        message("system", "the fox", weight=0), message("user", "the dog"), message("assistant", "over", weight=nought),
-        message("user", "lazy"), message("assistant", "jumps", weight=1), message("user", "then"),
-        message("assistant", "brown"), message("assistant", "same", weight=None),
-    ]  # fmt: skip
-    sample = encode(tmp_path, tokenizer, {"messages": turns})
-    assert learnt(tokenizer, sample) == ["jumps<|im_end|>", "brown<|im_end|>", "same<|im_end|>"]
-    plain = encode(tmp_path, tokenizer, {"messages": [{"role": m["role"], "content": m["content"]} for m in turns]})
-    assert plain.ids.tolist() == sample.ids.tolist()  # the weight itself is shown to no template
-    assert learnt(tokenizer, plain) == ["over<|im_end|>", *learnt(tokenizer, sample)]
-
-
-def test_what_follows_the_last_learnt_turn_is_left_out(tmp_path: Path, tokenizer: Any) -> None:
-    turns = [message("user", "a"), message("assistant", "over"), message("user", "b")]
-    short = encode(tmp_path, tokenizer, {"messages": turns[:2]})
-    long = encode(tmp_path, tokenizer, {"messages": [*turns, message("assistant", "lazy", weight=0)]})
-    assert long.ids.tolist() == short.ids.tolist()
-
-
 @pytest.mark.parametrize("weight", [2, 0.5, -1, True, False, "0", [0], {}])
 def test_a_weight_that_is_neither_0_nor_1_is_refused_with_its_line(tmp_path: Path, tokenizer: Any, weight: Any) -> None:
     row = {"messages": [message("user", "a"), message("assistant", "b", weight=weight)]}
@@ -112,22 +91,6 @@ def test_a_row_in_which_every_turn_has_weight_0_is_refused_with_the_reason(tmp_p
 
 
 # --- tools -------------------------------------------------------------------------------------------------------------
-
-
-def test_tools_are_shown_by_the_template_and_calls_are_learnt_with_their_end(tmp_path: Path, knows_tools: Any) -> None:
-    turns = [
-        message("user", "the fox"), message("assistant", None, tool_calls=[CALL, CALL]), message("tool", "lazy"),
-        message("assistant", "over", tool_calls=[CALL]), message("tool", "quick"), message("assistant", "jumps"),
-    ]  # fmt: skip
-    sample = encode(tmp_path, knows_tools, {"messages": turns, "tools": [TOOL]})
-    text = knows_tools.decode(sample.ids.tolist())
-    assert text.startswith("<|im_start|>system\n" + json.dumps(TOOL))
-    assert learnt(knows_tools, sample) == [
-        "<|call|>dog<|/call|><|call|>dog<|/call|><|im_end|>", "over<|call|>dog<|/call|><|im_end|>", "jumps<|im_end|>",
-    ]  # fmt: skip
-    without = encode(tmp_path, knows_tools, {"messages": turns})
-    assert sample.ids.tolist()[-len(without.ids) :] == without.ids.tolist()
-    assert len(sample.ids) > len(without.ids)
 
 
 def test_tools_as_a_json_text_or_in_a_table_are_the_same_as_a_list(tmp_path: Path, knows_tools: Any) -> None:

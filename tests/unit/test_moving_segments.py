@@ -39,8 +39,8 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("kind", "plan", "dtype"),
-    some(CASES, 5),
-    ids=[f"{kind}-{plan.name}-{dtype}" for kind, plan, dtype in some(CASES, 5)],
+    some(CASES, 9),
+    ids=[f"{kind}-{plan.name}-{dtype}" for kind, plan, dtype in some(CASES, 9)],
 )
 def test_calls_over_moving_segments_are_as_exact_as_torch(kind: str, plan: Plan, dtype: torch.dtype) -> None:
     """Interpreted, with poisoned buffers; the tables were of other segments before."""

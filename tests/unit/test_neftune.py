@@ -11,7 +11,7 @@ from packed import PackedSample, parts
 from peft import LoraConfig
 from test_loss import samples
 
-from packlora.adapters.attach import attach, attach_one
+from packlora.adapters.attach import attach
 from packlora.adapters.embeddings import change_embeddings
 from packlora.adapters.spec import resolve
 from packlora.base.packing import prepare_model
@@ -19,7 +19,6 @@ from packlora.engine.collate import collate
 from packlora.engine.heads import token_losses
 from packlora.engine.objectives.neftune import add_noise
 from packlora.ops.dropout.keys import packed_token_keys, uniform
-from packlora.plans.select import PlanChooser
 
 CPU = torch.device("cpu")
 
@@ -92,27 +91,3 @@ def test_a_model_is_given_noisy_embeddings_in_training_and_others_keep_their_bit
     labels = torch.from_numpy(second.sample.ids[at]).long()
     want = torch.nn.functional.cross_entropy(logits[torch.from_numpy(at) - 1], labels, reduction="none")
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_a_job_that_joins_with_embeddings_of_its_own_has_the_noise_that_it_would_have_had_from_the_start() -> None:
-    """Once, on what its own embeddings give."""
-    losses = {}
-    for joins in (False, True):
-        model = tiny_model("llama", torch.float32)
-        prepare_model(model, False)
-        keys = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-        specs = {
-            "first": resolve(LoraConfig(**keys), model, "first"),
-            "copy": resolve(LoraConfig(**keys, modules_to_save=["embed_tokens"]), model, "copy"),
-        }
-        attached, adapters = attach(model, {"first": specs["first"]} if joins else specs, 0)
-        change_embeddings(model, attached, add_noise)
-        if joins:
-            choosers = dict.fromkeys(specs["copy"].modules, PlanChooser(CPU))
-            adapters.append(attach_one(model, attached, "copy", 1, specs["copy"], 0, choosers))
-        one, two = samples((40, 30))
-        packed = [replace(one, owner=0, noise=(3, 50.0)), replace(two, owner=1, noise=(4, 50.0))]
-        batch = collate(parts(packed), CPU)
-        with attached.active(batch.owners), torch.no_grad():
-            losses[joins], *_ = token_losses(model, batch, fused=True)
-    assert torch.equal(losses[True], losses[False])

@@ -12,9 +12,9 @@ from group_cases import KINDS, cast, make_case
 from seeds import SEED
 
 from packlora.ops.lora_linear import torch_path, triton_path
-from packlora.ops.lora_linear.autograd import gradients, lora_group, outputs_of
+from packlora.ops.lora_linear.autograd import gradients, outputs_of
 from packlora.ops.lora_linear.call import Call, Operands, Path, Wanted
-from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
 
 METHODS = ["down", "up", "magnitude", "grads", "inputs"]
@@ -146,36 +146,3 @@ def test_magnitudes_by_the_kernels_around_plain_products_give_the_same(kind: str
         results.append([*outputs, dx, *grads])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "plan"),
-    [
-        ("all tokens", Plan("mm", "fused", "one-pass", "fused")), ("all tokens, DoRA", Plan("mm", "fused", "mm", "before")),
-        ("DoRA and LoRA, siblings, some absent, biases", ROUTED), ("DoRA, dropout", CHAIN), ("siblings", CHAIN),
-    ],
-    ids=["fused", "fused, DoRA", "kernels", "two base products", "chain"],
-)  # fmt: skip
-@pytest.mark.parametrize("keep_output", [False, True], ids=["z", "y"])
-def test_tokens_of_several_dimensions_are_the_tokens_in_a_row(kind: str, plan: Plan, keep_output: bool) -> None:
-    """The same bits: rows lie where they lay. Of three dimensions, and of a tensor that does not lie in a row."""
-    T, K, given = 12, 32, KINDS[kind]
-    made = make_case(
-        T, K, [48, 16, 64][: len(given["ranks"][0])], with_bias=False, seed=SEED, keep_output=keep_output, **given
-    )
-    (case, leaves), state, results = cast(made, torch.float16), GroupState(), []
-    for lead in ((1, T), (3, 4), (4, 3), (T,)):
-        x = case.x.detach().view(*lead, K)
-        x = x.movedim(0, 1).contiguous().movedim(0, 1) if lead == (4, 3) else x.clone()
-        for leaf in leaves.values():
-            leaf.grad = None
-        leaves["x"] = x.requires_grad_()
-        outputs = lora_group(x, case.layers, case.segments, case.keys, case.salt, plan, state)
-        assert [y.shape for y in outputs] == [(*lead, dy.shape[1]) for dy in case.dy]
-        torch.autograd.backward(outputs, [dy.view_as(y) for dy, y in zip(case.dy, outputs, strict=True)])
-        found = [*outputs, *(leaves[name].grad for name in sorted(leaves))]
-        results.append([None if t is None else t.detach().reshape(-1) for t in found])
-    for other in results[1:]:
-        for got, want in zip(other, results[0], strict=True):
-            assert (got is None) == (want is None)
-            assert got is None or want is None or torch.equal(got, want)

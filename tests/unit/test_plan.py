@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packlora.commands import plan, plan_tables
 from packlora.commands.plan import figures
-from packlora.commands.plan_tables import BLOCKS, sparkline
 from packlora.config import TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
@@ -37,38 +35,12 @@ def known(stages: int = 1, **cost: float) -> Profile:
     return Profile(stages, "estimated", CostModel(stage_shares=shares, **cost), 100.0, 2.0, 10**9)
 
 
-def test_figures_count_what_was_planned() -> None:
-    """Two jobs of equal samples: alone two to a microbatch of three places, together three."""
-    run = prepared({"a": ([10] * 8, 2), "b": ([10] * 8, 4)}, 30)
-    alone, _ = figures(run, known(fixed=5.0), "solo")
-    assert (alone.microbatches, alone.full, alone.tokens) == (4 + 2 * 2, 2, 160)
-    together, shown = figures(run, known(fixed=5.0), "auto")
-    assert together.microbatches == len(shown) < alone.microbatches
-    assert together.bound <= together.microbatches
-    assert together.seconds == pytest.approx(2 * (160 + 5 * together.microbatches))  # forward and backward
-    assert together.bytes == 100 + 2 * max(microbatch.num_tokens for microbatch in shown)
-    assert together.full == sum(microbatch.num_tokens == 30 for microbatch in shown)
-    assert together.part == 1.0
-    assert together.bubble == pytest.approx(0)
-
-
 def test_a_pipeline_has_a_bubble() -> None:
     run = prepared({"a": ([10] * 40, 4), "b": ([12] * 40, 4)}, 48)
     piped, shown = figures(run, known(stages=3), "auto", stages=3)
     assert 0 < piped.bubble < 1
     assert piped.noops == sum(microbatch.is_noop for microbatch in shown)
     assert piped.tokens == 880
-
-
-def test_a_long_run_is_scaled_up_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = prepared({"a": ([10] * 1000, 4)}, 30)
-    whole, _ = figures(run, known(), "auto")
-    monkeypatch.setattr(plan, "SAMPLES_SHOWN", 200)
-    part, shown = figures(run, known(), "auto")
-    assert len(shown) < whole.microbatches / 3
-    for name in ("microbatches", "tokens", "bound", "seconds"):
-        assert getattr(part, name) == pytest.approx(getattr(whole, name), rel=0.05)
-    assert part.part < 0.3
 
 
 @pytest.mark.soak
@@ -86,12 +58,6 @@ def test_64_jobs_of_100_000_samples_are_planned_in_seconds() -> None:
     assert time.process_time() - start < 20
     assert made.tokens == sum(job.data.tokens for job in run.jobs)
     assert made.gap < 0.02
-
-
-def test_a_sparkline_shows_where_lengths_are() -> None:
-    assert sparkline([1] * 9 + [1000], 1, 1000, 4) == BLOCKS[-1] + "  " + BLOCKS[1]
-    assert sparkline([1, 2, 4, 8], 1, 8, 3) == "▅▅█"
-    assert len(sparkline([7, 7], 7, 7)) == plan_tables.CELLS
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

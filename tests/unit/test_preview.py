@@ -3,7 +3,6 @@ and the samples themselves; the base model has config.json and a tokenizer alone
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from test_image_rows import CHAT as IMAGE_CHAT
 from test_image_rows import Vision
 from test_learnt_as_in_trl import CONVERSATIONS, FILES, headers_of, judged, tokenizer_of
 from test_structure import arrows, modules, named
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import packlora
@@ -107,17 +104,6 @@ def test_a_preview_marks_what_trl_s_masks_mark_and_every_part_of_the_assistant_a
 LETTERS = "süßer 漢字 🙂 e\u0301  x"
 
 
-def test_the_texts_of_pieces_are_the_rendered_text_also_where_letters_are_split_over_tokens(
-    tree: Any, tokenizer: Any
-) -> None:
-    turns = chat(LETTERS, LETTERS[::-1], "the fox", LETTERS)
-    (sample,) = packlora.preview(tree([{"messages": turns}]))
-    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-    assert text_of(sample) == rendered.removesuffix("\n")
-    assert learnt_of(sample) == [f"{LETTERS[::-1]}<|im_end|>", f"{LETTERS}<|im_end|>"]
-    assert sample.tokens == len(tokenizer(rendered.removesuffix("\n"), add_special_tokens=False)["input_ids"])
-
-
 def test_a_cut_inside_of_a_letter_keeps_the_letter_and_says_what_was_cut(tree: Any, tokenizer: Any) -> None:
     row, data = {"messages": chat("fox", "漢字")}, {"truncate": "right"}
     (whole,) = packlora.preview(tree([row]))
@@ -125,27 +111,6 @@ def test_a_cut_inside_of_a_letter_keeps_the_letter_and_says_what_was_cut(tree: A
     (sample,) = packlora.preview(tree([row], max_length=before + 4, **data))
     assert (sample.tokens, sample.labels, learnt_of(sample)) == (before + 4, 4, ["漢字"])
     assert sample.notes == (f"cut: the sample has {whole.tokens} tokens, over max_length {before + 4}",)
-
-
-def special(text: str, post: Any = None) -> Any:
-    """A tokenizer of words whose decoder would lose white space."""
-    words = {word: number for number, word in enumerate(dict.fromkeys(["<unk>", "<s>", "</s>", *text.split()]))}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if post is not None:
-        inner.post_processor = post
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
-def test_a_text_is_shown_as_it_was_tokenized_with_the_tokens_that_the_tokenizer_puts_before_it(
-    tree: Any, tmp_path: Path
-) -> None:
-    post = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    run = tree([{"text": "a b   c"}, {"prompt": "a  b ", "completion": "c"}])
-    run["base_model"] = without_weights(tmp_path / "words", special("a b c", post))
-    plain, prompt = packlora.preview(run)
-    assert [piece.text for piece in plain.pieces] == ["<s>", "a b   c</s>"]
-    assert [(piece.text, piece.learnt) for piece in prompt.pieces] == [("<s>a  b", False), (" c</s>", True)]
 
 
 PAIR, JUDGED = {"prompt": "fox", "chosen": "dog", "rejected": "lazy"}, {"prompt": "fox", "completion": "dog"}
@@ -172,42 +137,6 @@ def test_tokens_labels_and_pieces_are_those_of_the_samples_that_training_gets(
         assert text_of(shown) == tokenizer.decode(sample.ids.tolist())
         ids = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in learnt_of(shown)]
         assert [one for some in ids for one in some] == sample.ids[sample.is_label].tolist()
-
-
-def test_both_completions_of_a_pair_are_shown_and_a_judgement_is(tree: Any) -> None:
-    (pair,) = packlora.preview(tree([PAIR], "dpo"))
-    parts = [("chosen", "dog<|im_end|>"), ("rejected", "lazy<|im_end|>")]
-    assert [(piece.part, piece.text) for piece in pair.pieces if piece.learnt] == parts
-    assert [piece.part for piece in pair.pieces] == ["chosen", "chosen", "rejected", "rejected"]
-    judgements = packlora.preview(tree([JUDGED | {"label": True}, JUDGED | {"label": False}], "kto"))
-    assert [one.desirable for one in judgements] == [True, False]
-
-
-CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
-REFUSED: list[tuple[Row, str]] = [
-    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, "the content of message 2 (assistant)"),
-    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}, "message 2 (assistant), has no value"),
-    ({"messages": [*chat("a", "b"), {"role": "narrator", "content": ["c"]}]}, "message 3"),
-    ({"messages": [*chat("a"), {"role": "assistant", "content": "b", "tool_calls": [CALL]}]},
-     "message 2 (assistant): the chat template does not show its tool_calls"),
-    ({"messages": [*chat("a"), {"role": "assistant", "content": "b", "weight": 2}]}, "message 2 (assistant) has the weight 2"),
-    ({"messages": chat("a", "fox " * 3000)}, "over the model's context of 256"),
-    ({"question": "a", "answer": "b"}, "data.columns: {prompt: question, completion: answer}"),
-    ({"input_ids": [5, 400]}, "its data has token 400, the model has embeddings for 320"),
-    (PAIR, "'chosen' and 'rejected' are compared by train.trainer"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("row", "said"), REFUSED)
-def test_a_row_that_training_refuses_is_refused_in_the_same_words(row: Row, said: str, tree: Any) -> None:
-    run = tree([{"prompt": "a", "completion": "b"}, row], max_length=10**4)
-    run["max_tokens_per_microbatch"] = 10**4
-    errors = []
-    for refuse in (lambda: packlora.preview(run), lambda: prepare(run_from(run))):
-        with pytest.raises(InputError) as caught:
-            refuse()
-        errors.append(str(caught.value))
-    assert errors[0] == errors[1] and said in errors[0]
 
 
 def test_rows_that_are_left_out_are_named_with_the_reason_and_only_as_many_as_asked_are_read(tree: Any) -> None:
@@ -319,20 +248,3 @@ def test_on_a_terminal_what_is_learnt_is_in_colour_and_data_sends_no_sequences(
         out = terminal.getvalue()
         assert "\x1b[2J" not in out and "the\\x1b[2J" in out
         assert ("\x1b[30;42mfox<|im_end|>\x1b[0m" in out) is not no_colour and ("⟦fox<|im_end|>⟧" in out) is no_colour
-
-
-def test_a_template_of_its_own_is_that_of_the_job_alone(tree: Any, tokenizer: Any, tmp_path: Path) -> None:
-    bare = copy.deepcopy(tokenizer)
-    bare.chat_template = None
-    run = tree([{"messages": chat("the", "fox")}], chat_template="zephyr")
-    run["base_model"] = without_weights(tmp_path / "bare", bare)
-    other = copy.deepcopy(run["jobs"][0])
-    other["name"] = "other"
-    other["data"]["chat_template"] = "alpaca"
-    run["jobs"].append(other)
-    assert [text_of(one) for one in packlora.preview(run)] == [
-        "<|user|>\nthe</s>\n<|assistant|>\nfox</s>", "### Instruction:\nthe\n\n### Response:\nfox</s>",
-    ]  # fmt: skip
-    del run["jobs"][1]["data"]["chat_template"]
-    with pytest.raises(InputError, match=r"data\.chat_template gives the job one"):
-        packlora.preview(run)

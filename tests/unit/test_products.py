@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness import assert_as_exact
 from seeds import SEED
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -104,14 +103,6 @@ def test_every_legal_plan_of_one_adapter_gives_the_specified_numbers(p: float, w
         assert_same(outcome(by_products(plan, p), c), outcome(by_reference(p), c))
 
 
-@pytest.mark.parametrize("needs", [*itertools.product((False, True), repeat=3)][1:], ids=str)
-def test_only_the_wanted_gradients_are_made_and_they_are_right(needs: tuple[bool, bool, bool]) -> None:
-    names = tuple(name for name, need in zip("xAB", needs, strict=True) if need)
-    for plan in plain_plans(False, needs):
-        c = operands()
-        assert_same(outcome(by_products(plan, 0.0), c, names), outcome(by_reference(0.0), c, names))
-
-
 def counter() -> FlopCounterMode:
     """Counts mm and addmm; torch's counter does not know the in-place addmm_ by itself."""
 
@@ -149,79 +140,6 @@ def test_the_counted_products_are_those_of_the_cost_model(p: float) -> None:
     assert checked > 150 if not p else checked > 60
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [Plan(keep_s=False), Plan(up="before", dA="xd", keep_s=False), named_plan("forward2-backward4")],
-    ids=lambda plan: plan.name,
-)
-def test_wide_adapters_on_narrow_tokens_are_as_exact_as_the_same_products_in_torch(plan: Plan) -> None:
-    """x, W and bias in bfloat16, A and B in float32: gradients come back in float32, errors at most twice torch's own."""
-
-    def in_torch(c: dict[str, Any]) -> torch.Tensor:
-        A, B, bias = (c[name].bfloat16() for name in ("A", "B", "bias"))
-        if plan.lossy:
-            merged = c["weight"] + (c["scaling"] * B.float() @ A.float()).bfloat16()
-            return torch.nn.functional.linear(c["x"], merged, bias)
-        return torch.nn.functional.linear(c["x"], c["weight"], bias) + c["scaling"] * (c["x"] @ A.T) @ B.T
-
-    def draw(number: int) -> tuple[dict[str, torch.Tensor], ...]:
-        wide = operands(torch.float32, SEED + number)
-        narrow = {key: wide[key].bfloat16() if key in ("x", "weight", "bias", "dy") else wide[key] for key in wide}
-        exact = {
-            k: v.bfloat16().double() if isinstance(v, torch.Tensor) and k != "keys" else v for k, v in wide.items()
-        }
-        want = outcome(by_reference(0.0), exact)
-        got, plain = outcome(by_products(plan, 0.0), narrow), outcome(in_torch, narrow)
-        assert got["y"].dtype == torch.bfloat16
-        for leaf in LEAVES:
-            assert got[leaf].dtype == narrow[leaf].dtype
-        return got, plain, want
-
-    assert_as_exact(draw, 24, SEED)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_layers_that_read_the_same_x_give_what_they_give_apart(p: float) -> None:
-    """Three layers, one without the adapter and one whose output nobody uses: outputs and every gradient, for every plan."""
-    for number, plan in enumerate(plain_plans(bool(p))):
-        c = operands(seed=SEED + number)
-        g = torch.Generator().manual_seed(SEED - number)
-        parts = []
-        for index in range(3):
-            own = {
-                name: torch.randn(c[name].shape, generator=g, dtype=torch.float64)
-                for name in ("weight", "A", "B", "dy")
-            }
-            parts.append({**c, **own, "bias": c["bias"] if index else None, "scaling": 0.7 + index})
-        x = c["x"].clone().requires_grad_()
-        layers, used = [], {"x": x}
-        for index, part in enumerate(parts):
-            A, B = part["A"].clone().requires_grad_(), part["B"].clone().requires_grad_()
-            layers.append(
-                Layer(Dense(part["weight"]), part["bias"], {} if index == 1 else {3: LowRank(A, B, part["scaling"])})
-            )
-            if index == 0:
-                used |= {"A": A, "B": B}
-        y = lora_group(x, layers, [Segment(3, 0, len(x), p)], c["keys"], c["salt"], plan)
-        got = torch.autograd.grad(y[:2], list(used.values()), [part["dy"] for part in parts[:2]])
-        want = [outcome(by_reference(p), part, ("x", "A", "B")) for part in parts]
-        plain = torch.nn.functional.linear(c["x"], parts[1]["weight"], parts[1]["bias"])
-        assert_same(dict(zip("012", y, strict=True)), {"0": want[0]["y"], "1": plain, "2": want[2]["y"]})
-        dx = want[0]["x"] + parts[1]["dy"] @ parts[1]["weight"]
-        assert_same(dict(zip(used, got, strict=True)), {"x": dx, "A": want[0]["A"], "B": want[0]["B"]})
-
-
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_gradients_of_siblings_are_added_up_in_one_dx(p: float) -> None:
-    for number, plan in enumerate(plain_plans(bool(p))):
-        c = operands(seed=SEED + number)
-        x = c["x"].clone().requires_grad_()
-        layer = Layer(Dense(c["weight"]), c["bias"], {0: LowRank(c["A"], c["B"], c["scaling"])})
-        y = lora_group(x, [layer, layer], [Segment(0, 0, len(x), p)], c["keys"], c["salt"], plan)
-        (dx,) = torch.autograd.grad(y, [x], [c["dy"], 2 * c["dy"]])
-        assert_same({"x": dx}, {"x": 3 * outcome(by_reference(p), c)["x"]})
-
-
 def test_nothing_of_the_size_of_the_weight_is_saved() -> None:
     c = operands()
     for plan in plain_plans(False):
@@ -232,21 +150,6 @@ def test_nothing_of_the_size_of_the_weight_is_saved() -> None:
         known = {t.data_ptr() for t in (*leaves.values(), c["weight"], c["keys"])}
         extra = [tuple(t.shape) for t in saved if t.data_ptr() not in known]
         assert extra == ([(len(c["x"]), len(c["A"]))] if plan.keep_s else []), plan.name
-
-
-@pytest.mark.parametrize(
-    ("plan", "p"),
-    [
-        (named_plan("forward2-backward1"), 0.1),
-        (named_plan("forward1-backward5"), 0.1),
-        (Plan(up="merged"), 0.0),
-    ],
-    ids=str,
-)
-def test_the_plain_chain_takes_the_place_of_a_plan_that_does_not_compute_the_call(plan: Plan, p: float) -> None:
-    c = operands()
-    got, want = (outcome(by_products(each, p), c) for each in (plan, Plan(keep_s=plan.keep_s)))
-    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_dropout_without_keys_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +21,10 @@ from packlora.config import Run
 from packlora.engine.parts import num_tokens
 from packlora.engine.passes import run_microbatch
 from packlora.runtime import estimate, measure
-from packlora.runtime.measure import _seconds, fitted
+from packlora.runtime.measure import fitted
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.profiler import CLOSE, Prediction, choose
-from packlora.runtime.profiles import ROOM_SHARE, Point, Profile, ProfileCache
+from packlora.runtime.profiles import Point, Profile, ProfileCache
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch, Placed
 
@@ -189,32 +188,6 @@ def test_a_fit_finds_the_times_and_the_memory_that_the_points_were_made_from() -
     assert known.cost.head_per_token == pytest.approx(2e-6)
     assert known.cost.fixed == pytest.approx(3e-3)
     assert known.bytes(3000) == pytest.approx(2e9 + 3e5 * 3000 + 7)
-
-
-def test_a_fit_never_gives_a_negative_time_or_less_memory_than_was_measured() -> None:
-    points = [
-        Point(1000, 10**5, 0.08, 5 * 10**9),
-        Point(2000, 2 * 10**5, 0.2, 6 * 10**9),
-        Point(4000, 4 * 10**5, 0.5, 9 * 10**9),
-    ]
-    known = fitted(guess(), [*points, Point(8000, 10**6, None, None)], "measured")
-    assert known.cost.fixed == 0
-    assert known.cost.per_token > 0
-    assert all(known.bytes(point.tokens) >= (point.bytes or 0) for point in points)
-    assert known.failed == 8000
-    assert known.fits(7999)
-    assert not known.fits(8000)  # it was seen to fail, though there should be room
-    assert not replace(known, room=int(known.bytes(4000) / ROOM_SHARE) - 1).fits(4000)
-    single = fitted(guess(), points[:1], "measured")
-    assert _seconds(single.cost, points[0]) == pytest.approx(0.08)
-    assert single.bytes(1000) == 5 * 10**9
-
-
-def test_the_time_of_a_point_is_that_of_a_microbatch_of_its_lengths() -> None:
-    lengths = [random.randrange(1, 500) for _ in range(9)]
-    microbatch = Microbatch(tuple(Placed("a", 0, n, length) for n, length in enumerate(lengths)))
-    point = Point(sum(lengths), sum(n * n for n in lengths), None, None)
-    assert guess().seconds(microbatch) == pytest.approx(_seconds(COST, point))
 
 
 def prediction(budget: int, rate: float, fits: bool = True) -> Prediction:

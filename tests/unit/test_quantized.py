@@ -138,12 +138,6 @@ def test_each_weight_is_made_once_in_the_forward_and_once_in_the_backward(
     assert watched.most <= 2 * max(sizes) * 20
 
 
-def test_three_siblings_of_one_size_are_not_there_together(watched: Watched) -> None:
-    case, _ = stored(make_case(40, 20, [16, 16, 16], [[4, 4, 4]] * 2, [0.3] * 2, True, SEED, dora=[True, True]), "int8")
-    outcome(case, CHAIN)
-    assert watched.most == 2 * 16 * 20 and watched.take() == {3}  # dx takes two rounds of them
-
-
 @pytest.mark.parametrize("version_counted", [False, True])
 def test_norms_are_of_one_temporary_weight_at_a_time_and_stand_while_the_codes_do(
     version_counted: bool, watched: Watched

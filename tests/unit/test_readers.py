@@ -60,14 +60,6 @@ def test_every_format_gives_the_same_rows_each_with_its_place(tmp_path: Path, su
     assert [row.where for row in rows] == [f"{path}, {place} {number}" for number in range(1, len(ROWS) + 1)]
 
 
-def test_blank_lines_and_a_byte_order_mark_are_passed_over_and_lines_keep_their_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n   \n{"text": "b"}')
-    assert [(row.text, row.where) for row in read_rows(str(path), "first")] == [
-        ("a", f"{path}, line 1"), ("b", f"{path}, line 4"),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -108,11 +100,6 @@ def test_a_bad_line_is_refused_with_its_number_and_what_was_found(tmp_path: Path
     message = refusal(path)
     assert f"{path}, line 3: " in message
     assert problem in message
-
-
-def test_a_bad_row_of_a_json_list_is_refused_with_its_number(tmp_path: Path) -> None:
-    path = lines(tmp_path, '[{"text": "a"},', '{"txt": "b"}]', name="rows.json")
-    assert f"{path}, row 2: found txt" in refusal(path)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ whatever happens to the model after accelerate()."""
 from __future__ import annotations
 
 import copy
-import pickle
 import sys
 import types
 import warnings
@@ -12,23 +11,15 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import TINY, tiny_model
-from packed import PackedSample, parts
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import packlora
-from packlora.adapters.attach import attach
-from packlora.adapters.spec import resolve
 from packlora.base import liger
-from packlora.base.packing import prepare_model
-from packlora.data.encode import Sample
-from packlora.engine.collate import collate
-from packlora.engine.heads import token_losses
 from packlora.ops.recompute import add_recompute, recompute_of
 
 IDS = torch.randint(3, 320, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -329,16 +320,6 @@ def test_norms_that_are_recomputed_give_the_same_gradients(make: Callable[[], An
     assert_same_bits(block_gradients(model, x, autocast), want)
 
 
-def test_norms_that_are_left_alone_are_named() -> None:
-    x = torch.randn(5, 8)
-    assert "1 norms and 0 gated products" in str(
-        packlora.accelerate(block(nn.RMSNorm(8)), example={"x": x}, recompute=True)
-    )
-    report = str(packlora.accelerate(block(NoisyRMSNorm(8)), example={"x": x}, recompute=True))
-    assert "0 norms" in report
-    assert "norm: gives other values when it is called again" in report
-
-
 def test_a_norm_that_is_trained_may_change_between_forward_and_backward() -> None:
     """As through `.data`, which moves no version counter."""
     model, x = block(nn.RMSNorm(8)), torch.randn(5, 8)
@@ -359,22 +340,6 @@ def test_a_norm_that_is_trained_may_change_between_forward_and_backward() -> Non
 # --- the life of a model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_recompute_their_own_inputs(how: str) -> None:
-    model = with_lora(tiny_model("llama"))
-    packlora.accelerate(model, recompute=True)
-    want = gradients(model)
-    model.zero_grad()
-    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert_same_bits(gradients(twin), want)
-    assert all(products(twin))
-    packlora.restore(twin)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
-
-
 def test_compiled_without_a_graph_break() -> None:
     parts = {"gate_proj": nn.Linear(8, 12), "up_proj": nn.Linear(8, 12), "down_proj": nn.Linear(12, 8)}
     base = nn.Sequential(nn.RMSNorm(8), Other(SimpleNamespace(**parts), lambda m, z: z))
@@ -386,37 +351,3 @@ def test_compiled_without_a_graph_break() -> None:
     torch._dynamo.reset()
     got = block_gradients(torch.compile(model, backend="eager", fullgraph=True), x)
     assert all(torch.allclose(one, two, rtol=1e-4, atol=1e-6) for one, two in zip(got, want, strict=True))
-
-
-# --- packed training ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("between", ["dropout", "long samples alone", "nothing"])
-def test_packed_training_has_the_gradients_that_it_has_without_recomputation(between: str) -> None:
-    generator = np.random.default_rng(0)
-    samples = [
-        PackedSample(
-            0, Sample(generator.integers(3, 320, length).astype(np.int32), np.arange(length) > 2), number, 0, 5
-        )
-        for number, length in enumerate([13, 20])
-    ]
-    batch = collate(parts(samples), torch.device("cpu"))
-    got: list[list[torch.Tensor]] = []
-    for recompute in (False, True):
-        model = tiny_model("llama")
-        prepare_model(model, False)
-        for layer in model.model.layers:
-            layer.mlp = Other(layer.mlp, BETWEEN.get(between, lambda m, z: z)).train()
-            layer.mlp.drop.p = 0.4
-        config = LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear", task_type="CAUSAL_LM")
-        attached, (adapter,) = attach(model, {"one": resolve(config, model, "one")}, 0)
-        if recompute:
-            add_recompute(model)
-        with torch.no_grad():
-            for index, parameter in enumerate(adapter.named_parameters().values()):
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
-        torch.manual_seed(11)
-        with attached.active(batch.owners):
-            _, loss, _ = token_losses(model, batch, torch.ones(len(batch.labels_L), dtype=torch.float64), False)
-            got.append(list(torch.autograd.grad(loss, list(adapter.named_parameters().values()))))
-    assert_same_bits(*got)

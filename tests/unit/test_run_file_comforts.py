@@ -56,18 +56,6 @@ def test_defaults_hold_where_a_job_says_nothing_key_by_key() -> None:
     assert made({}, defaults={}).model_dump() == made({}).model_dump()
 
 
-def test_defaults_may_be_all_that_a_job_has_beside_its_name(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").touch()
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "base_model: m\noutput_dir: o\nx-rates: &r {learning_rate: 0.25}\ndefaults:\n  data: {path: d.jsonl}\n"
-        "  train: *r\njobs: [{name: a}, {name: b}]\n"
-    )
-    run = load_run(file, ["defaults.train.learning_rate=0.125", "jobs.b.train.learning_rate=0.0625"])
-    assert [job.data.path for job in run.jobs] == [str(tmp_path / "d.jsonl")] * 2
-    assert [job.train.learning_rate for job in run.jobs] == [0.125, 0.0625]
-
-
 @pytest.mark.parametrize(
     ("defaults", "said"),
     [
@@ -138,16 +126,6 @@ def test_references_in_keys_are_texts() -> None:
     assert "${A}: unknown key" in refusal({}, **{"${A}": 1})
 
 
-def test_lists_in_themselves_and_lists_of_lists_of_the_same_lists_end() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    many: list[Any] = ["${HOME}"]
-    for _ in range(60):
-        many = [many, many]
-    for value in (loop, many):
-        assert "base_model" in refusal({}, base_model=value)
-
-
 # --- paths -------------------------------------------------------------------------------------------------------------------
 
 
@@ -165,23 +143,3 @@ def test_every_path_of_a_list_and_every_pattern_is_looked_up_beside_the_run_file
     assert job.data.sources == [(f"{beside}/a.jsonl", 1.0), (f"{beside}/[b].jsonl", 2.0)]
     assert job.data.eval_paths == [f"{beside}/b.jsonl", "x*.jsonl"]
     assert Run.model_validate_json(load_run(file).model_dump_json()).jobs[0].data == job.data
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        (["a.jsonl", 3], "data.path[1]: input should be a mapping; found 3"),
-        ([{"path": "a", "weight": 0}], "data.path[0].weight: input should be greater than 0; found 0"),
-        ([{"path": "a", "weight": float("nan")}], "data.path[0].weight: input should be a finite number"),
-        ([{"path": "a", "weight": -1}], "greater than 0"), ([{"path": "a", "weight": 1e9}], "less than or equal to 1000000"),
-        ([{"path": "a", "weight": "1"}], "valid number; found '1'"), ([{"weight": 1}], "data.path[0].path: is missing"),
-        ([{"path": "a", "wieght": 1}], "data.path[0].wieght: unknown key; did you mean 'weight'?"),
-        ([""], "data.path[0]: string"),
-        ([{"path": "a", "weight": 1}, {"path": "b"}], "a weight at number 0 and none at number 1"),
-        (3, "data.path: input should be a valid string, or a valid list; found 3"),
-        ({"path": "a"}, "a valid string, or a valid list; found a mapping"),
-    ],
-)  # fmt: skip
-def test_a_list_of_paths_that_cannot_be_is_refused_in_one_line(path: Any, said: str) -> None:
-    line = refusal({"data": {"path": path}}).split("\n")[1:]
-    assert len(line) == 1 and "job 'j0': " in line[0] and said in line[0]

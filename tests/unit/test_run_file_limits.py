@@ -25,7 +25,7 @@ TREE: dict[str, Any] = {
     "jobs": [{
         "name": "first", "seed": 3,
         "data": {"path": [{"path": "a.jsonl", "weight": 2.0}], "eval_path": ["b.jsonl"], "system": "s", "on_bad_row": "skip",
-                 "max_length": 2048, "truncate": "error"},
+                 "max_length": 2048, "truncate": "error", "streaming": False, "shuffle_buffer_size": None},
         "adapter": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": ["q"], "use_rslora": False,
                     "use_dora": False, "dora_dropout": "peft", "bias": "none", "rank_pattern": {"q": 4},
                     "alpha_pattern": {"q": 4.0}, "init_from": "c"},
@@ -33,6 +33,7 @@ TREE: dict[str, Any] = {
                   "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0, "loraplus_lr_ratio": 2.0,
                   "max_grad_norm": 1.0,
                   "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "shuffle": True, "drop_last": False,
+                  "optim": "adamw_torch", "logging_steps": 1, "neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.0,
                   "lr_scheduler_kwargs": {}, "warmup_ratio": 0.0, "eval_steps": 1, "load_best_model_at_end": True,
                   "metric_for_best_model": "eval_loss",
                   "early_stopping_patience": 2, "early_stopping_threshold": 0.1},

@@ -82,11 +82,6 @@ def test_names_are_unique_and_only_jobs_that_are_there_leave() -> None:
 # --- sizes -----------------------------------------------------------------------------------------------------------------
 
 
-def test_no_jobs_and_jobs_without_batches_give_no_windows() -> None:
-    assert list(Planner([], 10).windows()) == []
-    assert list(Planner([Lengths("a", [])], 10, stages=4).windows()) == []
-
-
 @pytest.mark.parametrize("stages", [1, 4])
 @pytest.mark.parametrize("jobs", [1, 2, 3, 64])
 def test_one_to_sixty_four_jobs_of_different_numbers_of_batches(jobs: int, stages: int) -> None:
@@ -114,12 +109,6 @@ def test_one_job_in_a_pipeline_waits_between_its_batches_and_smaller_microbatche
     assert makespan(quick.microbatches, cost) < 0.8 * makespan(fewest[0].microbatches, cost)
 
 
-def test_two_jobs_need_no_no_ops_where_each_fills_the_others_gaps() -> None:
-    jobs = [Lengths(name, [[100] * 16 for _ in range(8)]) for name in "ab"]
-    (window,) = Planner(jobs, 400, stages=4).windows()
-    assert (window.report.noops, window.report.gap, window.report.stopped) == (0, 0.0, "at the bound")
-
-
 def test_microbatches_are_made_smaller_as_long_as_that_is_faster() -> None:
     """Two jobs fill the slots between each other's batches with full microbatches, which are unlike one another."""
     draw = random.Random(4)
@@ -130,15 +119,6 @@ def test_microbatches_are_made_smaller_as_long_as_that_is_faster() -> None:
     cost = CostModel(1.0, 0.0, 20.0, 0.0, 1.0, (0.5, 0.5))
     (window,) = Planner(jobs, 1000, stages=2, cost=cost).windows()
     assert simulate(window.microbatches, cost).bubble < 0.05
-
-
-def test_tails_of_consecutive_batches_share_a_microbatch() -> None:
-    jobs = [Lengths(name, [[60]] * 10) for name in "ab"]
-    (window,) = Planner(jobs, 120).windows()
-    assert window.report.microbatches == 10
-    jobs = [Lengths(name, [[40, 40]] * 10) for name in "abc"]  # 240 tokens a round in microbatches of 160
-    (window,) = Planner(jobs, 160).windows()
-    assert window.report.microbatches == window.report.bound == 15
 
 
 def test_a_job_joins_and_another_leaves_a_running_plan() -> None:
@@ -169,31 +149,6 @@ def windows_of(planner: Planner, ahead: bool) -> Iterator[Window]:
         return
     with BackgroundPlanner(planner) as background:
         yield from background.windows()
-
-
-def test_plans_made_ahead_are_the_same() -> None:
-    plans = [
-        list(windows_of(Planner(random_jobs(3, 500, batches=13, size=9), 500, stages=3, window_rounds=4), ahead))
-        for ahead in (False, True)
-    ]
-    assert len(plans[0]) == 4
-    assert same(*plans)
-
-
-def test_jobs_join_and_leave_while_windows_are_planned_ahead() -> None:
-    plans = []
-    for ahead in (False, True):
-        planner = Planner(random_jobs(4, 300), 300, stages=2, window_rounds=3, method="greedy")
-        windows = []
-        for window in windows_of(planner, ahead):
-            windows.append(window)
-            if window.first_round == 3:
-                planner.add(random_jobs(5, 300, 5)[-1], 7)
-                planner.remove("j1", 6)
-        plans.append(windows)
-    assert same(*plans)
-    last = {item.batch for w in plans[0] for mb in w.microbatches for item in mb.samples if item.job == "j1"}
-    assert max(last) == 5
 
 
 def test_a_planning_process_that_dies_or_cannot_start_is_replaced_by_this_one_and_a_warning_says_so() -> None:

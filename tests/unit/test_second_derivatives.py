@@ -53,18 +53,6 @@ def test_every_plan_refuses(plan: Plan, curved: bool) -> None:
     refused(*layer(torch.float32 if plan.needs_triton else torch.float64), plan, curved)
 
 
-@pytest.mark.parametrize("curved", [False, True], ids=["linear", "curved"])
-@pytest.mark.parametrize("plan", [Plan(), Plan(dA="xd", dB="S", keep_s=True)], ids=lambda plan: plan.name)
-def test_where_saved_tensors_go_through_hooks_too(plan: Plan, curved: bool) -> None:
-    own, x = layer(torch.float64)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        refused(own, x, plan, curved)
-
-
-def test_with_a_magnitude_too() -> None:
-    refused(*layer(torch.float64, dora=True), Plan(), False)
-
-
 def test_the_loss_s_own_gradient_too() -> None:
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
     _, loss = linear_cross_entropy(hidden.sin(), weight, None, torch.randint(11, (5,)), torch.ones(5))

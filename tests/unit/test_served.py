@@ -107,13 +107,6 @@ def test_what_peft_computes_is_counted_by_reason() -> None:
     }
 
 
-def test_layers_of_other_kinds_are_counted_too() -> None:
-    model = embedding_model()
-    report = packlora.accelerate(model, example={"input_ids": IDS})
-    step(model)
-    assert [calls.served for calls in report.served().values()] == [1, 1, 1]
-
-
 def test_one_warning_names_the_layer_and_the_reason_where_the_report_was_wrong() -> None:
     """As under FSDP with use_orig_params, whose views of frozen weights want gradients."""
     model = adapted()
@@ -132,29 +125,6 @@ def test_one_warning_names_the_layer_and_the_reason_where_the_report_was_wrong()
     assert "its base weight is trained too" in ours[0]
     assert "report.served()" in ours[0]
     assert all(calls.left == {"its base weight is trained too": 2} for calls in report.served().values())
-
-
-def test_what_the_report_says_from_the_start_is_no_surprise() -> None:
-    model = adapted(lora_bias=False)
-    model.base_model.model.model.layers[0].mlp.gate_proj.base_layer.weight.requires_grad_(True)
-    report = packlora.accelerate(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(model)
-    left = {path: calls.left for path, calls in report.served().items() if calls.left}
-    assert list(left.values()) == [{"its base weight is trained too": 1}]
-
-
-def test_a_second_report_counts_from_its_own_begin_and_copies_count_for_themselves() -> None:
-    model = adapted()
-    first = packlora.accelerate(model)
-    step(model)
-    second = packlora.accelerate(model)
-    step(copy.deepcopy(model))
-    step(pickle.loads(pickle.dumps(model)))
-    step(model)
-    for report in (first, second):
-        assert {calls.served for calls in report.served().values()} == {1}
 
 
 # --- transforms of functions -------------------------------------------------------------------------------------------

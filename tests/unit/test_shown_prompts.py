@@ -15,7 +15,7 @@ from packlora.answers import talk
 from packlora.config import DataConfig, TrainConfig
 from packlora.data.encode import Encoded
 from packlora.data.mixture import joined
-from packlora.data.prompts import answer_ends, encode_prompts, prompt_ids
+from packlora.data.prompts import encode_prompts, prompt_ids
 from packlora.data.rows import Row, check_row
 from packlora.data.samples import encode_rows
 from packlora.data.stream import Stream, StreamData
@@ -92,20 +92,6 @@ def test_in_sample_prompts_the_system_message_is_shown_or_refused(make: Any) -> 
     assert "be brief" in make(CALLS).decode(prompt.ids)
 
 
-def test_a_prompt_is_what_transformers_writes_and_earlier_thoughts_may_be_left_out(make: Any) -> None:
-    tokenizer = make(NO_SYSTEM)
-    turns = [
-        ROW["messages"][0],
-        {"role": "assistant", "content": "<think>hm</think>b"},
-        {"role": "user", "content": "</think>"},
-    ]
-    assert prompt_ids(turns[:2] + ROW["messages"][:1], tokenizer) == tokenizer.apply_chat_template(
-        turns[:2] + ROW["messages"][:1], add_generation_prompt=True, return_dict=False
-    )
-    with pytest.raises(InputError, match=r"message 1 \(system\): the chat template does not show its content"):
-        prompt_ids([{"role": "system", "content": "s"}, *turns], tokenizer)
-
-
 def test_a_template_that_looks_at_words_is_no_reason_to_refuse_a_prompt(make: Any) -> None:
     tokenizer = make("{% for m in messages %}{{ m.content[:3] }}{% endfor %}")
     assert tokenizer.decode(prompt_ids([{"role": "user", "content": "the dog"}], tokenizer)) == "the"
@@ -122,21 +108,6 @@ def test_chat_refuses_a_system_message_that_is_not_shown_before_anybody_types(
     monkeypatch.setattr(talk, "load_speakers", lambda *arguments: speakers)
     with pytest.raises(InputError, match=r"message 1 \(system\): the chat template does not show its content"):
         talk.chat([], False, "be brief", talk.Sampling(), lines=lines())
-
-
-# --- where answers end -------------------------------------------------------------------------------------------------
-
-
-def test_an_answer_ends_where_turns_and_calls_end_also_with_tokens_without_a_flag(make: Any) -> None:
-    tokenizer = make(CALLS)
-    ends = ["</s>", "<|im_end|>", "<|call|>"]
-    assert answer_ends(tokenizer, None) == sorted(map(tokenizer.convert_tokens_to_ids, ends))
-    header = (
-        "{% for m in messages %}<|next|>{{ m.role }}\n{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<|next|>{% endif %}"
-    )
-    tokenizer = make(header)
-    assert answer_ends(tokenizer, 7) == sorted([7, *map(tokenizer.convert_tokens_to_ids, ["</s>", "<|next|>"])])
 
 
 # --- notes -------------------------------------------------------------------------------------------------------------
@@ -158,36 +129,6 @@ def test_what_is_not_learnt_is_noted_once_for_all_rows_with_the_first_of_them(ma
         ),
         "have empty answers, which are not learnt": (1, "line 3, message 4 (assistant)"),
     }
-
-
-@pytest.mark.parametrize("trainer", ["sft", "dpo", "orpo", "kto"])
-def test_every_trainer_learns_and_notes_by_the_same_rules(make: Any, trainer: str) -> None:
-    cut = NO_SYSTEM.replace(
-        "m.content.split('</think>')[-1]", "m.content if loop.last else m.content.split('</think>')[-1]"
-    )
-    asked = [ROW["messages"][0], {"role": "assistant", "content": "<think>hm</think>b"}, ROW["messages"][0]]
-    answers = [[{"role": "assistant", "content": text}] for text in ("the dog", "fox")]
-    if trainer == "sft":
-        value: dict[str, Any] = {"prompt": asked, "completion": answers[0]}
-    elif trainer == "kto":
-        value = {"prompt": asked, "completion": answers[0], "label": True}
-    else:
-        value = {"prompt": asked, "chosen": answers[0], "rejected": answers[1]}
-    tokenizer = make(cut)
-
-    def encoded(value: dict[str, Any], **more: Any) -> Encoded:
-        rows = [check_row(value, "line 1", "first")]
-        return encode_rows(rows, tokenizer, DataConfig(path="-", **more), 999, "first", 999, trainer=trainer)
-
-    out = encoded(value)
-    parts = out.samples[0].parts()
-    if trainer != "orpo":  # whose loss is of the prompt as well
-        for part, text in zip(parts, ("the dog", "fox"), strict=False):
-            assert tokenizer.decode(part.ids[part.is_label]).removeprefix("<think>\n") == text + "<|im_end|>"
-    ((what, (rows, where)),) = out.notes.items()
-    assert "earlier thoughts" in what and rows == 1 and where.endswith("message 2 (assistant)")
-    with pytest.raises(InputError, match=r"line 1.*: data.system: the chat template does not show its content"):
-        encoded(value, system="be brief")
 
 
 def test_a_stream_has_the_notes_of_its_rows(make: Any, tmp_path: Path) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from conftest import FAMILIES, TINY, tiny_model
-from torch.utils.checkpoint import checkpoint
+from conftest import FAMILIES, tiny_model
 
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 
@@ -48,15 +44,6 @@ def test_only_candidates_are_in_groups_and_one_alone_is_none() -> None:
     names = [name for name in linears(model) if name.endswith(("q_proj", "v_proj", "up_proj"))]
     found = sibling_groups(model, names, {"input_ids": torch.tensor([[3, 5]])})
     assert [[path.rpartition(".")[2] for path in group] for group in found] == [["q_proj", "v_proj"]] * 2
-
-
-def test_a_model_without_storage_will_do() -> None:
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.LlamaConfig(**TINY), attn_implementation="sdpa"
-        )
-    found = sibling_groups(model, linears(model), {"input_ids": torch.zeros(1, 2, dtype=torch.long, device="meta")})
-    assert len(found) == 4
 
 
 class Parts(torch.nn.Module):
@@ -234,28 +221,6 @@ def some_x() -> torch.Tensor:
     return torch.randn(3, 4, dtype=torch.float64)
 
 
-def test_three_projections_are_one_computation_with_the_same_outputs_and_gradients() -> None:
-    model, x = toys(qkv), some_x().requires_grad_()
-    alone = copy.deepcopy(model)
-    SiblingGroup.detach(alone)
-    outs, grads = [], []
-    for one in (alone, model):
-        COMPUTED.clear()
-        outs.append(one(x))
-        grads.append(torch.autograd.grad(outs[-1].square().sum(), [x, *one.parameters()]))
-    assert COMPUTED == [3]
-    assert torch.equal(*outs)
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert model.group._pending is None
-
-
-def test_outside_the_parents_forward_nothing_is_computed_ahead() -> None:
-    model, x = toys(qkv), some_x()
-    model.q(x)
-    assert COMPUTED == [1]
-    assert model.group._pending is None
-
-
 def no_grad_between(m: Parts, x: torch.Tensor) -> Any:
     with torch.no_grad():
         q = m.q(x)
@@ -344,38 +309,6 @@ def test_whatever_the_parent_does_gives_what_single_layers_give_and_leaves_nothi
     assert torch.equal(model(x), expected)  # and again, from the state that is left
 
 
-def test_an_equal_tensor_is_not_the_same_tensor() -> None:
-    """Gradients must not flow into x by way of a tensor that was detached from it."""
-    model, x = toys(lambda m, x: m.q(x) * 0 + m.k(x.detach().requires_grad_())), some_x().requires_grad_()
-    (dx,) = torch.autograd.grad(model(x).sum(), x)
-    assert torch.equal(dx, torch.zeros_like(x))
-
-
-def test_a_layer_that_is_not_ready_or_differs_is_computed_alone_and_the_others_together() -> None:
-    model, x = toys(qkv), some_x()
-    model.k.kind = None
-    expected = apart(model, x)
-    assert torch.equal(model(x), expected)
-    assert COMPUTED == [2]
-    model.k.kind = "other"
-    COMPUTED.clear()
-    assert torch.equal(model(x), expected)
-    assert COMPUTED == [2, 1]
-
-
-def test_inference_tensors_count_no_versions_so_their_layers_are_computed_singly() -> None:
-    def how(m: Parts, x: torch.Tensor) -> Any:
-        x = x.clone()
-        q = m.q(x)
-        x.mul_(2)
-        return torch.stack([q, m.k(x)])
-
-    model, x = toys(how), some_x()
-    with torch.inference_mode():
-        expected = apart(model, x)
-        assert torch.equal(model(x), expected)
-
-
 @pytest.mark.parametrize("raises", [False, True])
 def test_outputs_that_nobody_called_for_are_freed_when_the_parents_forward_ends(raises: bool) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -402,71 +335,6 @@ def test_outputs_that_nobody_called_for_are_freed_when_the_parents_forward_ends(
     gc.collect()
     assert len(alive) == 2
     assert all(ref() is None for ref in alive)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_computes_again_what_it_computed_and_leaves_nothing(reentrant: bool) -> None:
-    model, x = toys(qkv), some_x().requires_grad_()
-    expected = torch.autograd.grad(apart(model, x).square().sum(), x)
-    (checkpoint(model, x, use_reentrant=reentrant)).square().sum().backward()
-    assert COMPUTED == [3, 3]
-    assert model.group._pending is None
-    assert x.grad is not None
-    assert torch.equal(x.grad, expected[0])
-
-
-def test_checkpointing_that_stops_early_inside_the_parent_leaves_nothing() -> None:
-    """The product q x is the last thing saved; the recomputation is left by an exception between the calls of q and k."""
-
-    def how(m: Parts, x: torch.Tensor) -> torch.Tensor:
-        out = m.q(x).square()
-        return out + m.k(x).detach() + m.v(x).detach()
-
-    model, x = toys(how), some_x().requires_grad_()
-    for toy in (model.q, model.k, model.v):
-        toy.weight.requires_grad_(False)
-    checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert COMPUTED == [3, 3]
-    assert model.group._pending is None
-    assert x.grad is not None
-    assert torch.allclose(x.grad, 2 * (x @ model.q.weight).detach() @ model.q.weight.T)
-
-
-def test_copies_and_pickles_have_groups_of_their_own_without_outputs() -> None:
-    model, x = toys(qkv), some_x()
-    expected = apart(model, x)
-    model._opened = model.group._opened(model, ())
-    model.q(x)
-    assert model.group._pending is not None
-    other = copy.deepcopy(model)
-    assert other.group is not model.group
-    assert other.group._pending is None
-    assert other.group.members[0] is other.q
-    with torch.no_grad():
-        model.k.weight.zero_()
-    COMPUTED.clear()
-    assert torch.equal(other(x), expected)
-    assert COMPUTED == [3]
-    assert pickle.loads(pickle.dumps(other.group))._pending is None
-
-
-def test_threads_that_share_a_model_get_their_own_results() -> None:
-    model = toys(qkv)
-    xs = [some_x() for _ in range(4)]
-    expected = [apart(model, x) for x in xs]
-    wrong: list[int] = []
-
-    def work(number: int) -> None:
-        for _ in range(200):
-            if not torch.equal(model(xs[number]), expected[number]):
-                wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(xs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 def test_detach_removes_all_hooks() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from packlora.data import windows
 from packlora.data.places import prompt_text
-from packlora.data.spans import EMPTY, FORGOTTEN, UNENDED, UNMASKED, Learnt, learn
+from packlora.data.spans import UNMASKED, Learnt, learn
 from packlora.data.template import Template
 from packlora.errors import InputError
 
@@ -189,57 +189,12 @@ def test_arguments_as_json_texts_are_read_as_the_mappings_that_they_are(make: An
         assert learn(template, as_text) == learn(template, CALLED)
 
 
-@pytest.mark.parametrize("template", ["{{ t.function.arguments }}", "{{ t.function.arguments ~ '' }}"])
-def test_arguments_are_never_learnt_as_python_writes_them(make: Any, template: str) -> None:
-    shape = CHATML.replace(
-        "{{ m.content }}",
-        "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.name }}" + template + "{% endfor %}",
-    )
-    assert spans(learn(make(shape), CALLED))[0] == 'look{"city": "Paris", "at": "noon"}<|im_end|>'
-
-
-def test_several_calls_in_a_turn_and_turns_of_calls_in_a_row_are_each_learnt(make: Any) -> None:
-    turns = [
-        user("a"),
-        calls("look", "seek", n="1"),
-        result("x"),
-        result("y"),
-        calls("find", n="2"),
-        result("z"),
-        says("end"),
-    ]
-    assert spans(learn(make(IN_TURN), turns)) == [
-        "<|call>look{n:1}<call|><|call>seek{n:1}<call|>", "<|call>find{n:2}<call|>", "end<turn|>",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("shape", ["chatml", "two markers", "unflagged", "masked"])
 def test_calls_that_a_template_does_not_show_are_refused_by_message_and_key(make: Any, shape: str) -> None:
     said = refusal(make(SHAPES[shape]), *CALLED)
     assert said.startswith(
         "message 2 (assistant): the chat template does not show its tool_calls[0].name, so the model would"
     )
-
-
-def test_a_call_without_a_name_is_refused(make: Any) -> None:
-    said = refusal(make(LAYS_OUT), user("a"), says("", tool_calls=[{"function": {"arguments": "{}"}}]))
-    assert said.startswith("message 2 (assistant): tool_calls[0] is {'function'") and "a mapping with a name" in said
-
-
-def test_a_name_that_a_call_shows_twice_is_learnt_twice_and_not_above_its_result(make: Any) -> None:
-    twice = (  # in the header, in the call, and above the result
-        "{% for m in messages %}{% if m.role == 'tool' %}<|start|>{{ m.name }} to=assistant<|message|>{{ m.content }}<|end|>"
-        "{% elif m.tool_calls %}{% set call = m.tool_calls[0].function %}<|start|>assistant to={{ call.name }}<|message|>"
-        "<invoke name={{ call.name }}>{{ call.arguments.city }}</invoke><|end|>"
-        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-    )
-    for city in ("", "Paris"):
-        template = make(twice.replace("call.arguments.city", f"'{city}'"))
-        turns = [user("a"), calls("look"), {**result("sunny"), "name": "look"}, says("b")]
-        assert spans(learn(template, turns)) == [
-            f" to=look<|message|><invoke name=look>{city}</invoke><|end|>", "<|message|>b<|end|>",
-        ]  # fmt: skip
 
 
 def test_an_empty_result_in_the_turn_is_not_learnt(make: Any) -> None:
@@ -347,13 +302,6 @@ def test_a_thought_in_the_content_is_learnt_as_the_template_lays_it_out(
     assert spans(learn(make(SHAPES[shape]), [user("a"), says("yes", reasoning_content="let me see")])) == [wanted]
 
 
-def test_earlier_thoughts_that_are_left_out_are_not_learnt_and_noted(make: Any) -> None:
-    turns = [user("a"), says(THOUGHT[0]), user("b"), says("no", reasoning_content="hm")]
-    found = learn(make(LAYS_OUT), turns)
-    assert spans(found) == ["yes<|im_end|>", "hm\n</think>\n\nno<|im_end|>"]
-    assert found.notes == {FORGOTTEN: "message 2 (assistant)"}
-
-
 def test_a_thought_that_the_template_would_never_show_is_refused(make: Any) -> None:
     cuts = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
     said = refusal(make(cuts), user("a"), says(THOUGHT[0]), user("b"), says("no"))
@@ -384,42 +332,6 @@ def test_where_nothing_ends_a_turn_the_token_of_the_next_header_is_learnt_and_wr
     assert found.text.endswith("</tool_call><|observation|>")
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>\n", "</s>", "<|end_response|><|eot|>"])
-def test_a_header_that_a_template_always_writes_at_the_end_is_not_learnt(make: Any, end: str) -> None:
-    template = make(
-        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}" + end + "{% endfor %}<|im_start|>assistant:"
-    )
-    system = make("{% if messages[0].role != 'system' %}<|im_start|>system: s" + end + "{% endif %}" + template.source)
-    for more in ([], [user("c")]):
-        turns = [user("a"), says("one"), user("b"), says("two"), *more]
-        assert spans(learn(template, turns)) == [" one" + end.strip(), " two" + end.strip()]
-        if "><" not in end:  # else it cannot be told where the end ends
-            assert spans(learn(system, turns)) == spans(learn(template, turns))
-
-
-def test_where_no_token_can_end_a_turn_that_is_noted(make: Any) -> None:
-    plain = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    found = learn(make(plain), [user("a"), says("one"), user("b"), says("two")])
-    assert spans(found) == ["one", "two"]
-    assert found.notes == {UNENDED: "message 2 (assistant)"}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_conversation_that_the_assistant_opens_is_learnt(make: Any, shape: str) -> None:
-    found = learn(make(SHAPES[shape]), [says("hello"), user("a"), says("one")])
-    assert spans(found)[0].removeprefix("\n<think></think>").strip("\n").startswith("hello")
-    assert "assistant" not in "".join(spans(found)) and "model" not in "".join(spans(found))
-
-
-def test_an_empty_answer_is_not_learnt_and_noted(make: Any) -> None:
-    found = learn(make(CHATML), [user("a"), says(" \n"), user("b"), says("one")])
-    assert (spans(found), found.notes) == (["one<|im_end|>"], {EMPTY: "message 2 (assistant)"})
-    assert not learn(make(CHATML), [user("a"), says("", weight=0), user("b"), says("one")]).notes
-
-
 @pytest.mark.parametrize("shape", ["chatml", "endless", "masked", "in turn"])
 def test_turns_of_weight_0_are_not_learnt(make: Any, shape: str) -> None:
     turns = [user("a"), says("one", weight=0), user("b"), says("two", weight=1)]
@@ -427,66 +339,7 @@ def test_turns_of_weight_0_are_not_learnt(make: Any, shape: str) -> None:
     assert "two" in learnt
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "assistant", "<|im_end|>", "<|turn>model", "### end", "<|user|>", "a\n<|im_start|>assistant\nb", "{{ m }}", "\u200bü😀",
-        "</s>", "[gMASK]", "<think>", "m",
-    ],
-)  # fmt: skip
-def test_contents_that_look_like_markers_move_nothing(make: Any, shape: str, text: str) -> None:
-    template = make(SHAPES[shape])
-    wanted = learn(template, [user("dog"), says("dog"), user("dog"), says("dog")])
-    found = learn(template, [user(text), says(text), user(text), says(text)])
-    assert found.text == wanted.text.replace("dog", text)
-    assert spans(found) == [span.replace("dog", text) for span in spans(wanted)]
-
-
-def test_white_space_around_a_content_is_learnt_as_the_template_writes_it(make: Any) -> None:
-    turns = [user(" a\n"), says("  one\n\n two \n"), user("b"), says("\tthree")]
-    assert spans(learn(make(CHATML), turns)) == ["  one\n\n two \n<|im_end|>", "\tthree<|im_end|>"]
-    assert spans(learn(make(IN_TURN), turns)) == ["one\n\n two<turn|>", "three<turn|>"]
-
-
-def test_images_in_turns_move_nothing(make: Any) -> None:
-    shows = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for b in m.content %}{{ '<image>' if b.type == 'image' else b.text }}{% endfor %}{% endif %}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    alone = shows.replace("{% if m.content is string %}{{ m.content }}{% else %}", "").replace(
-        "{% endif %}<|im_end|>", "<|im_end|>"
-    )
-    asked = [{"type": "text", "text": "what"}, {"type": "image"}, {"type": "text", "text": "is it?"}]
-    for template in (shows, alone):  # the second one takes blocks alone
-        found = learn(make(template), [user(asked), says("a dog"), user("sure?"), says(" yes ")])
-        assert spans(found) == ["a dog<|im_end|>", " yes <|im_end|>"]
-        assert "what<image>is it?<|im_end|>" in found.text
-    unseen = shows.replace("else b.text", "else ''")
-    assert refusal(make(unseen), user(asked), says("a dog")).startswith(
-        "message 1 (user): the chat template does not show its"
-    )
-
-
 # --- what a template says itself ---------------------------------------------------------------------------------------
-
-
-def test_a_mask_that_covers_the_words_of_another_role_is_not_taken(make: Any) -> None:
-    everything = "{% generation %}" + CHATML + "{% endgeneration %}"
-    assert spans(learn(make(everything), [user("a"), says("one")])) == ["one<|im_end|>"]
-
-
-def test_a_mask_that_covers_a_turn_that_is_not_learnt_with_one_that_is_is_not_taken(make: Any) -> None:
-    merged = (
-        "{% set ns = namespace(said='') %}{% for m in messages %}{% if m.role == 'assistant' %}"
-        "{% set ns.said = ns.said ~ m.content %}{% if loop.last or loop.nextitem.role != 'assistant' %}<|assistant|>"
-        "{% generation %}{{ ns.said }}<|im_end|>{% endgeneration %}{% set ns.said = '' %}{% endif %}"
-        "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    unlearnt = says("one ") | {"weight": 0}
-    assert spans(learn(make(merged), [user("a"), unlearnt, says("two")])) == ["two<|im_end|>"]
-    assert spans(learn(make(merged), [user("a"), says("one "), says("two")])) == ["one two<|im_end|>"]
 
 
 @pytest.mark.parametrize(("inside", "outside", "learnt", "noted"), [
@@ -505,10 +358,6 @@ def test_an_end_or_a_call_that_a_mask_leaves_out_of_an_answer_is_noted(
     assert spans(found) == learnt
     assert found.notes == {UNMASKED: f"message {noted} (assistant)"}
     assert not learn(make(MASKED), [user("a"), says("one")]).notes
-
-
-def test_a_mask_in_a_comment_is_none(make: Any) -> None:
-    assert spans(learn(make("{# {% generation %} #}" + CHATML), [user("a"), says("one")])) == ["one<|im_end|>"]
 
 
 def test_a_header_is_not_learnt_where_the_prompt_opens_a_thought_that_the_text_has_not(make: Any) -> None:
@@ -601,20 +450,3 @@ def test_what_is_rendered_grows_with_the_turns_of_a_new_shape_and_not_faster(
     long, found = rendered(make, shape, 60, monkeypatch)
     assert long < 1.3 * short
     assert len(found.spans) == 180
-
-
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "masked"])
-def test_windows_find_what_whole_conversations_find(make: Any, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shape == "remembers":  # shows no second round of calls behind a user
-        turns = [user("a"), calls("look", n=0)] + [
-            turn for n in range(9) for turn in (result(f"r{n}"), calls("look", n=n))
-        ]
-        turns += [result("end"), says("done"), user("b"), says("two"), user("c"), says("three")]
-        near = learn(make(REMEMBERS), turns)
-        assert len(near.spans) == 13
-    else:
-        turns = []
-        _, near = rendered(make, shape, 8, monkeypatch)
-    monkeypatch.setattr(windows, "NEAR", 10**9)
-    far = learn(make(REMEMBERS), turns) if turns else rendered(make, shape, 8, monkeypatch)[1]
-    assert near == far

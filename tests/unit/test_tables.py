@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,21 +138,6 @@ def test_a_text_of_a_column_of_json_has_no_quotes_and_one_that_is_no_json_is_its
     assert [row.completion for row in read.rows] == ['a\n"b"']
     (said,) = read.skipped
     assert "row 2: the column 'completion' has a value that cannot be read: not valid JSON" in said
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda of: pyarrow.FixedSizeListArray.from_arrays(of, 2),
-        lambda of: pyarrow.ListViewArray.from_arrays([0], [2], of),
-    ],
-)
-def test_a_time_within_a_list_of_any_kind_is_a_text(make: Callable[[Any], Any], tmp_path: Path) -> None:
-    said = pyarrow.StructArray.from_arrays(
-        [pyarrow.array(["user", "assistant"]), pyarrow.array(["a", "b"]), ODD["nanoseconds"]], ["role", "content", "at"]
-    )
-    (row,) = read_rows(str(as_parquet(tmp_path, pyarrow.table({"messages": make(said)}))), "first")
-    assert [type(message["at"]) for message in row.messages or ()] == [str, str]
 
 
 @FORMS
@@ -300,16 +284,3 @@ def test_compressed_files_within_the_limit_are_read(compression: str | None, tmp
     wanted = table.column("text").to_pylist()
     for path in (tmp_path / "rows.parquet", as_saved(tmp_path, table, compression)):
         assert [row.text for row in read_rows(str(path), "first")] == wanted
-
-
-def test_sizes_are_those_of_the_texts_of_each_row() -> None:
-    said = [[{"role": "user", "content": "abc"}, None], None, [], [{"role": "u", "content": None}, {"role": None}]]
-    kind = pyarrow.list_(
-        pyarrow.struct([("role", pyarrow.dictionary(pyarrow.int8(), pyarrow.string())), ("content", pyarrow.string())])
-    )
-    array = pyarrow.array(said, kind)
-    assert unpacking._sizes(array).tolist() == [7, 0, 0, 1]
-    assert unpacking._sizes(array.slice(1)).tolist() == [0, 0, 1]
-    assert unpacking._sizes(pyarrow.array(["ab", None, "c"]).dictionary_encode()).tolist() == [2, 0, 1]
-    assert unpacking._sizes(pyarrow.array([1, None])).tolist() == [8, 8]
-    assert datetime.fromtimestamp(FAR - 1, UTC).year == 9999

@@ -71,11 +71,6 @@ def test_what_a_template_complains_of_is_said(make: Any) -> None:
         Template(make("{{ raise_exception('no dogs') }}")).render(TURNS)
 
 
-def test_the_mask_of_a_template_is_given_by_characters(make: Any) -> None:
-    template = make("{% for m in messages %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endfor %}")
-    assert Template(template).masked(TURNS) == ("<a><b>", [(1, 2), (4, 5)])
-
-
 # --- one clock ---------------------------------------------------------------------------------------------------------
 
 
@@ -141,12 +136,6 @@ def test_few_steps_that_take_long_are_refused(make: Any, monkeypatch: pytest.Mon
     assert "it takes more than 0.01 seconds" in refusal(
         make("{% for a in range(9999) %}{% set b = range(9999) | sum %}{% endfor %}")
     )
-
-
-def test_long_conversations_are_within_the_limits(make: Any) -> None:
-    turns = TURNS * 500
-    pairs = "{% for m in messages %}{% for o in messages[:loop.index0] %}{% endfor %}{{ m.content }}{% endfor %}"
-    assert Template(make(pairs)).render(turns) == "ab" * 500
 
 
 # --- blocks ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState, LayerScales
@@ -18,7 +17,6 @@ from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.stamp import Unchanged
 
 T, K, N = 12, 16, 20
-CPU = torch.device("cpu")
 
 
 def low_rank(seed: int, rank: int, dora: bool = False, bias: bool = False) -> LowRank:
@@ -128,15 +126,6 @@ def test_a_norm_that_lies_where_an_older_one_lay_is_another_norm() -> None:
         (y,) = lora_group(X, [layer], run, state=state)
         fixed = layer_of(replace(low, norm=norms[0]))
         assert same([y], [exact(fixed, run)]), value
-
-
-def test_a_layer_whose_base_bias_is_another_parameter_uses_that() -> None:
-    base = torch.nn.Linear(K, N).double().requires_grad_(False)
-    layer = AdaptedLinear(base, 0, Attached([]), None)  # type: ignore[arg-type]
-    before = layer.layer()
-    assert layer.layer() is before
-    base.bias = torch.nn.Parameter(base.bias * 2, requires_grad=False)
-    assert layer.layer().bias is base.bias
 
 
 # --- the rule itself -----------------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ import pytest
 from test_report import write_run
 
 from packlora.cli import app
-from packlora.commands.watch import HOST, Server, output_folder, own_names, report_again
+from packlora.commands.watch import HOST, Server, output_folder, report_again
 from packlora.errors import InputError
 from packlora.files import lock_folder
+from packlora.megatron.targets import own_names
 from packlora.report.page import LivePage
 from packlora.report.run_files import FollowedRun
 from packlora.report.series import PageData, Thinned
@@ -237,49 +238,6 @@ def test_whatever_bytes_come_they_are_refused_and_the_page_is_served_on(
 
 
 # --- what it shows of a folder ---------------------------------------------------------------------------------------------
-
-
-def test_each_look_reads_what_is_new_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = PageData(FollowedRun(folder))
-    assert data.follow() and not data.follow()
-    known = data.numbers()["jobs"][0]["steps"]["step"]
-    seen: list[bytes] = []
-    monkeypatch.setattr("packlora.report.follow.parsed", lambda text: seen.append(text) or json.loads(text))
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(lines([step("one", 99, **{"rewards/margins": 0.25, "metrics": {"rewards/accuracies": 0.5}})]))
-    assert data.follow() and len(seen) == 1
-    steps = data.numbers()["jobs"][0]["steps"]
-    assert steps["step"] == [*known, 99]
-    assert (
-        steps["mean"]["rewards/margins"][-1] == 0.25 and steps["mean"]["rewards/accuracies"][-1] == 0.5
-    )  # any numbers
-
-
-def test_a_page_that_has_the_last_look_is_sent_nothing(folder: Path) -> None:
-    page = LivePage(folder)
-    page.html()
-    look = page.news(-1)["look"]
-    assert page.news(look) == {"look": look}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(lines([step("two", 99)]))
-    news = page.news(look)
-    assert news["look"] > look and news["jobs"][1]["steps"]["step"][-1] == 99 and "two" in news["parts"]["jobs"]
-
-
-def test_a_half_written_line_is_shown_once_it_is_whole(folder: Path) -> None:
-    data = PageData(FollowedRun(folder))
-    data.follow()
-    text = lines([step("two", 50), step("two", 51)])
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(text[:-30])
-        file.flush()
-        data.follow()
-        assert data.numbers()["jobs"][1]["steps"]["step"][-1] == 50
-        file.write(text[-30:])
-        file.flush()
-        data.follow()
-    assert data.numbers()["jobs"][1]["steps"]["step"][-2:] == [50, 51]
-    assert data.files.jobs[1].step == 51
 
 
 @pytest.mark.parametrize("how", ["renamed", "in place", "gone"])
