@@ -18,10 +18,9 @@ import pytest
 from test_report import write_run
 
 from packlora.cli import app
-from packlora.commands.watch import HOST, Server, output_folder, report_again
+from packlora.commands.watch import HOST, Server, output_folder, own_names, report_again
 from packlora.errors import InputError
 from packlora.files import lock_folder
-from packlora.megatron.targets import own_names
 from packlora.report.page import LivePage
 from packlora.report.run_files import FollowedRun
 from packlora.report.series import PageData, Thinned
