@@ -70,7 +70,7 @@ from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
 from packlora.schedule.verify import check, with_noops
-from packlora.schedule.wire import WINDOW
+from packlora.schedule.worker import WINDOW
 from packlora.tune.head import measure_head
 
 WARMUP, UNITS = 2, 3
