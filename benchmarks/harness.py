@@ -29,7 +29,7 @@ from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.ops.lora_linear.plan import Plan, named_plan
 from packlora.parallel.agreement import together
-from packlora.parallel.mesh import OneProcess, world_size
+from packlora.parallel.alone import OneProcess, world_size
 from packlora.runtime.record import device_name, source_commit, versions
 from packlora.tune.timing import Contender, Timings, paired
 

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from packlora.errors import InputError
+from packlora.parallel.alone import OneProcess, started
 from packlora.parallel.collectives import GATHER, SCATTER
-from packlora.parallel.mesh import Mesh, OneProcess, started
+from packlora.parallel.mesh import Mesh
 from packlora.tune.timing import Contender, Work
 
 TIMEOUT, ENDING = 120.0, 20.0

@@ -51,10 +51,10 @@ from packlora.base.model import Base, load_base
 from packlora.base.weight_files import WeightFiles
 from packlora.engine.memory import free_memory, synchronize
 from packlora.engine.stage_passes import StageDevice
+from packlora.parallel.alone import ALONE, Alone, OneProcess
 from packlora.parallel.layout import Layout, place, planned
-from packlora.parallel.mesh import OneProcess
 from packlora.parallel.pipeline import Links
-from packlora.parallel.replicas import ALONE, Alone, Replicas
+from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.parallel.stages import Stage, load_stage
 from packlora.runtime import estimate

@@ -29,7 +29,7 @@ from packlora.adapters.targets import (
 )
 from packlora.errors import InputError, quoted
 from packlora.lora_config import LoraConfig
-from packlora.starts import is_doubled
+from packlora.starts import OF_WEIGHTS, is_doubled
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,13 @@ class AdapterSpec:
     def read_as(self) -> dict[str, str]:
         """First paths of modules, by other paths that a file may name."""
         return self.also | self.older
+
+    @property
+    def of_weights(self) -> list[str]:
+        """Modules whose adapter begins with what is in their weights, see starts.py."""
+        return [
+            path for path, own in self.modules.items() if own.rank and OF_WEIGHTS.fullmatch(str(own.start)) is not None
+        ]
 
     @property
     def parameter(self) -> str | None:

@@ -16,7 +16,6 @@ import torch
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import total_norm
-from packlora.adapters.starts import Held
 from packlora.config import TrainConfig
 from packlora.engine.memory import on_host
 from packlora.engine.optimizer import optimizer_of
@@ -24,6 +23,30 @@ from packlora.ops.wide import wide_dtype, widened
 
 if TYPE_CHECKING:
     from packlora.engine.loss_scale import LossScale
+
+
+class Held:
+    """The elements of an adapter's `flat` that no step may change."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._mask: torch.Tensor | None = None
+        """Bool, like `flat`; None where there are none."""
+        if parts := adapter.trained_parts:
+            self._mask = torch.zeros_like(adapter.flat, dtype=torch.bool)
+            views = adapter.layout.views(self._mask)
+            for name, part in parts.items():
+                views[name].fill_(True)
+                views[name][part] = False
+
+    def zero(self, gradient: torch.Tensor) -> None:
+        """Zero the gradient of the held elements, which is in no norm."""
+        if self._mask is not None:
+            gradient.masked_fill_(self._mask, 0.0)
+
+    def restore(self, flat: torch.Tensor, before: torch.Tensor) -> None:
+        """Restore the held elements, which weight decay changes without a gradient."""
+        if self._mask is not None:
+            flat.copy_(torch.where(self._mask, before, flat))
 
 
 class AdapterState:

@@ -37,7 +37,7 @@ from packlora.engine.memory import TokenBudget, on_their_way
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import Executor, MicrobatchResult, run_microbatch
 from packlora.engine.replica_sums import ReplicaSums, join_found
-from packlora.parallel.replicas import Alone
+from packlora.parallel.alone import Alone
 
 if TYPE_CHECKING:
     from packlora.engine.stage_sums import StageSums

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from packlora.engine.adapters import AdapterState
-from packlora.parallel.replicas import Alone
+from packlora.parallel.alone import Alone
 
 if TYPE_CHECKING:
     from packlora.parallel.adapter import SharedGradient

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from packlora.errors import InputError, shown
-from packlora.parallel.mesh import OneProcess
+from packlora.parallel.alone import OneProcess
 
 T = TypeVar("T")
 

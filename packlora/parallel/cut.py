@@ -25,8 +25,8 @@ from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
 from packlora.ops.lora_linear.frozen import InMemory
+from packlora.parallel.alone import Alone
 from packlora.parallel.experts import ExchangedExperts, ExpertSlices, exchange_rows, shard_experts
-from packlora.parallel.replicas import Alone
 from packlora.parallel.sharded import Shards, empty_model, mesh_of, untie
 from packlora.parallel.tensor import shard
 

@@ -28,7 +28,7 @@ from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.engine.rows import NO_ADAPTER
 from packlora.engine.sampling import SampledToken, SampleRequest
-from packlora.parallel.replicas import ALONE
+from packlora.parallel.alone import ALONE
 from packlora.report.events import Note
 from packlora.rl.config import RolloutConfig
 from packlora.rl.data import Batch, Completion, RolloutData

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,11 +22,11 @@ from packlora.base.model import Base
 from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
 from packlora.data.reader import Reader
-from packlora.engine.passes import Executor, SingleDevice
+from packlora.engine.passes import Executor, Passes
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
 from packlora.parallel.agreement import together
-from packlora.parallel.mesh import Mesh, OneProcess
+from packlora.parallel.alone import OneProcess
 from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
@@ -35,7 +35,7 @@ from packlora.result import Result
 from packlora.runtime import profiler
 from packlora.runtime.attach import attach_jobs
 from packlora.runtime.events import Emitter
-from packlora.runtime.folder import OutputFolder
+from packlora.runtime.folder import OutputFolder, Standing
 from packlora.runtime.job import Job
 from packlora.runtime.placement import Placement
 from packlora.runtime.prepare import prepare
@@ -61,35 +61,8 @@ from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, in_notebook, silent
 
-if TYPE_CHECKING:
-    from packlora.engine.stage_passes import StageDevice
-
-
 FITTED = ("cuda",)
 """Kinds of devices whose free memory settings are chosen for before the model is loaded."""
-
-
-@dataclass(slots=True)
-class Standing:
-    """How a job stands when a session begins: what the logs must agree with."""
-
-    name: str
-    status: str
-    step: int
-    num_steps: int
-    log_history: list[dict[str, Any]]
-    logging_steps: int
-    lost: int
-
-    @staticmethod
-    def of(job: Job) -> Standing:
-        return Standing(
-            job.name, job.status, job.step, job.data.num_steps, job.log_history, job.logging_steps, job.pieces.lost
-        )
-
-    def is_due(self, batch: int) -> bool:
-        """See Job.is_due."""
-        return self.status != "failed" and self.step <= batch < self.num_steps
 
 
 class Session:
@@ -263,7 +236,7 @@ class Session:
         parts = (self.single, trainer.by_name, self.run.eval_every, trainer.events)
         trainer.events.subscribe(Sampler(*parts, known, group))
 
-    def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
+    def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
         if self.mesh.size == 1 and choose_device(self.run.device).type == "cuda":
             from packlora.engine.allocator import grow_segments
 
@@ -344,7 +317,7 @@ def _display() -> Progress:
 
 def _placement(run: Run, mesh: OneProcess, prepared: PreparedRun) -> Placement:
     """Placement of a run on the processes that were started; all of them call it."""
-    if not isinstance(mesh, Mesh):
+    if mesh.size == 1:
         return Placement(run, mesh, prepared)
     from packlora.runtime.several import OverProcesses
 

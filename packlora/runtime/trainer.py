@@ -32,8 +32,8 @@ from packlora.engine.memory import TokenBudget, free_memory, peak_memory
 from packlora.engine.passes import Executor
 from packlora.errors import InputError, ProcessError, WriteError, reason_of
 from packlora.files import FolderGoneError
+from packlora.parallel.alone import ALONE, Alone
 from packlora.parallel.layout import planned
-from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import (
     Evaluated,
     JobAtStart,

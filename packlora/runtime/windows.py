@@ -15,7 +15,7 @@ from typing import Any
 from packlora.base.device import choose_device
 from packlora.changes import Changes
 from packlora.config import Run
-from packlora.parallel.replicas import Alone
+from packlora.parallel.alone import Alone
 from packlora.report.events import Note, WindowPlanned
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
