@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from packlora.adapters.attach import Adapter
 
+T = TypeVar("T")
 TIMEOUT = 600.0
 """Seconds after which a process that does not answer is given up."""
 
@@ -44,6 +45,24 @@ class OneProcess:
 
     def barrier(self) -> None:
         """Wait for all processes."""
+
+    def together(self, compute: Callable[[], T]) -> T:
+        """Result of `compute`, once it has returned on every process.
+
+        Raises:
+            InputError: it found bad input on a process; on all of them, with the same words.
+        """
+        return compute()
+
+    def same(self, found: Mapping[str, str]) -> None:
+        """Make sure that every process found the same.
+
+        Args:
+            found: by what it is, its value in a word.
+
+        Raises:
+            InputError: a process differs from process 0; on all of them.
+        """
 
 
 class Alone:

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from packlora.errors import ProcessError
-from packlora.parallel.alone import OneProcess, was_restarted
+from packlora.errors import InputError, ProcessError, shown
+from packlora.parallel.alone import OneProcess, T, was_restarted
 from packlora.parallel.collectives import unanswered
 
 HEARTBEAT = 2.0
@@ -101,6 +101,30 @@ class Mesh(OneProcess):
     def barrier(self) -> None:
         with self.told():
             dist.barrier(group=self._control)
+
+    def together(self, compute: Callable[[], T]) -> T:
+        error, out = None, None
+        try:
+            out = compute()
+        except InputError as found:
+            error = found
+        told = self.gather(None if error is None else str(error))
+        said = {text: rank for rank, text in reversed(list(enumerate(told))) if text is not None}
+        if not said:
+            return out  # type: ignore[return-value]
+        text, rank = min(said.items(), key=lambda item: item[1])
+        everywhere = len(said) == 1 and None not in told
+        raise InputError(text if everywhere else f"process {rank} of {self.size}: {text}") from None
+
+    def same(self, found: Mapping[str, str]) -> None:
+        all_found = self.gather(dict(found))
+        for what, first in all_found[0].items():
+            for rank, own in enumerate(all_found):
+                if own.get(what) != first:
+                    raise InputError(
+                        f"the processes of a run must have the same {what}: process 0 has {shown(first)}, process {rank} has "
+                        f"{shown(own.get(what))}"
+                    )
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:

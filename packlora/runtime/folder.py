@@ -71,8 +71,10 @@ def unmake_folder(folder: Path) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Standing:
-    """How a job stands when a session begins: what the logs must agree with. lost: step up to which its log history could not be
-    read; what the logs say of these steps stays."""
+    """How a job stands when a session begins: what the logs must agree with.
+
+    lost: step up to which its log history could not be read; what the logs say of these steps stays.
+    """
 
     name: str
     status: str

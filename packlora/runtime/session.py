@@ -25,7 +25,6 @@ from packlora.data.reader import Reader
 from packlora.engine.passes import Executor, Passes
 from packlora.errors import InputError
 from packlora.files import remove_leftovers
-from packlora.parallel.agreement import together
 from packlora.parallel.alone import OneProcess
 from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import SAMPLES, Logs, read_lines
@@ -114,20 +113,20 @@ class Session:
         self.run = run = _of_one_dtype(self.run, mesh)
         if run.generates:
             import_module("packlora.rl.prepare").check_run(run, mesh.size)
-        self.saved = together(mesh, self._saved)
+        self.saved = mesh.together(self._saved)
         if self.saved is not None:
             run = run.with_chosen(self.saved.fit.keys)
-        self.job_set = together(mesh, lambda: job_set(run, self.saved))
+        self.job_set = mesh.together(lambda: job_set(run, self.saved))
         self.run = run = self.job_set.run
         self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
-        self.starts, prepared = together(mesh, self._prepare)
+        self.starts, prepared = mesh.together(self._prepare)
         self.run = run = prepared.run
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
         own, group = self._share_out(prepared), self.placement.group
 
         # 2. Load the base model once and put the jobs' adapters on it.
-        base, self.single, jobs = together(mesh, lambda: self._load(prepared, own))
+        base, self.single, jobs = mesh.together(lambda: self._load(prepared, own))
 
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
@@ -274,9 +273,9 @@ class Session:
 
             for name in prepared.left_out:
                 record["jobs"][name]["steps"] = left_out_steps(self.run, name, saved, self.max_steps)
-            together(mesh, lambda: restoring.same_data(saved, record))
-        own_notes = together(
-            mesh, lambda: restoring.restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
+            mesh.together(lambda: restoring.same_data(saved, record))
+        own_notes = mesh.together(
+            lambda: restoring.restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
         )
         most = prepared.budget if self.run.max_tokens_per_microbatch == "auto" else 0
         record["changes"] = self.job_set.place(jobs, most)
@@ -344,4 +343,4 @@ def choose_budget(
 
 def _of_one_dtype(run: Run, mesh: OneProcess) -> Run:
     """A copy with what its dtype stands for, by the first process: others may not see the output folder yet."""
-    return run.model_copy(update={"dtype": mesh.gather(together(mesh, lambda: usual_dtype(run)))[0]})
+    return run.model_copy(update={"dtype": mesh.gather(mesh.together(lambda: usual_dtype(run)))[0]})

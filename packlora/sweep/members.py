@@ -21,7 +21,6 @@ from packlora.config import JobConfig, Run
 from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import Executor, Passes
 from packlora.errors import InputError, WriteError, reason_of, refusing
-from packlora.parallel.agreement import together
 from packlora.parallel.alone import Alone, OneProcess
 from packlora.plans.ask import Ask
 from packlora.plans.cache import PlanCache
@@ -114,7 +113,7 @@ class Members:
 
     def check(self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
         """Jobs that are to join, checked as those of a run file. Raises InputError, on all processes, whatever goes wrong."""
-        return together(self.mesh, lambda: refusing(named(configs), lambda: self._checked(configs, there, budget)))
+        return self.mesh.together(lambda: refusing(named(configs), lambda: self._checked(configs, there, budget)))
 
     def _checked(
         self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget
@@ -268,7 +267,7 @@ class Members:
                 raise InputError(f"run.json cannot be written: {reason_of(error)}") from error
 
         try:
-            together(self.mesh, amend)
+            self.mesh.together(amend)
         except InputError as error:
             raise WriteError(str(error)) from error
         self.changes += changes
