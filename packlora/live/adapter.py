@@ -1,8 +1,7 @@
 """Reading of what a PEFT layer computes now: which one adapter is active, and whether a module may be read in the place of
 calling it.
 
-`look` reads a linear layer and says what it would compute, or why that is left to PEFT. It is called at every forward, so
-adapters may be switched, merged, disabled, loaded or deleted at any time.
+A layer is read at every forward, so adapters may be switched, merged, disabled, loaded or deleted at any time.
 
 Shapes: N outputs, K inputs.
 """
@@ -14,16 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from packlora.adapters.kinds import is_linear, lies_transposed, sizes
-from packlora.live.wrapped import UNITS, is_frozen, weight_of, why_called, why_no_weight, why_not_whole
+from packlora.live.wrapped import UNITS, weight_of, why_called, why_no_weight, why_not_whole
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 
 if TYPE_CHECKING:
     from packlora.live.foreign import StoredWeight
-    from packlora.live.layers import LayerForward
 
 DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
@@ -159,11 +156,11 @@ def why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
 class LayerCall:
     """One active LoRA or DoRA on one layer.
 
-    bias: [N], goes into the operator. outer_bias: one that is trained, added by torch. stored: the weight where it is
-    quantised; `weight` is then its codes.
+    owner: the LayerForward of the layer (layers.py). bias: [N], goes into the operator. outer_bias: one that is trained, added
+    by torch. stored: the weight where it is quantised; `weight` is then its codes.
     """
 
-    owner: LayerForward
+    owner: Any
     weight: torch.Tensor
     A: torch.Tensor
     B: torch.Tensor
@@ -224,65 +221,6 @@ class LayerCall:
             if t is not None:
                 found += (id(t), t.requires_grad, t.data_ptr(), None if t.is_inference() else t._version)
         return found
-
-
-def look(owner: LayerForward) -> LayerCall | str:
-    """Call that the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it.
-
-    A compiler guards all that is read here, and checks it at every call of the graph: in a graph, what hangs on the kinds of
-    modules alone is not read again, for their types are guarded.
-    """
-    layer = owner.layer
-    modules: dict[str, Any] = layer._modules
-    own_A = modules["lora_A"]._modules
-    name, reason = active_adapter(layer, own_A)
-    if reason:
-        return reason
-    base, A, B = modules["base_layer"], own_A[name], modules["lora_B"]._modules[name]
-    drop = modules["lora_dropout"]._modules[name]
-    dora = name in layer.lora_variant
-    stored: StoredWeight | None = None
-    weight: Any
-    of_A: Any
-    of_B: Any
-    known = torch.compiler.is_compiling() and owner.is_plain(name) and B._parameters["bias"] is None
-    if dora and known:
-        known = type(layer.lora_variant[name]) is DoraLinearVariant
-    if known and not ("forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__):
-        weight, of_A, of_B = weight_of(base), weight_of(A), weight_of(B)
-    else:
-        if unfit := why_no_adapter(layer, name, DoraLinearVariant):
-            return unfit
-        weight, of_A, of_B = plain_weight(base), plain_weight(A), plain_weight(B)
-        if (
-            weight is None or of_A is None or of_B is None or owner.read is not None or not is_plain_dropout(drop)
-            or getattr(layer, "fan_in_fan_out", False)
-        ):  # fmt: skip
-            found = owner.stored(base)
-            if isinstance(found, str):
-                return found
-            stored = found
-            if stored is not None and torch.compiler.is_compiling():
-                return COMPILED
-            if unread := why_adapter_not_read(layer, (base, A, B, drop), stored):
-                return unread
-            weight, of_A, of_B = weight_of(base) if stored is None else stored.weight, weight_of(A), weight_of(B)
-    bias = base._parameters.get("bias", base.__dict__.get("bias")) if stored is None else stored.bias
-    if weight.requires_grad and not is_frozen(weight):
-        return "its base weight is trained too"
-    if type(base) is not nn.Linear and lies_transposed(base):
-        weight = owner.from_outputs(base)
-    p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
-    if dora and not layer.training:
-        p = 0.0
-    if p >= 1.0 or (p and drop.inplace):
-        return f"its lora_dropout drops everything or works in place (p = {p})"
-    magnitude = weight_of(modules["lora_magnitude_vector"]._modules[name]) if dora else None
-    trained = bias is not None and bias.requires_grad
-    return LayerCall(
-        owner, weight, of_A, of_B, float(layer.scaling[name]), p, name, None if trained else bias, bias if trained else None,
-        magnitude, stored,
-    )  # fmt: skip
 
 
 def why_adapter_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | None) -> str | None:

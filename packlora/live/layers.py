@@ -1,6 +1,6 @@
 """One lora.Linear of PEFT at run time: how this package computes it in its place.
 
-`LayerForward` is what packlora.accelerate puts in the place of a layer's forward: it looks what the layer computes now
+`LayerForward` is what packlora.accelerate puts in the place of a layer's forward: it reads what the layer computes now
 (adapter.py), and hands the call to `compute`, by itself or through the group of its siblings; and `compute` calls the operator.
 Nothing of the layer itself is changed: same parameters, same keys, same files.
 
@@ -19,12 +19,22 @@ from torch import nn
 
 from packlora.adapters.cache import GroupCache
 from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
+from packlora.adapters.kinds import lies_transposed
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
-from packlora.live.adapter import LayerCall, look, to_dtype, why_adapter_not_read, why_no_adapter
+from packlora.live.adapter import (
+    COMPILED,
+    LayerCall,
+    active_adapter,
+    is_plain_dropout,
+    plain_weight,
+    to_dtype,
+    why_adapter_not_read,
+    why_no_adapter,
+)
 from packlora.live.foreign import StoredWeight, weight_reader
 from packlora.live.forward import OwnForward
-from packlora.live.wrapped import kind_of, weight_of
+from packlora.live.wrapped import is_frozen, kind_of, weight_of
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
@@ -307,7 +317,63 @@ class LayerForward(OwnForward):
             turned = self._turned = key, own.detach().T
         return turned[1]
 
-    ready = look
+    def ready(self) -> LayerCall | str:
+        """Call that the layer computes for an x without further arguments, or the reason why PEFT must compute it.
+
+        A compiler guards all that is read here, and checks it at every call of the graph: in a graph, what hangs on the kinds
+        of modules alone is not read again, for their types are guarded.
+        """
+        layer = self.layer
+        modules: dict[str, Any] = layer._modules
+        own_A = modules["lora_A"]._modules
+        name, reason = active_adapter(layer, own_A)
+        if reason:
+            return reason
+        base, A, B = modules["base_layer"], own_A[name], modules["lora_B"]._modules[name]
+        drop = modules["lora_dropout"]._modules[name]
+        dora = name in layer.lora_variant
+        stored: StoredWeight | None = None
+        weight: Any
+        of_A: Any
+        of_B: Any
+        known = torch.compiler.is_compiling() and self.is_plain(name) and B._parameters["bias"] is None
+        if dora and known:
+            known = type(layer.lora_variant[name]) is DoraLinearVariant
+        if known and not ("forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__):
+            weight, of_A, of_B = weight_of(base), weight_of(A), weight_of(B)
+        else:
+            if unfit := why_no_adapter(layer, name, DoraLinearVariant):
+                return unfit
+            weight, of_A, of_B = plain_weight(base), plain_weight(A), plain_weight(B)
+            if (
+                weight is None or of_A is None or of_B is None or self.read is not None or not is_plain_dropout(drop)
+                or getattr(layer, "fan_in_fan_out", False)
+            ):  # fmt: skip
+                found = self.stored(base)
+                if isinstance(found, str):
+                    return found
+                stored = found
+                if stored is not None and torch.compiler.is_compiling():
+                    return COMPILED
+                if unread := why_adapter_not_read(layer, (base, A, B, drop), stored):
+                    return unread
+                weight, of_A, of_B = weight_of(base) if stored is None else stored.weight, weight_of(A), weight_of(B)
+        bias = base._parameters.get("bias", base.__dict__.get("bias")) if stored is None else stored.bias
+        if weight.requires_grad and not is_frozen(weight):
+            return "its base weight is trained too"
+        if type(base) is not nn.Linear and lies_transposed(base):
+            weight = self.from_outputs(base)
+        p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
+        if dora and not layer.training:
+            p = 0.0
+        if p >= 1.0 or (p and drop.inplace):
+            return f"its lora_dropout drops everything or works in place (p = {p})"
+        magnitude = weight_of(modules["lora_magnitude_vector"]._modules[name]) if dora else None
+        trained = bias is not None and bias.requires_grad
+        return LayerCall(
+            self, weight, of_A, of_B, float(layer.scaling[name]), p, name, None if trained else bias, bias if trained else None,
+            magnitude, stored,
+        )  # fmt: skip
 
     def siblings(self) -> tuple[str, ...]:
         return () if self.group is None else tuple(member.path for member in self._members())

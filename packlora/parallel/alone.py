@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -124,25 +123,3 @@ class Alone:
 
 
 ALONE = Alone()
-
-
-@contextlib.contextmanager
-def started(timeout: float = TIMEOUT, joining: float | None = None) -> Iterator[OneProcess]:
-    """The mesh of the processes that torchrun started; a process group that is there already is used.
-
-    Args:
-        timeout: seconds after which a process that does not answer is given up.
-        joining: seconds for which the others are waited for at the start; the same, unless it is given.
-
-    Raises:
-        ProcessError: not all processes came in time, or their address cannot be used.
-    """
-    if world_size() > 1:
-        from packlora.parallel.mesh import joined
-
-        with joined(timeout, timeout if joining is None else joining) as mesh:
-            yield mesh
-        return
-    alone = OneProcess()
-    alone.restarted = was_restarted()
-    yield alone

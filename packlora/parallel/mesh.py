@@ -193,7 +193,7 @@ class Mesh(OneProcess):
 
 @contextlib.contextmanager
 def joined(timeout: float, joining: float) -> Iterator[Mesh]:
-    """See alone.started, of several processes."""
+    """See start.started, of several processes."""
     own, no_gpu, restarted = not dist.is_initialized(), None, was_restarted()
     if own:
         no_gpu = _take_gpu()

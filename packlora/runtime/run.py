@@ -19,7 +19,8 @@ from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.errors import InputError, quoted
 from packlora.files import lock_folder
-from packlora.parallel.alone import OneProcess, started
+from packlora.parallel.alone import OneProcess
+from packlora.parallel.start import started
 from packlora.report.events import Subscriber
 from packlora.result import Result
 from packlora.run_file import load_run, run_from
