@@ -9,7 +9,7 @@ Shapes: M metrics of the objective and its terms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,10 @@ from packlora.ops.wide import wide_dtype, widened
 
 if TYPE_CHECKING:
     from packlora.engine.loss_scale import LossScale
+    from packlora.parallel.alone import Alone
+
+    AddUp = Callable[[Sequence[torch.Tensor]], None]
+    """Adds up tensors in place, each over the replicas."""
 
 
 class Held:
@@ -82,6 +86,8 @@ class AdapterState:
         """adapter.flat of the step before the last: the newest values that are known to give a finite loss."""
         self.norm_of: Callable[[torch.Tensor], torch.Tensor] = total_norm
         """Norm of the whole gradient from `gradient`. Slices and parts of sums in that are added up in place."""
+        self.add_up: Callable[[torch.Tensor, AddUp], None] = lambda gradient, add: add([gradient])
+        """Adds up a gradient over the replicas in place, with what does so for tensors."""
         self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = self._views
         """Whole tensors by parameter, copies on the CPU of one like adapter.flat, see memory.on_host. Where that holds slices,
         all processes that have some call it."""
@@ -247,3 +253,23 @@ class AdapterState:
         self._is_counted = False
         self.adapter.flat.copy_(self.last_good)
         return True
+
+
+def add_up(states: Sequence[AdapterState], group: Alone) -> None:
+    """Add up gradients, and sums of losses and metrics, over the replicas of a group, in place. All replicas call it for the
+    same adapters, and get the same bits."""
+    if group.size == 1:
+        return
+    gradients, sums = zip(*(state.partial() for state in states), strict=True)
+    for state, gradient in zip(states, gradients, strict=True):
+        state.add_up(gradient, group.add)
+    group.add([summed := torch.cat(sums)])
+    for state, own in zip(states, summed.split([len(own) for own in sums]), strict=True):
+        state.sums = own
+
+
+def join_found(states: Sequence[AdapterState], found: Sequence[int]) -> None:
+    """Let adapters know of parameters that have got a gradient on another replica alone. found: by parameter of each."""
+    most = iter(found)
+    for state in states:
+        state.without = {name for name in state.parameters if not next(most)}

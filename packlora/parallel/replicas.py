@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from packlora.adapters.attach import Adapter
-from packlora.parallel.adapter import WholeGradient, joined
+from packlora.parallel.adapter import SharedGradient, WholeGradient, joined
 from packlora.parallel.alone import Alone
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh, as_bytes, from_bytes
@@ -90,6 +90,8 @@ class Replicas(Alone):
             if holders is not None:
                 state.norm_of = WholeGradient(adapter, holders, self.is_repeated).norm
                 state.whole_of = partial(joined, adapter, holders)
+            if self.exchanges:
+                state.add_up = SharedGradient(adapter, self.alike).add_up
 
         return make
 
