@@ -38,11 +38,12 @@ from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
+from packlora.base.fingerprint import own_rows
 from packlora.base.load import model_of, read_config
 from packlora.base.model import Base, ready_base
 from packlora.base.packing import DECODER, decoder_of, hidden_states
 from packlora.base.shape import check_row, decoder_layers
-from packlora.base.weight_files import WeightFiles, keys_of, own_rows
+from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.form import form_in
