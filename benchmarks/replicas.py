@@ -400,7 +400,8 @@ class Piped:
         attached, adapters = attach(base.model, specs, 0, None, base.storage)
         made = [Job(one.config, one.data, [], own) for one, own in zip(self.prepared.jobs, adapters, strict=True)]
         self.device, events = StageDevice(base, attached, base.storage), Emitter()
-        known = estimate.estimate(self.prepared.run, self.prepared, mesh.size)
+        run, prepared = self.prepared.run, self.prepared
+        known = estimate.staged(estimate.estimate(run, prepared), run, prepared, mesh.size)
         self.trainer = Trainer(
             self.prepared.run, self.prepared, base, self.device, made, known,
             OutputFolder(Path(path), "benchmark", None, events), events, group=self.links, cost=self.cost,

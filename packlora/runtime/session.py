@@ -337,7 +337,7 @@ def choose_budget(
         return profiler.profile(run, prepared)
     known = profiler.profile(run, prepared, base, executor, jobs)
     if base.device.type == "cuda":
-        prepared.budget = profiler.choose(profiler.predictions(prepared, [known])).budget
+        prepared.budget = profiler.choose(profiler.predictions(prepared, known)).budget
     return known
 
 
