@@ -28,8 +28,7 @@ from packlora.engine.memory import free_memory
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.ops.lora_linear.plan import Plan, named_plan
-from packlora.parallel.agreement import together
-from packlora.parallel.mesh import OneProcess, world_size
+from packlora.parallel.alone import OneProcess, world_size
 from packlora.runtime.record import device_name, source_commit, versions
 from packlora.tune.timing import Contender, Timings, paired
 
@@ -275,7 +274,7 @@ def run(
             file.begin(cases, keep=bool(only or resume))
             return file, names, cases
 
-        file, names, cases = together(mesh, opened)
+        file, names, cases = mesh.together(opened)
         done = [label for label, row in file.rows.items() if resume and not row.get("failed")]
         done, began = mesh.gather(done)[0], time.monotonic()
         for number, one in enumerate(one for one in cases if one.label not in done):

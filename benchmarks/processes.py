@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from packlora.errors import InputError
+from packlora.parallel.alone import OneProcess
 from packlora.parallel.collectives import GATHER, SCATTER
-from packlora.parallel.mesh import Mesh, OneProcess, started
+from packlora.parallel.mesh import Mesh
+from packlora.parallel.start import started
 from packlora.tune.timing import Contender, Work
 
 TIMEOUT, ENDING = 120.0, 20.0

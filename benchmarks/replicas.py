@@ -51,10 +51,10 @@ from packlora.base.model import Base, load_base
 from packlora.base.weight_files import WeightFiles
 from packlora.engine.memory import free_memory, synchronize
 from packlora.engine.stage_passes import StageDevice
+from packlora.parallel.alone import ALONE, Alone, OneProcess
 from packlora.parallel.layout import Layout, place, planned
-from packlora.parallel.mesh import OneProcess
 from packlora.parallel.pipeline import Links
-from packlora.parallel.replicas import ALONE, Alone, Replicas
+from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.parallel.stages import Stage, load_stage
 from packlora.runtime import estimate
@@ -70,7 +70,7 @@ from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
 from packlora.schedule.verify import check, with_noops
-from packlora.schedule.wire import WINDOW
+from packlora.schedule.worker import WINDOW
 from packlora.tune.head import measure_head
 
 WARMUP, UNITS = 2, 3
@@ -401,7 +401,8 @@ class Piped:
         attached, adapters = attach(base.model, specs, 0, None, base.storage)
         made = [Job(one.config, one.data, [], own) for one, own in zip(self.prepared.jobs, adapters, strict=True)]
         self.device, events = StageDevice(base, attached, base.storage), Emitter()
-        known = estimate.estimate(self.prepared.run, self.prepared, mesh.size)
+        run, prepared = self.prepared.run, self.prepared
+        known = estimate.staged(estimate.estimate(run, prepared), run, prepared, mesh.size)
         self.trainer = Trainer(
             self.prepared.run, self.prepared, base, self.device, made, known,
             OutputFolder(Path(path), "benchmark", None, events), events, group=self.links, cost=self.cost,

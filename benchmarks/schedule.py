@@ -77,7 +77,7 @@ def measure_schedule(one: Case, names: list[str], options: Options) -> Row:
         }  # fmt: skip
     noops = sum(microbatch.is_noop for microbatch in plan)
     row |= {"seconds": time.perf_counter() - begun, "microbatches": len(plan) - noops, "noops": noops}
-    timeline = simulate(plan, cost, one.stages)
+    timeline = simulate(plan, cost)
     if one.method != "random":
         check_causality(timeline, plan, one.stages)
     return row | {"time": timeline.makespan, "bubble": timeline.bubble}

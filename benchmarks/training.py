@@ -41,7 +41,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
 from packlora.engine.memory import synchronize
 from packlora.engine.passes import SingleDevice
-from packlora.parallel.replicas import ALONE, Alone
+from packlora.parallel.alone import ALONE, Alone
 from packlora.runtime.cuda_graphs import graphed
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder

@@ -231,7 +231,8 @@ def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def planning_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs plan their windows in a process of its own, as without tests."""
-    monkeypatch.setattr("packlora.schedule.process.PlanningProcess.ask", planning.ask_process)
+    monkeypatch.setattr("packlora.schedule.background.PlanningProcess.ask", planning.ask_process)
+    monkeypatch.setattr("packlora.schedule.background.PlanningProcess.answer", planning.answer_of_process)
 
 
 @pytest.fixture

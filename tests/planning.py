@@ -6,20 +6,27 @@ gives runs of a test the process; commands that are processes of their own have 
 
 from __future__ import annotations
 
-from packlora.schedule import worker
-from packlora.schedule.process import COMMAND, PlanningError, PlanningProcess
+from packlora.schedule.background import COMMAND, PlanningError, PlanningProcess
 from packlora.schedule.solve import Task
 from packlora.schedule.types import ScheduleError, Window
-from packlora.schedule.wire import ANSWER, TASK
+from packlora.schedule.worker import ANSWER, TASK, answer_of
 
-ask_process = PlanningProcess.ask
+ask_process, answer_of_process = PlanningProcess.ask, PlanningProcess.answer
 
 
-def ask(self: PlanningProcess, task: Task) -> Window:
-    """What the process would answer. A process with a command of its own is asked itself."""
+def ask(self: PlanningProcess, task: Task) -> None:
+    """Keep the task. A process with a command of its own is asked itself."""
     if self.command != list(COMMAND):
-        return ask_process(self, task)
-    reply = ANSWER.validate_json(ANSWER.dump_json(worker._answer(TASK.dump_json(task).decode())))
+        ask_process(self, task)
+    self.task = task  # type: ignore[attr-defined]
+
+
+def answer(self: PlanningProcess) -> Window:
+    """What the process would answer. A process with a command of its own answers itself."""
+    if self.command != list(COMMAND):
+        return answer_of_process(self)
+    task = self.task  # type: ignore[attr-defined]
+    reply = ANSWER.validate_json(ANSWER.dump_json(answer_of(TASK.dump_json(task).decode())))
     if reply.input_error:
         raise ScheduleError(reply.input_error)
     if reply.window is None:
@@ -27,4 +34,4 @@ def ask(self: PlanningProcess, task: Task) -> Window:
     return reply.window
 
 
-PlanningProcess.ask = ask  # type: ignore[method-assign]
+PlanningProcess.ask, PlanningProcess.answer = ask, answer  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ import torch
 from packlora.engine import engine
 from packlora.engine.adapters import AdapterState
 from packlora.engine.engine import Engine, StepDone
-from packlora.parallel.replicas import ALONE
+from packlora.parallel.alone import ALONE
 from packlora.runtime.job import Job
 
 Change = Callable[[Job, Callable[[], torch.Tensor]], torch.Tensor]

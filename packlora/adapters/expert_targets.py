@@ -26,7 +26,7 @@ from packlora.adapters.expert_layout import is_experts, weight_names
 from packlora.adapters.kinds import Kind, kind_of_parameter
 from packlora.errors import InputError, quoted
 from packlora.lora_config import LoraConfig
-from packlora.patterns import pattern_key
+from packlora.patterns import is_named, pattern_key
 
 PROBE_ROWS = 16
 
@@ -63,7 +63,9 @@ def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> Lora
         return peft
     written, meant = set(peft.target_parameters or ()), set(config.target_parameters)
     config.target_parameters = written.union(*(_fitting(name, model, asked, job) for name in meant - written))
-    paths = [path for path, _ in model.named_parameters() if _some_end(path, config.target_parameters)]
+    paths = [
+        path for path, _ in model.named_parameters() if any(is_named(path, name) for name in config.target_parameters)
+    ]
     for patterns, own in ((config.rank_pattern, peft.rank_pattern), (config.alpha_pattern, peft.alpha_pattern)):
         for pattern in patterns.keys() - own.keys():  # of what PEFT fuses, where this model may have nothing
             if not any(pattern_key([pattern], path) == pattern for path in paths):
@@ -74,7 +76,7 @@ def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> Lora
 def _fitting(name: str, model: PreTrainedModel, asked: Any, job: str) -> set[str]:
     """Select, of the parameters that a name stands for, which PEFT has for names in target_modules, those that can be adapted:
     the name itself where all can. Raises InputError where one cannot and was named."""
-    found = {path: why_unfit(model, path) for path, _ in model.named_parameters() if _some_end(path, {name})}
+    found = {path: why_unfit(model, path) for path, _ in model.named_parameters() if is_named(path, name)}
     unfit = {path: reason for path, reason in found.items() if reason is not None}
     if unfit and not is_all_linear(asked):
         path, reason = next(iter(unfit.items()))
@@ -123,7 +125,7 @@ def parameter_targets(
         own: list[str] = []
         for leaf, _ in module.named_parameters(recurse=False):
             path = f"{owner}.{leaf}"
-            if names := [name for name in wanted if _some_end(path, {name})]:
+            if names := [name for name in wanted if is_named(path, name)]:
                 matched.update(names)
                 if (reason := why_unfit(model, path)) is not None:
                     raise InputError(f"job {job!r}: target_parameters matches {path}{reason}; leave it out")
@@ -132,7 +134,7 @@ def parameter_targets(
             kind = kind_of_parameter(module, leaf)
             found[f"{owner}.{leaf}"] = ParameterTarget(kind, owner + ".base_layer" * (len(own) - 1 - at))
     for name in wanted:
-        if name not in matched and not any(one == name or one.endswith(f".{name}") for one in twins):
+        if name not in matched and not any(is_named(one, name) for one in twins):
             raise InputError(
                 f"job {job!r}: target_parameters names {quoted(name, 300)}, which matches nothing in the model; "
                 + _what_experts(model)
@@ -245,11 +247,6 @@ class RouterProduct(Watched):
         operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         y = self.make(operands["input"], operands["weight"])
         return y if (bias := operands.get("bias")) is None else y + bias
-
-
-def _some_end(path: str, names: Iterable[str]) -> bool:
-    """Whether a path is one of these names, or ends with one."""
-    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _shown(targets: Any) -> str:

@@ -20,7 +20,7 @@ from packlora.adapters.expert_layout import router_path
 from packlora.adapters.kept_outputs import described, is_overwritten, why_product
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
-from packlora.adapters.sharded import AddBiases, shard_of
+from packlora.adapters.sharded import shard_of
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
@@ -234,25 +234,22 @@ class AdaptedLinear(torch.nn.Module):
         return {number: own for number, own in self.adapters.items() if own.spec.rank}
 
     def _with_biases(self, y: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
-        """y of a row-parallel layer, each token with its owner's bias, in place; y may be of this process's tokens."""
+        """y of a row-parallel layer, each token with its owner's bias; y may be of this process's tokens."""
         assert self.base.bias is not None and self.shard is not None
         if owners.moving is not None and owners.moving.moves:
             raise RuntimeError("biases of row-parallel layers cannot follow segments that move; switch cuda_graphs off")
         count = math.prod(y.shape[:-1])
         first = 0 if count == owners.total else self.shard.index * count
         trained = {number: own.bias for number, own in self.adapters.items() if own.bias is not None}
-        rows: dict[int | None, list[tuple[int, int]]] = {None: []}
-        for number, start, stop in owners.runs(trained):
-            rows.setdefault(number, []).append((start, stop))
-        if self.shard.by_tokens and count == owners.total and len(rows) > 1 and torch.is_grad_enabled():
+        runs, y_TN = owners.runs(trained), y.reshape(count, -1)
+        of_jobs = any(number is not None for number, _, _ in runs)
+        if self.shard.by_tokens and count == owners.total and of_jobs and torch.is_grad_enabled():
             raise RuntimeError(f"each process trains biases on tokens of its own, but {count} tokens do not divide")
-        here = [
-            [(max(start - first, 0), min(stop - first, count)) for start, stop in places] for places in rows.values()
-        ]
-        biases = [self.base.bias if number is None else trained[number] for number in rows]
-        kept = [[(start, stop) for start, stop in places if start < stop] for places in here]
-        with_biases: torch.Tensor = AddBiases.apply(y, kept, *biases)
-        return with_biases
+        parts = []
+        for number, start, stop in runs:  # also those of other processes' tokens: their gradient here is 0
+            own = y_TN[max(start - first, 0) : max(min(stop - first, count), 0)]
+            parts.append((own + (self.base.bias if number is None else trained[number])).to(y.dtype))
+        return torch.cat(parts).view(y.shape)
 
     def adapters_changed(self) -> None:
         """An adapter has come or gone."""

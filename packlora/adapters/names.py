@@ -24,6 +24,7 @@ from packlora.adapters.targets import patterns_for
 from packlora.errors import InputError
 from packlora.lora_config import LoraConfig, is_target
 from packlora.ops.twin import Twin, twin_of
+from packlora.patterns import is_named
 
 NAMED = (
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "target_parameters",
@@ -145,15 +146,17 @@ def _for_both(found: AdapterSpec, model: PreTrainedModel, twin: Twin, of_twin: b
     parameters = [path for path, own in found.modules.items() if own.kind in PARAMETERS]
     copies = [path for path, own in found.modules.items() if own.kind == "copy"]
     if peft.modules_to_save:
-        peft.modules_to_save = _chosen(peft.modules_to_save, copies, model, twin, _ends)
+        peft.modules_to_save = _chosen(peft.modules_to_save, copies, model, twin, str.endswith)
     if peft.target_parameters:
-        peft.target_parameters = _chosen(peft.target_parameters, parameters, model, twin, _is_at_end)
+        peft.target_parameters = _chosen(peft.target_parameters, parameters, model, twin, is_named)
     if isinstance(peft.trainable_token_indices, dict):
         rows = [path for path, own in found.modules.items() if own.kind in ("tokens", "tied")]
         peft.trainable_token_indices = {
             name: tokens
             for asked, tokens in peft.trainable_token_indices.items()
-            for name in _chosen([asked], [path for path in rows if path.endswith(asked)] or rows, model, twin, _ends)
+            for name in _chosen(
+                [asked], [path for path in rows if path.endswith(asked)] or rows, model, twin, str.endswith
+            )
         }
     if low_rank and peft.target_modules:
         _choose_targets(peft, low_rank, model, twin)
@@ -162,16 +165,6 @@ def _for_both(found: AdapterSpec, model: PreTrainedModel, twin: Twin, of_twin: b
         pairs = [(there, here) for here, there in pairs] if of_twin else pairs
         setattr(peft, key, patterns_for(getattr(peft, key), pairs, otherwise))
     return peft
-
-
-def _ends(name: str, path: str) -> bool:
-    """Whether a path ends with a name, as PEFT compares modules_to_save and trainable_token_indices."""
-    return path.endswith(name)
-
-
-def _is_at_end(name: str, path: str) -> bool:
-    """Whether a name is the end of a path, as PEFT compares target_parameters."""
-    return path == name or path.endswith(f".{name}")
 
 
 def _both(paths: Sequence[str], model: PreTrainedModel, twin: Twin) -> list[Choice]:
@@ -197,11 +190,12 @@ def _tail(path: str, other: str) -> str:
 def _chosen(
     asked: Collection[str], paths: Sequence[str], model: PreTrainedModel, twin: Twin, fits: Callable[[str, str], bool]
 ) -> Any:
-    """Names that choose these modules or parameters in both classes, by PEFT's comparison; as they are where they do."""
+    """Names that choose these modules or parameters in both classes; as they are where they do. fits: PEFT's comparison of a
+    path with a name: of target_parameters is_named, of modules_to_save and trainable_token_indices str.endswith."""
     every = [(_paths(one), wanted) for one, wanted in _both(paths, model, twin)]
     for names in [asked, *_candidates(paths, twin)]:
         if all(
-            {path for path in known if any(fits(name, path) for name in names)} == wanted for known, wanted in every
+            {path for path in known if any(fits(path, name) for name in names)} == wanted for known, wanted in every
         ):
             return _like(asked, names)
     return _like(asked, _candidates(paths, twin)[-1])

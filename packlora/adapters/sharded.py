@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from packlora.ops.first_order import first_order
 from packlora.ops.lora_linear.frozen import FrozenLinear
 
 SLICED: dict[int, dict[str, int]] = {0: {"B": 0, "magnitude": 0, "bias": 0}, 1: {"A": 1}}
@@ -118,33 +117,3 @@ def shard_of(linear: torch.nn.Module) -> Shard | None:
 def _frozen(part: torch.Tensor) -> torch.nn.Parameter:
     """Copy in memory of its own, so that the whole can be freed."""
     return torch.nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
-
-
-class AddBiases(torch.autograd.Function):
-    """y [..., N] with biases [N] added to its tokens, in place: by owner, for layers whose products are added up before it.
-
-    rows: per bias the (start, stop) of its tokens; trained ones get the sum of their tokens' gradients, in their own dtype.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: torch.Tensor, rows: Sequence[Sequence[tuple[int, int]]], *biases: torch.Tensor
-    ) -> torch.Tensor:
-        y_TN = y.view(-1, y.shape[-1])
-        for bias, own in zip(biases, rows, strict=True):
-            for start, stop in own:
-                y_TN[start:stop] += bias
-        ctx.rows, ctx.dtypes = rows, [bias.dtype for bias in biases]
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_TN = d.reshape(-1, d.shape[-1])
-        found: list[torch.Tensor | None] = []
-        for own, dtype, needed in zip(ctx.rows, ctx.dtypes, ctx.needs_input_grad[2:], strict=True):
-            parts = [d_TN[start:stop].sum(0, dtype=dtype) for start, stop in own] if needed else []
-            nothing = d.new_zeros(d.shape[-1], dtype=dtype) if needed else None
-            found.append(torch.stack(parts).sum(0) if parts else nothing)
-        return (d, None, *found)

@@ -28,7 +28,7 @@ from packlora.adapters.targets import (
     without_idle,
 )
 from packlora.errors import InputError, quoted
-from packlora.lora_config import LoraConfig, is_doubled
+from packlora.lora_config import OF_WEIGHTS, LoraConfig, is_doubled
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,13 @@ class AdapterSpec:
     def read_as(self) -> dict[str, str]:
         """First paths of modules, by other paths that a file may name."""
         return self.also | self.older
+
+    @property
+    def of_weights(self) -> list[str]:
+        """Modules whose adapter begins with what is in their weights, see starts.py."""
+        return [
+            path for path, own in self.modules.items() if own.rank and OF_WEIGHTS.fullmatch(str(own.start)) is not None
+        ]
 
     @property
     def parameter(self) -> str | None:

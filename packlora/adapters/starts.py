@@ -23,18 +23,12 @@ from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights
 from packlora.errors import InputError
-from packlora.lora_config import OF_WEIGHTS
 from packlora.seeding import stable_hash
-
-
-def of_weights(spec: AdapterSpec) -> list[str]:
-    """Modules whose adapter begins with what is in their weights."""
-    return [path for path, own in spec.modules.items() if own.rank and OF_WEIGHTS.fullmatch(str(own.start)) is not None]
 
 
 def check_starts(spec: AdapterSpec, skeleton: PreTrainedModel, job: str) -> None:
     """Raises InputError where a module has no such start."""
-    for path in of_weights(spec):
+    for path in spec.of_weights:
         own = spec.modules[path]
         where = f"job {job!r}: init_lora_weights: {own.start} "
         if own.kind != "linear":
@@ -56,7 +50,7 @@ def begin(
         seed: of the job.
         exact: for loftq, what gives the weight [N, K] of a module before it was quantised.
     """
-    layers, paths = adapted_layers(model), of_weights(adapter.spec)
+    layers, paths = adapted_layers(model), adapter.spec.of_weights
     before = exact() if any(adapter.spec.modules[path].start == "loftq" for path in paths) else None
     for path in paths:
         layer, own = layers[path, True], adapter.weights[path]
@@ -77,30 +71,6 @@ def begin(
         own.B.copy_(B_Nr)
         if own.magnitude is not None:
             own.magnitude.copy_(own.norm())
-
-
-class Held:
-    """The elements of an adapter's `flat` that no step may change."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._mask: torch.Tensor | None = None
-        """Bool, like `flat`; None where there are none."""
-        if parts := adapter.trained_parts:
-            self._mask = torch.zeros_like(adapter.flat, dtype=torch.bool)
-            views = adapter.layout.views(self._mask)
-            for name, part in parts.items():
-                views[name].fill_(True)
-                views[name][part] = False
-
-    def zero(self, gradient: torch.Tensor) -> None:
-        """Zero the gradient of the held elements, which is in no norm."""
-        if self._mask is not None:
-            gradient.masked_fill_(self._mask, 0.0)
-
-    def restore(self, flat: torch.Tensor, before: torch.Tensor) -> None:
-        """Restore the held elements, which weight decay changes without a gradient."""
-        if self._mask is not None:
-            flat.copy_(torch.where(self._mask, before, flat))
 
 
 def _first(W_NK: torch.Tensor, start: str, r: int, scaling: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

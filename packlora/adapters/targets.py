@@ -23,7 +23,7 @@ from packlora.adapters.kinds import kind_of, why_no_rows
 from packlora.errors import InputError, quoted
 from packlora.lora_config import LoraConfig, is_excluded, is_target
 from packlora.ops.modules import beside_decoder
-from packlora.patterns import pattern_key
+from packlora.patterns import is_named, pattern_key
 
 MATCH_SECONDS = 10.0
 """For all patterns of an adapter against all names of a model; usual ones take milliseconds."""
@@ -62,7 +62,7 @@ def targets_of(
             + _meant(targets, leaves)
         )
     for target in [] if isinstance(targets, str) else sorted(targets or ()):
-        if not any(_is_named(name, target) for name in (*names, *twins)):
+        if not any(is_named(name, target) for name in (*names, *twins)):
             near = difflib.get_close_matches(target, leaves.split(", "), 1)
             raise InputError(
                 f"job {job!r}: target_modules names {quoted(target, 300)}, which matches nothing in the model; "
@@ -100,21 +100,17 @@ def without_idle(peft: LoraConfig, every: Collection[str]) -> LoraConfig:
     """The configuration without names of target_modules that match none of these paths, where others do."""
     if isinstance(peft.target_modules, str):
         return peft
-    named = {name for name in peft.target_modules or () if any(_is_named(path, name) for path in every)}
+    named = {name for name in peft.target_modules or () if any(is_named(path, name) for path in every)}
     out = copy.copy(peft)
     out.target_modules = named or peft.target_modules
     return out
-
-
-def _is_named(path: str, name: str) -> bool:
-    return path == name or path.endswith(f".{name}")
 
 
 def excluding_nothing(excluded: str | set[str], every: Iterable[str]) -> str | set[str]:
     """Parts of exclude_modules: an expression, or those names, that match no path."""
     if isinstance(excluded, str):
         return "" if any(re.fullmatch(excluded, path) for path in every) else excluded
-    return {name for name in excluded if not any(_is_named(path, name) for path in every)}
+    return {name for name in excluded if not any(is_named(path, name) for path in every)}
 
 
 def left_out_by_all_linear(asked: LoraConfig, model: PreTrainedModel, adapted: Iterable[str], job: str) -> list[str]:

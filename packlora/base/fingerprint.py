@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from packlora.base.weight_files import own_rows
 from packlora.given import given
 
 NOT_OF_THE_MODEL = {"transformers_version", "_name_or_path"}
@@ -80,6 +80,13 @@ def word_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
             found = [(low + (high << 32)) % 2**64 for low, high in total.tolist()]
             return [whole if apart else own for whole, own, apart in zip(found, sums, sharded, strict=True)]
     return sums
+
+
+def own_rows(rows: int, mesh: DeviceMesh) -> slice:
+    """Rows of a weight of `rows` rows that this rank of a one-dimensional mesh holds, shared out as by torch.chunk."""
+    share = -(-rows // mesh.size())
+    start = min(share * mesh.get_local_rank(), rows)
+    return slice(start, min(start + share, rows))
 
 
 def _own_part(tensor: DTensor) -> int:

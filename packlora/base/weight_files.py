@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -132,13 +131,6 @@ def _files(path: str, revision: str | None) -> list[str]:
         raise OSError(f"neither {SINGLE} nor {INDEX} is there")
     names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
     return [file for name in names if (file := find(name)) is not None]
-
-
-def own_rows(rows: int, mesh: DeviceMesh) -> slice:
-    """Rows of a weight of `rows` rows that this rank of a one-dimensional mesh holds, shared out as by torch.chunk."""
-    share = -(-rows // mesh.size())
-    start = min(share * mesh.get_local_rank(), rows)
-    return slice(start, min(start + share, rows))
 
 
 def keys_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:

@@ -19,7 +19,7 @@ from packlora.data.readers import read_data
 from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import SingleDevice
 from packlora.errors import InputError
-from packlora.parallel.replicas import ALONE
+from packlora.parallel.alone import ALONE
 from packlora.plans.select import PlanChooser
 from packlora.run_file import parse_run
 from packlora.runtime.continued import start_note

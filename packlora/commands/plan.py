@@ -224,7 +224,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     taken = None if gpus is None or (tensor > 1 and stages > 1) else choose(prepared, gpus, known)
     decides = taken is None or not taken.layout.is_in_parts  # in parts nothing is measured
     if run.max_tokens_per_microbatch == "auto" and choose_device(run.device).type == "cuda" and decides:
-        budgets = profiler.predictions(prepared, [known])
+        budgets = profiler.predictions(prepared, known)
         prepared.budget = profiler.choose(budgets).budget
     cost = None
     if pipeline > 1:

@@ -9,14 +9,13 @@ Shapes: M metrics of the objective and its terms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import total_norm
-from packlora.adapters.starts import Held
 from packlora.config import TrainConfig
 from packlora.engine.memory import on_host
 from packlora.engine.optimizer import optimizer_of
@@ -24,6 +23,34 @@ from packlora.ops.wide import wide_dtype, widened
 
 if TYPE_CHECKING:
     from packlora.engine.loss_scale import LossScale
+    from packlora.parallel.alone import Alone
+
+    AddUp = Callable[[Sequence[torch.Tensor]], None]
+    """Adds up tensors in place, each over the replicas."""
+
+
+class Held:
+    """The elements of an adapter's `flat` that no step may change."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._mask: torch.Tensor | None = None
+        """Bool, like `flat`; None where there are none."""
+        if parts := adapter.trained_parts:
+            self._mask = torch.zeros_like(adapter.flat, dtype=torch.bool)
+            views = adapter.layout.views(self._mask)
+            for name, part in parts.items():
+                views[name].fill_(True)
+                views[name][part] = False
+
+    def zero(self, gradient: torch.Tensor) -> None:
+        """Zero the gradient of the held elements, which is in no norm."""
+        if self._mask is not None:
+            gradient.masked_fill_(self._mask, 0.0)
+
+    def restore(self, flat: torch.Tensor, before: torch.Tensor) -> None:
+        """Restore the held elements, which weight decay changes without a gradient."""
+        if self._mask is not None:
+            flat.copy_(torch.where(self._mask, before, flat))
 
 
 class AdapterState:
@@ -59,6 +86,8 @@ class AdapterState:
         """adapter.flat of the step before the last: the newest values that are known to give a finite loss."""
         self.norm_of: Callable[[torch.Tensor], torch.Tensor] = total_norm
         """Norm of the whole gradient from `gradient`. Slices and parts of sums in that are added up in place."""
+        self.add_up: Callable[[torch.Tensor, AddUp], None] = lambda gradient, add: add([gradient])
+        """Adds up a gradient over the replicas in place, with what does so for tensors."""
         self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = self._views
         """Whole tensors by parameter, copies on the CPU of one like adapter.flat, see memory.on_host. Where that holds slices,
         all processes that have some call it."""
@@ -224,3 +253,23 @@ class AdapterState:
         self._is_counted = False
         self.adapter.flat.copy_(self.last_good)
         return True
+
+
+def add_up(states: Sequence[AdapterState], group: Alone) -> None:
+    """Add up gradients, and sums of losses and metrics, over the replicas of a group, in place. All replicas call it for the
+    same adapters, and get the same bits."""
+    if group.size == 1:
+        return
+    gradients, sums = zip(*(state.partial() for state in states), strict=True)
+    for state, gradient in zip(states, gradients, strict=True):
+        state.add_up(gradient, group.add)
+    group.add([summed := torch.cat(sums)])
+    for state, own in zip(states, summed.split([len(own) for own in sums]), strict=True):
+        state.sums = own
+
+
+def join_found(states: Sequence[AdapterState], found: Sequence[int]) -> None:
+    """Let adapters know of parameters that have got a gradient on another replica alone. found: by parameter of each."""
+    most = iter(found)
+    for state in states:
+        state.without = {name for name in state.parameters if not next(most)}

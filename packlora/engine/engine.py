@@ -32,12 +32,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 
-from packlora.engine.adapters import AdapterState
+from packlora.engine.adapters import AdapterState, add_up, join_found
 from packlora.engine.memory import TokenBudget, on_its_way, on_their_way
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import Executor, MicrobatchResult, run_microbatch
-from packlora.engine.replica_sums import ReplicaSums, join_found
-from packlora.parallel.replicas import Alone
+from packlora.parallel.alone import Alone
 
 if TYPE_CHECKING:
     from packlora.engine.stage_sums import StageSums
@@ -166,18 +165,16 @@ class Engine:
     def __init__(self, executor: Executor, group: Alone, budget: TokenBudget) -> None:
         self.executor, self.group, self.budget = executor, group, budget
         self.adapters: Mapping[int, AdapterState] = {}
-        self._replicas = ReplicaSums(group)
         self._stages = self._stage_sums() if group.stages > 1 else None
 
     def _stage_sums(self) -> StageSums:
         from packlora.engine.stage_sums import StageSums
 
-        return StageSums(cast("Links", self.group), self._replicas, self.budget.device)
+        return StageSums(cast("Links", self.group), self.budget.device)
 
     def follow(self, adapters: Mapping[int, AdapterState]) -> None:
         """These adapters may own rows and step now. Between two runs."""
         self.adapters = dict(adapters)
-        self._replicas.follow(self.adapters)
 
     def run(self, slots: Slots) -> Iterator[Done]:
         """Run slots until they run dry. Whoever iterates takes all of it: one Done a slot, in their order."""
@@ -231,7 +228,7 @@ class Engine:
             if one.found:
                 join_found(states, one.found)
             if self._stages is None:
-                self._replicas.add_up(states)
+                add_up(states, self.group)
             else:
                 one.sums = self._stages.sums(states, slots.is_asked())
 

@@ -72,6 +72,23 @@ class Executor(Protocol):
         """How layers were computed, for run.json."""
 
 
+class Passes(Executor, Protocol):
+    """The Executor of a model: `SingleDevice`, or StageDevice of a stage of a pipeline. attached: what its adapted layers
+    share."""
+
+    @property
+    def base(self) -> Base: ...
+
+    @property
+    def attached(self) -> Attached: ...
+
+    def logits(
+        self, owners: TokenOwners, ids_T: torch.Tensor, positions_T: torch.Tensor, lengths: Sequence[int],
+        rows_L: torch.Tensor,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Logits [L, V] of rows of packed texts, without dropout; None on a stage of a pipeline that has no output layer."""
+
+
 def run_microbatch(executor: Executor, parts: Parts) -> MicrobatchResult:
     """Forward and backward, one after the other."""
     return executor.backward(executor.forward(parts))
@@ -171,7 +188,7 @@ class SingleDevice:
         self, owners: TokenOwners, ids_T: torch.Tensor, positions_T: torch.Tensor, lengths: Sequence[int],
         rows_L: torch.Tensor,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Logits [L, V] of rows of packed texts; None on a stage of a pipeline that has no output layer."""
+        """See Passes."""
         with self.attached.active(owners):
             return packed_logits(self.base.model, ids_T, positions_T, lengths, rows_L)
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from packlora.engine.adapters import AdapterState
-from packlora.engine.replica_sums import ReplicaSums, join_found
+from packlora.engine.adapters import AdapterState, add_up, join_found
 from packlora.parallel.pipeline import Links
 
 SQUARE, FOUND, LOSS, LARGEST, CHANGED = 0, 1, 2, -2, -1
@@ -43,11 +42,10 @@ class StageSums:
 
     Args:
         links: to the neighbours.
-        replicas: adds up over pipelines side by side.
     """
 
-    def __init__(self, links: Links, replicas: ReplicaSums, device: torch.device) -> None:
-        self.links, self.replicas, self.device = links, replicas, device
+    def __init__(self, links: Links, device: torch.device) -> None:
+        self.links, self.device = links, device
         self.unconfirmed: dict[int, torch.Tensor] = {}
         """Columns LARGEST and CHANGED of this stage by adapter that has stepped."""
 
@@ -58,7 +56,7 @@ class StageSums:
         above = None if links.is_last else links.down.receive(shape, torch.float64)
         if links.size > 1:
             join_found(states, links.found_by_one([int(own) for state in states for own in state.found().values()]))
-            self.replicas.add_up(states)
+            add_up(states, links)
         sums = self._own(states, asked)
         if above is not None:
             sums[:, :LARGEST] += above[:, :LARGEST]

@@ -24,9 +24,10 @@ from packlora.adapters.kept_outputs import described, is_overwritten
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.siblings import SiblingGroup, join, sibling_groups
 from packlora.errors import quoted
+from packlora.live.adapter import LayerCall
 from packlora.live.foreign import left_as_they_are
 from packlora.live.forward import OwnForward
-from packlora.live.layers import LayerCall, LayerForward, compute
+from packlora.live.layers import LayerForward, compute
 from packlora.live.report import Report, grouped, report_of
 from packlora.live.served import forward_for, served_kind
 from packlora.live.wrapped import NotWhole, inner_model, left_sharded, mend_widths, why_not_run

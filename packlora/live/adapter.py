@@ -1,20 +1,31 @@
 """Reading of what a PEFT layer computes now: which one adapter is active, and whether a module may be read in the place of
-calling it."""
+calling it.
+
+A layer is read at every forward, so adapters may be switched, merged, disabled, loaded or deleted at any time.
+
+Shapes: N outputs, K inputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from packlora.adapters.kinds import is_linear, lies_transposed, sizes
 from packlora.live.wrapped import UNITS, weight_of, why_called, why_no_weight, why_not_whole
+from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
+
+if TYPE_CHECKING:
+    from packlora.live.foreign import StoredWeight
 
 DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
 NOT_ACTIVE = "no active adapter targets it"
+COMPILED = "quantised layers are not computed here in compiled graphs"
 
 
 def active_adapter(layer: Any, own: Container[str]) -> tuple[str, str]:
@@ -136,3 +147,102 @@ def why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
         if weight.dtype not in DTYPES:
             return f"the weight of its {role} is {weight.dtype}"
     return None
+
+
+# --- the call of a linear layer ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class LayerCall:
+    """One active LoRA or DoRA on one layer.
+
+    owner: the LayerForward of the layer (layers.py). bias: [N], goes into the operator. outer_bias: one that is trained, added
+    by torch. stored: the weight where it is quantised; `weight` is then its codes.
+    """
+
+    owner: Any
+    weight: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    scaling: float
+    p: float
+    name: str
+    bias: torch.Tensor | None = None
+    outer_bias: torch.Tensor | None = None
+    magnitude: torch.Tensor | None = None
+    stored: StoredWeight | None = None
+
+    @property
+    def together(self) -> Hashable:
+        own = None if self.stored is None else self.stored.together(self.A)
+        weight = self.weight
+        K = weight.shape[1] if self.stored is None else self.shape[1]
+        ask = None if torch.compiler.is_compiling() else self.owner.ask  # it chooses no plan of a graph
+        return (K, weight.dtype, own, weight.device, self.p, ask)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K]."""
+        return self.weight.shape if self.stored is None else self.stored.shape  # type: ignore[return-value]
+
+    def dtypes(self, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype, bool]:
+        """Dtype in which x is multiplied, dtype of the base product, and whether autocast is on."""
+        dtype, autocast = product_dtype(x)
+        products = dtype if self.stored is None else self.stored.products(x, dtype)
+        return (products if products.itemsize > dtype.itemsize else dtype), products, autocast
+
+    def frozen(self, dtype: torch.dtype, products: torch.dtype) -> FrozenWeight:
+        return Dense(to_dtype(self.weight, dtype)) if self.stored is None else self.stored.frozen(dtype, products)
+
+    def operands(self) -> list[torch.Tensor]:
+        operands = (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude)
+        return [t for t in operands if t is not None]
+
+    def is_same(self, other: LayerCall) -> bool:
+        """Whether it is of the very same operands, at the same rates."""
+        return self.has_operands_of(other) and self.p == other.p
+
+    def has_operands_of(self, other: LayerCall) -> bool:
+        """Whether it is of the very same operands, scaled alike."""
+        return (
+            self.weight is other.weight and self.A is other.A and self.B is other.B and self.bias is other.bias
+            and self.outer_bias is other.outer_bias and self.magnitude is other.magnitude
+            and self.stored is other.stored and self.scaling == other.scaling
+        )  # fmt: skip
+
+    def outlined(self) -> LayerCall:
+        """Description of the call after its operands are gone: the weight and A are shapes without data."""
+        weight, A = (t.new_empty(()).expand(t.shape) for t in (self.weight, self.A))
+        return replace(self, weight=weight, A=A)
+
+    def stamp(self) -> object:
+        found: list[object] = [self.scaling, self.p]
+        for t in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
+            if t is not None:
+                found += (id(t), t.requires_grad, t.data_ptr(), None if t.is_inference() else t._version)
+        return found
+
+
+def why_adapter_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | None) -> str | None:
+    """Why the modules of an adapter, base, A, B and dropout, cannot be read in the place of calling them."""
+    base, A, B, drop = modules
+    adapter = [("lora_A", A), ("lora_B", B)]
+    if unread := why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
+        return unread
+    if lies_transposed(base) != bool(getattr(layer, "fan_in_fan_out", False)):
+        return "fan_in_fan_out does not say how its base weight lies"
+    return None if is_plain_dropout(drop) else why_not_dropped(drop)
+
+
+def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
+    """Dtype in which torch.nn.functional.linear would multiply, and whether autocast is on."""
+    kind = x.device.type  # asking torch which devices have autocast breaks a compiled graph
+    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    if autocast and x.is_floating_point() and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind), True
+    return x.dtype, autocast
+
+
+def to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """tensor.to(dtype), without the call where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -20,9 +20,8 @@ from torch import nn
 from packlora.adapters.expert_forward import ScaledRows, frozen_at, sorted_outputs
 from packlora.adapters.expert_layout import by_registry, is_experts, is_scaled, weight_names
 from packlora.adapters.norms import RowNorms
-from packlora.live.adapter import DTYPES, observed, parameter_adapter
+from packlora.live.adapter import DTYPES, observed, parameter_adapter, product_dtype
 from packlora.live.forward import ASKED_FOR, OwnForward
-from packlora.live.layers import product_dtype
 from packlora.live.wrapped import NotWhole, why_called, why_not_whole
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.routing import Routing

@@ -1,17 +1,15 @@
-"""One lora.Linear of PEFT at run time: what it computes now, and how this package computes it in its place.
+"""One lora.Linear of PEFT at run time: how this package computes it in its place.
 
-`look` reads a layer of PEFT and says what it would compute, or why that is left to PEFT. It is called at every forward, so
-adapters may be switched, merged, disabled, loaded or deleted at any time. `LayerForward` is what packlora.accelerate puts in
-the place of a layer's forward: it looks, and hands the call to `compute`, by itself or through the group of its siblings; and
-`compute` calls the operator. Nothing of the layer itself is changed: same parameters, same keys, same files.
+`LayerForward` is what packlora.accelerate puts in the place of a layer's forward: it reads what the layer computes now
+(adapter.py), and hands the call to `compute`, by itself or through the group of its siblings; and `compute` calls the operator.
+Nothing of the layer itself is changed: same parameters, same keys, same files.
 
 Shapes: T tokens, K inputs, N outputs, r rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,18 +23,20 @@ from packlora.adapters.kinds import lies_transposed
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.adapter import (
+    COMPILED,
+    LayerCall,
     active_adapter,
     is_plain_dropout,
     plain_weight,
+    to_dtype,
+    why_adapter_not_read,
     why_no_adapter,
-    why_not_dropped,
-    why_not_read,
 )
 from packlora.live.foreign import StoredWeight, weight_reader
 from packlora.live.forward import OwnForward
 from packlora.live.wrapped import is_frozen, kind_of, weight_of
 from packlora.ops.lora_linear.autograd import lora_group
-from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
+from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
@@ -48,7 +48,6 @@ from packlora.plans.select import PlanChooser
 
 REPORTED_TOKENS = 4096
 """For which the report names the plan."""
-COMPILED = "quantised layers are not computed here in compiled graphs"
 
 
 # --- which plan --------------------------------------------------------------------------------------------------------
@@ -81,150 +80,6 @@ def _chooser(device: torch.device, ask: Ask) -> PlanChooser:
     return PlanChooser(device, ask=ask)
 
 
-# --- what a layer computes ---------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class LayerCall:
-    """One active LoRA or DoRA on one layer.
-
-    bias: [N], goes into the operator. outer_bias: one that is trained, added by torch. stored: the weight where it is
-    quantised; `weight` is then its codes.
-    """
-
-    owner: LayerForward
-    weight: torch.Tensor
-    A: torch.Tensor
-    B: torch.Tensor
-    scaling: float
-    p: float
-    name: str
-    bias: torch.Tensor | None = None
-    outer_bias: torch.Tensor | None = None
-    magnitude: torch.Tensor | None = None
-    stored: StoredWeight | None = None
-
-    @property
-    def together(self) -> Hashable:
-        own = None if self.stored is None else self.stored.together(self.A)
-        weight = self.weight
-        K = weight.shape[1] if self.stored is None else self.shape[1]
-        ask = None if torch.compiler.is_compiling() else self.owner.ask  # it chooses no plan of a graph
-        return (K, weight.dtype, own, weight.device, self.p, ask)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[N, K]."""
-        return self.weight.shape if self.stored is None else self.stored.shape  # type: ignore[return-value]
-
-    def dtypes(self, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype, bool]:
-        """Dtype in which x is multiplied, dtype of the base product, and whether autocast is on."""
-        dtype, autocast = product_dtype(x)
-        products = dtype if self.stored is None else self.stored.products(x, dtype)
-        return (products if products.itemsize > dtype.itemsize else dtype), products, autocast
-
-    def frozen(self, dtype: torch.dtype, products: torch.dtype) -> FrozenWeight:
-        return Dense(_to(self.weight, dtype)) if self.stored is None else self.stored.frozen(dtype, products)
-
-    def operands(self) -> list[torch.Tensor]:
-        operands = (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude)
-        return [t for t in operands if t is not None]
-
-    def is_same(self, other: LayerCall) -> bool:
-        """Whether it is of the very same operands, at the same rates."""
-        return self.has_operands_of(other) and self.p == other.p
-
-    def has_operands_of(self, other: LayerCall) -> bool:
-        """Whether it is of the very same operands, scaled alike."""
-        return (
-            self.weight is other.weight and self.A is other.A and self.B is other.B and self.bias is other.bias
-            and self.outer_bias is other.outer_bias and self.magnitude is other.magnitude
-            and self.stored is other.stored and self.scaling == other.scaling
-        )  # fmt: skip
-
-    def outlined(self) -> LayerCall:
-        """Description of the call after its operands are gone: the weight and A are shapes without data."""
-        weight, A = (t.new_empty(()).expand(t.shape) for t in (self.weight, self.A))
-        return replace(self, weight=weight, A=A)
-
-    def stamp(self) -> object:
-        found: list[object] = [self.scaling, self.p]
-        for t in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
-            if t is not None:
-                found += (id(t), t.requires_grad, t.data_ptr(), None if t.is_inference() else t._version)
-        return found
-
-
-def look(owner: LayerForward) -> LayerCall | str:
-    """Call that the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it.
-
-    A compiler guards all that is read here, and checks it at every call of the graph: in a graph, what hangs on the kinds of
-    modules alone is not read again, for their types are guarded.
-    """
-    layer = owner.layer
-    modules: dict[str, Any] = layer._modules
-    own_A = modules["lora_A"]._modules
-    name, reason = active_adapter(layer, own_A)
-    if reason:
-        return reason
-    base, A, B = modules["base_layer"], own_A[name], modules["lora_B"]._modules[name]
-    drop = modules["lora_dropout"]._modules[name]
-    dora = name in layer.lora_variant
-    stored: StoredWeight | None = None
-    weight: Any
-    of_A: Any
-    of_B: Any
-    known = torch.compiler.is_compiling() and owner.is_plain(name) and B._parameters["bias"] is None
-    if dora and known:
-        known = type(layer.lora_variant[name]) is DoraLinearVariant
-    if known and not ("forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__):
-        weight, of_A, of_B = weight_of(base), weight_of(A), weight_of(B)
-    else:
-        if unfit := why_no_adapter(layer, name, DoraLinearVariant):
-            return unfit
-        weight, of_A, of_B = plain_weight(base), plain_weight(A), plain_weight(B)
-        if (
-            weight is None or of_A is None or of_B is None or owner.read is not None or not is_plain_dropout(drop)
-            or getattr(layer, "fan_in_fan_out", False)
-        ):  # fmt: skip
-            found = owner.stored(base)
-            if isinstance(found, str):
-                return found
-            stored = found
-            if stored is not None and torch.compiler.is_compiling():
-                return COMPILED
-            if unread := _why_not_read(layer, (base, A, B, drop), stored):
-                return unread
-            weight, of_A, of_B = weight_of(base) if stored is None else stored.weight, weight_of(A), weight_of(B)
-    bias = base._parameters.get("bias", base.__dict__.get("bias")) if stored is None else stored.bias
-    if weight.requires_grad and not is_frozen(weight):
-        return "its base weight is trained too"
-    if type(base) is not nn.Linear and lies_transposed(base):
-        weight = owner.from_outputs(base)
-    p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
-    if dora and not layer.training:
-        p = 0.0
-    if p >= 1.0 or (p and drop.inplace):
-        return f"its lora_dropout drops everything or works in place (p = {p})"
-    magnitude = weight_of(modules["lora_magnitude_vector"]._modules[name]) if dora else None
-    trained = bias is not None and bias.requires_grad
-    return LayerCall(
-        owner, weight, of_A, of_B, float(layer.scaling[name]), p, name, None if trained else bias, bias if trained else None,
-        magnitude, stored,
-    )  # fmt: skip
-
-
-def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | None) -> str | None:
-    """Why the modules of an adapter, base, A, B and dropout, cannot be read in the place of calling them."""
-    base, A, B, drop = modules
-    adapter = [("lora_A", A), ("lora_B", B)]
-    if unread := why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
-        return unread
-    if lies_transposed(base) != bool(getattr(layer, "fan_in_fan_out", False)):
-        return "fan_in_fan_out does not say how its base weight lies"
-    return None if is_plain_dropout(drop) else why_not_dropped(drop)
-
-
 # --- computing it ------------------------------------------------------------------------------------------------------
 
 
@@ -245,14 +100,8 @@ class KeptLayer(NamedTuple):
 
     def serves(self, x: torch.Tensor, call: LayerCall, of: Products) -> bool:
         """Whether it is also that of another call of the owner, which takes x (`_check`)."""
-        if self.of != of or not call.has_operands_of(self.call):
-            return False
-        dtype, _, device = of
-        weight, K = call.weight, x.shape[-1] if x.ndim and x.is_floating_point() else -1
         return (
-            (weight.shape[1] == K and weight.dtype == dtype if call.stored is None else call.shape[1] == K)
-            and weight.device == device and call.A.device == device and call.B.device == device
-            and (call.bias is None or call.bias.device == device)
+            self.of == of and call.has_operands_of(self.call) and _fits(x, call, of[0])
             and (call.magnitude is None or call.owner.has_norm(call, self.layer))
         )  # fmt: skip
 
@@ -288,7 +137,7 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     for index, call in enumerate(calls):
         if call.outer_bias is not None:
             outputs[index] = outputs[index] + call.outer_bias.to(dtype)
-    return outputs if calls[0].stored is None else [_to(y, x.dtype) for y in outputs]
+    return outputs if calls[0].stored is None else [to_dtype(y, x.dtype) for y in outputs]
 
 
 def _arguments(x: torch.Tensor, calls: Sequence[LayerCall], of: Products, autocast: bool) -> tuple[Any, ...]:
@@ -302,7 +151,7 @@ def _arguments(x: torch.Tensor, calls: Sequence[LayerCall], of: Products, autoca
             cache = cache if kept.lasts else GroupCache()
         layers.append(kept.layer)
     recompute = recompute_of(x) if x.dtype == dtype else None
-    x = _to(x, dtype)
+    x = to_dtype(x, dtype)
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
     keys_T2 = _dropout_keys(T, x.device) if first.p else None
     group = cache.of(tuple(layers))
@@ -319,7 +168,7 @@ def _kept(x: torch.Tensor, call: LayerCall, of: Products, autocast: bool) -> Kep
     weight, norm, keep = call.frozen(dtype, products), None, False
     if call.magnitude is not None:
         norm, keep = owner.norm(call, call.weight if call.stored is None else weight), owner.keeps_output()
-    bias = None if call.bias is None else _to(call.bias, weight.dtype)
+    bias = None if call.bias is None else to_dtype(call.bias, weight.dtype)
     layer = Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
     lasts = (call.stored is not None or call.weight.dtype == dtype) and bias is call.bias
     made = KeptLayer(call, of, layer, lasts)
@@ -336,10 +185,10 @@ def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype,
         norm_N = None
         if call.magnitude is not None:
             norm_N = traced_row_norm(call.weight, call.A, call.B, call.scaling)
-        bias = None if call.bias is None else _to(call.bias, dtype)
-        operands = (_to(call.weight, dtype), bias, call.A, call.B, call.scaling, call.magnitude, norm_N)
+        bias = None if call.bias is None else to_dtype(call.bias, dtype)
+        operands = (to_dtype(call.weight, dtype), bias, call.A, call.B, call.scaling, call.magnitude, norm_N)
         layers.append(TracedLayer(*operands))
-    return traced_group(_to(x, dtype), layers, calls[0].p)
+    return traced_group(to_dtype(x, dtype), layers, calls[0].p)
 
 
 def _chosen(calls: Sequence[LayerCall], device: torch.device, dtype: torch.dtype, T: int) -> tuple[Plan, Case]:
@@ -353,28 +202,22 @@ def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (T, 2), dtype=torch.int32, device=device)
 
 
-def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
-    """Dtype in which torch.nn.functional.linear would multiply, and whether autocast is on."""
-    kind = x.device.type  # asking torch which devices have autocast breaks a compiled graph
-    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-    if autocast and x.is_floating_point() and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind), True
-    return x.dtype, autocast
-
-
-def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """tensor.to(dtype), without the call where there is nothing to do."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+def _fits(x: torch.Tensor, call: LayerCall, dtype: torch.dtype) -> bool:
+    """Whether a layer takes x: its width, the dtype in which it is multiplied, and the one device of all operands."""
+    device = x.device
+    return bool(
+        x.ndim and x.shape[-1] == call.shape[1]
+        and (call.weight.dtype == dtype if call.stored is None else x.is_floating_point())
+        and call.weight.device == device and call.A.device == device and call.B.device == device
+        and (call.bias is None or call.bias.device == device)
+    )  # fmt: skip
 
 
 def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool) -> None:
     """Raise ValueError, naming the operand and what is accepted, before anything runs on the device."""
-    weight, K, device = call.weight, call.shape[1], x.device
-    if (
-        x.ndim and x.shape[-1] == K and call.stored is None and weight.dtype == dtype and weight.device == device
-        and call.A.device == device and call.B.device == device and (call.bias is None or call.bias.device == device)
-    ):  # fmt: skip
+    if _fits(x, call, dtype):
         return
+    weight, K, device = call.weight, call.shape[1], x.device
     if not x.ndim or x.shape[-1] != K:
         raise ValueError(f"{call.owner.path}: x must be [..., {K}], got {list(x.shape)}")
     if call.stored is not None:
@@ -459,7 +302,7 @@ class LayerForward(OwnForward):
         parts = (layer._modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
         return self.read is None and not (
             why_no_adapter(layer, name, DoraLinearVariant)
-            or _why_not_read(layer, (layer._modules["base_layer"], *parts), None)
+            or why_adapter_not_read(layer, (layer._modules["base_layer"], *parts), None)
         )
 
     def from_outputs(self, base: nn.Module) -> torch.Tensor:
@@ -474,7 +317,63 @@ class LayerForward(OwnForward):
             turned = self._turned = key, own.detach().T
         return turned[1]
 
-    ready = look
+    def ready(self) -> LayerCall | str:
+        """Call that the layer computes for an x without further arguments, or the reason why PEFT must compute it.
+
+        A compiler guards all that is read here, and checks it at every call of the graph: in a graph, what hangs on the kinds
+        of modules alone is not read again, for their types are guarded.
+        """
+        layer = self.layer
+        modules: dict[str, Any] = layer._modules
+        own_A = modules["lora_A"]._modules
+        name, reason = active_adapter(layer, own_A)
+        if reason:
+            return reason
+        base, A, B = modules["base_layer"], own_A[name], modules["lora_B"]._modules[name]
+        drop = modules["lora_dropout"]._modules[name]
+        dora = name in layer.lora_variant
+        stored: StoredWeight | None = None
+        weight: Any
+        of_A: Any
+        of_B: Any
+        known = torch.compiler.is_compiling() and self.is_plain(name) and B._parameters["bias"] is None
+        if dora and known:
+            known = type(layer.lora_variant[name]) is DoraLinearVariant
+        if known and not ("forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__):
+            weight, of_A, of_B = weight_of(base), weight_of(A), weight_of(B)
+        else:
+            if unfit := why_no_adapter(layer, name, DoraLinearVariant):
+                return unfit
+            weight, of_A, of_B = plain_weight(base), plain_weight(A), plain_weight(B)
+            if (
+                weight is None or of_A is None or of_B is None or self.read is not None or not is_plain_dropout(drop)
+                or getattr(layer, "fan_in_fan_out", False)
+            ):  # fmt: skip
+                found = self.stored(base)
+                if isinstance(found, str):
+                    return found
+                stored = found
+                if stored is not None and torch.compiler.is_compiling():
+                    return COMPILED
+                if unread := why_adapter_not_read(layer, (base, A, B, drop), stored):
+                    return unread
+                weight, of_A, of_B = weight_of(base) if stored is None else stored.weight, weight_of(A), weight_of(B)
+        bias = base._parameters.get("bias", base.__dict__.get("bias")) if stored is None else stored.bias
+        if weight.requires_grad and not is_frozen(weight):
+            return "its base weight is trained too"
+        if type(base) is not nn.Linear and lies_transposed(base):
+            weight = self.from_outputs(base)
+        p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
+        if dora and not layer.training:
+            p = 0.0
+        if p >= 1.0 or (p and drop.inplace):
+            return f"its lora_dropout drops everything or works in place (p = {p})"
+        magnitude = weight_of(modules["lora_magnitude_vector"]._modules[name]) if dora else None
+        trained = bias is not None and bias.requires_grad
+        return LayerCall(
+            self, weight, of_A, of_B, float(layer.scaling[name]), p, name, None if trained else bias, bias if trained else None,
+            magnitude, stored,
+        )  # fmt: skip
 
     def siblings(self) -> tuple[str, ...]:
         return () if self.group is None else tuple(member.path for member in self._members())

@@ -14,10 +14,10 @@ from torch import nn
 
 from packlora.adapters.expert_targets import RouterProduct, router_product
 from packlora.adapters.norms import RowNorms
-from packlora.live.adapter import DTYPES, observed, parameter_adapter
+from packlora.live.adapter import DTYPES, LayerCall, observed, parameter_adapter
 from packlora.live.experts import NO_REGISTRY
 from packlora.live.forward import OwnForward
-from packlora.live.layers import LayerCall, LayerForward, compute
+from packlora.live.layers import LayerForward, compute
 from packlora.live.wrapped import why_called, why_not_whole
 
 COMPILED = "routers are not computed here in compiled graphs"

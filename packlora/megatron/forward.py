@@ -17,7 +17,6 @@ from packlora.adapters.linear import AdaptedCall, AdaptedLinear, compute
 from packlora.adapters.owners import TokenOwners
 from packlora.megatron.layers import Found, View, bias_of, enter_of, leave_of, norm_before, tokens_of
 from packlora.megatron.owners import Owned
-from packlora.ops.first_order import first_order
 from packlora.ops.lora_linear.frozen import Dense
 
 
@@ -172,8 +171,8 @@ class EmbeddingForward:
         y_TD = torch.nn.functional.embedding(words, module.weight)
 
         def part(own: Any, begin: int, stop: int) -> torch.Tensor:
-            low = LowRankVectors.apply(words[begin:stop], own.A, own.B, own.spec.scaling, y_TD.dtype)
-            return y_TD[begin:stop] + low  # type: ignore[no-any-return]
+            rows_tr = torch.nn.functional.embedding(words[begin:stop], own.A.T).to(y_TD.dtype)
+            return y_TD[begin:stop] + (rows_tr @ own.B.T.to(y_TD.dtype)) * own.spec.scaling  # type: ignore[no-any-return]
 
         y = owners.by_owner(self.weights, lambda begin, stop: y_TD[begin:stop], part)
         y = (y * here[:, None]).view(*reversed(ids.shape), -1)
@@ -181,25 +180,3 @@ class EmbeddingForward:
             return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.layer.group)  # type: ignore[no-any-return]
         y = mappings.reduce_from_tensor_model_parallel_region(y, group=self.layer.group)
         return y.transpose(0, 1)  # type: ignore[no-any-return]
-
-
-class LowRankVectors(torch.autograd.Function):
-    """s B A[:, words] for words [T], [T, hidden]; gradients of A [r, V] and B [hidden, r] in their dtypes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, words: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scaling: float, dtype: torch.dtype
-    ) -> torch.Tensor:
-        picked = A.t()[words].to(dtype)
-        ctx.save_for_backward(words, A, B, picked)
-        ctx.scaling = scaling
-        return (picked @ B.t().to(dtype)) * scaling
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        words, A, B, picked = ctx.saved_tensors
-        dB = (d.t() @ picked).to(B.dtype) * ctx.scaling
-        rows = (d @ B.to(d.dtype)).to(A.dtype) * ctx.scaling
-        dA = torch.zeros_like(A.t()).index_add_(0, words, rows).t()
-        return None, dA, dB, None, None

@@ -21,7 +21,7 @@ from packlora.config.peft import peft_config
 from packlora.errors import InputError, quoted
 from packlora.lora_config import LoraConfig, is_target
 from packlora.megatron.layers import Found, check, config_in
-from packlora.patterns import pattern_key
+from packlora.patterns import is_named, pattern_key
 
 STARTS: tuple[object, ...] = (True, "gaussian")
 """Values of init_lora_weights: A as PEFT's linear layers have it, or normal with a deviation of 1 / r. B is zero."""
@@ -161,7 +161,7 @@ def _chosen(config: LoraConfig, kinds: Mapping[str, str], name: str) -> list[str
     if targets is None:
         raise InputError(f"adapter {name!r}: target_modules is not set; name layers such as linear_qkv, or all-linear")
     for excluded in config.exclude_modules if isinstance(config.exclude_modules, list | set) else ():
-        if not any(path == excluded or path.endswith(f".{excluded}") for path in kinds):
+        if not any(is_named(path, excluded) for path in kinds):
             raise InputError(
                 f"adapter {name!r}: exclude_modules has {quoted(excluded, 300)}, but there is: {_leaves(kinds)}"
             )
@@ -183,7 +183,7 @@ def _chosen(config: LoraConfig, kinds: Mapping[str, str], name: str) -> list[str
     check_layer_numbers(named, kinds, f"adapter {name!r}")
     chosen = [path for path in kinds if is_target(named, path)]
     for target in wanted:
-        if not any(path == target or path.endswith(f".{target}") for path in kinds):
+        if not any(is_named(path, target) for path in kinds):
             raise InputError(
                 f"adapter {name!r}: target_modules has {quoted(target, 300)}, but there is: {_leaves(kinds)}"
             )

@@ -25,9 +25,9 @@ from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
 from packlora.ops.lora_linear.frozen import InMemory
+from packlora.parallel.alone import Alone
 from packlora.parallel.experts import ExchangedExperts, ExpertSlices, exchange_rows, shard_experts
-from packlora.parallel.replicas import Alone
-from packlora.parallel.sharded import Shards, empty_model, mesh_of, untie
+from packlora.parallel.sharded import Shards, empty_model, fill_with, mesh_of, untie
 from packlora.parallel.tensor import shard
 
 
@@ -90,28 +90,19 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
     return base
 
 
-@torch.no_grad()
 def fill(model: PreTrainedModel, files: WeightFiles, keys: Mapping[str, str], device: torch.device) -> None:
     """Read what a model that was cut holds of its weights, which are on the meta device.
 
     Args:
         keys: of the model before it was cut (weight_files.keys_of).
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    places: dict[int, list[str]] = {}
-    for name, parameter in parameters.items():
-        places.setdefault(id(parameter), []).append(name)
-    for names in places.values():
-        empty = parameters[names[0]]
-        key = next(keys[name] for name in names if name in keys)
+
+    def made(name: str, empty: torch.Tensor, key: str) -> torch.nn.Parameter:
         filled = torch.nn.Parameter(torch.empty_like(empty, device=device), requires_grad=False)
-        filled.copy_(files.read(key, *_part(model, names[0])))
-        for name in names:
-            parent, _, leaf = name.rpartition(".")
-            model.get_submodule(parent)._parameters[leaf] = filled
-    for name, buffer in model.named_buffers():
-        if name in keys:
-            buffer.copy_(files.read(keys[name]))
+        filled.copy_(files.read(key, *_part(model, name)))
+        return filled
+
+    fill_with(model, files, keys, made)
 
 
 def _part(model: PreTrainedModel, name: str) -> tuple[slice, ...]:

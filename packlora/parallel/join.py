@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from packlora.errors import InputError, ProcessError, foreign
-from packlora.parallel.layout import was_restarted
+from packlora.parallel.alone import was_restarted
 
 PAUSE = 0.02
 """Seconds between two looks for processes that are not here yet."""

@@ -7,7 +7,6 @@ is as much larger as there are replicas, and run in waves: a part of each on eve
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -232,8 +231,3 @@ def _filled(microbatch: Microbatch, capacity: int) -> list[list[Placed]]:
 def _in_order(microbatch: Microbatch, part: Sequence[Placed]) -> list[Placed]:
     chosen = set(map(id, part))
     return [placed for placed in microbatch.samples if id(placed) in chosen]
-
-
-def was_restarted() -> bool:
-    """Whether torchrun has started processes of this node again after one of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

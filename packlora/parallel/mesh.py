@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,22 +23,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from packlora.errors import ProcessError
+from packlora.errors import InputError, ProcessError, shown
+from packlora.parallel.alone import OneProcess, T, was_restarted
 from packlora.parallel.collectives import unanswered
-from packlora.parallel.layout import was_restarted
 
-TIMEOUT = 600.0
-"""Seconds after which a process that does not answer is given up."""
 HEARTBEAT = 2.0
 """Seconds between two signs of life of a process."""
 _runs = itertools.count()
 _groups: WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = WeakKeyDictionary()
 """Groups for the runs to come, by the process group of all."""
-
-
-def world_size() -> int:
-    """Processes that were started together; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def as_bytes(value: Any) -> torch.Tensor:
@@ -49,25 +42,6 @@ def as_bytes(value: Any) -> torch.Tensor:
 def from_bytes(text: torch.Tensor) -> Any:
     """Value that `as_bytes` was given."""
     return json.loads(text.numpy().tobytes())
-
-
-class OneProcess:
-    """The mesh of a run on one device."""
-
-    rank, size, is_first = 0, 1, True
-    timeout = TIMEOUT
-    """Seconds after which a process that does not answer is given up."""
-    restarted = False
-    """Whether torchrun has started the processes again after one of them, or a node, failed."""
-    no_gpu: str | None = None
-    """Why there is no GPU for this process, on a machine that has some."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Values that every process gives, by rank; plain values, as JSON holds them."""
-        return [value]
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
 
 
 class Mesh(OneProcess):
@@ -127,6 +101,30 @@ class Mesh(OneProcess):
     def barrier(self) -> None:
         with self.told():
             dist.barrier(group=self._control)
+
+    def together(self, compute: Callable[[], T]) -> T:
+        error, out = None, None
+        try:
+            out = compute()
+        except InputError as found:
+            error = found
+        told = self.gather(None if error is None else str(error))
+        said = {text: rank for rank, text in reversed(list(enumerate(told))) if text is not None}
+        if not said:
+            return out  # type: ignore[return-value]
+        text, rank = min(said.items(), key=lambda item: item[1])
+        everywhere = len(said) == 1 and None not in told
+        raise InputError(text if everywhere else f"process {rank} of {self.size}: {text}") from None
+
+    def same(self, found: Mapping[str, str]) -> None:
+        all_found = self.gather(dict(found))
+        for what, first in all_found[0].items():
+            for rank, own in enumerate(all_found):
+                if own.get(what) != first:
+                    raise InputError(
+                        f"the processes of a run must have the same {what}: process 0 has {shown(first)}, process {rank} has "
+                        f"{shown(own.get(what))}"
+                    )
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -194,27 +192,14 @@ class Mesh(OneProcess):
 
 
 @contextlib.contextmanager
-def started(timeout: float = TIMEOUT, joining: float | None = None) -> Iterator[OneProcess]:
-    """The mesh of the processes that torchrun started; a process group that is there already is used.
-
-    Args:
-        timeout: seconds after which a process that does not answer is given up.
-        joining: seconds for which the others are waited for at the start; the same, unless it is given.
-
-    Raises:
-        ProcessError: not all processes came in time, or their address cannot be used.
-    """
-    if world_size() == 1:
-        alone = OneProcess()
-        alone.restarted = was_restarted()
-        yield alone
-        return
+def joined(timeout: float, joining: float) -> Iterator[Mesh]:
+    """See start.started, of several processes."""
     own, no_gpu, restarted = not dist.is_initialized(), None, was_restarted()
     if own:
         no_gpu = _take_gpu()
         from packlora.parallel.join import join
 
-        restarted = join(timeout if joining is None else joining, timeout)
+        restarted = join(joining, timeout)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store(), timeout)
     mesh.no_gpu = no_gpu
     try:

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from packlora.adapters.attach import Adapter
+from packlora.adapters.flat import FlatLayout
+from packlora.parallel.adapter import joined
 from packlora.parallel.collectives import answered
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
@@ -205,3 +208,64 @@ class Links(Replicas):
             for rank, others in zip(self._ranks[1:], out[1:], strict=True):
                 dist.recv(others, rank, group=self._among)
         return out
+
+    @property
+    def holders(self) -> dist.ProcessGroup | None:  # type: ignore[override]
+        return self.beside
+
+    def whole(self, adapters: Sequence[Adapter]) -> Callable[[Adapter, Any], None]:
+        told = self.gather([adapter.whole_shapes for adapter in adapters])
+        across = {
+            adapter.name: AcrossStages(adapter, self, [own[number] for own in told])
+            for number, adapter in enumerate(adapters)
+        }
+        within = super().whole(adapters)
+
+        def make(adapter: Adapter, state: Any) -> None:
+            within(adapter, state)
+            state.whole_of, state.everywhere = across[adapter.name].whole, across[adapter.name].everywhere
+
+        return make
+
+
+class AcrossStages:
+    """An adapter over the stages of a pipeline: what is saved of it.
+
+    Args:
+        shapes: by stage, those of its whole parameters by name.
+    """
+
+    def __init__(self, adapter: Adapter, links: Links, shapes: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        self.adapter, self.links = adapter, links
+        self.layouts = [FlatLayout({name: tuple(shape) for name, shape in own.items()}) for own in shapes]
+        adapter.elsewhere = {
+            name: tuple(shape)
+            for stage, own in enumerate(shapes)
+            if stage != links.stage
+            for name, shape in own.items()
+        }
+
+    def whole(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """See AdapterState.whole_of; on the first process alone."""
+        here = self.layouts[self.links.stage]
+        own = self.adapter.layout.views(flat.cpu())
+        if self.links.beside is not None:
+            own = joined(self.adapter, self.links.beside, flat)
+        if self.links.part:
+            return {}
+        lined_up = torch.zeros(here.size, dtype=flat.dtype)
+        for name, view in here.views(lined_up).items():
+            view.copy_(own[name])
+        if not self.links.is_first:
+            self.links.flats(lined_up, ())
+            return {}
+        flats = self.links.flats(lined_up, [layout.size for layout in self.layouts])
+        return {
+            name: tensor
+            for layout, found in zip(self.layouts, flats, strict=True)
+            for name, tensor in layout.views(found).items()
+        }
+
+    def everywhere(self, own: Mapping[str, int]) -> Mapping[str, int]:
+        """See AdapterState.everywhere."""
+        return {name: number for numbers in self.links.gather(dict(own)) for name, number in numbers.items()}

@@ -7,67 +7,18 @@ and optimizers, and take the same steps: what the processes decide by, they have
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from packlora.adapters.attach import Adapter
+from packlora.parallel.adapter import SharedGradient, WholeGradient, joined
+from packlora.parallel.alone import Alone
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh, as_bytes, from_bytes
-
-
-class Alone:
-    """One process with its jobs.
-
-    rank, size: of this process's replica among the replicas, and how many there are. processes: of all replicas. leads: whether
-    this process speaks for all of them. saves: whether it has a part of what is saved.
-
-    model: the processes that hold slices of layers or experts together with this one, those of its replica; None where it holds
-    all of them. layers: of these the ones that hold slices of layers together, where others share experts alone; else the same.
-    is_repeated: whether some before these have the same slices. exchanges: whether those processes are several replicas, whose
-    tokens go to one another's experts. alike: then, the processes with the same experts, None where it is one. shards: those
-    that hold the other rows of its weights, itself included, None where it holds all rows. base: those that hold the base model
-    together with it, once; None where it is alone.
-
-    stages: of the pipeline that a replica is; 1: it is none. stage: of this process; is_first: whether it is the first. beside:
-    the processes of its stage, None where it is one.
-    """
-
-    rank, size, processes, leads, saves, exchanges, is_repeated = 0, 1, 1, True, True, False, False
-    stages, stage = 1, 0
-    beside: dist.ProcessGroup | None = None
-    model: dist.ProcessGroup | None = None
-    layers: dist.ProcessGroup | None = None
-    alike: dist.ProcessGroup | None = None
-    shards: dist.ProcessGroup | None = None
-    base: dist.ProcessGroup | None = None
-
-    @property
-    def is_first(self) -> bool:
-        return True
-
-    def most(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each that a process gives."""
-        return list(numbers)
-
-    def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum each over the replicas, in place; all of them get the same bits."""
-
-    def add_losses(self, losses: torch.Tensor) -> None:
-        """The same of losses, which a replica of several processes may have on some of them alone; on the CPU."""
-        self.add([losses])
-
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of each element over the processes of the replica; not finite where it is not on one of them."""
-        return tensor
-
-    def told(self, value: Any) -> Any:
-        """Value that the first process gives; plain values, as JSON holds them."""
-        return value
-
-
-ALONE = Alone()
 
 
 class Replicas(Alone):
@@ -127,6 +78,22 @@ class Replicas(Alone):
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.model is None else self._largest(tensor, self.model)
+
+    @property
+    def holders(self) -> dist.ProcessGroup | None:  # type: ignore[override]
+        return self.model
+
+    def whole(self, adapters: Sequence[Adapter]) -> Callable[[Adapter, Any], None]:
+        holders = self.holders
+
+        def make(adapter: Adapter, state: Any) -> None:
+            if holders is not None:
+                state.norm_of = WholeGradient(adapter, holders, self.is_repeated).norm
+                state.whole_of = partial(joined, adapter, holders)
+            if self.exchanges:
+                state.add_up = SharedGradient(adapter, self.alike).add_up
+
+        return make
 
     def _largest(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         found = tensor.nan_to_num(math.inf, math.inf, -math.inf).contiguous()

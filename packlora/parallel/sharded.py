@@ -38,11 +38,12 @@ from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
+from packlora.base.fingerprint import own_rows
 from packlora.base.load import model_of, read_config
 from packlora.base.model import Base, ready_base
 from packlora.base.packing import DECODER, decoder_of, hidden_states
 from packlora.base.shape import check_row, decoder_layers
-from packlora.base.weight_files import WeightFiles, keys_of, own_rows
+from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.form import form_in
@@ -147,27 +148,17 @@ class Shards:
                 f"{model.config.model_type} model is in one; leave it out"
             )
 
-    @torch.no_grad()
     def _fill(self, files: WeightFiles, keys: Mapping[str, str]) -> None:
         """Read this rank's part of every weight."""
-        places: dict[int, list[str]] = {}
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, parameter in parameters.items():
-            places.setdefault(id(parameter), []).append(name)
-        for names in places.values():
-            empty = parameters[names[0]]
-            assert isinstance(empty, DTensor)
-            key = next(keys[name] for name in names if name in keys)
-            on_host = self.offload and self._holder(names[0]) is not self.model
+
+        def made(name: str, empty: Any, key: str) -> torch.nn.Parameter:
+            on_host = self.offload and self._holder(name) is not self.model
             device = torch.device("cpu") if on_host else self.device
-            filled = made_like(empty, device, self._codes.get(names[0], empty.dtype))
-            filled.to_local().copy_(self._read(files, key, names[0], own_rows(empty.shape[0], self.mesh)))
-            for name in names:
-                parent, _, leaf = name.rpartition(".")
-                self.model.get_submodule(parent)._parameters[leaf] = filled
-        for name, buffer in self.model.named_buffers():
-            if name in keys:
-                buffer.copy_(files.read(keys[name]))
+            filled = made_like(empty, device, self._codes.get(name, empty.dtype))
+            filled.to_local().copy_(self._read(files, key, name, own_rows(empty.shape[0], self.mesh)))
+            return filled  # type: ignore[no-any-return]
+
+        fill_with(self.model, files, keys, made)
 
     def _read(self, files: WeightFiles, key: str, name: str, rows: slice) -> torch.Tensor:
         """Read these rows of a parameter."""
@@ -225,6 +216,30 @@ class Shards:
     def idle(self, attached: Attached, backward: bool) -> None:
         """Gather what a microbatch gathers, for the other ranks: a forward, and a backward, of a few tokens of nobody."""
         run_nobody(self.model, self.device, attached, backward)
+
+
+@torch.no_grad()
+def fill_with(
+    model: PreTrainedModel, files: WeightFiles, keys: Mapping[str, str],
+    made: Callable[[str, torch.Tensor, str], torch.nn.Parameter],
+) -> None:  # fmt: skip
+    """Put weights in the places of those on the meta device; tied ones stay tied. Buffers are read as they are.
+
+    Args:
+        made: reads a parameter, by its name, as it is on the meta device, and by its key in the files.
+    """
+    places: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        places.setdefault(id(parameter), []).append(name)
+    for names in places.values():
+        filled = made(names[0], parameters[names[0]], next(keys[name] for name in names if name in keys))
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._parameters[leaf] = filled
+    for name, buffer in model.named_buffers():
+        if name in keys:
+            buffer.copy_(files.read(keys[name]))
 
 
 def _as_floats(model: PreTrainedModel) -> dict[str, torch.dtype]:

@@ -24,11 +24,8 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from packlora.adapters.attach import Adapter
-from packlora.adapters.flat import FlatLayout
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
 from packlora.base.fingerprint import fingerprint_of, word_sums
@@ -40,13 +37,11 @@ from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.ops.lora_linear.frozen import InMemory
-from packlora.parallel.adapter import joined
-from packlora.parallel.agreement import together
+from packlora.parallel.alone import OneProcess
 from packlora.parallel.cut import fill
 from packlora.parallel.experts import experts_of, shard_experts
-from packlora.parallel.mesh import OneProcess
 from packlora.parallel.pipeline import Links
-from packlora.parallel.sharded import Shards, empty_model
+from packlora.parallel.sharded import Shards, empty_model, mesh_of
 from packlora.parallel.stage_checks import check_layers, ends_of, layer_chain
 from packlora.parallel.tensor import shard
 
@@ -216,7 +211,7 @@ def load_stage(
     """
     settle_dtype(run)
     path, device = base_path(run.base_model), choose_device(run.device)
-    files = together(mesh, lambda: weights or WeightFiles(path, run.revision))
+    files = mesh.together(lambda: weights or WeightFiles(path, run.revision))
 
     def empty() -> tuple[PreTrainedModel, Stage, dict[str, str], dict[str, torch.Tensor]]:
         model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
@@ -224,13 +219,13 @@ def load_stage(
         held, keys = model.state_dict(), _keys(model, files)
         return model, cut(model, links, counts), keys, held
 
-    model, stage, keys, held = together(mesh, empty)
+    model, stage, keys, held = mesh.together(empty)
     notes = [f"a pipeline of {len(counts)} stages, of {', '.join(map(str, counts))} layers"]
     if (beside := links.beside) is None:
-        together(mesh, lambda: fill(model, files, keys, device))
+        mesh.together(lambda: fill(model, files, keys, device))
         model.to(device)
     else:  # held against a stage that is sharded by rows, as in cut.py
-        together(mesh, lambda: Shards(model, DeviceMesh.from_group(beside, device.type), files, keys))
+        mesh.together(lambda: Shards(model, mesh_of(beside, device), files, keys))
     sums = dict(zip(model.state_dict(), word_sums([*model.state_dict().values()]), strict=True))
     every = {name: value for one in links.gather(sums) for name, value in one.items()}
     known = fingerprint_of(held, every, path, run.revision)
@@ -243,14 +238,14 @@ def load_stage(
     if beside is not None:
         del model
         gc.collect()  # its modules and their hooks refer to one another
-        model, stage, keys, _ = together(mesh, empty)
+        model, stage, keys, _ = mesh.together(empty)
         layers = links.layers if links.layers is not None and run.parallel.expert > 1 else beside
-        notes += together(mesh, lambda: _share(run, model, beside, layers))
-        together(mesh, lambda: fill(model, files, keys, device))
+        notes += mesh.together(lambda: _share(run, model, beside, layers))
+        mesh.together(lambda: fill(model, files, keys, device))
         model.to(device)
     with stage.in_step(model):
         notes += prepare_model(model, run.gradient_checkpointing)
-        replaced = together(mesh, lambda: use_liger(model, run.liger))
+        replaced = mesh.together(lambda: use_liger(model, run.liger))
         fused_loss = check_packing(model, own, path, longest, notes, partial(stage.crosses, model))
     return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=stage, fingerprint=known)
 
@@ -303,56 +298,3 @@ def _routes(model: PreTrainedModel) -> bool:
     asked = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits", [])
     kinds = [getattr(one, "target_class", one) for one in (asked if isinstance(asked, list) else [asked])]
     return any(isinstance(module, kind) for kind in kinds if isinstance(kind, type) for module in model.modules())
-
-
-def across_stages(adapters: Sequence[Adapter], links: Links) -> dict[str, AcrossStages]:
-    """Parts of jobs over the stages, by job, from the adapters of all jobs on this stage. All processes of the group call
-    it."""
-    told = links.gather([adapter.whole_shapes for adapter in adapters])
-    return {
-        adapter.name: AcrossStages(adapter, links, [own[number] for own in told])
-        for number, adapter in enumerate(adapters)
-    }
-
-
-class AcrossStages:
-    """An adapter over the stages of a pipeline: what is saved of it.
-
-    Args:
-        shapes: by stage, those of its whole parameters by name.
-    """
-
-    def __init__(self, adapter: Adapter, links: Links, shapes: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        self.adapter, self.links = adapter, links
-        self.layouts = [FlatLayout({name: tuple(shape) for name, shape in own.items()}) for own in shapes]
-        adapter.elsewhere = {
-            name: tuple(shape)
-            for stage, own in enumerate(shapes)
-            if stage != links.stage
-            for name, shape in own.items()
-        }
-
-    def whole(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """See AdapterState.whole_of; on the first process alone."""
-        here = self.layouts[self.links.stage]
-        own = self.adapter.layout.views(flat.cpu())
-        if self.links.beside is not None:
-            own = joined(self.adapter, self.links.beside, flat)
-        if self.links.part:
-            return {}
-        lined_up = torch.zeros(here.size, dtype=flat.dtype)
-        for name, view in here.views(lined_up).items():
-            view.copy_(own[name])
-        if not self.links.is_first:
-            self.links.flats(lined_up, ())
-            return {}
-        flats = self.links.flats(lined_up, [layout.size for layout in self.layouts])
-        return {
-            name: tensor
-            for layout, found in zip(self.layouts, flats, strict=True)
-            for name, tensor in layout.views(found).items()
-        }
-
-    def everywhere(self, own: Mapping[str, int]) -> Mapping[str, int]:
-        """See AdapterState.everywhere."""
-        return {name: number for numbers in self.links.gather(dict(own)) for name, number in numbers.items()}

@@ -29,7 +29,7 @@ from packlora.engine.passes import Executor, SingleDevice
 from packlora.engine.rows import NO_ADAPTER
 from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.events import Note
-from packlora.parallel.replicas import ALONE
+from packlora.parallel.alone import ALONE
 from packlora.rl.config import RolloutConfig
 from packlora.rl.data import Batch, Completion, RolloutData
 from packlora.rl.rewards import Group, Judged, Rewards

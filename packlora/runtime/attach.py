@@ -8,23 +8,19 @@ from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.embeddings import change_embeddings
 from packlora.adapters.files import load_adapter
 from packlora.adapters.linear import keep_outputs
-from packlora.adapters.starts import begin, of_weights
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
-from packlora.engine.passes import SingleDevice
+from packlora.engine.passes import Passes
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.runtime.job import Job
-from packlora.runtime.parts import parts_of
 from packlora.runtime.placement import Placement
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.starts import float_weights
 
 if TYPE_CHECKING:
     from packlora.engine.loss_scale import LossScale
-    from packlora.engine.stage_passes import StageDevice
 
 
 def _scale(run: Run) -> LossScale | None:
@@ -39,7 +35,10 @@ def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
     """A job before its first step, its adapter on the model."""
     if item.config.adapter.init_from is not None:
         load_adapter(item.config.adapter.init_from, adapter)
-    elif of_weights(adapter.spec):
+    elif adapter.spec.of_weights:
+        from packlora.adapters.starts import begin
+        from packlora.runtime.starts import float_weights
+
         begin(base.model, adapter, item.data.seed, lambda: float_weights(run))
     return Job(
         item.config,
@@ -53,9 +52,7 @@ def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
     )
 
 
-def attach_jobs(
-    prepared: PreparedRun, base: Base, placement: Placement
-) -> tuple[SingleDevice | StageDevice, list[Job]]:
+def attach_jobs(prepared: PreparedRun, base: Base, placement: Placement) -> tuple[Passes, list[Job]]:
     """Put an adapter of each job onto the model."""
     cache = PlanCache(base.device)
     choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
@@ -69,10 +66,10 @@ def attach_jobs(
     )
     if placement.group.is_first:
         change_embeddings(base.model, attached, CHANGES_OF_EMBEDDINGS)
-    jobs, whole = [], parts_of(adapters, placement.group)
+    jobs, whole = [], placement.group.whole(adapters)
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         job = make_job(prepared.run, item, adapter, base)
-        whole(job)
+        whole(adapter, job.state)
         jobs.append(job)
     if prepared.run.keep_outputs:
         base.kept_outputs = keep_outputs(base.model)

@@ -78,14 +78,8 @@ class Encoder:
             if (why := objective.why_not(some.samples)) is not None:
                 raise InputError(f"job {job.name!r}: its {what} data {why}")
         data = JobData(job.name, encoded.samples, job.train, seed, self.max_steps)
-        _check_scheduler(job, data)
-        coefficient, told_of_it = router_coefficient(self.run, job, self.skeleton)
-        notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data, objective) + told_of_it
-        return PreparedJob(
-            job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec),
-            router_coefficient=coefficient, products=products_kept(spec, self.skeleton),
-            chat_template=self._template_of(job),
-        ), notes  # fmt: skip
+        notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data, objective)
+        return self._prepared(job, data, encoded, eval_encoded, spec, 0, notes)
 
     def _streamed(
         self, job: JobConfig, spec: AdapterSpec, eval_rows: list[Rows], budget: int, told: Told
@@ -116,15 +110,9 @@ class Encoder:
         every = (sample.ids for sample in encoded.samples + held_out.samples)
         check_vocabulary(job.name, every, vocabulary, tokenizer)
         data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
-        _check_scheduler(job, data)
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data, objective_of(job.train))
-        coefficient, told_of_it = router_coefficient(self.run, job, self.skeleton)
-        notes += _cut_samples(job.name, encoded, held_out) + told_of_it
-        most, prompts = min(own.max_length, budget, self.longest), self._prompts(job)
-        return PreparedJob(
-            job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec), coefficient,
-            products_kept(spec, self.skeleton), self._template_of(job),
-        ), notes  # fmt: skip
+        notes += _cut_samples(job.name, encoded, held_out)
+        return self._prepared(job, data, encoded, held_out, spec, min(own.max_length, budget, self.longest), notes)
 
     def _rewarded(self, job: JobConfig, spec: AdapterSpec, budget: int, told: Told) -> tuple[PreparedJob, list[str]]:
         """Prepare a job whose samples are generated in training; see `job`."""
@@ -132,20 +120,21 @@ class Encoder:
         data, few, most, notes = import_module("packlora.rl.prepare").rollout_data(
             self.run, job, spec, tokenizer, vocabulary, budget, self.longest, self.max_steps, told
         )
+        return self._prepared(job, data, few, Encoded([]), spec, most, notes)
+
+    def _prepared(
+        self, job: JobConfig, data: JobData, encoded: Encoded, held_out: Encoded, spec: AdapterSpec, most: int,
+        notes: list[str],
+    ) -> tuple[PreparedJob, list[str]]:  # fmt: skip
+        """The job of these samples, with what its adapter counts, and what should be known of it."""
         _check_scheduler(job, data)
         coefficient, told_of_it = router_coefficient(self.run, job, self.skeleton)
-        return PreparedJob(
-            job, data, few, Encoded([]), spec, *self._counts(spec), self._prompts(job), most, self._on_experts(spec),
-            coefficient, products_kept(spec, self.skeleton), self._template_of(job),
-        ), notes + told_of_it  # fmt: skip
-
-    def _counts(self, spec: AdapterSpec) -> tuple[int, int]:
-        """Parameters of an adapter, and those that one token meets."""
         top_k = number_of(self.skeleton.config.get_text_config(), "num_experts_per_tok", 1)
-        return trainable_parameters(spec, self.skeleton), trainable_parameters(spec, self.skeleton, top_k)
-
-    def _on_experts(self, spec: AdapterSpec) -> int:
-        return trainable_parameters(spec, self.skeleton) - trainable_parameters(spec, self.skeleton, 0)
+        every, active, outside = (trainable_parameters(spec, self.skeleton, count) for count in (None, top_k, 0))
+        return PreparedJob(
+            job, data, encoded, held_out, spec, every, active, self._prompts(job), most, every - outside, coefficient,
+            products_kept(spec, self.skeleton), self._template_of(job),
+        ), notes + told_of_it  # fmt: skip
 
     def _prompts(self, job: JobConfig) -> list[Prompt]:
         texts, new = self.run.prompts_of(job), self.run.sample_max_new_tokens

@@ -56,27 +56,21 @@ ATTENTION_SLOWER = 2.5
 """Attention's products against large plain ones, time per operation."""
 
 
-def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
-    """Estimate from shapes alone and the speed of the machine at one matrix product and one copy.
-
-    Args:
-        stages: of a pipeline of such devices; memory is then that of one of them, with as many microbatches in flight.
-    """
+def estimate(run: Run, prepared: PreparedRun) -> Profile:
+    """Estimate from shapes alone and the speed of the machine at one matrix product and one copy."""
     device = choose_device(run.device)
     least, many, twice = (sum(memory_parts(run, prepared, tokens).values()) for tokens in (1, 2**16, 2**17))
     per_token = (twice - many) / 2**16  # no fewer tokens have more each, so that the line is nowhere below the parts
     kept = least - per_token
-    cost = analytic_cost(run, prepared, *_speed(run), stages=stages)
-    own = kept * largest_stage(run, prepared, stages)
-    return Profile(stages, "estimated", cost, own, per_token, memory_room(device))
+    cost = analytic_cost(run, prepared, *_speed(run))
+    return Profile("estimated", cost, kept, per_token, memory_room(device))
 
 
 def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
-    """Profile of a pipeline of so many devices like the known one."""
-    split = estimate(run, prepared, stages)
-    cost = replace(known.cost, stage_shares=split.cost.stage_shares)
-    kept = known.kept_bytes * largest_stage(run, prepared, stages)
-    return replace(known, stages=stages, cost=cost, kept_bytes=kept)
+    """Profile of a pipeline of so many devices like the known one: memory is that of one of them, with as many microbatches in
+    flight."""
+    cost = replace(known.cost, stage_shares=_work_on_stages(run, prepared, stages))
+    return replace(known, cost=cost, kept_bytes=known.kept_bytes * largest_stage(run, prepared, stages))
 
 
 def stage_layers(run: Run, prepared: PreparedRun, stages: int) -> tuple[int, ...]:
@@ -98,6 +92,11 @@ def head_in_layers(run: Run, prepared: PreparedRun) -> float:
 def largest_stage(run: Run, prepared: PreparedRun, stages: int) -> float:
     """Share of the layers' parameters, all experts included, on the stage that has the most."""
     return max(_on_stages(run, prepared, stages, [held for held, _ in prepared.shape.layer_numbers]))
+
+
+def _work_on_stages(run: Run, prepared: PreparedRun, stages: int) -> tuple[float, ...]:
+    """Share of the layers' work on each stage."""
+    return _on_stages(run, prepared, stages, [active for _, active in prepared.shape.layer_numbers])
 
 
 def _on_stages(run: Run, prepared: PreparedRun, stages: int, numbers: Sequence[int]) -> tuple[float, ...]:
@@ -175,7 +174,7 @@ def analytic_cost(
         fixed=shape.layers * LAYER_SECONDS[device.type],
         head_per_token=head / flops,
         backward_ratio=backward / forward,
-        stage_shares=_on_stages(run, prepared, stages, [active for _, active in shape.layer_numbers]),
+        stage_shares=_work_on_stages(run, prepared, stages),
         head_backward_ratio=1.0,
     )
 

@@ -11,8 +11,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
@@ -20,7 +21,7 @@ from packlora.engine.memory import launched
 from packlora.errors import InputError, WriteError, unwritten
 from packlora.events import CheckpointBegins, CheckpointSaved, Note
 from packlora.files import TEMPORARY, KeptFolder, leftovers, remove_leftovers
-from packlora.parallel.replicas import ALONE, Alone
+from packlora.parallel.alone import ALONE, Alone
 from packlora.report.metrics import (
     EVALS,
     METRICS,
@@ -68,29 +69,30 @@ def unmake_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-class JobStanding(Protocol):
-    """How a job stands: what the logs must agree with."""
+@dataclass(slots=True)
+class Standing:
+    """How a job stands when a session begins: what the logs must agree with.
 
-    @property
-    def name(self) -> str: ...
+    lost: step up to which its log history could not be read; what the logs say of these steps stays.
+    """
 
-    @property
-    def step(self) -> int: ...
+    name: str
+    status: str
+    step: int
+    num_steps: int
+    log_history: list[dict[str, Any]]
+    logging_steps: int
+    lost: int
 
-    @property
-    def log_history(self) -> list[dict[str, Any]]: ...
-
-    @property
-    def logging_steps(self) -> int: ...
-
-    @property
-    def lost(self) -> int:
-        """Step up to which its log history could not be read; what the logs say of these steps stays."""
-        ...
+    @staticmethod
+    def of(job: Job) -> Standing:
+        return Standing(
+            job.name, job.status, job.step, job.data.num_steps, job.log_history, job.logging_steps, job.pieces.lost
+        )
 
     def is_due(self, batch: int) -> bool:
-        """Whether the job has yet to step on this global batch."""
-        ...
+        """See Job.is_due."""
+        return self.status != "failed" and self.step <= batch < self.num_steps
 
 
 class OutputFolder:
@@ -271,7 +273,7 @@ class OutputFolder:
 
     # --- logs ----------------------------------------------------------------------------------------------------------
 
-    def rebuild_logs(self, jobs: Sequence[JobStanding], left_out: Mapping[str, str], first_round: int) -> int:
+    def rebuild_logs(self, jobs: Sequence[Standing], left_out: Mapping[str, str], first_round: int) -> int:
         """Make the logs hold what the jobs' states say, whatever a crash has left of them.
 
         Args:

@@ -123,7 +123,7 @@ def fitted(
                 ((tokens - tokens.mean()) * (peak - peak.mean())).sum() / ((tokens - tokens.mean()) ** 2).sum()
             )
         kept = float((peak - each * tokens).max())  # no measured peak lies above what is predicted
-    return Profile(guess.stages, origin, cost, kept + more_bytes, each, guess.room, tuple(points))
+    return Profile(origin, cost, kept + more_bytes, each, guess.room, tuple(points))
 
 
 def _non_negative(matrix: np.ndarray) -> tuple[float, float]:

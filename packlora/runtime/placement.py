@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 from packlora.adapters.linear import Attached
 from packlora.base.model import Base, load_base
 from packlora.config import Run
-from packlora.engine.passes import SingleDevice
+from packlora.engine.passes import Passes, SingleDevice
+from packlora.parallel.alone import ALONE, Alone, OneProcess
 from packlora.parallel.layout import Layout
-from packlora.parallel.mesh import OneProcess
-from packlora.parallel.replicas import ALONE, Alone
 from packlora.result import Result
 from packlora.runtime.events import Emitter
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
 
 if TYPE_CHECKING:
-    from packlora.engine.stage_passes import StageDevice
     from packlora.runtime.trainer import Trainer
 
 Listen = Callable[[Emitter], contextlib.AbstractContextManager[None]]
@@ -58,7 +56,7 @@ class Placement:
         prepared = self.prepared
         return load_base(self.run, prepared.tokenizer, prepared.longest_run, prepared.modality)
 
-    def passes(self, base: Base, attached: Attached) -> SingleDevice | StageDevice:
+    def passes(self, base: Base, attached: Attached) -> Passes:
         """Executor of microbatches on the model."""
         return SingleDevice(base, attached)
 
@@ -70,7 +68,7 @@ class Placement:
         """
         return known
 
-    def pipeline(self, own: PreparedRun, known: Profile, passes: SingleDevice | StageDevice) -> dict[str, Any]:
+    def pipeline(self, own: PreparedRun, known: Profile, passes: Passes) -> dict[str, Any]:
         """Arguments `cost` and `times` of the loop where stages share the model."""
         return {}
 

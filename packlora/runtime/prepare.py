@@ -38,7 +38,6 @@ from packlora.runtime.encoder import Encoder
 from packlora.runtime.head_cost import known_head
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.starts import check_start_of_weights
 from packlora.terminal import silent
 
 LOOKED_AT = 1000
@@ -168,7 +167,10 @@ def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTraine
         from packlora.base.host_embedding import check_host
 
         check_host(run, skeleton, spec.modules)
-    check_start_of_weights(run, job, spec, skeleton)
+    if spec.of_weights:
+        from packlora.runtime.starts import check_start_of_weights
+
+        check_start_of_weights(run, job, spec, skeleton)
 
 
 def modality_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Modality | None:

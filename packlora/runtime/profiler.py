@@ -126,7 +126,7 @@ def predict(prepared: PreparedRun, known: Profile, budget: int, method: str = "g
     window = Planner([job.data.planned for job in prepared.jobs], budget, method=method).window(0)
     fullest = max(microbatch.num_tokens for microbatch in window.microbatches)
     return Prediction(
-        budget, known.stages, len(window.microbatches), sum(mb.num_tokens for mb in window.microbatches),
+        budget, known.cost.stages, len(window.microbatches), sum(mb.num_tokens for mb in window.microbatches),
         sum(known.seconds(microbatch) for microbatch in window.microbatches), known.bytes(fullest), known.fits(fullest),
     )  # fmt: skip
 
@@ -138,9 +138,9 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
         return min(predictions, key=lambda prediction: prediction.budget)
     best = max(prediction.tokens_per_second for prediction in fitting)
     close = [prediction for prediction in fitting if prediction.tokens_per_second >= (1 - CLOSE) * best]
-    return min(close, key=lambda prediction: (prediction.budget, prediction.stages))
+    return min(close, key=lambda prediction: prediction.budget)
 
 
-def predictions(prepared: PreparedRun, profiles: Sequence[Profile]) -> list[Prediction]:
-    """Predictions for every budget worth trying, with every number of stages that there is a profile of."""
-    return [predict(prepared, known, budget) for known in profiles for budget in budgets(prepared)]
+def predictions(prepared: PreparedRun, known: Profile) -> list[Prediction]:
+    """Predictions for every budget worth trying."""
+    return [predict(prepared, known, budget) for budget in budgets(prepared)]

@@ -44,12 +44,11 @@ class Point:
 class Profile:
     """Knowledge of a model, its jobs and a device.
 
-    stages: of the pipeline that the model lies on, a device each. origin: estimated, measured or remembered. cost: seconds of a
-    microbatch. kept_bytes, bytes_per_token: of memory at its peak. room: bytes of the device. failed: fewest tokens that memory
-    did not hold.
+    origin: estimated, measured or remembered. cost: seconds of a microbatch, on each stage of the pipeline that the model lies
+    on, a device each. kept_bytes, bytes_per_token: of memory at its peak. room: bytes of the device. failed: fewest tokens that
+    memory did not hold.
     """
 
-    stages: int
     origin: Literal["estimated", "measured", "remembered"]
     cost: CostModel
     kept_bytes: float

@@ -20,8 +20,8 @@ from packlora.data.reader import Reader
 from packlora.errors import InputError, quoted
 from packlora.events import Subscriber
 from packlora.files import lock_folder
-from packlora.parallel.agreement import same, together
-from packlora.parallel.mesh import OneProcess, started
+from packlora.parallel.alone import OneProcess
+from packlora.parallel.start import started
 from packlora.result import Result
 from packlora.run_file import load_run, run_from
 from packlora.runtime.events import name_of
@@ -86,14 +86,12 @@ def train_read(
     subscribers = _callable(subscribers)
     read = _run_or_why(run, overrides)
     with started(joining=None if isinstance(read, InputError) else read.parallel.timeout_s) as mesh:
-        asked = together(mesh, lambda: _checked(read, mesh, max_steps))
+        asked = mesh.together(lambda: _checked(read, mesh, max_steps))
         mesh.timeout = asked.parallel.timeout_s
         session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [], reader)
-        same(mesh, session.must_be_the_same())
+        mesh.same(session.must_be_the_same())
         with contextlib.ExitStack() as held:
-            together(
-                mesh, lambda: held.enter_context(_output_folder(Path(asked.output_dir))) if mesh.is_first else None
-            )
+            mesh.together(lambda: held.enter_context(_output_folder(Path(asked.output_dir))) if mesh.is_first else None)
             held.enter_context(deterministic())
             return session.train(subscribers)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,15 +20,12 @@ from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.data.prompts import Prompt, answer_ends
 from packlora.data.template import templated
 from packlora.engine.memory import free_memory
-from packlora.engine.passes import SingleDevice, one_error_for_memory
+from packlora.engine.passes import Passes, one_error_for_memory
 from packlora.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
-from packlora.parallel.replicas import ALONE, Alone
+from packlora.parallel.alone import ALONE, Alone
 from packlora.runtime.evaluate import is_multiple
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
-
-if TYPE_CHECKING:
-    from packlora.engine.stage_passes import StageDevice
 
 MOST_TOKENS = 4096
 """Most tokens of prompts with their answers that run together, where there are several."""
@@ -48,7 +44,7 @@ class Sampler:
     """
 
     def __init__(
-        self, passes: SingleDevice | StageDevice, jobs: Mapping[str, Job], every: int, events: Emitter,
+        self, passes: Passes, jobs: Mapping[str, Job], every: int, events: Emitter,
         known: Collection[tuple[str, int]], group: Alone = ALONE,
     ) -> None:  # fmt: skip
         self.passes, self.base, self.jobs, self.every, self.events = passes, passes.base, jobs, every, events

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,12 +23,11 @@ from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine.memory import free_memory
-from packlora.engine.passes import Executor, SingleDevice
+from packlora.engine.passes import Executor, Passes
 from packlora.errors import InputError
 from packlora.events import Note, Subscriber
 from packlora.files import remove_leftovers
-from packlora.parallel.agreement import together
-from packlora.parallel.mesh import Mesh, OneProcess
+from packlora.parallel.alone import OneProcess
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
@@ -36,7 +35,7 @@ from packlora.result import Result
 from packlora.runtime import profiler
 from packlora.runtime.attach import attach_jobs
 from packlora.runtime.events import Emitter
-from packlora.runtime.folder import OutputFolder
+from packlora.runtime.folder import OutputFolder, Standing
 from packlora.runtime.job import Job
 from packlora.runtime.placement import Placement
 from packlora.runtime.prepare import prepare
@@ -62,35 +61,8 @@ from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, in_notebook, silent
 
-if TYPE_CHECKING:
-    from packlora.engine.stage_passes import StageDevice
-
-
 FITTED = ("cuda",)
 """Kinds of devices whose free memory settings are chosen for before the model is loaded."""
-
-
-@dataclass(slots=True)
-class Standing:
-    """How a job stands when a session begins: what the logs must agree with."""
-
-    name: str
-    status: str
-    step: int
-    num_steps: int
-    log_history: list[dict[str, Any]]
-    logging_steps: int
-    lost: int
-
-    @staticmethod
-    def of(job: Job) -> Standing:
-        return Standing(
-            job.name, job.status, job.step, job.data.num_steps, job.log_history, job.logging_steps, job.pieces.lost
-        )
-
-    def is_due(self, batch: int) -> bool:
-        """See Job.is_due."""
-        return self.status != "failed" and self.step <= batch < self.num_steps
 
 
 class Session:
@@ -142,20 +114,20 @@ class Session:
         self.run = run = _of_one_dtype(self.run, mesh)
         if run.generates:
             import_module("packlora.rl.prepare").check_run(run, mesh.size)
-        self.saved = together(mesh, self._saved)
+        self.saved = mesh.together(self._saved)
         if self.saved is not None:
             run = run.with_chosen(self.saved.fit.keys)
-        self.job_set = together(mesh, lambda: job_set(run, self.saved))
+        self.job_set = mesh.together(lambda: job_set(run, self.saved))
         self.run = run = self.job_set.run
         self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
-        self.starts, prepared = together(mesh, self._prepare)
+        self.starts, prepared = mesh.together(self._prepare)
         self.run = run = prepared.run
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
         own, group = self._share_out(prepared), self.placement.group
 
         # 2. Load the base model once and put the jobs' adapters on it.
-        base, self.single, jobs = together(mesh, lambda: self._load(prepared, own))
+        base, self.single, jobs = mesh.together(lambda: self._load(prepared, own))
 
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
@@ -264,7 +236,7 @@ class Session:
         parts = (self.single, trainer.by_name, self.run.eval_every, trainer.events)
         trainer.events.subscribe(Sampler(*parts, known, group))
 
-    def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
+    def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
         if (device := choose_device(self.run.device)).type == "cuda":
             free_memory(device)  # of a run that this process has ended: its model is in cycles
             if self.mesh.size == 1:
@@ -304,9 +276,9 @@ class Session:
 
             for name in prepared.left_out:
                 record["jobs"][name]["steps"] = left_out_steps(self.run, name, saved, self.max_steps)
-            together(mesh, lambda: restoring.same_data(saved, record))
-        own_notes = together(
-            mesh, lambda: restoring.restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
+            mesh.together(lambda: restoring.same_data(saved, record))
+        own_notes = mesh.together(
+            lambda: restoring.restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
         )
         most = prepared.budget if self.run.max_tokens_per_microbatch == "auto" else 0
         record["changes"] = self.job_set.place(jobs, most)
@@ -347,7 +319,7 @@ def _display() -> Progress:
 
 def _placement(run: Run, mesh: OneProcess, prepared: PreparedRun) -> Placement:
     """Placement of a run on the processes that were started; all of them call it."""
-    if not isinstance(mesh, Mesh):
+    if mesh.size == 1:
         return Placement(run, mesh, prepared)
     from packlora.runtime.several import OverProcesses
 
@@ -368,10 +340,10 @@ def choose_budget(
         return profiler.profile(run, prepared)
     known = profiler.profile(run, prepared, base, executor, jobs)
     if base.device.type == "cuda":
-        prepared.budget = profiler.choose(profiler.predictions(prepared, [known])).budget
+        prepared.budget = profiler.choose(profiler.predictions(prepared, known)).budget
     return known
 
 
 def _of_one_dtype(run: Run, mesh: OneProcess) -> Run:
     """A copy with what its dtype stands for, by the first process: others may not see the output folder yet."""
-    return run.model_copy(update={"dtype": mesh.gather(together(mesh, lambda: usual_dtype(run)))[0]})
+    return run.model_copy(update={"dtype": mesh.gather(mesh.together(lambda: usual_dtype(run)))[0]})

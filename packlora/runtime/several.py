@@ -15,20 +15,20 @@ import torch.distributed as dist
 from packlora.adapters.linear import Attached
 from packlora.base.device import choose_device
 from packlora.base.model import Base
-from packlora.engine.passes import SingleDevice
+from packlora.engine.passes import Passes, SingleDevice
 from packlora.engine.stage_passes import StageDevice
+from packlora.parallel.alone import ALONE, Alone
 from packlora.parallel.cut import load_cut
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.pipeline import Links
-from packlora.parallel.replicas import ALONE, Alone, Replicas
+from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.parallel.stages import Stage, load_stage
 from packlora.result import Result
 from packlora.runtime import estimate, profiler
 from packlora.runtime.choose import choose
 from packlora.runtime.events import Emitter
-from packlora.runtime.parts import holders
 from packlora.runtime.pipeline_times import PipelineTimes
 from packlora.runtime.placement import Listen, Placement
 from packlora.runtime.prepared_run import PreparedRun
@@ -88,9 +88,9 @@ class OverProcesses(Placement):
             return load_sharded(*given, group.shards)
         return super().load()
 
-    def passes(self, base: Base, attached: Attached) -> SingleDevice | StageDevice:
+    def passes(self, base: Base, attached: Attached) -> Passes:
         """See Placement."""
-        slices = holders(self.group)
+        slices = self.group.holders
         multiple = dist.get_world_size(slices) if slices is not None and self.run.parallel.sequence_parallel else 1
         if isinstance(stage := base.storage, Stage):
             return StageDevice(base, attached, stage, multiple)
@@ -103,7 +103,7 @@ class OverProcesses(Placement):
         known = estimate.sharing_experts(known, self.run, self.prepared, self.layout.expert)
         return estimate.staged(known, self.run, self.prepared, self.layout.pipeline)
 
-    def pipeline(self, own: PreparedRun, known: Profile, passes: SingleDevice | StageDevice) -> dict[str, Any]:
+    def pipeline(self, own: PreparedRun, known: Profile, passes: Passes) -> dict[str, Any]:
         """See Placement."""
         if not isinstance(passes, StageDevice):
             return {}

@@ -8,21 +8,19 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.adapters.spec import AdapterSpec
-from packlora.adapters.starts import check_starts, of_weights
+from packlora.adapters.starts import check_starts
 from packlora.base.demo_model import base_path
 from packlora.base.load import read_skeleton
 from packlora.base.weight_files import WeightFiles, keys_there
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 from packlora.form import is_stored
-from packlora.parallel.mesh import world_size
+from packlora.parallel.alone import world_size
 
 
 def check_start_of_weights(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
-    """Raises InputError where a job cannot begin as init_lora_weights says."""
-    if not (paths := of_weights(spec)):
-        return
-    start, path = spec.modules[paths[0]].start, base_path(run.base_model)
+    """Raises InputError where a job whose adapter begins with what is in weights cannot begin as init_lora_weights says."""
+    start, path = spec.modules[spec.of_weights[0]].start, base_path(run.base_model)
     check_starts(spec, skeleton, job.name)
     if job.adapter.init_from is not None:  # its folder has the first values
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from packlora.parallel.replicas import Alone
+from packlora.parallel.alone import Alone
 from packlora.runtime.events import StopRequest
 from packlora.runtime.job import Job
 

@@ -45,8 +45,8 @@ from packlora.events import (
     TrainingBegan,
 )
 from packlora.files import FolderGoneError
+from packlora.parallel.alone import ALONE, Alone
 from packlora.parallel.layout import planned
-from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.metrics import told_in
 from packlora.result import JobResult, Result
 from packlora.runtime.evaluate import Evaluator, is_multiple

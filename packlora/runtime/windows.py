@@ -16,7 +16,7 @@ from packlora.base.device import choose_device
 from packlora.changes import Changes
 from packlora.config import Run
 from packlora.events import Note, WindowPlanned
-from packlora.parallel.replicas import Alone
+from packlora.parallel.alone import Alone
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
 from packlora.runtime.profiles import Profile
@@ -137,7 +137,7 @@ def slowest(jobs: Sequence[Job]) -> int:
 
 
 def _received(group: Alone) -> Iterator[Window]:
-    from packlora.schedule.wire import WINDOW
+    from packlora.schedule.worker import WINDOW
 
     while (tree := group.told(None)) is not None:
         yield WINDOW.validate_python(tree)
@@ -146,7 +146,7 @@ def _received(group: Alone) -> Iterator[Window]:
 def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emitter, group: Alone) -> Iterator[Window]:
     while (window := _next(windows, events)) is not None:
         if group.processes > 1:
-            from packlora.schedule.wire import WINDOW
+            from packlora.schedule.worker import WINDOW
 
             group.told(WINDOW.dump_python(window, mode="json"))
         report = window.report

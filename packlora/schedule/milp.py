@@ -1,109 +1,73 @@
 """Integer programs for one packing problem, solved by HiGHS through scipy.
 
 First the fewest bins, then, with their number fixed, the emptiest last one (LoRAFusion's two stages). Only fewer bins than the
-heuristics found are looked for. The first stage chooses among patterns (columns.py). In the second stage each sample is
-assigned to a bin: samples of the same length are one integer variable per bin instead of a binary
-each, and the i-th longest sample goes into one of the first i bins, since bins have no names. Node limits stop a search, so
-that the result does not depend on the machine; a time limit is for emergencies, and what it stops is thrown away.
+heuristics found are looked for. Each sample is assigned to a bin: samples of the same length are one integer variable per bin
+instead of a binary each, and the i-th longest sample goes into one of the first i bins, since bins have no names. Node limits
+stop a search, so that the result does not depend on the machine; a time limit is for emergencies, and what it stops is thrown
+away.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from packlora.schedule.columns import Class, choose_patterns, make_patterns
+from packlora.schedule.bins import Packing
 
 SMALL = 250
-"""Samples times bins up to which samples are assigned one by one where the patterns give no packing, and the last bin is
-emptied to the last token; in larger problems only where a tenth of a bin or more can be gained."""
+"""Samples times bins up to which the last bin is emptied to the last token; in larger problems only where a tenth of a bin or
+more can be gained."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
-    """A unit to pack, see solve.py. opened and bins: what the heuristics found."""
+    """Samples to pack: their lengths, and which may go into the open bin, whose room is left (None: all). bound: fewest new
+    bins."""
 
-    lengths: list[int]
+    lengths: Sequence[int]
     capacity: int
     room: int
-    allowed: list[bool] | None
+    allowed: Sequence[bool] | None
     bound: int
-    opened: list[int]
-    bins: list[list[int]]
-    node_limit: int
-    emptiest: bool
 
-    def load(self, content: list[int]) -> int:
+    def load(self, content: Sequence[int]) -> int:
         return sum(self.lengths[index] for index in content)
 
 
-def solve(tree: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
-    """Returns opened, bins (None: keep what the heuristics found), a bound of new bins, why it stopped, and perhaps a note.
+def solve(
+    problem: Problem, packing: Packing, node_limit: int, time_limit_s: float, emptiest: bool
+) -> tuple[Packing, int, str]:
+    """A packing that is better than the heuristics' one, or that one; a bound of its new bins; and why the search stopped:
+    optimal (no better packing exists), node limit, time limit, failed.
 
-    stopped: optimal (no better packing exists), no patterns (those made give none, others may), node limit, time limit, failed.
+    Args:
+        emptiest: empty the last bin, too.
     """
-    problem = Problem(**tree)
     end = time.monotonic() + time_limit_s
-    too_long = [content for content in problem.bins if problem.load(content) > problem.capacity]
-    others = [content for content in problem.bins if problem.load(content) <= problem.capacity]
-    problem.bound -= len(too_long)
-    opened, bins, better, stopped = problem.opened, others, False, "optimal"
-    if len(others) > max(problem.bound, 0):
-        found, stopped = _by_patterns(problem, others, end)
-        if stopped in ("no patterns", "node limit") and len(problem.lengths) * len(others) <= SMALL:
-            fewest = len(others) if found is None else len(found) - 1
-            fewer, stopped = _program(problem, fewest - 1, False, end)
-            found = found if fewer is None else fewer
-        if found is not None:
-            (opened, *bins), better = found, True
-            bins = [content for content in bins if content]
-    tail = min(map(problem.load, bins), default=0)
-    gain = tail - _least_tail(problem, len(bins))
-    small = len(problem.lengths) * len(bins) <= SMALL
-    if (
-        problem.emptiest
-        and len(bins) > 1
-        and stopped != "time limit"
-        and gain > (0 if small else problem.capacity // 10)
-    ):
-        found, why = _program(problem, len(bins), True, end)
-        if found is not None and min(problem.load(content) for content in found[1:]) < tail:
-            (opened, *bins), better = found, True
+    too_long = [content for content in packing.bins if problem.load(content) > problem.capacity]
+    others = [content for content in packing.bins if problem.load(content) <= problem.capacity]
+    best, bound, stopped = [packing.opened, *others], problem.bound - len(too_long), "optimal"
+    if len(others) > max(bound, 0):
+        found, stopped = _program(problem, len(others) - 1, bound, False, node_limit, end)
+        best = best if found is None else [found[0], *(content for content in found[1:] if content)]
+        bound = len(best) - 1 if stopped == "optimal" else bound
+    tail = min(map(problem.load, best[1:]), default=0)
+    small = len(problem.lengths) * (len(best) - 1) <= SMALL
+    gain = tail - _least_tail(problem, len(best) - 1)
+    if emptiest and len(best) > 2 and stopped != "time limit" and gain > (0 if small else problem.capacity // 10):
+        found, why = _program(problem, len(best) - 1, bound, True, node_limit, end)
+        if found is not None and min(map(problem.load, found[1:])) < tail:
+            best = found
         stopped = why if stopped == "optimal" else stopped
-    bound = problem.bound + len(too_long)
     if stopped == "time limit":
-        note = f"integer program: stopped by the time limit of {time_limit_s:g} s"
-        return {"opened": None, "bins": None, "stopped": stopped, "bound": bound, "note": note}
-    if not better:
-        return {"opened": None, "bins": None, "stopped": stopped, "bound": bound}
-    bins = sorted(too_long + bins, key=lambda content: -problem.load(content))
-    return {"opened": opened, "bins": bins, "stopped": stopped, "bound": bound}
-
-
-def _by_patterns(problem: Problem, bins: list[list[int]], end: float) -> tuple[list[list[int]] | None, str]:
-    """Fewest bins out of patterns; raises the problem's bound to what the linear program proves."""
-    indices = [index for content in [problem.opened, *bins] for index in content]
-    lengths = [problem.lengths[index] for index in indices]
-    allowed = [problem.allowed is None or problem.allowed[index] for index in indices]
-    made = make_patterns(lengths, allowed, problem.capacity, problem.room, len(bins), end)
-    problem.bound = max(problem.bound, made.bound)
-    if problem.bound >= len(bins):
-        return None, "optimal"
-    chosen = choose_patterns(made, len(bins), problem.node_limit, end)
-    late = time.monotonic() >= end
-    if chosen is None or late:
-        return None, "time limit" if late else "no patterns"
-    waiting: dict[Class, list[int]] = {}
-    for index in sorted(indices, reverse=True):
-        may = problem.allowed is None or problem.allowed[index]
-        length = problem.lengths[index]
-        waiting.setdefault((length, may and length <= problem.room), []).append(index)
-    contents = [[waiting[key].pop() for key in content] for content in [chosen[0], *chosen[1]]]
-    return contents, "optimal" if len(chosen[1]) <= problem.bound else "node limit"
+        return packing, problem.bound, stopped
+    bins = sorted(too_long + best[1:], key=lambda content: -problem.load(content))
+    return Packing(best[0], bins), bound + len(too_long), stopped
 
 
 def _least_tail(problem: Problem, bins: int) -> int:
@@ -112,14 +76,16 @@ def _least_tail(problem: Problem, bins: int) -> int:
     return max(total - problem.room - (bins - 1) * problem.capacity, 0)
 
 
-def _program(problem: Problem, bins: int, emptiest: bool, end: float) -> tuple[list[list[int]] | None, str]:
+def _program(
+    problem: Problem, bins: int, bound: int, emptiest: bool, node_limit: int, end: float
+) -> tuple[list[list[int]] | None, str]:
     """Contents of the open bin and of `bins` new ones, or None; and why it stopped.
 
     emptiest: use all the bins and empty the last one; else use as few as can be.
     """
     from scipy.optimize import Bounds, milp
 
-    program = _Assignment(problem, bins, emptiest)
+    program = _Assignment(problem, bins, bound, emptiest)
     constraints = program.constraints()
     left = end - time.monotonic()
     if left <= 0:
@@ -129,7 +95,7 @@ def _program(problem: Problem, bins: int, emptiest: bool, end: float) -> tuple[l
         integrality=np.ones(program.size),
         bounds=Bounds(np.zeros(program.size), program.upper()),
         constraints=constraints,
-        options={"node_limit": problem.node_limit, "time_limit": left, "mip_rel_gap": 0.0},
+        options={"node_limit": node_limit, "time_limit": left, "mip_rel_gap": 0.0},
     )
     stopped = _stopped(result.status, str(result.message).lower())
     if result.x is None or stopped in ("time limit", "failed"):
@@ -155,9 +121,9 @@ class _Assignment:
     1 where a new bin is used.
     """
 
-    def __init__(self, problem: Problem, bins: int, emptiest: bool) -> None:
-        self.problem, self.bins, self.emptiest = problem, bins, emptiest
-        self.members: dict[Class, list[int]] = {}
+    def __init__(self, problem: Problem, bins: int, bound: int, emptiest: bool) -> None:
+        self.problem, self.bins, self.bound, self.emptiest = problem, bins, bound, emptiest
+        self.members: dict[tuple[int, bool], list[int]] = {}
         for index in sorted(range(len(problem.lengths)), key=lambda i: (-problem.lengths[i], i)):
             length = problem.lengths[index]
             if length <= problem.capacity:
@@ -216,7 +182,7 @@ class _Assignment:
         if not self.emptiest:
             rows += [([(self.u(b + 1), 1.0), (self.u(b), -1.0)], -math.inf, 0.0) for b in range(1, self.bins)]
             used = [(self.u(b), 1.0) for b in range(1, self.places)]
-            rows.append((used, float(max(self.problem.bound, 0)), float(self.bins)))
+            rows.append((used, float(max(self.bound, 0)), float(self.bins)))
         return rows
 
     def _load(self, b: int) -> list[tuple[int, float]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from packlora.schedule.cost import CostModel
-from packlora.schedule.solve import JobRounds, Solver, Task, by_programs, finish, solve_window
+from packlora.schedule.solve import JobRounds, Task, finish, solve_window
 from packlora.schedule.types import METHODS, Carry, JobBatches, ScheduleError, Window
 
 WINDOW_ROUNDS = 16
@@ -48,7 +48,6 @@ class Planner:
         cost: what a microbatch costs on each stage; with it, the schedule of a pipeline has the shortest simulated time, and
             microbatches may be filled less than they could be; without it, schedules have the fewest slots.
         window_rounds: rounds planned at once. Windows begin at its multiples.
-        solver: of integer programs.
 
     Raises:
         ScheduleError: an unknown method, a number out of range, or two jobs of one name.
@@ -64,7 +63,6 @@ class Planner:
         time_limit_s: float = 10.0,
         cost: CostModel | None = None,
         window_rounds: int = WINDOW_ROUNDS,
-        solver: Solver = by_programs,
     ) -> None:
         if method not in METHODS:
             raise ScheduleError(f"schedule method {method!r} is not known; there are {', '.join(METHODS)}")
@@ -78,7 +76,6 @@ class Planner:
             raise ScheduleError(f"schedule: the cost model is of {cost.stages} stages, the pipeline has {stages}")
         self.capacity, self.stages, self.method = capacity, stages, method
         self.time_limit_s, self.cost, self.window_rounds = time_limit_s, cost, window_rounds
-        self._solver = solver
         self._members: dict[str, _Member] = {}
         self._given = 0  # rounds below this are in windows that were handed out
         for job in jobs:
@@ -130,7 +127,7 @@ class Planner:
             ScheduleError: a sample that fits no microbatch.
         """
         task = self.task(first_round)
-        return finish(solve_window(task, self._solver), task, carry)
+        return finish(solve_window(task), task, carry)
 
     def windows(self, start_round: int = 0) -> Iterator[Window]:
         """All windows from the one that holds start_round, whole; each with the no-ops that the one before it asks for.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from packlora.schedule.cost import CostModel
-from packlora.schedule.types import Microbatch, ScheduleError
+from packlora.schedule.types import Microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,11 @@ class Timeline:
     busy: tuple[float, ...]
 
 
-def simulate(
-    microbatches: Sequence[Microbatch], cost: CostModel, stages: int | None = None, transfer: float = 0.0
-) -> Timeline:
-    """Run the microbatches, no-ops included.
-
-    Args:
-        stages: of the pipeline; must be the cost model's. None: the cost model's.
-        transfer: time from the end on one stage to the start on the next, the same both ways.
-    """
-    stages = cost.stages if stages is None else stages
-    if stages != cost.stages:
-        raise ScheduleError(f"the cost model is of {cost.stages} stages, the pipeline has {stages}")
+def simulate(microbatches: Sequence[Microbatch], cost: CostModel) -> Timeline:
+    """Run the microbatches, no-ops included, on the stages of the cost model. Messages take no time."""
+    stages = cost.stages
     times = [[cost.both(microbatch, stage) for microbatch in microbatches] for stage in range(stages)]
-    forward, backward = end_times(times, transfer)
+    forward, backward = end_times(times)
     spans = []
     for stage in range(stages):
         for number, (ahead, back) in enumerate(times[stage]):
@@ -67,9 +58,7 @@ def makespan(microbatches: Sequence[Microbatch], cost: CostModel) -> float:
     return max((ends[-1] for ends in end_times(times)[1] if ends), default=0.0)
 
 
-def end_times(
-    times: Sequence[Sequence[tuple[float, float]]], transfer: float = 0.0
-) -> tuple[list[list[float]], list[list[float]]]:
+def end_times(times: Sequence[Sequence[tuple[float, float]]]) -> tuple[list[list[float]], list[list[float]]]:
     """End times of forwards and backwards, by stage and microbatch, from the duration of each."""
     stages, count = len(times), len(times[0])
     forward: list[list[float]] = [[] for _ in range(stages)]
@@ -81,11 +70,11 @@ def end_times(
         for stage in range(stages):
             back = number - (stages - stage)
             if 0 <= back < count:
-                ready = backward[stage + 1][back] + transfer if stage + 1 < stages else forward[stage][back]
+                ready = backward[stage + 1][back] if stage + 1 < stages else forward[stage][back]
                 clock[stage] = max(clock[stage], ready) + times[stage][back][1]
                 backward[stage].append(clock[stage])
             if number < count:
-                ready = forward[stage - 1][number] + transfer if stage else 0.0
+                ready = forward[stage - 1][number] if stage else 0.0
                 clock[stage] = max(clock[stage], ready) + times[stage][number][0]
                 forward[stage].append(clock[stage])
     return forward, backward

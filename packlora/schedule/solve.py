@@ -1,17 +1,16 @@
 """Solution of one window from start to end: group, lay out, compare, and prove. A pure function of its task.
 
 Several groupings, and for a pipeline several fills of a microbatch, are laid out by heuristics; the one with the shortest
-simulated time (the fewest slots where there is no cost model) is taken. Only that one is laid out again with the integer
-program, where the method asks for it.
+simulated time (the fewest slots where there is no cost model) is taken. Only that one is laid out again with integer programs,
+where the method asks for them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from packlora.schedule import bounds
 from packlora.schedule.bins import Packing, pack, repack
@@ -29,9 +28,9 @@ CLOSE = 100
 """Slots for one of which above the bound no other grouping is tried."""
 PATIENCE = 2
 """Fills in a row that bring nothing before the search stops."""
-MAX_CHOICES = 8000
-"""Work of the integer programs of a window, as samples times microbatches; 1000 take about half a second. What is above it
-stays as the heuristics packed it, and the report says so."""
+SMALL = 250
+"""Samples times microbatches up to which `auto` tries an integer program for a global batch that is above its bound. In larger
+ones heuristics are within a thousandth of what programs find (benchmarks/LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +58,8 @@ class Task:
     cost: CostModel | None = None
 
 
-Solver = Callable[[dict[str, Any], float], dict[str, Any]]
-"""Packs a unit by integer programs, as milp.solve does."""
-
-
-def by_programs(problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
-    """Answer as milp.solve does, which is loaded when the first unit needs it."""
-    from packlora.schedule import milp
-
-    return milp.solve(problem, time_limit_s)
-
-
-def solve_window(task: Task, solver: Solver = by_programs) -> Window:
-    """The window without any carry; `finish` puts the no-ops in that the slots before it make necessary.
-
-    Args:
-        task: what to plan.
-        solver: of integer programs.
-    """
+def solve_window(task: Task) -> Window:
+    """The window without any carry; `finish` puts the no-ops in that the slots before it make necessary."""
     begun = time.perf_counter()
     _check_task(task)
     lengths = [[[length for _, length in batch] for batch in job.batches] for job in task.jobs]
@@ -95,7 +78,7 @@ def solve_window(task: Task, solver: Solver = by_programs) -> Window:
         return Window(task.first_round, task.num_rounds, (), report)
     notes: list[str] = []
     if _wants_solver(task, best, stopped):
-        best, stopped = _solve_again(task, best, solver, notes, stopped)
+        best, stopped = _solve_again(task, best, notes, stopped)
     noops = best.noops
     report = WindowReport(
         method=task.method, bound=bound, microbatches=len(best.microbatches) - noops, noops=noops, stopped=stopped,
@@ -273,57 +256,29 @@ def _wants_solver(task: Task, best: _Candidate, stopped: str) -> bool:
     return task.method == "milp"
 
 
-def _solve_again(
-    task: Task, best: _Candidate, solver: Solver, notes: list[str], stopped: str
-) -> tuple[_Candidate, str]:
+def _solve_again(task: Task, best: _Candidate, notes: list[str], stopped: str) -> tuple[_Candidate, str]:
     """The chosen candidate once more with integer programs; kept where it is no worse."""
-
-    work = 0
+    from packlora.schedule import milp
 
     def packer(unit: Unit, room: Room) -> tuple[Packing, int, str]:
         packing, bound, why = _greedy(best.fill, unit, room)
-        if task.method == "auto" and len(packing.bins) <= bound:
+        choices = len(unit.items) * len(packing.bins)
+        if not choices or (task.method == "auto" and (len(packing.bins) <= bound or choices > SMALL)):
             return packing, bound, why
-        if not packing.bins:
-            return packing, bound, why
-        nonlocal work
-        work += len(unit.items) * len(packing.bins)
-        if work > MAX_CHOICES and task.method == "auto":
-            return packing, bound, "work limit"
         lengths = [item.length for item in unit.items]
-        problem = {
-            "lengths": lengths, "capacity": best.fill, "room": room.tokens, "allowed": room.allowed, "bound": bound,
-            "opened": packing.opened, "bins": packing.bins, "node_limit": task.node_limit,
-            "emptiest": task.method == "milp",
-        }  # fmt: skip
-        answer = solver(problem, task.time_limit_s)
-        if answer.get("note"):
-            notes.append(f"round {unit.round}: {answer['note']}; the greedy packing stays")
-        bound = max(bound, answer.get("bound", bound))
-        if answer["bins"] is None:
-            return packing, bound, answer["stopped"]
-        found = Packing(answer["opened"], answer["bins"])
-        if not _is_packing(found, best.fill, unit, room):
-            notes.append(f"round {unit.round}: integer program: the answer is no packing; the greedy packing stays")
-            return packing, bound, "wrong answer"
-        return found, bound, answer["stopped"]
+        problem = milp.Problem(lengths, best.fill, room.tokens, room.allowed, bound)
+        found = milp.solve(problem, packing, task.node_limit, task.time_limit_s, task.method == "milp")
+        if found[2] == "time limit":
+            notes.append(
+                f"round {unit.round}: integer program: stopped by the time limit of {task.time_limit_s:g} s; the greedy "
+                "packing stays"
+            )
+        return found
 
     again = _lay_out(task, best.groups, _queues(task, best.groups), best.fill, packer, best.merge)
     if again.score <= best.score:
         return again, "solver" if again.score < best.score else stopped
     return best, stopped
-
-
-def _is_packing(packing: Packing, fill: int, unit: Unit, room: Room) -> bool:
-    """Whether each sample is in one bin, and none takes more than it can."""
-    if sorted([*packing.opened, *(i for content in packing.bins for i in content)]) != list(range(len(unit.items))):
-        return False
-    if room.allowed is not None and not all(room.allowed[i] for i in packing.opened):
-        return False
-    opened = slot_tokens([unit.items[i] for i in packing.opened])
-    return opened <= room.tokens and all(
-        len(content) == 1 or slot_tokens([unit.items[i] for i in content]) <= fill for content in packing.bins
-    )
 
 
 def _check_task(task: Task) -> None:

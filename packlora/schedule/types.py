@@ -81,7 +81,7 @@ class PackReport:
     """Packing of one global batch of a group.
 
     bound: fewest microbatches it could open, given the room it was left in the one before. microbatches: how many it
-    opened. stopped: at the bound | greedy | optimal | node limit | time limit | killed | ... (why nothing better was sought).
+    opened. stopped: at the bound | greedy | optimal | node limit | time limit | failed (why nothing better was sought).
     """
 
     round: int
@@ -116,7 +116,7 @@ class WindowReport:
     groups: tuple[tuple[str, ...], ...] = ()
     packs: tuple[PackReport, ...] = ()
     notes: tuple[str, ...] = ()
-    """Failures that were worked around: a solver killed, late or missing."""
+    """Failures that were worked around: an integer program that the time limit has stopped."""
 
     @property
     def gap(self) -> float:

@@ -1,7 +1,7 @@
-"""Entry point of the process that plans windows: `python -m packlora.schedule.worker`, see process.py.
+"""The process that plans windows: `python -m packlora.schedule.worker`, and the form in which tasks and answers travel.
 
 It reads a task a line and writes a window a line, and ends when its input does, so that it never outlives the process that
-started it.
+started it (background.py). Windows travel in the same form between processes that train them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,26 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
 
 from packlora.errors import InputError
-from packlora.schedule.solve import solve_window
-from packlora.schedule.wire import ANSWER, TASK, Answer
+from packlora.schedule.solve import Task, solve_window
+from packlora.schedule.types import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The window of a task; or the message of an InputError, or of what else went wrong."""
+
+    window: Window | None = None
+    input_error: str = ""
+    error: str = ""
+
+
+TASK, WINDOW, ANSWER = TypeAdapter(Task), TypeAdapter(Window), TypeAdapter(Answer)
+"""Adapters of the form as JSON; decoding an encoded value gives an equal one."""
 
 
 def main() -> None:
@@ -24,12 +40,13 @@ def main() -> None:
         if not line.endswith("\n"):  # the asking process was killed in the middle
             return
         try:
-            print(ANSWER.dump_json(_answer(line)).decode(), file=answers, flush=True)
+            print(ANSWER.dump_json(answer_of(line)).decode(), file=answers, flush=True)
         except BrokenPipeError:  # the asking process was killed
             os._exit(0)
 
 
-def _answer(line: str) -> Answer:
+def answer_of(line: str) -> Answer:
+    """Plan the window of a task in JSON."""
     try:
         return Answer(solve_window(TASK.validate_json(line)))
     except InputError as error:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.names import resolve
 from packlora.adapters.spec import AdapterSpec
-from packlora.adapters.starts import check_starts, of_weights
+from packlora.adapters.starts import check_starts
 from packlora.config import AdapterConfig
 from packlora.config.peft import peft_config
 from packlora.errors import InputError, quoted
@@ -55,7 +55,7 @@ class Wanted:
         try:
             adapter = AdapterConfig.model_validate(self._with_targets(skeleton))
             spec = resolve(peft_config(adapter, path, None), skeleton, "model", adapter.dora_dropout == "peft")
-            if of_weights(spec):
+            if spec.of_weights:
                 check_starts(spec, skeleton, "model")
         except ValidationError as error:
             first = error.errors()[0]

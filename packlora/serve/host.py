@@ -15,7 +15,7 @@ import torch
 
 from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
 from packlora.adapters.spec import AdapterSpec
-from packlora.adapters.starts import begin, of_weights
+from packlora.adapters.starts import begin
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.model import load_base
 from packlora.base.shape import context_of, vocabulary
@@ -31,7 +31,7 @@ from packlora.engine.passes import MicrobatchResult, SingleDevice
 from packlora.engine.rows import Row
 from packlora.engine.sampling import SampleRequest, Sampling, check_request
 from packlora.errors import InputError
-from packlora.parallel.replicas import ALONE
+from packlora.parallel.alone import ALONE
 from packlora.plans.select import PlanChooser
 from packlora.run_file import run_from
 from packlora.runtime.prepared_job import AUTO_BUDGET
@@ -151,7 +151,7 @@ class Host:
         choosers: Mapping[str, PlanChooser] = dict.fromkeys(spec.modules, self.chooser)
         try:
             adapter = attach_one(self.base.model, self.attached, name, number, spec, seed, choosers)
-            if of_weights(spec):
+            if spec.of_weights:
                 begin(self.base.model, adapter, seed, lambda: float_weights(self.run))
         except BaseException as error:
             detach_one(self.base.model, number)

@@ -19,18 +19,15 @@ from packlora.adapters.linear import keep_outputs
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.engine.memory import TokenBudget
-from packlora.engine.passes import Executor, SingleDevice
+from packlora.engine.passes import Executor, Passes
 from packlora.errors import InputError, WriteError, reason_of, refusing
 from packlora.events import Event, JobJoined, Note
-from packlora.parallel.agreement import together
-from packlora.parallel.mesh import OneProcess
-from packlora.parallel.replicas import Alone
+from packlora.parallel.alone import Alone, OneProcess
 from packlora.plans.ask import Ask
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.runtime.attach import make_job
 from packlora.runtime.job import Job
-from packlora.runtime.parts import parts_of
 from packlora.runtime.prepare import asks_of_more, prepare_more
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -39,7 +36,6 @@ from packlora.sweep.changes import START, Change, off, place, with_jobs
 
 if TYPE_CHECKING:
     from packlora.engine.graphs import GraphedDevice
-    from packlora.engine.stage_passes import StageDevice
 
 
 def named(configs: Sequence[JobConfig]) -> str:
@@ -74,7 +70,7 @@ class Members:
     """
 
     def __init__(
-        self, changes: Sequence[Change], run: Run, prepared: PreparedRun, base: Base, single: SingleDevice | StageDevice,
+        self, changes: Sequence[Change], run: Run, prepared: PreparedRun, base: Base, single: Passes,
         executor: Executor, record: RunRecord, output_dir: Path, group: Alone, mesh: OneProcess,
     ) -> None:  # fmt: skip
         self.group, self.mesh = group, mesh
@@ -117,7 +113,7 @@ class Members:
 
     def check(self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
         """Jobs that are to join, checked as those of a run file. Raises InputError, on all processes, whatever goes wrong."""
-        return together(self.mesh, lambda: refusing(named(configs), lambda: self._checked(configs, there, budget)))
+        return self.mesh.together(lambda: refusing(named(configs), lambda: self._checked(configs, there, budget)))
 
     def _checked(
         self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget
@@ -180,9 +176,9 @@ class Members:
             self._number += 1
             try:
                 adapter = attach_one(self.base.model, attached, name, number, item.spec, item.data.seed, choosers)
-                whole = parts_of([adapter], self.group)
+                whole = self.group.whole([adapter])
                 job = make_job(self.run, item, adapter, self.base)
-                whole(job)
+                whole(adapter, job.state)
             except BaseException as error:
                 detach_one(self.base.model, number)
                 if isinstance(error, torch.OutOfMemoryError):
@@ -265,7 +261,7 @@ class Members:
                 raise InputError(f"run.json cannot be written: {reason_of(error)}") from error
 
         try:
-            together(self.mesh, amend)
+            self.mesh.together(amend)
         except InputError as error:
             raise WriteError(str(error)) from error
         self.changes += changes

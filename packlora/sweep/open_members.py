@@ -14,7 +14,6 @@ from packlora.engine.memory import TokenBudget, free_memory, synchronize
 from packlora.errors import InputError, WriteError, quoted, refusing
 from packlora.events import Note
 from packlora.files import make_folders, write_folder
-from packlora.parallel.agreement import together
 from packlora.report.metrics import BestEffort
 from packlora.result import JobResult
 from packlora.run_file import changed_job, parse_jobs
@@ -163,7 +162,7 @@ class OpenMembers(Members, Changes):
             if isinstance(request, Clone) and request.weights:
                 self._write_start(request, there)
             items = self.check(configs, there, budget)
-            together(self.mesh, lambda: refusing(named(configs), lambda: self.attach(items, there, made)))
+            self.mesh.together(lambda: refusing(named(configs), lambda: self.attach(items, there, made)))
             out.told += self.join(items, made, given, there, budget, "request", asked.id)
         steps = ", ".join(str(job.data.num_steps) for job in made)
         return f"{named(configs)} joined at round {given}, for {steps} optimizer steps"
@@ -181,10 +180,10 @@ class OpenMembers(Members, Changes):
     @contextlib.contextmanager
     def _folders(self, configs: Sequence[JobConfig], made: Sequence[Job]) -> Iterator[None]:
         """The folders of jobs that are to join, which go again where they do not, and so do those of `made` from the model."""
-        together(self.mesh, lambda: self.check_names(configs))
+        self.mesh.together(lambda: self.check_names(configs))
         folders = [self.output_dir / config.name for config in configs if self.group.leads]
         try:
-            together(self.mesh, lambda: refusing(named(configs), lambda: make_folders(folders)))
+            self.mesh.together(lambda: refusing(named(configs), lambda: make_folders(folders)))
             yield
         except (InputError, WriteError):
             self.detach(made)
@@ -243,4 +242,4 @@ class OpenMembers(Members, Changes):
             if self.group.leads:
                 write_folder(folder, lambda out: save_adapter(out, job.adapter, whole))
 
-        together(self.mesh, lambda: refusing(f"the adapter of {request.job!r} cannot be written to {folder}", write))
+        self.mesh.together(lambda: refusing(f"the adapter of {request.job!r} cannot be written to {folder}", write))

@@ -26,7 +26,7 @@ from packlora.engine.memory import TokenBudget
 from packlora.engine.parts import Part, Parts
 from packlora.engine.passes import SingleDevice
 from packlora.engine.rows import Row
-from packlora.parallel.replicas import ALONE
+from packlora.parallel.alone import ALONE
 
 SETTINGS = TrainConfig(learning_rate=1e-2, max_grad_norm=0.5, max_steps=9, weight_decay=0.1)
 KINDS: list[dict[str, Any]] = [{"r": 3}, {"r": 2, "use_dora": True}]

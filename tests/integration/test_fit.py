@@ -19,7 +19,7 @@ from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine import allocator, memory, passes
 from packlora.errors import InputError
-from packlora.parallel.mesh import OneProcess
+from packlora.parallel.alone import OneProcess
 from packlora.run_file import run_from
 from packlora.runtime import estimate, fit, session
 from packlora.runtime.fit import MICROBATCH, fitted, predicted

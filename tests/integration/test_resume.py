@@ -707,7 +707,7 @@ def test_broken_off_at_any_file_operation_a_save_leaves_a_whole_checkpoint_as_th
 
 def trainer_of(tree: dict[str, Any]) -> Any:
     from packlora.data.reader import Reader
-    from packlora.parallel.mesh import OneProcess
+    from packlora.parallel.alone import OneProcess
     from packlora.runtime.session import Session
 
     return Session(Run.model_validate(tree), OneProcess(), True, None, [], Reader()).set_up()

@@ -20,7 +20,7 @@ from test_training import JOBS, adapter, config, distance, same_bits, steps, tra
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine import passes
-from packlora.parallel.mesh import OneProcess
+from packlora.parallel.alone import OneProcess
 from packlora.runtime import measure, profiler, windows
 from packlora.runtime.profiles import ProfileCache
 from packlora.runtime.session import Session

@@ -34,8 +34,8 @@ from packlora.config import Run
 from packlora.engine.engine import Engine
 from packlora.errors import InputError
 from packlora.parallel.adapter import SharedGradient
+from packlora.parallel.alone import Alone
 from packlora.parallel.cut import load_cut
-from packlora.parallel.replicas import Alone
 from packlora.runtime import estimate
 from packlora.runtime.prepare import prepare
 

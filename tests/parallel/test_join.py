@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from packlora.parallel import join, mesh
+from packlora.parallel import join
+from packlora.parallel.start import started
 
 SIZE = 3
 
@@ -63,5 +64,5 @@ def test_one_process_that_was_started_again_goes_on(monkeypatch: pytest.MonkeyPa
     for count, restarted in ((None, False), ("0", False), ("1", True)):
         if count is not None:
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        with mesh.started() as alone:
+        with started() as alone:
             assert alone.restarted == restarted

@@ -20,10 +20,10 @@ from packlora.base.weight_files import WeightFiles
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.layout import Layout
-from packlora.parallel.mesh import started
 from packlora.parallel.pipeline import Links
 from packlora.parallel.stage_checks import check_stages, ends_of, layer_chain
 from packlora.parallel.stages import Stage, load_stage
+from packlora.parallel.start import started
 
 MORE = {
     **MORE_FAMILIES,

@@ -201,14 +201,13 @@ def vectors_of_own_words() -> Any:
 
 
 def biases_before_the_sum() -> Any:
-    def early(y: torch.Tensor, rows: Any, *biases: torch.Tensor) -> torch.Tensor:
-        group = dist.group.WORLD
-        for _ in range(dist.get_world_size(group)):
-            y = apply(y, rows, *biases)
+    def early(self: Any, y: torch.Tensor, owners: Any) -> torch.Tensor:
+        for _ in range(dist.get_world_size(dist.group.WORLD)):
+            y = with_biases(self, y, owners)
         return y
 
-    apply = linear.AddBiases.apply
-    return mock.patch.object(linear.AddBiases, "apply", early)
+    with_biases = linear.AdaptedLinear._with_biases
+    return mock.patch.object(linear.AdaptedLinear, "_with_biases", early)
 
 
 def drawn_by_slices() -> Any:

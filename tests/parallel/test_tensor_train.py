@@ -27,7 +27,7 @@ from packlora.base.load import read_model
 from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.parallel import cut
-from packlora.parallel.replicas import Alone
+from packlora.parallel.alone import Alone
 from packlora.parallel.sharded import Shards
 from packlora.parallel.tensor import shard
 from packlora.runtime import choose as choosing

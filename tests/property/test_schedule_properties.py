@@ -27,13 +27,12 @@ from seeds import SOAK
 
 from benchmarks.planning import check_causality
 from packlora.schedule import bounds, milp
-from packlora.schedule.bins import best_subset, pack
+from packlora.schedule.bins import Packing, best_subset, pack
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import makespan, simulate
-from packlora.schedule.solve import Solver
 from packlora.schedule.types import NOOP, Carry, Microbatch, Placed, ScheduleError, Window
 from packlora.schedule.verify import carry_after, check, with_noops
-from packlora.schedule.wire import TASK, WINDOW
+from packlora.schedule.worker import TASK, WINDOW
 
 
 def cases(count: int) -> Any:
@@ -49,18 +48,13 @@ def cases(count: int) -> Any:
     return decorate
 
 
-def nothing(problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
-    """Solve no integer program."""
-    return {"opened": None, "bins": None, "stopped": "nothing"}
-
-
-def some_planner(draw: random.Random, solver: Solver = nothing, method: str | None = None) -> Planner:
-    """A planner of random jobs and settings."""
+def some_planner(draw: random.Random, method: str | None = None) -> Planner:
+    """A planner of random jobs and settings; without integer programs unless the method asks for them."""
     capacity = draw.choice([6, 12, 20, 40, 100])
     stages = draw.choice([1, 1, 2, 3, 4, 6])
     jobs = some_jobs(draw, capacity, 4, 4, 6)
     cost = some_cost(draw, stages) if draw.random() < 0.5 else None
-    method = method or draw.choice(["greedy", "greedy", "solo", "auto"])
+    method = method or draw.choice(["greedy", "greedy", "solo"])
     return Planner(
         jobs,
         capacity,
@@ -68,7 +62,6 @@ def some_planner(draw: random.Random, solver: Solver = nothing, method: str | No
         method=method,
         cost=cost,
         window_rounds=draw.randint(1, 5),
-        solver=solver,
     )
 
 
@@ -97,7 +90,7 @@ def test_on_no_stage_a_forward_begins_before_the_step_that_it_needs(seed: int) -
     planner = some_planner(draw)
     plan = slots(list(planner.windows()))
     cost = some_cost(draw, planner.stages)
-    timeline = simulate(plan, cost, planner.stages, transfer=draw.choice([0.0, 0.5]))
+    timeline = simulate(plan, cost)
     start = {(span.stage, span.microbatch): span.start for span in timeline.spans if span.kind == "forward"}
     end = {(span.stage, span.microbatch): span.end for span in timeline.spans if span.kind == "backward"}
     holds = [{(placed.job, placed.batch) for placed in microbatch.samples} for microbatch in plan]
@@ -243,7 +236,7 @@ def test_auto_and_milp_find_the_optimum_of_one_global_batch(seed: int) -> None:
 @cases(150)
 def test_integer_programs_pack_as_validly_as_heuristics_do(seed: int) -> None:
     draw = random.Random(seed)
-    planner = some_planner(draw, milp.solve, draw.choice(["auto", "milp"]))
+    planner = some_planner(draw, draw.choice(["auto", "milp"]))
     plan = slots(list(planner.windows()))
     assert wrong_contents(plan, jobs_of(planner), planner.capacity) is None
     assert broken_rule(plan, planner.stages) is None
@@ -364,7 +357,7 @@ def test_the_timeline_is_that_of_an_event_by_event_simulation(seed: int) -> None
     stages = draw.randint(1, 5)
     plan = with_noops(any_order(draw), stages)
     cost = some_cost(draw, stages)
-    timeline = simulate(plan, cost, stages)
+    timeline = simulate(plan, cost)
     order = {}
     for stage in range(stages):  # the order of 1F1B, written down as a list of work
         ahead = min(stages - stage, len(plan))
@@ -402,7 +395,7 @@ def test_the_timeline_is_that_of_an_event_by_event_simulation(seed: int) -> None
 
 
 @cases(300)
-def test_patterns_prove_and_reach_the_optimum_beside_an_open_microbatch(seed: int) -> None:
+def test_programs_prove_and_reach_the_optimum_beside_an_open_microbatch(seed: int) -> None:
     draw = random.Random(seed)
     capacity = draw.randint(8, 40)
     lengths = [draw.randint(max(capacity // 5, 1), capacity * 3 // 5) for _ in range(draw.randint(1, 7))]
@@ -415,16 +408,9 @@ def test_patterns_prove_and_reach_the_optimum_beside_an_open_microbatch(seed: in
         for some in itertools.combinations(may, size)
         if sum(lengths[i] for i in some) <= room
     )
-    tree = {
-        "lengths": lengths, "capacity": capacity, "room": room,
-        "allowed": allowed, "bound": 0, "opened": [], "bins": [[index] for index in range(len(lengths))],
-        "node_limit": 1000, "emptiest": False,
-    }  # fmt: skip
-    answer = milp.solve(tree, 60.0)
-    assert answer["bound"] <= optimum
-    bins = answer["bins"] if answer["bins"] is not None else tree["bins"]
-    assert len(bins) == optimum
-    if answer["bins"] is not None:
-        assert sorted([*answer["opened"], *itertools.chain.from_iterable(bins)]) == list(range(len(lengths)))
-        assert sum(lengths[i] for i in answer["opened"]) <= room and all(allowed[i] for i in answer["opened"])
-        assert max((sum(lengths[i] for i in content) for content in bins), default=0) <= capacity
+    alone = Packing([], [[index] for index in range(len(lengths))])
+    found, bound, stopped = milp.solve(milp.Problem(lengths, capacity, room, allowed, 0), alone, 1000, 60.0, False)
+    assert (stopped, bound, len(found.bins)) == ("optimal", optimum, optimum)
+    assert sorted([*found.opened, *itertools.chain.from_iterable(found.bins)]) == list(range(len(lengths)))
+    assert sum(lengths[i] for i in found.opened) <= room and all(allowed[i] for i in found.opened)
+    assert max((sum(lengths[i] for i in content) for content in found.bins), default=0) <= capacity

@@ -30,7 +30,7 @@ from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import PLANS
-from packlora.parallel.mesh import OneProcess
+from packlora.parallel.alone import OneProcess
 from packlora.tune import timing
 from packlora.tune.timing import Contender, Timing, Timings, Work, geomean, paired
 

@@ -25,7 +25,7 @@ from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
-from packlora.parallel.replicas import ALONE, Alone
+from packlora.parallel.alone import ALONE, Alone
 from packlora.report.metrics import METRICS, BestEffort, Logs
 from packlora.report.progress import Progress
 from packlora.report.screen import Screen

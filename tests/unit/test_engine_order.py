@@ -15,7 +15,7 @@ import torch
 from packlora.engine.engine import Done, Engine, Slot, Step
 from packlora.engine.parts import Part
 from packlora.engine.passes import MicrobatchResult
-from packlora.parallel.replicas import Alone
+from packlora.parallel.alone import Alone
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import end_times

@@ -32,7 +32,7 @@ def prepared(jobs: dict[str, tuple[Any, int]], budget: int) -> Any:
 
 def known(stages: int = 1, **cost: float) -> Profile:
     shares = tuple([1 / stages] * stages)
-    return Profile(stages, "estimated", CostModel(stage_shares=shares, **cost), 100.0, 2.0, 10**9)
+    return Profile("estimated", CostModel(stage_shares=shares, **cost), 100.0, 2.0, 10**9)
 
 
 def test_a_pipeline_has_a_bubble() -> None:

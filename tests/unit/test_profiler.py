@@ -171,7 +171,7 @@ def test_memory_of_a_microbatch_is_estimated_as_torch_counts_it(
 
 
 def guess() -> Profile:
-    return Profile(1, "estimated", COST, 1e9, 1e5, 10**11)
+    return Profile("estimated", COST, 1e9, 1e5, 10**11)
 
 
 def test_a_fit_finds_the_times_and_the_memory_that_the_points_were_made_from() -> None:

@@ -13,6 +13,7 @@ from packlora.errors import ProcessError
 from packlora.events import Event, Note, StopAsked
 from packlora.parallel import mesh as meshes
 from packlora.parallel.layout import Layout
+from packlora.parallel.start import started
 from packlora.runtime import relay
 from packlora.runtime.events import Emitter
 
@@ -116,7 +117,7 @@ def test_a_process_that_cannot_join_the_others_says_so_whichever_it_is(monkeypat
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "TCPStore", taken)
-    with pytest.raises(ProcessError) as caught, meshes.started():
+    with pytest.raises(ProcessError) as caught, started():
         pass
     assert str(caught.value) == (
         "process 1 of 2 could not join the others, for which it waits 600 s at node0:29500: address already in use"

@@ -105,8 +105,6 @@ def test_a_pipeline_of_equal_microbatches_has_the_bubble_of_1f1b() -> None:
     assert timeline.bubble == pytest.approx(3 / 15)
     assert timeline.busy == pytest.approx((48.0,) * 4)
     assert simulate([], cost).makespan == 0
-    with pytest.raises(ScheduleError, match="the cost model is of 4 stages, the pipeline has 3"):
-        simulate(plan, cost, 3)
 
 
 def test_causality_is_refused_where_a_batch_comes_too_early() -> None:

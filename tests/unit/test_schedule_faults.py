@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -14,9 +15,8 @@ from pathlib import Path
 import pytest
 from schedule_cases import Lengths
 
-from packlora.schedule.background import BackgroundPlanner
+from packlora.schedule.background import COMMAND, BackgroundPlanner, PlanningError, PlanningProcess
 from packlora.schedule.planner import Planner
-from packlora.schedule.process import COMMAND, PlanningError, PlanningProcess
 
 pytestmark = pytest.mark.usefixtures("planning_process")
 
@@ -34,10 +34,9 @@ def test_a_stopped_process_is_killed_when_its_time_is_over_and_replaced() -> Non
     with BackgroundPlanner(planner(16), seconds=30) as background:
         plans = background.windows()
         windows = [next(plans)]
-        assert background._ahead is not None
-        background._ahead[1].result()  # nothing is in work
         stopped = background.process.process
         assert stopped is not None
+        select.select([stopped.stdout], [], [])  # nothing is in work
         os.kill(stopped.pid, signal.SIGSTOP)
         background.process.seconds = 0.5
         windows.append(next(plans))
@@ -51,20 +50,18 @@ def test_a_stopped_process_is_killed_when_its_time_is_over_and_replaced() -> Non
 
 def test_a_request_larger_than_a_pipe_does_not_wait_for_a_process_that_reads_nothing() -> None:
     process = PlanningProcess(1.0, HANGS)
-    task = Planner([Lengths("a", [[1] * 100_000])], 10**6).task(0)
+    process.ask(Planner([Lengths("a", [[1] * 100_000])], 10**6).task(0))
     with pytest.raises(PlanningError, match="no answer in 1 s"):
-        process.ask(task)
+        process.answer()
     process.close()
 
 
 def test_a_plan_that_is_left_early_ends_its_process_at_once() -> None:
-    background = BackgroundPlanner(planner(), command=HANGS)
-    pending = background._begin(planner().task(0))
-    begun = time.monotonic()
-    background.close()
-    assert time.monotonic() - begun < 30
-    assert isinstance(pending.exception(), PlanningError) or pending.cancelled()
-    assert background.process.process is None or background.process.process.poll() is not None
+    with BackgroundPlanner(planner(), command=HANGS) as background:
+        background._ask(planner().task(0))
+        process, begun = background.process.process, time.monotonic()
+        assert process is not None and process.poll() is None
+    assert time.monotonic() - begun < 30 and process.poll() is not None
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "half a line", "nobody reads"])
@@ -91,9 +88,10 @@ def test_a_process_that_is_ended_or_whose_run_was_killed_says_nothing(how: str) 
 def test_the_process_ends_when_the_one_that_started_it_is_killed() -> None:
     code = """
         import time
-        from packlora.schedule.process import PlanningProcess
+        from packlora.schedule.background import PlanningProcess
         process = PlanningProcess(100)
-        print(process._running().pid, flush=True)
+        process.process = process._started()
+        print(process.process.pid, flush=True)
         time.sleep(100)
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from schedule_cases import Lengths
 
 from packlora.schedule import milp
+from packlora.schedule.bins import Packing
 from packlora.schedule.planner import Planner
-from packlora.schedule.solve import Solver
 from packlora.schedule.types import Window
 
 HARD = [27, 27, 26, 23, 21, 19, 18, 16, 14, 14, 13, 12, 11, 9]
@@ -38,8 +38,8 @@ def above() -> list[int]:
     raise AssertionError("heuristics pack everything")
 
 
-def plan(lengths: list[int], method: str = "auto", capacity: int = CAPACITY, solver: Solver = milp.solve) -> Window:
-    return Planner([Lengths("a", [lengths])], capacity, method=method, solver=solver).window(0)
+def plan(lengths: list[int], method: str = "auto", capacity: int = CAPACITY, **settings: Any) -> Window:
+    return Planner([Lengths("a", [lengths])], capacity, method=method, **settings).window(0)
 
 
 def test_auto_solves_what_heuristics_leave_above_the_bound(above: list[int]) -> None:
@@ -51,11 +51,14 @@ def test_auto_solves_what_heuristics_leave_above_the_bound(above: list[int]) -> 
     assert window.report.notes == ()
 
 
-def test_what_is_at_its_bound_is_never_sent_to_the_solver() -> None:
-    def never(problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
+def test_what_is_at_its_bound_or_large_is_never_sent_to_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> NoReturn:
         raise AssertionError("asked")
 
-    assert plan(HARD, capacity=100, solver=never).report.microbatches == 3
+    monkeypatch.setattr(milp, "solve", never)
+    assert plan(HARD, capacity=100).report.microbatches == 3
+    large = plan([40] * 25, capacity=100)  # 13 microbatches; by volume 10 would do
+    assert [(pack.stopped, pack.at_bound) for pack in large.report.packs] == [("greedy", False)]
 
 
 def test_the_second_program_empties_the_last_microbatch() -> None:
@@ -82,28 +85,19 @@ def test_where_no_better_packing_exists_the_greedy_one_stays_and_is_known_to_be_
     assert all(pack.stopped in ("optimal", "at the bound") for pack in window.report.packs)
 
 
-@pytest.mark.parametrize("bins", [[[0, 1, 2]], [[n] for n in range(11)], [list(range(12))], [[n] for n in range(13)]])
-def test_an_answer_that_is_no_packing_is_not_used(above: list[int], bins: list[list[int]]) -> None:
-    window = plan(above, solver=lambda problem, seconds: {"opened": [], "bins": bins, "stopped": "optimal"})
-    assert window.report.microbatches == 5
-    assert [pack.stopped for pack in window.report.packs] == ["wrong answer"]
-    assert "the answer is no packing; the greedy packing stays" in window.report.notes[0]
-
-
 def test_programs_stop_at_the_node_limit_and_at_the_time_limit() -> None:
-    draw = random.Random(1)
-    lengths = [draw.randint(250, 420) for _ in range(40)]
-    tree = {
-        "lengths": lengths, "capacity": 1000, "room": 0, "allowed": None, "bound": -(-sum(lengths) // 1000), "opened": [],
-        "bins": [[i] for i in range(40)], "node_limit": 1, "emptiest": False,
-    }  # fmt: skip
-    assert milp.solve(tree, 60.0)["stopped"] == "node limit"
-    answer = milp.solve({**tree, "node_limit": 10**6}, 0.0)
-    assert (answer["bins"], answer["stopped"]) == (None, "time limit")
+    draw = random.Random(2)
+    lengths = [draw.randint(150, 420) for _ in range(24)]
+    problem, packing = (
+        milp.Problem(lengths, 1000, 0, None, -(-sum(lengths) // 1000)),
+        Packing([], [[i] for i in range(24)]),
+    )
+    assert milp.solve(problem, packing, 1, 60.0, False)[2] == "node limit"
+    assert milp.solve(problem, packing, 10**6, 0.0, False) == (packing, problem.bound, "time limit")
 
 
 def test_a_program_that_the_time_limit_stops_leaves_the_greedy_packing_and_a_note(above: list[int]) -> None:
-    window = plan(above, solver=lambda problem, seconds: milp.solve(problem, 1e-9))
+    window = plan(above, time_limit_s=1e-9)
     assert window.report.microbatches == 5
     assert [pack.stopped for pack in window.report.packs] == ["time limit"]
     assert "stopped by the time limit of 1e-09 s; the greedy packing stays" in window.report.notes[0]
