@@ -6,7 +6,7 @@ import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from packlora.errors import reason_of
@@ -134,18 +134,23 @@ class Publisher(Core):
         if tenant is None:
             return
         left = self.queue.close(model)
-        text = json.dumps({"error": "the model was unloaded before this request", "category": "user"}).encode()
-
-        def refuse(db: sqlite3.Connection) -> None:
-            for own in left:
-                set_result(db, own.id, text, True)
-
-        self.commit(refuse)
+        self._refuse_unloaded([own.id for own in left])
         self.samplers.end_of(model, "the model was unloaded")
         tenant.sleep()
         tenant.forget()
         self.tell([own.id for own in left])
         log("model closed", model=model, steps=tenant.steps, dropped=len(left))
+
+
+    def _refuse_unloaded(self, requests: Sequence[str]) -> None:
+        """Answer requests whose model is over."""
+        text = json.dumps({"error": "the model was unloaded before this request", "category": "user"}).encode()
+
+        def refuse(db: sqlite3.Connection) -> None:
+            for own in requests:
+                set_result(db, own, text, True)
+
+        self.commit(refuse)
 
 
 def request_of(row: sqlite3.Row) -> Request:

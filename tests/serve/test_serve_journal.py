@@ -106,6 +106,20 @@ def same(found: Any, want: Any, where: Any) -> None:
         assert {key: own for key, own in found.items() if key != "path"} == known, where
 
 
+def test_what_waits_of_a_model_that_was_unloaded_just_before_the_end_is_refused(host: Host, tmp_path: Path) -> None:
+    service = Service({host.facts.name: host}, tmp_path)
+    talk = Talk(service)
+    model = talk.model(talk.session(), 0)
+    promise = talk.forward_backward(model, [datum(1, 9)])
+    talk.desk.unload(talk.owner, {"model_id": model})
+    leave(service)
+    service.journal.close()
+    again = Talk(Service({host.facts.name: host}, tmp_path))
+    assert "unloaded" in again.result(promise)["error"] and model not in again.service.tenants
+    leave(again.service)
+    again.service.journal.close()
+
+
 def test_a_retry_gets_the_first_promise_and_another_request_under_its_number_is_refused(
     host: Host, tmp_path: Path
 ) -> None:
