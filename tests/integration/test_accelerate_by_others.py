@@ -110,18 +110,6 @@ def test_numbers_are_as_exact_as_peft_s_over_the_same_codes(kind: str, source: P
     assert_same(outcome(model), peft, 0.0)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_masks_of_dropout_are_those_of_a_dense_model(dora: bool, source: Path, tmp_path: Path) -> None:
-    base, dense = loaded("Int8WeightOnlyConfig", source, tmp_path)
-    found = []
-    for each in (base, plain(dense, base, torch.float32)):
-        model = adapted(each, lora_dropout=0.3, use_dora=dora)
-        packlora.accelerate(model)
-        torch.manual_seed(SEED)
-        found.append(outcome(model))
-    assert_same(*found, 2e-5)  # type: ignore[arg-type]
-
-
 def test_codes_that_change_are_seen_and_no_dense_copy_is_kept(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,16 +89,6 @@ def test_masks_of_dropout_are_those_of_a_dense_model(kind: str, dora: bool, fold
     assert_same(*found, 2e-5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_numbers_are_peft_s_own_in_float32(kind: str, folder: str) -> None:
-    model = adapted(load_quantised(folder, kind))
-    want = outcome(model)
-    packlora.accelerate(model)
-    assert_same(outcome(model), want, 1e-5)
-    packlora.restore(model)
-    assert_same(outcome(model), want, 0.0)
-
-
 def test_codes_of_four_bits_in_tensors_of_floats_are_read_and_codes_that_were_cast_are_not(folder: str) -> None:
     """bnb_4bit_quant_storage. A cast of the PEFT model writes other bytes into such codes, for bitsandbytes as well."""
     found = []

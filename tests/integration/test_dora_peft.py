@@ -280,17 +280,6 @@ def test_norms_are_computed_once_per_change_of_the_adapter_and_never_stale(monke
         assert made, what
 
 
-def test_evaluation_in_inference_mode_then_training() -> None:
-    model = net(target_modules=LAYERS)
-    want = outcome(model)
-    accelerated(model)
-    with torch.inference_mode():
-        model(IDS)
-    assert_same(outcome(model), want)
-    with torch.no_grad():
-        assert torch.allclose(model(IDS), want["output"])
-
-
 DTYPES = [
     (torch.float32, torch.float32, None), (torch.bfloat16, torch.float32, None), (torch.bfloat16, torch.bfloat16, None),
     (torch.float32, torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32, torch.bfloat16),

@@ -136,7 +136,11 @@ def test_any_order_of_forwards_backwards_and_steps_gives_the_bits_of_one_after_t
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(keep_s=False), Plan(up="before", dx="before"), pytest.param(ROUTED, marks=pytest.mark.slow)],
+    "plan",
+    [
+        Plan(keep_s=False), pytest.param(Plan(up="before", dx="before"), marks=pytest.mark.soak),
+        pytest.param(ROUTED, marks=pytest.mark.slow),
+    ],
     ids=lambda plan: plan.name,
 )  # fmt: skip
 def test_so_it_does_under_other_plans(plan: Plan) -> None:

@@ -195,20 +195,6 @@ def test_a_resumed_run_does_not_repeat_microbatches_that_nobody_needs(
     assert first.tokens + second.tokens < 1.25 * tokens  # what is shared with microbatches still to do is run twice
 
 
-def test_a_failing_job_leaves_the_bits_of_others_across_windows(
-    tiny_base: Base, write_rows: Rows, tmp_path: Path
-) -> None:
-    for name, rate in (("healthy", 1e-3), ("failing", 1e25)):
-        bad = {
-            "name": "bad",
-            "adapter": {"r": 4},
-            "train": {"global_batch_size": 3, "learning_rate": rate, "max_grad_norm": 0.0},
-        }
-        tree = config(tiny_base(), tmp_path / name, write_rows, [LONG[0], bad, LONG[1]], max_tokens_per_microbatch=150)
-        assert train(tree).jobs["bad"].status == ("done" if name == "healthy" else "failed")
-    same_bits(tmp_path / "healthy", tmp_path / "failing", LONG[:2])
-
-
 # --- out of memory -----------------------------------------------------------------------------------------------------
 
 

@@ -473,11 +473,6 @@ def test_a_run_without_steps_gives_a_page(make_run: MakeRun) -> None:
     assert "Sample lengths" in page.text
 
 
-def test_an_empty_folder_gives_a_page(tmp_path: Path) -> None:
-    _, page = _write(tmp_path)
-    assert tmp_path.name in page.text
-
-
 def test_metrics_without_a_readable_run_file_still_give_the_losses(make_run: MakeRun) -> None:
     folder = make_run(steps=20)
     (folder / "run.json").write_text('{"packlora": "0.1')

@@ -10,7 +10,6 @@ import pty
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rich.text import Text
 from terminals import Tty, is_tame
 from test_progress import began, job, stepped
 
-from packlora import cli, terminal
+from packlora import terminal
 from packlora.errors import spelt_out
 from packlora.events import JobFailed, Note
 from packlora.report.progress import Progress
@@ -118,13 +117,6 @@ def narrated(progress: Progress) -> None:
         told(odd, 1, 2)
 
 
-def test_a_run_s_notes_and_last_words_bring_nothing_to_a_terminal(streams: Callable[..., Any]) -> None:
-    out, err = streams(True)
-    narrated(Progress())
-    assert is_tame(out.getvalue()) and is_tame(err.getvalue())
-    assert "\x1b[?25l" in out.getvalue() and "pwned" in out.getvalue()
-
-
 def test_a_terminal_that_obeys_nothing_is_sent_no_escape_sequence(streams: Callable[..., Any]) -> None:
     for term in ("dumb", "unknown"):
         out, err = streams(True, term)
@@ -146,19 +138,6 @@ def test_a_text_that_the_encoding_has_not_is_spelt_out_and_the_rest_goes_on(monk
     show("end")
     terminal.standard_output().flush()
     assert raw.getvalue().decode() == "a\\udcffb\nc\\udcffd\nend\n" and sys.stderr.getvalue() == ""
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_generated_text_is_spelt_out_on_a_terminal_and_stays_in_a_file(
-    is_terminal: bool, streams: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    odd = "".join(OBEYED.values()) + "two\n\tlines"
-    talk = types.ModuleType("talk")
-    talk.__dict__.update(generate=lambda *_: odd, Sampling=lambda *_: None)
-    monkeypatch.setitem(sys.modules, "packlora.answers.talk", talk)
-    out, _ = streams(is_terminal)
-    cli.generate(Path("a"), prompt="x")
-    assert out.getvalue() == (spelt_out(odd) if is_terminal else odd) + "\n"
 
 
 # --- what libraries write ----------------------------------------------------------------------------------------------------
