@@ -141,7 +141,6 @@ class Publisher(Core):
         self.tell([own.id for own in left])
         log("model closed", model=model, steps=tenant.steps, dropped=len(left))
 
-
     def _refuse_unloaded(self, requests: Sequence[str]) -> None:
         """Answer requests whose model is over."""
         text = json.dumps({"error": "the model was unloaded before this request", "category": "user"}).encode()

@@ -310,7 +310,7 @@ def test_an_adapter_of_torchao_s_codes_is_merged_into_them(made: Made, write_row
             {"quantization": TORCHAO["int8_weight_only"], "parallel": {"pipeline": 2}},
             "parallel.pipeline does not take quantised layers apart",
         ),
-        ({"quantization": "hqq"}, "quantization.method: "),
+        ({"quantization": "hqq"}, "quantization: input should be 'nf4'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str, write_rows: Rows) -> None:

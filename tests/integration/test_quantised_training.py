@@ -261,7 +261,7 @@ def test_layers_that_a_saved_configuration_of_bitsandbytes_skips_are_taken_for_d
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"quantization": "int4"}, "quantization.method: "),
+        ({"quantization": "int4"}, "quantization: input should be 'nf4'"),
         ({"quantization": {"method": "int8", "double_quant": True}}, "the scales of int8 are not quantised"),
         (
             {"quantization": {"method": "torchao", "quant_type": "int8_weight_only"}, "parallel": {"shard_base": True}},
