@@ -43,14 +43,14 @@ parameters lie in parts, and what is trained of the embedding or the output laye
 LAYOUTS: dict[str, tuple[int, Tree]] = {
     "one": (1, {}),
     "pipeline": (2, {"pipeline": 2}),
-    "cut replicas": (4, {"tensor": 2, "sequence_parallel": True, "devices_per_job": 4}),
+    "tensor": (2, {"tensor": 2, "sequence_parallel": True}),
     "shared jobs": (2, {"devices_per_job": 2}),
-    "cut rows": (4, {"tensor": 2, "shard_base": True, "offload_base": True}),
+    "sharded": (2, {"shard_base": True}),
     "three stages": (3, {"pipeline": 3}),
 }
 LARGER: dict[str, tuple[int, Tree]] = {
-    "tensor": (2, {"tensor": 2, "sequence_parallel": True}),
-    "sharded": (2, {"shard_base": True}),
+    "cut replicas": (4, {"tensor": 2, "sequence_parallel": True, "devices_per_job": 4}),
+    "cut rows": (4, {"tensor": 2, "shard_base": True, "offload_base": True}),
     "own jobs": (2, {"devices_per_job": 1}),
     "four own jobs": (4, {"devices_per_job": 1}),
     "four shared jobs": (4, {"devices_per_job": 4}),
@@ -317,6 +317,13 @@ def routes(layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:
 def test_a_layout_gives_the_numbers_of_one_device(route: list[str], dense: Tree, ranks: Groups, tmp_path: Path) -> None:
     every = LAYOUTS | LARGER
     found = check([every[name] for name in route], dense, ranks, tmp_path / "out")
+    assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
+
+
+def test_four_processes_give_the_numbers_of_one_device(dense: Tree, ranks: Groups, tmp_path: Path) -> None:
+    """Jobs of three kinds; under `make soak` those of all kinds are in the table."""
+    few = dense | {"jobs": [own for own in dense["jobs"] if own["name"] in ("lora", "dora", "dpo")]}
+    found = check([LARGER["cut replicas"], LARGER["cut rows"]], few, ranks, tmp_path / "out")
     assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
 
 
