@@ -13,7 +13,7 @@ KEYS = ("slots", "tokens", "seconds", "busy", "bubble", "predicted_seconds", "pr
 
 
 def section(folder: Path, styles: Mapping[str, str]) -> str:
-    """HTML; empty where no pipeline ran.
+    """HTML; empty where no pipeline ran. Of a run that went on with another number of stages it is about the newest number.
 
     Args:
         styles: class of the style sheet by job.
@@ -21,6 +21,7 @@ def section(folder: Path, styles: Mapping[str, str]) -> str:
     lines = read_lines(folder / PIPELINE, *KEYS)
     if not lines:
         return ""
+    lines = [line for line in lines if len(line["busy"]) == len(lines[-1]["busy"])]
     drawn = next((line for line in reversed(lines) if line["spans"]), None)
     seconds, stages = sum(line["seconds"] for line in lines), len(lines[0]["busy"])
     tokens = sum(line["tokens"] for line in lines)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from packlora.files import lock_folder
-from packlora.report import charts
+from packlora.report import charts, timeline
 from packlora.report.cells import duration
 from packlora.report.page import STYLE
 from packlora.report.report import write_report
@@ -590,3 +590,25 @@ def test_ticks_are_round_numbers_with_the_digits_they_need(values: list[float], 
 def test_a_value_off_the_scale_is_drawn_on_its_edge() -> None:
     for axis in (charts.linear_axis("", [1.0, 9.0]), charts.Axis("", 9, 1, ())):
         assert [axis.at(min(axis.low, axis.high) / 2), axis.at(99.0)] in ([0, charts.SIZE], [charts.SIZE, 0])
+
+
+@pytest.mark.parametrize("before", [2, 4])
+def test_a_pipeline_that_went_on_with_another_number_of_stages_is_shown_by_the_newest(
+    before: int, tmp_path: Path
+) -> None:
+    def window(stages: int, seconds: float) -> dict[str, Any]:
+        own = {
+            "slots": 4,
+            "tokens": 90,
+            "seconds": seconds,
+            "busy": [1.0] * stages,
+            "bubble": 0.1,
+            "mfu": 0.2,
+            "spans": [],
+        }
+        return own | {"predicted_seconds": 2.0, "predicted_bubble": 0.2, "peak_memory": [2**30] * stages}
+
+    lines = [window(before, 8.0), window(3, 2.0), window(3, 2.0)]
+    (tmp_path / "pipeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = timeline.section(tmp_path, {})
+    assert found.count("<th scope='row'>") == 3 and "empty 2 times, and ran for 4 s" in found
