@@ -16,7 +16,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-MODULES = ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "readline", "curses", "syslog")
+MODULES = ("fcntl", "resource", "termios", "triton", "tty", "pty", "pwd", "grp", "readline", "curses", "syslog")
 NAMES = {
     os: (
         "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_SYNC", "O_DSYNC", "fork", "forkpty", "register_at_fork",

@@ -14,7 +14,6 @@ from packlora.adapters.owners import TokenOwners
 from packlora.base.packing import hidden_states
 from packlora.engine.collate import PackedBatch
 from packlora.engine.passes import SingleDevice
-from packlora.ops import launcher
 from packlora.ops.attention.blocks import BLOCK, SampleBlocks, most_blocks, table_of
 from packlora.ops.lora_linear.moving import MovingSegments
 
@@ -199,6 +198,8 @@ class Body:
 
     def rehearse(self) -> None:
         """Compile what both launch, side by side where they would compile one kernel after the other. Nothing is kept."""
+        from packlora.ops import launcher  # needs Triton
+
         try:
             with launcher.rehearsal():
                 self._run_forward()
