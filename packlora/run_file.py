@@ -139,7 +139,8 @@ def _find_files(run_file: Path, job: JobConfig, absolute: bool = False) -> None:
 
     job.train.objective = _each(job.train.objective, found_code)
     if job.rollout is not None:
-        job.rollout.reward = _each(job.rollout.reward, found_code)
+        for key in job.rollout.CODE:
+            setattr(job.rollout, key, _each(getattr(job.rollout, key), found_code))
         if job.rollout.teacher != BASE:
             job.rollout.teacher = _each(job.rollout.teacher, found)
     if job.train.reference != BASE:

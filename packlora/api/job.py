@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("path", "eval_path", "eval_split", "objective")
 """Keys of a run file that arguments stand for."""
+OF_ROLLOUT = ("reward", "environment_factory", "tools")
+"""Keys of a rollout that functions may stand in."""
 SECTIONS: dict[str, str | None] = {
     **{key: "data" for key in DataConfig.model_fields if key not in ARGUMENTS},
     **{key: "train" for key in TrainConfig.model_fields if key not in ARGUMENTS},
@@ -95,26 +97,29 @@ def tree_of(job: Job) -> tuple[dict[str, Any], dict[str, GivenRows], dict[str, C
     elif job.objective is not None:
         tree["train"]["objective"] = job.objective
     if isinstance(tree.get("rollout"), Mapping):
-        tree["rollout"], rewards = _named_rewards(tree["rollout"], f"{MEMORY}{job.name}/reward")
-        losses |= rewards
+        for key in OF_ROLLOUT:
+            tree["rollout"], functions = _named_functions(tree["rollout"], key, f"{MEMORY}{job.name}/{key}")
+            losses |= functions
     if job.adapter is not None:
         tree["adapter"] = dict(job.adapter)
     return tree, rows, losses
 
 
-def _named_rewards(keys: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
-    """Keys of a rollout with texts in the place of functions, and the functions by these texts."""
-    given, found = keys.get("reward"), dict[str, Callable[..., Any]]()
+def _named_functions(
+    keys: Mapping[str, Any], key: str, prefix: str
+) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """Keys of a rollout with texts in the place of a key's functions, and the functions by these texts."""
+    given, found = keys.get(key), dict[str, Callable[..., Any]]()
 
-    def named(reward: Any) -> Any:
-        if not callable(reward):
-            return reward
-        place = f"{prefix}:{getattr(reward, '__name__', 'reward')}"
-        found[place] = reward
+    def named(function: Any) -> Any:
+        if not callable(function):
+            return function
+        place = f"{prefix}:{getattr(function, '__name__', 'function')}"
+        found[place] = function
         return place
 
-    rewards = [named(one) for one in given] if isinstance(given, list) else named(given)
-    return {**keys, "reward": rewards}, found
+    texts = [named(one) for one in given] if isinstance(given, list) else named(given)
+    return {**keys, **({key: texts} if key in keys else {})}, found
 
 
 def _adapter_keys(adapter: Any, job: str) -> tuple[Mapping[str, Any] | None, bool]:

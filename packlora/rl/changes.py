@@ -15,49 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from packlora.base.model import Base
 from packlora.changes import Changed, Changes
-from packlora.data.encode import Sample
-from packlora.data.prompts import answer_ends
-from packlora.data.template import templated
 from packlora.engine.drift import drift_of, why_apart
-from packlora.engine.generate import sampler_for
 from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.engine.rows import NO_ADAPTER
-from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.events import Note
 from packlora.parallel.alone import ALONE
 from packlora.rl.config import RolloutConfig
-from packlora.rl.data import Batch, Completion, RolloutData
-from packlora.rl.rewards import Group, Judged, Rewards
+from packlora.rl.data import Batch, Completion, RolloutData, sample_of
+from packlora.rl.drawing import Drawing, Drawn
+from packlora.rl.rewards import Judged, Rewards
 from packlora.rl.teacher import BASE, Teacher
 from packlora.runtime.events import Emitter
 from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job
 from packlora.runtime.team import Team
 from packlora.runtime.windows import slowest
-from packlora.seeding import stable_hash
 
 TINY = 1e-4
 """Added to a standard deviation, as TRL does."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Completions of a step of a job, before they are judged: by completion its tokens, and the sums that belong to it."""
-
-    job: Job
-    step: int
-    prompts: list[int]
-    """Prompt of each completion."""
-    tokens: list[list[SampledToken]]
-
-    @property
-    def ids(self) -> list[list[int]]:
-        return [[token.id for token in own] for own in self.tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +70,7 @@ class RolloutChanges(Changes):
             if source is not None and source not in (BASE, *self._teachers):
                 self._teachers[source] = Teacher(source, base.model.dtype, base.device, job.name)
         self._rewards: dict[str, Rewards] = {}
-        self._ends: dict[str | None, frozenset[int]] = {}
-        self._sampler: Any = None
+        self._drawing = Drawing(base, single, lambda: self.events.stop.asked)
 
     # --- as the loop asks --------------------------------------------------------------------------------------------------
 
@@ -147,7 +125,7 @@ class RolloutChanges(Changes):
         began = time.perf_counter()
         drawn = self._draw(wanted) if wanted else []
         took = time.perf_counter() - began
-        groups = [self._groups(own) for own in drawn]
+        groups = [own.groups() for own in drawn]
         asked = [self._rewards_of(own.job).ask(some) for own, some in zip(drawn, groups, strict=True)]
         forwards = Forwards(self.base.device, self.executor, budget, Team(ALONE, self.events.stop, list(jobs)))
         for own, some, futures in zip(drawn, groups, asked, strict=True):
@@ -157,80 +135,21 @@ class RolloutChanges(Changes):
             judged = self._rewards_of(own.job).take(some, futures)
             self._put(own, judged, scores, took)
 
-    def _draw(self, wanted: Sequence[tuple[Job, int]]) -> list[_Drawn]:
+    def _draw(self, wanted: Sequence[tuple[Job, int]]) -> list[Drawn]:
         """Completions of all prompts, in one batch; none where a stop is asked for."""
-        sampler, drawn = self._sampling(), list[_Drawn]()
-        places: dict[int, list[list[SampledToken]]] = {}
-        for job, step in wanted:
-            data, config = job.data, job.config.rollout
-            assert isinstance(data, RolloutData)
-            numbers, tokens = data.rollouts.prompts_of(step), list[list[SampledToken]]()
-            for at, number in enumerate(numbers):
-                own: list[list[SampledToken]] = [[] for _ in range(config.num_generations)]
-                request = SampleRequest(
-                    tuple(data.rollouts.prompts[number].ids.tolist()), job.adapter.number, config.max_new_tokens,
-                    config.num_generations, seed=stable_hash("rollout", data.seed, step, at), stop_tokens=self._ends_of(job),
-                )  # fmt: skip
-                places[sampler.submit(request)] = own
-                tokens += own
-            drawn.append(
-                _Drawn(job, step, [number for number in numbers for _ in range(config.num_generations)], tokens)
-            )
-        with torch.no_grad():
-            while sampler.waiting:
-                if self.events.stop.asked:
-                    for ticket in places:
-                        sampler.cancel(ticket)
-                    return []
-                for token in sampler.step():
-                    places[token.ticket][token.sample].append(token)
-        sampler.free()
-        return drawn
-
-    def _sampling(self) -> Any:
-        if self._sampler is None:
-            self._sampler, _ = sampler_for(self.base.model, self.single.attached, self.base.tokenizer)
-        return self._sampler
-
-    def _ends_of(self, job: Job) -> frozenset[int]:
-        if job.chat_template not in self._ends:
-            tokenizer = templated(self.base.tokenizer, job.chat_template)
-            settings = getattr(self.base.model, "generation_config", None)
-            self._ends[job.chat_template] = frozenset(answer_ends(tokenizer, getattr(settings, "eos_token_id", None)))
-        return self._ends[job.chat_template]
-
-    def _texts(self, drawn: _Drawn) -> list[str]:
-        tokenizer = templated(self.base.tokenizer, drawn.job.chat_template)
-        return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in drawn.ids]
-
-    def _groups(self, drawn: _Drawn) -> list[Group]:
-        data, size = drawn.job.data, drawn.job.config.rollout.num_generations
-        assert isinstance(data, RolloutData)
-        out, texts = [], self._texts(drawn)
-        for first in range(0, len(texts), size):
-            prompt = data.rollouts.prompts[drawn.prompts[first]]
-            said: list[Any] = texts[first : first + size]
-            if not isinstance(prompt.said, str):
-                said = [[{"role": "assistant", "content": text}] for text in said]
-            out.append(Group(prompt.where, prompt.said, said, prompt.columns))
-        return out
+        return self._drawing.draw(wanted)
 
     def _rewards_of(self, job: Job) -> Rewards:
         if job.name not in self._rewards:
-            self._rewards[job.name] = Rewards(job.config.rollout, job.name)
+            self._rewards[job.name] = Rewards(job.config.rollout, job.name, self._drawing.has_reward(job))
         return self._rewards[job.name]
 
     # --- what is learnt ----------------------------------------------------------------------------------------------------
 
-    def _scores(self, drawn: _Drawn, forwards: Forwards) -> _Scores | None:
+    def _scores(self, drawn: Drawn, forwards: Forwards) -> _Scores | None:
         """Score each completion's tokens. None where a stop is asked for."""
         job, name = drawn.job, drawn.job.name
-        prompts = job.data.rollouts.prompts  # type: ignore[attr-defined]
-        samples = []
-        for number, ids in zip(drawn.prompts, drawn.ids, strict=True):
-            start = prompts[number].ids
-            whole = np.concatenate([start, np.asarray(ids, np.int32)])
-            samples.append(Sample(whole, np.arange(len(whole)) >= len(start)))
+        samples = [sample_of(talk.start, talk.ids, talk.mask) for talk in drawn.talks]
         own = forwards.over({name: samples}, {name: job.adapter.number}, [name])
         if own is None:
             return None
@@ -245,7 +164,7 @@ class RolloutChanges(Changes):
         return _Scores(own[name].logps, base if has_reference else None, taught)
 
     def _put(
-        self, drawn: _Drawn, judged: Sequence[Judged], scores: _Scores, draw_seconds: float
+        self, drawn: Drawn, judged: Sequence[Judged], scores: _Scores, draw_seconds: float
     ) -> None:  # fmt: skip
         job, config = drawn.job, drawn.job.config.rollout
         rewards, names = self._rewards_of(job), self._rewards_of(job).names
@@ -257,17 +176,17 @@ class RolloutChanges(Changes):
         totals = [np.zeros(config.num_generations) if own.lost is not None else rewards.total(own) for own in judged]
         advantages = advantages_of(totals, [own.lost is not None for own in judged], config.scale_rewards)
         logps, base, taught = scores.own, scores.base, scores.teacher
-        completions, drifts, texts = [], [], self._texts(drawn)
-        for at, tokens in enumerate(drawn.tokens):
+        completions, drifts = [], []
+        for at, talk in enumerate(drawn.talks):
             group, place = divmod(at, config.num_generations)
-            drifts.append(drift_of(logps[at], [token.logprob for token in tokens]))
+            drifts.append(drift_of(logps[at], talk.logprobs))
             values = {name: judged[group].rewards[number, place] for number, name in enumerate(names)}
             completions.append(Completion(
-                drawn.prompts[at], drawn.ids[at], logps[at].tolist(), float(advantages[group][place]),
+                drawn.prompts[group], talk.ids, logps[at].tolist(), float(advantages[group][place]),
                 float(totals[group][place]), drifts[-1],
                 {name: None if np.isnan(value) else float(value) for name, value in values.items()},
-                None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(), texts[at],
-                tokens[-1].reason == "length", judged[group].lost is not None,
+                None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(), talk.text,
+                talk.is_cut, judged[group].lost is not None, **self._drawing.more_of(drawn, at),
             ))  # fmt: skip
         tokens_of = f"the completions of step {drawn.step + 1}"
         if (apart := why_apart(float(np.mean(drifts)), self.base.model.dtype, tokens_of)) is not None:
@@ -293,9 +212,9 @@ def advantages_of(totals: Sequence[np.ndarray], lost: Sequence[bool], scale: str
 
 
 def reward_hash(config: RolloutConfig) -> str:
-    """Hash of the files of the rewards, by which a resumed run tells that they have changed."""
+    """Hash of the files of rewards, environments and tools, by which a resumed run tells that they have changed."""
     digest = hashlib.blake2b(digest_size=8)
-    for spec in config.rewards:
+    for spec in (*config.reward_sources, *config.tool_specs):
         path = Path(spec.rpartition(":")[0])
         digest.update(spec.encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,13 +13,24 @@ from packlora.errors import quoted
 from packlora.functions import names_a_function
 
 MOST_REWARDS = 32
+MOST_TOOLS = 128
+TURNS = 8
+"""Most turns where the run file does not say."""
 
 
 class RolloutConfig(Strict):
     """Completions that a job's adapter generates, and their rewards. A global batch counts completions, as TRL's does."""
 
+    CODE: ClassVar = ("reward", "environment_factory", "tools")
+    """Keys that name functions in files."""
     reward: PathText | list[PathText] | None = None
     """Functions that judge completions: FILE.py:FUNCTION, or an address that answers with JSON; one or a list."""
+    environment_factory: PathText | None = None
+    """Environment that each completion talks to, turn by turn: FILE.py:CLASS, or a function that makes one."""
+    tools: PathText | list[PathText] | None = None
+    """Functions that the model may call, by the format of its chat template: FILE.py:FUNCTION; one or a list."""
+    max_turns: int = Field(TURNS, ge=1, le=1024)
+    """Most turns of the model in a completion, with an environment or tools."""
     reward_weights: list[float] | None = Field(None, min_length=1, max_length=MOST_REWARDS)
     """Weight of each reward in the sum; null: 1 for each."""
     teacher: PathText | None = None
@@ -46,6 +57,26 @@ class RolloutConfig(Strict):
         """Rewards as a list."""
         return [self.reward] if isinstance(self.reward, str) else list(self.reward or [])
 
+    @property
+    def tool_specs(self) -> list[str]:
+        """Tools as a list."""
+        return [self.tools] if isinstance(self.tools, str) else list(self.tools or [])
+
+    @property
+    def reward_sources(self) -> list[str]:
+        """Rewards, and the environment, which may give one."""
+        return [*self.rewards, self.environment_factory] if self.environment_factory is not None else self.rewards
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether something answers what the model says."""
+        return self.environment_factory is not None or self.tools is not None
+
+    @property
+    def turns(self) -> int:
+        """Most turns of a completion."""
+        return self.max_turns if self.has_environment else 1
+
     @field_validator("reward")
     @classmethod
     def _known(cls, value: str | list[str] | None) -> str | list[str] | None:
@@ -61,6 +92,17 @@ class RolloutConfig(Strict):
                 )
         return value
 
+    @field_validator("environment_factory", "tools")
+    @classmethod
+    def _functions(cls, value: str | list[str] | None) -> str | list[str] | None:
+        specs = [value] if isinstance(value, str) else value or []
+        if not isinstance(value, str | None) and not 1 <= len(specs) <= MOST_TOOLS:
+            raise ValueError(f"is a list of {len(specs)} functions; from 1 to {MOST_TOOLS} are taken")
+        for spec in specs:
+            if not names_a_function(spec):
+                raise ValueError(f"is {quoted(spec)}; it names a function in a file, as FILE.py:FUNCTION")
+        return value
+
     @field_validator("reward_weights")
     @classmethod
     def _finite(cls, value: list[float] | None) -> list[float] | None:
@@ -72,8 +114,12 @@ class RolloutConfig(Strict):
     def check(self, job: JobConfig) -> None:
         """Raises ValueError where other keys of the job do not go with a rollout."""
         train, data = job.train, job.data
-        if self.reward is None and self.teacher is None:
+        if self.reward is None and self.teacher is None and self.environment_factory is None:
             raise ValueError("rollout has neither a reward nor a teacher; set rollout.reward to FILE.py:FUNCTION")
+        if self.max_turns != TURNS and not self.has_environment:
+            raise ValueError(
+                "rollout.max_turns is for completions with rollout.environment_factory or rollout.tools; set one"
+            )
         if train.trainer != "grpo":
             raise ValueError(
                 f"rollout is for trainer grpo, and this job's trainer is {train.trainer}; set train.loss_type, as dapo"

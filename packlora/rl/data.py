@@ -9,7 +9,7 @@ Sample n of step k has the number k * global_batch_size + n; those of a prompt l
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from packlora.config import JobConfig
 from packlora.data.dataset import JobData
-from packlora.data.encode import Sample
+from packlora.data.encode import NO_COLUMNS, Sample
 from packlora.data.order import SampleOrder
 from packlora.files import write_file
 from packlora.rl.prompts import Prompt, fingerprint
@@ -35,6 +35,10 @@ class Completion:
     reference, teacher [l]: by the base model and by the teacher, where these are asked for. advantage, reward: of the whole.
     drift: mean difference of the log-probabilities of drawing and training. rewards: by their names; None: nothing to say.
     is_cut: whether it ended by its length. is_lost: whether its group teaches nothing, as its rewards failed.
+
+    With an environment `ids` and `text` have what it says as well. mask [len(ids)]: 1 for a token of the model, to which arrays
+    [l] belong, and 0 for one of the environment. start: tokens of the prompt, where its row has others. turns: of the model.
+    calls, failures: of tools.
     """
 
     prompt: int
@@ -49,6 +53,11 @@ class Completion:
     text: str = ""
     is_cut: bool = False
     is_lost: bool = False
+    start: list[int] | None = None
+    mask: list[int] | None = None
+    turns: int = 1
+    calls: int = 0
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,9 @@ class Batch:
     @property
     def gain(self) -> float:
         """Mean over all tokens of how much likelier they are for the teacher."""
-        sums = [(np.subtract(one.teacher, one.logprobs).sum(), len(one.ids)) for one in self.completions if one.teacher]
+        sums = [
+            (np.subtract(one.teacher, one.logprobs).sum(), len(one.logprobs)) for one in self.completions if one.teacher
+        ]
         return float(sum(total for total, _ in sums) / max(1, sum(count for _, count in sums)))
 
 
@@ -76,10 +87,14 @@ class RolloutSamples(Sequence[Sample]):
         folder: of the files.
         seed: of the order of prompts.
         steps: that the job is to take.
+        longest: most tokens of a prompt.
     """
 
-    def __init__(self, job: JobConfig, prompts: list[Prompt], folder: Path, seed: int, steps: int) -> None:
+    def __init__(
+        self, job: JobConfig, prompts: list[Prompt], folder: Path, seed: int, steps: int, longest: int = 2**31
+    ) -> None:
         assert job.rollout is not None
+        self.longest = longest
         self.name, self.prompts, self.folder, self.config = job.name, prompts, folder, job.rollout
         self.size, self.group = job.train.global_batch_size, job.rollout.num_generations
         self.make: Callable[[int], None] | None = None
@@ -133,8 +148,6 @@ class RolloutSamples(Sequence[Sample]):
 
     def sample(self, one: Completion, batch: Batch, gain: float) -> Sample:
         """A completion as a sample, with the columns of engine/objectives/policy.py and those of rl/objective.py."""
-        prompt = self.prompts[one.prompt]
-        ids = np.concatenate([prompt.ids, np.asarray(one.ids, np.int32)])
         columns = {
             "logprobs": np.array(one.logprobs), "advantages": self._advantages(one, gain), "reward": np.array(one.reward),
             "drift": np.array(one.drift), "cut": np.array(float(one.is_cut)), "lost": np.array(float(one.is_lost)),
@@ -145,7 +158,11 @@ class RolloutSamples(Sequence[Sample]):
             columns["reference"] = np.array(one.reference)
         if one.teacher is not None:
             columns["away"] = np.array(np.mean(np.subtract(one.logprobs, one.teacher)))
-        return Sample(ids, np.arange(len(ids)) >= len(prompt.ids), columns=columns)
+        if one.mask is not None:
+            counted = ("turns", one.turns), ("calls", one.calls), ("failures", one.failures)
+            columns |= {name: np.array(float(count)) for name, count in counted}
+        start = self.prompts[one.prompt].ids.tolist() if one.start is None else one.start
+        return sample_of(start, one.ids, one.mask, columns)
 
     def _advantages(self, one: Completion, gain: float) -> np.ndarray:
         """Advantages [] or [l]. With a teacher a token's own is greater by how much likelier it is for the teacher than the
@@ -198,6 +215,15 @@ class RolloutSamples(Sequence[Sample]):
         prompt, new = self.prompts[number // self.group].ids, max(1, self.config.max_new_tokens // 2)
         ids = np.concatenate([prompt, np.full(new, prompt[-1])]).astype(np.int32)
         return Sample(ids, np.arange(len(ids)) >= len(prompt))
+
+
+def sample_of(
+    start: Sequence[int], ids: Sequence[int], mask: Sequence[int] | None, columns: Mapping[str, np.ndarray] = NO_COLUMNS
+) -> Sample:
+    """A completion after its prompt as a sample; learnt where the mask is 1, or all of it."""
+    whole = np.asarray([*start, *ids], np.int32)
+    is_label = np.asarray([0] * len(start) + list(mask or [1] * len(ids)), bool)
+    return Sample(whole, is_label, columns=columns)
 
 
 def _tree(one: Completion) -> dict[str, Any]:

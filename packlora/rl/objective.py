@@ -39,7 +39,7 @@ class RewardObjective(PolicyObjective):
         clip = (0.0, train.epsilon_high or MOST_CISPO) if kind == "cispo" else (1 - low, 1 + high)
         beta, kl = (BETA if train.beta is None else train.beta, 0.0) if kind == "dro" else (BETA, train.beta or 0.0)
         own = RewardObjective(name, clip, beta, over, rollout.max_new_tokens, kl)  # type: ignore[arg-type]
-        own.rewards = names_of(rollout.rewards)
+        own.rewards = names_of(rollout.reward_sources)
         return own
 
     def facts(self, batch: Sequence[Sample]) -> Facts:
@@ -60,7 +60,9 @@ class RewardObjective(PolicyObjective):
         }  # fmt: skip
         if away:
             found["teacher/reverse_kl"] = float(np.mean(away))
-        for name in self.rewards:
+        if "turns" in batch[0].columns:
+            found |= _of_turns(batch)
+        for name in (name for name in self.rewards if f"rewards/{name}" in batch[0].columns):
             own = np.array([float(sample.columns[f"rewards/{name}"]) for sample in batch])
             found[f"rewards/{name}/mean"] = float(own[~np.isnan(own)].mean()) if (~np.isnan(own)).any() else np.nan
         return found
@@ -72,3 +74,14 @@ class RewardObjective(PolicyObjective):
 
 
 COLUMNS = ("reward", "drift", "cut", "lost", "staleness", "seconds")
+
+
+def _of_turns(batch: Sequence[Sample]) -> dict[str, float]:
+    """Means of completions with environments: turns, calls of tools by completion, and the share of calls that fail."""
+    turns, calls, failures = (
+        sum(float(sample.columns[name]) for sample in batch) for name in ("turns", "calls", "failures")
+    )
+    return {
+        "rollout/turns": turns / len(batch), "tools/call_frequency": calls / len(batch),
+        "tools/failure_frequency": failures / calls if calls else 0.0,
+    }  # fmt: skip

@@ -12,9 +12,11 @@ from packlora.data.encode import Encoded
 from packlora.data.tokens import check_vocabulary
 from packlora.errors import InputError
 from packlora.rl.data import FOLDER, RolloutData, RolloutSamples
+from packlora.rl.environments import Environments
 from packlora.rl.prompts import read_prompts
 from packlora.rl.rewards import Rewards
 from packlora.rl.teacher import check_teacher
+from packlora.rl.tools import check_calls_are_read
 from packlora.terminal import Told
 
 
@@ -55,12 +57,28 @@ def rollout_data(
             "(data.max_length, a microbatch, or the model's context); lower the one or raise the other"
         )
     Rewards(job.rollout, job.name)
+    if job.rollout.has_environment:
+        check_environments(job, tokenizer)
     if job.rollout.teacher is not None:
         check_teacher(job.rollout.teacher, tokenizer, job.name)
     prompts, notes = read_prompts(job, tokenizer, most - new, told)
     check_vocabulary(job.name, (prompt.ids for prompt in prompts), vocabulary, tokenizer)
     seed, steps = run.seed_of(job), configured_steps(job.train, len(prompts) * job.rollout.num_generations)
-    samples = RolloutSamples(job, prompts, Path(run.output_dir) / job.name / FOLDER, seed, steps)
+    samples = RolloutSamples(job, prompts, Path(run.output_dir) / job.name / FOLDER, seed, steps, most - new)
     data = RolloutData(job.name, samples, job.train, seed, max_steps)
     few = [sample for sample, _ in zip(samples, range(64), strict=False)]
     return data, Encoded(few), max(len(prompt.ids) for prompt in prompts) + new, notes
+
+
+def check_environments(job: JobConfig, tokenizer: Any) -> None:
+    """Raises InputError where a job's environments or tools are not there, give nothing to learn, or cannot be called."""
+    rollout, environments = job.rollout, Environments(job.rollout, job.name)
+    if rollout.reward is None and rollout.teacher is None and not environments.has_reward:
+        raise InputError(
+            f"job {job.name!r}: there is no reward: the environment has neither `step` nor `get_reward`; set rollout.reward"
+        )
+    if environments.schemas:
+        try:
+            check_calls_are_read(tokenizer, job.data.chat_template_kwargs)
+        except InputError as error:
+            raise InputError(f"job {job.name!r}: rollout.tools: {error}") from None

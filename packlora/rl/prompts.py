@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from packlora.config import JobConfig
+from packlora.data.places import prompt_text
 from packlora.data.prompts import prompt_ids
 from packlora.data.readers import files_of, values_of
 from packlora.data.rows import How, with_system
+from packlora.data.template import Template
+from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
 from packlora.terminal import Told
 
@@ -45,11 +48,12 @@ def read_prompts(
         InputError: a file is missing or malformed, a row is no prompt or too long, or there are none.
     """
     out, skipped, dropped = list[Prompt](), list[str](), 0
+    tools = tools_of(job)
     for where, value in itertools.islice(_values(job), most):
         try:
             if isinstance(value, InputError):
                 raise value
-            prompt = _prompt(value, where, job, tokenizer)
+            prompt = _prompt(value, where, job, tokenizer, tools)
         except InputError as error:
             if job.data.on_bad_row == "error":
                 raise
@@ -88,7 +92,7 @@ def _values(job: JobConfig) -> Iterator[tuple[str, Any]]:
                 yield where, value
 
 
-def _prompt(value: Any, where: str, job: JobConfig, tokenizer: Any) -> Prompt:
+def _prompt(value: Any, where: str, job: JobConfig, tokenizer: Any, tools: list[Any] | None) -> Prompt:
     def bad(problem: str) -> InputError:
         return InputError(f"job {job.name!r}: {where}: {problem}; {FORMATS}")
 
@@ -106,11 +110,40 @@ def _prompt(value: Any, where: str, job: JobConfig, tokenizer: Any) -> Prompt:
     else:
         raise bad(f"its {key} is {'missing' if said is None else 'empty or no text and no messages'}")
     try:
-        ids = prompt_ids(asked, tokenizer, variables=job.data.chat_template_kwargs)
+        ids = tokens_of(asked, tokenizer, job.data.chat_template_kwargs, tools)
     except InputError as error:
         raise InputError(f"job {job.name!r}: {where}: {error}") from None
     columns = {str(name): own for name, own in value.items() if name not in (key, "prompts", "completions")}
     return Prompt(where, np.asarray(ids, np.int32), asked, columns)
+
+
+def tools_of(job: JobConfig) -> list[Any] | None:
+    """JSON schemas of the tools of a job, which its prompts show; None where it has none."""
+    if job.rollout is None or not job.rollout.has_environment:
+        return None
+    from packlora.rl.environments import Environments
+
+    return Environments(job.rollout, job.name).schemas
+
+
+def tokens_of(
+    said: str | list[dict[str, Any]], tokenizer: Any, variables: Mapping[str, Any], tools: list[Any] | None
+) -> list[int]:
+    """Tokens of a prompt.
+
+    Args:
+        said: plain text, or messages, by the tokenizer's chat template.
+        variables: of the chat template.
+        tools: JSON schemas of what the model may call.
+
+    Raises:
+        InputError: the template refuses the messages, or does not show all of them and the tools; or there are no tokens.
+    """
+    if not tools:
+        return prompt_ids(said, tokenizer, variables=variables)
+    if isinstance(said, str):
+        raise InputError("its prompt is a text, and tools go by a chat template; make it a list of messages")
+    return prompt_tokens(prompt_text(Template(tokenizer, tools, variables), said), tokenizer, is_rendered=True)
 
 
 def fingerprint(prompts: list[Prompt]) -> str:

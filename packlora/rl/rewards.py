@@ -9,13 +9,8 @@ another. A function that raises, takes too long or answers with something else c
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import math
-import queue
-import threading
-import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,23 +20,34 @@ import numpy as np
 
 from packlora.errors import InputError, reason_of
 from packlora.functions import load_function, place_of
+from packlora.rl.awaiting import awaited
 from packlora.rl.config import RolloutConfig
+from packlora.rl.workers import Future, Worker
 
 MOST_ANSWERED = 10**7
 """Bytes of what an address may answer."""
 LARGEST = 1e30
 """Of a reward, so that means and deviations of float64 hold it."""
+ENVIRONMENTS = "environments"
+"""Name by which a reward is given the environments, as in TRL."""
 Ask = Callable[[list[Any], list[Any], Mapping[str, list[Any]]], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Completions of a prompt. where: file and line of its row. columns: other fields of the row."""
+    """Completions of a prompt. where: file and line of its row. columns: other fields of the row.
+
+    environments: of each completion, for rewards that look into them. scores: rewards of these environments; empty where they
+    give none. lost: why it teaches nothing, as an environment has failed.
+    """
 
     where: str
-    prompt: Any
+    prompts: Sequence[Any]
     completions: Sequence[Any]
     columns: Mapping[str, Any]
+    environments: Sequence[Any] = ()
+    scores: Sequence[float] = ()
+    lost: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,61 +64,61 @@ class Rewards:
 
     Args:
         job: its name.
+        has_own: whether its environments give a reward, which stands last and has weight 1, as in TRL.
 
     Raises:
         InputError: a function is not there.
     """
 
-    def __init__(self, config: RolloutConfig, job: str) -> None:
-        self.names = names_of(config.rewards)
-        self.weights = np.array(config.reward_weights or [1.0] * len(self.names))
+    def __init__(self, config: RolloutConfig, job: str, has_own: bool = False) -> None:
+        self.names = names_of(config.reward_sources)[: len(config.rewards) + has_own]
+        weights = config.reward_weights or [1.0] * len(config.rewards)
+        self.weights = np.array([*weights, 1.0][: len(self.names)])
         self._timeout = config.reward_timeout
         try:
             self._asked = [_ask_of(spec, config.reward_timeout) for spec in config.rewards]
         except InputError as error:
             raise InputError(f"job {job!r}: {error}") from None
-        self._worker: _Worker | None = None
+        self._worker = Worker(config.reward_timeout)
 
-    def ask(self, groups: Sequence[Group]) -> list[Future]:
+    def ask(self, groups: Sequence[Group]) -> list[Future[Judged]]:
         """Begin to judge groups; the results come in their order."""
-        if self._worker is None or self._worker.is_stuck:
-            self._worker = _Worker()
-        return [self._worker.submit(lambda group=group: self._judge(group)) for group in groups]  # type: ignore[misc]
+        return self._worker.ask(self._actions(groups))
 
-    def take(self, groups: Sequence[Group], futures: Sequence[Future]) -> list[Judged]:
-        """Wait for the results of `ask`. Where one takes too long, its thread is left alone, and the rest is asked anew."""
-        out: list[Judged] = []
-        while len(out) < len(groups):
-            found = futures[len(out)].wait(self._timeout)
-            if found is None:
-                said = f"took more than {self._timeout:g} seconds"
-                out.append(self._lost(groups[len(out)], said))
-                assert self._worker is not None
-                self._worker.is_stuck = True
-                futures = [*futures[: len(out)], *self.ask(groups[len(out) :])]
-            else:
-                out.append(found)
-        return out
+    def take(self, groups: Sequence[Group], futures: Sequence[Future[Judged]]) -> list[Judged]:
+        """Wait for the results of `ask`. One that takes too long is lost."""
+        found = self._worker.take(self._actions(groups), futures)
+        late = f"took more than {self._timeout:g} seconds"
+        return [own or self._lost(group, late) for group, own in zip(groups, found, strict=True)]
+
+    def _actions(self, groups: Sequence[Group]) -> list[Callable[[], Judged]]:
+        return [lambda group=group: self._judge(group) for group in groups]  # type: ignore[misc]
 
     def _judge(self, group: Group) -> Judged:
         count = len(group.completions)
+        if group.lost is not None:
+            return self._lost(group, group.lost)
         columns = {name: [value] * count for name, value in group.columns.items()}
-        found = np.full((len(self._asked), count), math.nan)
+        if group.environments:
+            columns[ENVIRONMENTS] = list(group.environments)
+        found = np.full((len(self.names), count), math.nan)
+        if group.scores:
+            found[len(self._asked)] = group.scores
         for number, (file, ask) in enumerate(self._asked):
             try:
-                answer = ask([group.prompt] * count, list(group.completions), columns)
+                answer = ask(list(group.prompts), list(group.completions), columns)
             except Exception as error:  # any code of a user
                 return self._lost(group, f"{place_of(error, file)} failed: {reason_of(error)}")
-            numbers = _numbers(answer, count)
+            numbers = numbers_of(answer, count)
             if isinstance(numbers, str):
                 return self._lost(group, f"{self.names[number]} {numbers}")
             found[number] = numbers
-        if self._asked and np.isnan(found).all(axis=0).any():
+        if len(found) and np.isnan(found).all(axis=0).any():
             return self._lost(group, "no reward has anything to say of a completion")
         return Judged(found)
 
     def _lost(self, group: Group, why: str) -> Judged:
-        return Judged(np.full((len(self._asked), len(group.completions)), math.nan), f"{group.where}: {why}")
+        return Judged(np.full((len(self.names), len(group.completions)), math.nan), f"{group.where}: {why}")
 
     def total(self, judged: Judged) -> np.ndarray:
         """Weighted sums [G] of what has something to say."""
@@ -137,17 +143,14 @@ def _ask_of(spec: str, timeout: float) -> tuple[str, Ask]:
 
     def ask(prompts: list[Any], completions: list[Any], columns: Mapping[str, list[Any]]) -> Any:
         found = function(prompts=prompts, completions=completions, **columns)
-        return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+        return awaited(found)
 
     return file, ask
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
-
-
 def _post(address: str, timeout: float, prompts: Any, completions: Any, columns: Mapping[str, Any]) -> Any:
     """What an address answers: a list of numbers, or a mapping with one under `rewards`."""
+    columns = {name: own for name, own in columns.items() if name != ENVIRONMENTS}
     sent = json.dumps({"prompts": prompts, "completions": completions, **columns}).encode()
     request = urllib.request.Request(address, sent, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=timeout) as answer:
@@ -156,7 +159,7 @@ def _post(address: str, timeout: float, prompts: Any, completions: Any, columns:
     return value["rewards"] if isinstance(value, dict) else value
 
 
-def _numbers(answer: Any, count: int) -> np.ndarray | str:
+def numbers_of(answer: Any, count: int) -> np.ndarray | str:
     """An answer as numbers [G], NaN for None; or what is wrong with it."""
     values = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(values, list | tuple) or len(values) != count:
@@ -170,47 +173,3 @@ def _numbers(answer: Any, count: int) -> np.ndarray | str:
             return f"gave {value!r:.60} for a completion; a reward is a number up to {LARGEST:g}, or None"
         out[at] = float(value)
     return out
-
-
-class Future:
-    """A result that a worker is to give."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._done = threading.Event()
-        self._result: Judged | None = None
-
-    def run(self, action: Callable[[], Judged]) -> None:
-        self._began = time.monotonic()
-        self._result = action()
-        self._done.set()
-
-    def wait(self, seconds: float) -> Judged | None:
-        """The result; None where it takes longer than so many seconds from when it began."""
-        while not self._done.wait(0.05 if self._began is None else max(0.0, self._began + seconds - time.monotonic())):
-            if self._began is not None and time.monotonic() > self._began + seconds:
-                return None
-        return self._result
-
-
-class _Worker:
-    """A thread that does one thing after the other, and holds no program up that ends.
-
-    is_stuck: set where what it does takes too long; nothing that waits is done then.
-    """
-
-    def __init__(self) -> None:
-        self.is_stuck = False
-        self._waiting: queue.SimpleQueue[tuple[Future, Callable[[], Judged]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="packlora-reward", daemon=True).start()
-
-    def submit(self, action: Callable[[], Judged]) -> Future:
-        future = Future()
-        self._waiting.put((future, action))
-        return future
-
-    def _run(self) -> None:
-        while not self.is_stuck:
-            future, action = self._waiting.get()
-            if not self.is_stuck:
-                future.run(action)
