@@ -229,6 +229,8 @@ def test_turns_are_drawn_after_all_that_was_said_and_the_same_bits_together_alon
                 assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
     both = [one for step in (1, 2, 3) for one in drawn(tmp_path / "both", "game", step)]
     assert {one["turns"] for one in both} >= {2, 3} and any(one["start"] for one in both)
+    for step in (1, 2, 3):  # what is trained on is what was drawn
+        assert abs(of_step(tmp_path / "both", "game", step)["sampling/kl"]) < 1e-5
     line = of_step(tmp_path / "both", "plain", 3)
     assert line["rewards/looks/mean"] + line["rewards/Guess/mean"] == pytest.approx(line["reward"])
     assert line["rollout/turns"] > 1 and line["sampling/sampling_logp_difference/mean"] < 1e-4
