@@ -11,6 +11,7 @@ thread of the job. One that raises, takes too long or gives no number costs its 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class Environments:
             return None, None
         try:
             environment = self._make()
-            said = awaited(environment.reset(**_named(environment.reset, {"seed": seed, **row})))
+            said = awaited(environment.reset(**_named(environment.reset, {"seed": seed, **copy.deepcopy(row)})))
         except Exception as error:  # any code of a user
             raise self._lost(error) from None
         return environment, _said(said, "reset")
@@ -136,7 +137,7 @@ class Environments:
             messages, failures = run_calls(calls, tools)
             return Answer(messages, 0.0, False, len(calls), failures)
         if not self.has_step:
-            return Answer(calls=len(calls))
+            return Answer()
         try:
             found = awaited(environment.step(text))
         except Exception as error:  # any code of a user
@@ -146,7 +147,7 @@ class Environments:
                 f"step gave a {type(found).__name__}; it gives an observation, a reward, and whether it is done"
             )
         said, reward, done = found
-        return Answer(_said(said, "step"), _number(reward, "step"), bool(done) or said is None, len(calls))
+        return Answer(_said(said, "step"), _number(reward, "step"), bool(done) or said is None)
 
     def reward(self, environment: Any, earned: float) -> float:
         """Reward of a completion. earned: sum of the rewards of its steps."""

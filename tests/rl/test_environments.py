@@ -245,13 +245,48 @@ def learnt_without(learnt: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def test_calls_of_tools_are_run_and_their_results_are_said_in_the_chat_template(
+def loop_of_trl(tokenizer: Any, made: list[Call], start: list[int], turns: list[list[int]]) -> dict[str, Any]:
+    """What TRL's GRPOTrainer makes of a prompt and turns that are given, each with these calls, by its own loop over tools."""
+    (first, *later), total = turns, [0]
+
+    def add(number: int) -> int:
+        total[0] += number
+        return total[0]
+
+    def parsed(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"role": "assistant", "content": "", "tool_calls": [call.message for call in made]}
+
+    own: Any = SimpleNamespace(
+        processing_class=tokenizer, _tokenizer=tokenizer, _is_vlm=False, chat_template=None, chat_template_kwargs={},
+        max_tool_calling_iterations=2, _sync_tool_dicts=[{"add": add, "halve": lambda number: number / 2}], tools=[add],
+        _async_tool_dicts=[{}], use_vllm=False, max_completion_length=500, environment_factories=None,
+        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=2048)),
+        _generate_single_turn=lambda *args, **kwargs: ([later.pop(0)], None),
+    )  # fmt: skip
+    suffix = of_grpo_trainer("_get_tool_suffix_ids")
+    own._get_tool_suffix_ids = lambda messages: suffix(own, messages)
+    loop = of_grpo_trainer("_tool_call_loop", parse_response=parsed)
+    mask, messages, ids, _, calls, failures, _ = loop(own, [[{}]], [start], [first], [[parsed()]], None, None, {})
+    return {"mask": mask[0], "ids": ids[0], "calls": calls, "failures": failures, "messages": messages[0]}
+
+
+def turns_of(one: dict[str, Any]) -> list[list[int]]:
+    """Tokens of the model, by turn."""
+    out: list[list[int]] = [[]]
+    for at, (token, own) in enumerate(zip(one["ids"], one["mask"], strict=True)):
+        if own:
+            out = [*out, []] if at and not one["mask"][at - 1] else out
+            out[-1].append(token)
+    return out
+
+
+def test_calls_of_tools_are_run_and_conversations_are_those_of_trl(
     files: Path, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tiny model makes no calls, so each of its turns is read as one."""
+    """The tiny model makes no calls, so each of its turns is read as three."""
     from packlora.rl import drawing
 
-    made = [Call("add", {"number": 2}), Call("halve", {"number": 5}), Call("nothing", {}), Call("no JSON", None)]
+    made = [Call("add", {"number": 2}), Call("halve", {"number": 5}), Call("nothing", {})]
     monkeypatch.setattr(drawing, "calls_of", lambda text: made)
     keys = {"tools": f"{files}/envs.py:halve", "data": {"chat_template": str(files / "tools.jinja")}}
     asked = job("counts", files, "Counter", **keys, max_steps=1, max_new_tokens=500)
@@ -262,16 +297,21 @@ def test_calls_of_tools_are_run_and_their_results_are_said_in_the_chat_template(
     run = tree(str(tmp_path / "long"), tmp_path / "out", asked, max_tokens_per_microbatch=2000)
     assert train(run).status == "done"
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    told = transformers.AutoTokenizer.from_pretrained(base, eos_token="<|im_end|>", chat_template=TOOLS)
     found = drawn(tmp_path / "out", "counts", 1)
     for one in found:
-        assert one["turns"] == 3 and one["reward"] == 4.0 and (one["calls"], one["failures"]) == (12, 4)
+        assert one["turns"] == 3 and one["reward"] == 4.0 and (one["calls"], one["failures"]) == (6, 2)
         results = [f"<|im_start|>tool\n{own}<|im_end|>\n" for own in (2, 2.5)]
         wanted = "\n" + "".join(results) + "<|im_start|>tool\n{'error': 'Tool nothing not found.'}<|im_end|>\n"
         assert tokenizer.decode(heard(one)[0]).startswith(wanted)
+        trl = loop_of_trl(told, made, one["start"], turns_of(one))
+        assert {key: trl[key] for key in ("mask", "ids", "calls", "failures")} == {
+            key: one[key] for key in ("mask", "ids", "calls", "failures")
+        }
         shown = tokenizer.decode(one["start"])
         assert '"name": "add"' in shown and '"name": "halve"' in shown and "<|im_start|>user\ncount<|im_end|>" in shown
     line = of_step(tmp_path / "out", "counts", 1)
-    assert line["tools/failure_frequency"] == pytest.approx(1 / 3) and line["tools/call_frequency"] == 12
+    assert line["tools/failure_frequency"] == pytest.approx(1 / 3) and line["tools/call_frequency"] == 6
 
 
 RAISES = ENVIRONMENTS[: ENVIRONMENTS.index('raise RuntimeError("no")')].count("\n") + 1
@@ -345,20 +385,24 @@ def test_masked_losses_and_gradients_are_those_of_trl(loss_type: str) -> None:
     assert float(gradient[torch.from_numpy(~learnt)].abs().sum()) == 0
 
 
+def of_grpo_trainer(name: str, **known: Any) -> Callable[..., Any]:
+    """A method of TRL's GRPOTrainer, compiled by itself, with what it knows of its module."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("TRL is not installed")
+    parsed = ast.parse((Path(spec.origin).parent / "trainer" / "grpo_trainer.py").read_text())
+    (method,) = [node for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef) and node.name == name]
+    exec(compile(ast.Module([method], []), "grpo_trainer.py", "exec"), known)
+    found: Callable[..., Any] = known[name]
+    return found
+
+
 def suffix_of_trl(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     """What TRL's GRPOTrainer puts between a turn with calls and the next one."""
-    spec = importlib.util.find_spec("trl")
-    assert spec is not None and spec.origin is not None
-    parsed = ast.parse((Path(spec.origin).parent / "trainer" / "grpo_trainer.py").read_text())
-    (method,) = [
-        node for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef) and node.name == "_get_tool_suffix_ids"
-    ]
-    known: dict[str, Any] = {}
-    exec(compile(ast.Module([method], []), "grpo_trainer.py", "exec"), known)
     own = SimpleNamespace(
         processing_class=tokenizer, _tokenizer=tokenizer, _is_vlm=False, chat_template=None, chat_template_kwargs={}
     )
-    found: list[int] = known["_get_tool_suffix_ids"](own, messages)
+    found: list[int] = of_grpo_trainer("_get_tool_suffix_ids")(own, messages)
     return found
 
 
