@@ -1,6 +1,6 @@
 """The moments at which jobs that learn from rewards generate: borders of windows, where every adapter has taken its steps.
 
-All jobs' prompts run in one batch, by the adapters as they are on the model: no weights are copied or merged. Each job's
+All jobs' prompts run in one batch (drawing.py), by the adapters as they are on the model: no weights are copied. Each job's
 rewards are asked in a thread of its own. Log-probabilities of the sampler are held against those of the trainer for every
 batch: where they differ by more than rounding the job ends, as what it would learn from is not what its adapter says.
 """

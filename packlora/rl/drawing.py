@@ -184,7 +184,7 @@ class Drawing:
         for group in range(len(drawn.prompts)):
             seed = "rollout", job.data.seed, drawn.step, group
             talks = [(at, talk) for at, talk in enumerate(drawn.group(group)) if not talk.is_over]
-            if turn == 0 and all(talk.start == talks[0][1].start for _, talk in talks):
+            if turn == 0 and talks and all(talk.start == talks[0][1].start for _, talk in talks):
                 prompt, own = tuple(talks[0][1].start), [talk for _, talk in talks]
                 yield SampleRequest(
                     prompt, job.adapter.number, config.max_new_tokens, len(own), seed=stable_hash(*seed),

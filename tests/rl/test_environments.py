@@ -25,6 +25,7 @@ from packlora.data.template import Template
 from packlora.engine.objectives import RowsView
 from packlora.engine.rows import Row
 from packlora.errors import InputError
+from packlora.rl.changes import reward_hash
 from packlora.rl.config import RolloutConfig
 from packlora.rl.conversation import rendered_between
 from packlora.rl.data import sample_of
@@ -500,6 +501,28 @@ def test_environments_that_cannot_be_are_refused_before_training(
     with pytest.raises(InputError, match=said):
         packlora.train(tree(base, tmp_path / "out", job("game", files, environment, **filled)))
     assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_a_resumed_run_sees_that_an_environment_or_a_tool_has_changed(files: Path) -> None:
+    keys = {"environment_factory": f"{files}/envs.py:Guess"}, {"reward": "a.py:b", "tools": [f"{files}/envs.py:halve"]}
+    configs = [RolloutConfig(**own) for own in keys]  # type: ignore[arg-type]
+    before = [reward_hash(config) for config in configs]
+    (files / "envs.py").write_text(ENVIRONMENTS + "# a comment\n")
+    assert all(reward_hash(config) != own for config, own in zip(configs, before, strict=True))
+
+
+def test_paths_are_looked_up_beside_the_run_file_and_tools_are_in_a_preview(
+    files: Path, base: str, tmp_path: Path
+) -> None:
+    own = job("counts", files, None, data={"chat_template": "tools.jinja", "path": "prompts.jsonl", "max_length": 1500})
+    own["rollout"] |= {"environment_factory": "envs.py:Counter", "tools": ["envs.py:halve"], "max_new_tokens": 20}
+    shutil.copytree(base, tmp_path / "long")
+    config = json.loads((tmp_path / "long" / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    (tmp_path / "long" / "config.json").write_text(json.dumps(config))
+    (files / "run.yaml").write_text(json.dumps(tree(str(tmp_path / "long"), tmp_path / "out", own)))
+    (shown, *_) = packlora.preview(files / "run.yaml")
+    text = "".join(piece.text for piece in shown.pieces)
+    assert '"name": "add"' in text and '"name": "halve"' in text
 
 
 def test_tools_are_for_prompts_that_are_messages(files: Path) -> None:
