@@ -9,7 +9,7 @@ these weights, is multiplied with them row by row: no logits are kept, and one p
 adds up gradients of its parameters over rows, so a label's weight must be known where its row is: it is by an objective whose
 weights are known before or by row; else they are found by a pass of their own.
 
-Of terms the output layer knows label smoothing alone, whose column needs the mean of all logits.
+Of terms the output layer knows label smoothing, whose column needs the mean of all logits, and temperature, which divides them.
 
 Shapes: L label rows, C those of a chunk, D hidden size, V vocabulary, M metrics of a part.
 """
@@ -29,6 +29,7 @@ from packlora.base.shape import plain_head
 from packlora.engine.collate import IGNORE, PackedBatch
 from packlora.engine.objectives import Objective, RowsView
 from packlora.engine.objectives.smoothing import SMOOTHING
+from packlora.engine.objectives.temperature import COOLING
 from packlora.engine.parts import PackedPart
 from packlora.ops.cross_entropy.chunked import Weigh, chunked_cross_entropy
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
@@ -73,16 +74,19 @@ def token_losses(
         routed: gets what routers give, see packed_logits.
     """
     at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L, batch.arguments)
-    if fused and has_head_loss(model):
+    factors_L = _cooling(batch)
+    if fused and has_head_loss(model) and (factors_L is None or not has_bias(model)):
         return head_losses(model, packed_hidden(model, *at, routed), batch, weights_L)
     logits_LV = packed_logits(model, *at, routed)
     wide = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+    if factors_L is not None:
+        wide = wide * factors_L[:, None].to(wide)
     losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
     if (smoothing_L := batch.labels.get(SMOOTHING)) is not None:
         losses_L = losses_L + _smoothed(wide, batch.labels_L, smoothing_L.to(wide))
     weighted_L = losses_L if weights_L is None else losses_L * weights_L.to(losses_L)
-    sums, factors_L = judge(losses_L, batch)
-    total = weighted_L.sum() if factors_L is None else (weighted_L * factors_L.to(losses_L)).sum()
+    sums, gains_L = judge(losses_L, batch)
+    total = weighted_L.sum() if gains_L is None else (weighted_L * gains_L.to(losses_L)).sum()
     return Losses(losses_L.detach(), total, sums)
 
 
@@ -151,6 +155,18 @@ def _smoothed(logits_LV: torch.Tensor, labels_L: torch.Tensor, smoothing_L: torc
     return torch.where(counts_L, smoothing_L * (at_label_L - logits_LV.mean(1)), 0.0)
 
 
+def _cooling(batch: PackedBatch) -> torch.Tensor | None:
+    """Factors [L] of logits, see objectives/temperature.py; None: 1 for all."""
+    factors_L = batch.labels.get(COOLING)
+    return None if factors_L is None else torch.where(factors_L == 0, 1.0, factors_L)
+
+
+def has_bias(model: PreTrainedModel) -> bool:
+    """Whether the output layer adds a bias."""
+    head: Any = model.get_output_embeddings()
+    return getattr(getattr(head, "base", head), "bias", None) is not None
+
+
 def has_head_loss(model: PreTrainedModel) -> bool:
     """Whether `head_losses` takes the output layer: it is a frozen linear layer, with or without what jobs train there."""
     head = model.get_output_embeddings()
@@ -163,6 +179,10 @@ def head_losses(
     """Losses, as token_losses gives them, from the input of the output layer for the label rows. Logits are never held all at
     once."""
     head, rows = model.get_output_embeddings(), batch.owners.rows
+    if (scales_L := _cooling(batch)) is not None:  # the layer is linear, and has no bias
+        hidden_LD = (hidden_LD * scales_L[:, None].to(torch.promote_types(hidden_LD.dtype, torch.float32))).to(
+            hidden_LD.dtype
+        )
     plain: Any = plain_head(model)
     if isinstance(head, AdaptedHead) and (rows is None or rows.adapters.isdisjoint(on_head := trained_on(head))):
         plain = head.base

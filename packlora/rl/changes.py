@@ -150,17 +150,23 @@ class RolloutChanges(Changes):
         """Score each completion's tokens. None where a stop is asked for."""
         job, name = drawn.job, drawn.job.name
         samples = [sample_of(talk.start, talk.ids, talk.mask) for talk in drawn.talks]
-        own = forwards.over({name: samples}, {name: job.adapter.number}, [name])
+        own = forwards.over({name: samples}, {name: job.adapter.number}, [name], job.learning.objective.terms)
         if own is None:
             return None
         base, teacher = None, job.config.rollout.teacher
         has_reference = bool(getattr(job.learning.objective, "kl", 0.0))
         if has_reference or teacher == BASE:
-            found = forwards.over({name: samples}, {name: NO_ADAPTER}, [name])
+            found = forwards.over({name: samples}, {name: NO_ADAPTER}, [name], job.learning.objective.terms)
             if found is None:
                 return None
             base = found[name].logps
-        taught = base if teacher == BASE else None if teacher is None else self._teachers[teacher].logps(samples)
+        taught = (
+            base
+            if teacher == BASE
+            else None
+            if teacher is None
+            else self._teachers[teacher].logps(samples, job.config.rollout.temperature)
+        )
         return _Scores(own[name].logps, base if has_reference else None, taught)
 
     def _put(

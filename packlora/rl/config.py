@@ -42,8 +42,8 @@ class RolloutConfig(Strict):
     """Completions of each prompt, which are compared with each other."""
     max_new_tokens: int = Field(256, ge=1, le=MOST_TOKENS)
     """Most tokens of a completion."""
-    temperature: float = Field(1.0, ge=1.0, le=1.0)
-    """Of the distribution that tokens are drawn from; 1 in this version, so that what is drawn is what is trained."""
+    temperature: float = Field(1.0, gt=0, le=100)
+    """Logits are divided by it where tokens are drawn and where they are learnt, as in TRL."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation that differences from a group's mean are divided by: that of the group, of the batch, or none."""
     max_staleness: int = Field(0, ge=0, le=64)

@@ -188,14 +188,14 @@ class Drawing:
                 prompt, own = tuple(talks[0][1].start), [talk for _, talk in talks]
                 yield SampleRequest(
                     prompt, job.adapter.number, config.max_new_tokens, len(own), seed=stable_hash(*seed),
-                    stop_tokens=room.ends,
+                    stop_tokens=room.ends, temperature=config.temperature,
                 ), own  # fmt: skip
                 continue
             for at, talk in talks:
                 left = config.max_new_tokens - len(talk.ids)
                 yield SampleRequest(
                     (*talk.start, *talk.ids), job.adapter.number, left, seed=stable_hash(*seed, turn, at),
-                    stop_tokens=room.ends,
+                    stop_tokens=room.ends, temperature=config.temperature,
                 ), [talk]  # fmt: skip
 
     # --- environments --------------------------------------------------------------------------------------------------------

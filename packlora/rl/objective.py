@@ -10,6 +10,7 @@ from packlora.config import TrainConfig
 from packlora.data.encode import Sample
 from packlora.engine.objectives import Facts
 from packlora.engine.objectives.policy import BETA, PolicyObjective
+from packlora.engine.objectives.temperature import Temperature
 from packlora.rl.config import RolloutConfig
 from packlora.rl.rewards import names_of
 
@@ -39,6 +40,8 @@ class RewardObjective(PolicyObjective):
         clip = (0.0, train.epsilon_high or MOST_CISPO) if kind == "cispo" else (1 - low, 1 + high)
         beta, kl = (BETA if train.beta is None else train.beta, 0.0) if kind == "dro" else (BETA, train.beta or 0.0)
         own = RewardObjective(name, clip, beta, over, rollout.max_new_tokens, kl)  # type: ignore[arg-type]
+        if rollout.temperature != 1:
+            own.terms = (Temperature(rollout.temperature),)
         own.rewards = names_of(rollout.reward_sources)
         return own
 

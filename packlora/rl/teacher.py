@@ -57,14 +57,14 @@ class Teacher:
         self._model, self._device = model.to(device).eval(), device
 
     @torch.no_grad()
-    def logps(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Log-probabilities [l] float64 of the labels of each sample, which is run by itself."""
+    def logps(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[np.ndarray]:
+        """Log-probabilities [l] float64 of the labels of each sample, which is run by itself; of logits over a temperature."""
         out = []
         for sample in samples:
             ids_1T = torch.from_numpy(sample.ids.astype(np.int64))[None].to(self._device)
             logits_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0]
             places = torch.from_numpy(np.flatnonzero(sample.is_label)).to(self._device)
-            logp_lV = logits_TV[places - 1].float().log_softmax(-1)
+            logp_lV = (logits_TV[places - 1].float() / temperature).log_softmax(-1)
             out.append(logp_lV.gather(-1, ids_1T[0, places, None])[:, 0].double().cpu().numpy())
         return out
 

@@ -12,6 +12,7 @@ import torch
 from packlora.data.encode import Sample
 from packlora.data.order import SampleOrder
 from packlora.engine.memory import TokenBudget, free_memory
+from packlora.engine.objectives import Term
 from packlora.engine.parts import Part
 from packlora.engine.passes import Executor, MicrobatchResult
 from packlora.engine.rows import Row
@@ -20,6 +21,7 @@ from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
 
 Samples = Mapping[str, Sequence[Sample]]
+Terms = tuple[Term, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Forwards:
     team: Team
 
     def over(
-        self, samples: Samples, owners: Mapping[str, int], wants_logps: Collection[str] = ()
+        self, samples: Samples, owners: Mapping[str, int], wants_logps: Collection[str] = (), terms: Terms = ()
     ) -> dict[str, Found] | None:
         """Run each name's samples, in microbatches of its own: which others there are changes no bit of it.
 
@@ -49,6 +51,7 @@ class Forwards:
             samples: by name.
             owners: by name, number of the adapter that owns the tokens, or rows.NO_ADAPTER.
             wants_logps: names whose samples' log-probabilities are wanted.
+            terms: of all samples, as a temperature.
 
         Returns:
             By name; None where a stop was asked for meanwhile.
@@ -58,11 +61,11 @@ class Forwards:
         """
         found = None
         while found is None and not self.team.stop.asked:
-            found = self._try(samples, owners, wants_logps)
+            found = self._try(samples, owners, wants_logps, terms)
         return None if self.team.stop.asked else found
 
     def _try(
-        self, samples: Samples, owners: Mapping[str, int], wants_logps: Collection[str]
+        self, samples: Samples, owners: Mapping[str, int], wants_logps: Collection[str], terms: Terms
     ) -> dict[str, Found] | None:
         """None: out of memory, to be tried again with a lower budget."""
         orders = [
@@ -83,7 +86,7 @@ class Forwards:
                 self.executor.idle(backward=False)
                 continue
             placed = microbatches[number].samples
-            done = self._microbatch(microbatches[number], samples, owners)
+            done = self._microbatch(microbatches[number], samples, owners, terms)
             if done is None:
                 lacking = microbatches[number].num_tokens
                 break
@@ -103,10 +106,10 @@ class Forwards:
         return {name: Found(totals[name], logps[name].by_sample() if name in logps else []) for name in samples}
 
     def _microbatch(
-        self, microbatch: Microbatch, samples: Samples, owners: Mapping[str, int]
+        self, microbatch: Microbatch, samples: Samples, owners: Mapping[str, int], terms: Terms
     ) -> MicrobatchResult | None:
         (name,) = {placed.job for placed in microbatch.samples}
-        part = Part(owners[name], [Row(samples[name][placed.sample]) for placed in microbatch.samples])
+        part = Part(owners[name], [Row(samples[name][placed.sample]) for placed in microbatch.samples], terms=terms)
         return self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate([part]))
 
 

@@ -26,7 +26,7 @@ class Learning:
     ) -> None:
         self.data, self.held_out = data, held_out
         self.objective: Objective = data.objective() or objective_of(train, data.samples)
-        self.terms = terms_of(train, data.seed, router_coefficient)
+        self.terms = (*self.objective.terms, *terms_of(train, data.seed, router_coefficient))
         self.num_metrics = sum(len(one.metrics) for one in self._learnt())
         self._facts: tuple[int, Facts] = -1, {}
         """The step whose global batch they are of."""

@@ -99,6 +99,7 @@ class Objective:
     metrics: names of sums over samples that come with the loss.
     has_reference: whether the job is held to another model.
     has_estimate: whether `estimate` runs forwards of its own for each global batch.
+    terms: that belong to it, as the temperature of its log-probabilities.
     """
 
     name = ""
@@ -108,6 +109,7 @@ class Objective:
     metrics: tuple[str, ...] = ()
     has_reference = False
     has_estimate = False
+    terms: tuple[Term, ...] = ()
 
     def columns_of(self, rows: Sequence[Row]) -> Mapping[str, np.ndarray]:
         """Values of all columns: [L], or [N] or [N, width]."""
