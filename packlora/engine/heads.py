@@ -27,9 +27,8 @@ from packlora.adapters.attach import AdaptedHead, trained_on
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
 from packlora.engine.collate import IGNORE, PackedBatch
-from packlora.engine.objectives import Objective, RowsView
+from packlora.engine.objectives import COOLING, Objective, RowsView
 from packlora.engine.objectives.smoothing import SMOOTHING
-from packlora.engine.objectives.temperature import COOLING
 from packlora.engine.parts import PackedPart
 from packlora.ops.cross_entropy.chunked import Weigh, chunked_cross_entropy
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
@@ -156,7 +155,7 @@ def _smoothed(logits_LV: torch.Tensor, labels_L: torch.Tensor, smoothing_L: torc
 
 
 def _cooling(batch: PackedBatch) -> torch.Tensor | None:
-    """Factors [L] of logits, see objectives/temperature.py; None: 1 for all."""
+    """Factors [L] of logits, see COOLING; None: 1 for all."""
     factors_L = batch.labels.get(COOLING)
     return None if factors_L is None else torch.where(factors_L == 0, 1.0, factors_L)
 

@@ -10,9 +10,9 @@ from packlora.config import TrainConfig
 from packlora.data.encode import Sample
 from packlora.engine.objectives import Facts
 from packlora.engine.objectives.policy import BETA, PolicyObjective
-from packlora.engine.objectives.temperature import Temperature
 from packlora.rl.config import RolloutConfig
 from packlora.rl.rewards import names_of
+from packlora.rl.temperature import Temperature
 
 MOST_CISPO = 5.0
 """Largest ratio of cispo where the run file does not say."""

@@ -23,6 +23,8 @@ from packlora.data.encode import Sample
 from packlora.engine.rows import Row
 
 Facts = Mapping[str, float]
+COOLING = "cooling"
+"""Column of labels: the factor of their logits, 1 / temperature, by which the output layer multiplies; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from packlora.engine.objectives import Column, Term
+from packlora.engine.objectives import COOLING, Column, Term
 from packlora.engine.rows import Row
-
-COOLING = "cooling"
-"""Column of labels: the factor of their logits, 1 / temperature; 0: none, as for parts without this term."""
 
 
 class Temperature(Term):
