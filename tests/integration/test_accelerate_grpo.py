@@ -174,7 +174,8 @@ def agree(got: Found, want: Found) -> None:
 
 CASES = {
     "kl to the base": Case(settings={"beta": 0.1, "num_iterations": 2}),
-    "kl to a copy, checkpointed": Case(
+    "kl to a copy": Case(settings={"beta": 0.1}, own=True),
+    "kl to a copy, dora, checkpointed": Case(
         {"use_dora": True}, {"beta": 0.1, "gradient_checkpointing": True, "num_iterations": 2}, own=True
     ),
     "reentrant, two microbatches": Case(
