@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def cases(count: int) -> Any:
 
     def decorate(test: Any) -> Any:
         profile = settings(
-            max_examples=count if SOAK else 3, derandomize=not SOAK, deadline=None, database=None,
+            max_examples=count if SOAK else 5, derandomize=not SOAK, deadline=None, database=None,
             suppress_health_check=list(HealthCheck), print_blob=False, phases=[Phase.generate],
         )  # fmt: skip
         return profile(given(st.integers(0, 2**63 - 1))(test))
@@ -71,12 +71,12 @@ class Wish:
         return found
 
 
-def some_tenants(draw: random.Random, ranks: Sequence[int]) -> list[Wish]:
+def some_tenants(draw: random.Random) -> list[Wish]:
     """Two or three; the first two adapt the same modules, and so share microbatches."""
     modules = [draw.choice(MODULES)] * 2 + [draw.choice(MODULES)]
     tenants = []
     for own in modules[: draw.choice((2, 3, 3))]:
-        adapter = {"rank": draw.choice(ranks), "seed": draw.randint(1, 99), "use_dora": draw.random() < 0.4}
+        adapter = {"rank": draw.randint(1, 8), "seed": draw.randint(1, 99), "use_dora": draw.random() < 0.4}
         adapter |= {"lora_alpha": draw.randint(1, 16), "use_rslora": draw.random() < 0.3}
         wish = Wish(adapter if own is None else adapter | {"target_modules": own}, [])
         for _ in range(draw.randint(1, 2)):
@@ -162,40 +162,20 @@ def found_of(talk: Talk, wish: Wish, model: str, number: int, promises: dict[tup
 
 
 @pytest.fixture(scope="module")
-def hosts(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Host]:
-    """By dtype."""
-    folder = tiny_base("llama")
-    kinds = ("float32", "float64")
-    return {kind: host_of(folder, tmp_path_factory.mktemp(kind), f"dtype={kind}", budget=BUDGET) for kind in kinds}
-
-
-@cases(300)
-def test_a_tenant_has_the_same_bits_for_the_same_cut_whoever_else_is_there_and_however_requests_arrive(
-    hosts: dict[str, Host], tmp_path_factory: pytest.TempPathFactory, seed: int
-) -> None:
-    """Of rank 8. Products of a few columns on a CPU have other bits where their operands lie at other addresses, and with other
-    ranks those depend on the adapters of the layer."""
-    draw, folder = random.Random(seed), tmp_path_factory.mktemp("bits")
-    tenants = some_tenants(draw, [8])
-    mixed = life(hosts["float32"], tenants, folder / "mixed", draw)
-    for number, (wish, got) in enumerate(zip(tenants, mixed, strict=True)):
-        (want,) = life(hosts["float32"], [wish], folder / f"alone {number}")
-        assert got.norms == want.norms and got.losses == want.losses and min(want.norms) > 0
-        assert all(map(np.array_equal, got.logprobs, want.logprobs))
-        assert got.tensors.keys() == want.tensors.keys()
-        assert all(torch.equal(got.tensors[name], want.tensors[name]) for name in want.tensors), wish.adapter
+def exact(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), "dtype=float64", budget=BUDGET)
 
 
 @cases(300)
 def test_a_tenant_has_the_same_numbers_for_any_cut_whoever_else_is_there_and_however_requests_arrive(
-    hosts: dict[str, Host], tmp_path_factory: pytest.TempPathFactory, seed: int
+    exact: Host, tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
     draw, folder = random.Random(seed), tmp_path_factory.mktemp("numbers")
-    tenants = some_tenants(draw, range(1, 9))
-    mixed = life(hosts["float64"], tenants, folder / "mixed", draw)
+    tenants = some_tenants(draw)
+    mixed = life(exact, tenants, folder / "mixed", draw)
     for number, (wish, got) in enumerate(zip(tenants, mixed, strict=True)):
         wish.cuts = [[len(step.rows)] for step in wish.steps]
-        (want,) = life(hosts["float64"], [wish], folder / f"alone {number}")
+        (want,) = life(exact, [wish], folder / f"alone {number}")
         np.testing.assert_allclose(got.norms, want.norms, rtol=1e-10)
         np.testing.assert_allclose(got.losses, want.losses, rtol=1e-10, atol=1e-10)
         for own, other in zip(got.logprobs, want.logprobs, strict=True):
