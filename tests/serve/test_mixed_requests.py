@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from packlora.serve.service import Service
 BUDGET = 48
 """Tokens of a microbatch: a request of six rows needs several."""
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-MODULES = (["q_proj", "down_proj"], ["q_proj", "k_proj", "v_proj"], ["v_proj", "lm_head"], None)
+LAYERS = (["q_proj", "down_proj"], ["q_proj", "k_proj", "v_proj"], None)
+MODULES = (*LAYERS, ["v_proj", "lm_head"])
 
 
 def cases(count: int) -> Any:
@@ -71,9 +72,9 @@ class Wish:
         return found
 
 
-def some_tenants(draw: random.Random) -> list[Wish]:
+def some_tenants(draw: random.Random, modules: Sequence[list[str] | None] = MODULES) -> list[Wish]:
     """Two or three; the first two adapt the same modules, and so share microbatches."""
-    modules = [draw.choice(MODULES)] * 2 + [draw.choice(MODULES)]
+    modules = [draw.choice(modules)] * 2 + [draw.choice(modules)]
     tenants = []
     for own in modules[: draw.choice((2, 3, 3))]:
         adapter = {"rank": draw.randint(1, 8), "seed": draw.randint(1, 99), "use_dora": draw.random() < 0.4}
@@ -164,6 +165,27 @@ def found_of(talk: Talk, wish: Wish, model: str, number: int, promises: dict[tup
 @pytest.fixture(scope="module")
 def exact(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
     return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), "dtype=float64", budget=BUDGET)
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("narrow"), "dtype=float32", budget=BUDGET)
+
+
+@cases(300)
+def test_a_tenant_has_the_same_bits_for_the_same_cut_whoever_else_is_there_and_however_requests_arrive(
+    narrow: Host, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    """Of adapters in the layers: the rows of an output layer are cut into chunks with those of others."""
+    draw, folder = random.Random(seed), tmp_path_factory.mktemp("bits")
+    tenants = some_tenants(draw, LAYERS)
+    mixed = life(narrow, tenants, folder / "mixed", draw)
+    for number, (wish, got) in enumerate(zip(tenants, mixed, strict=True)):
+        (want,) = life(narrow, [wish], folder / f"alone {number}")
+        assert got.norms == want.norms and got.losses == want.losses and min(want.norms) > 0
+        assert all(map(np.array_equal, got.logprobs, want.logprobs))
+        assert got.tensors.keys() == want.tensors.keys()
+        assert all(torch.equal(got.tensors[name], want.tensors[name]) for name in want.tensors), wish.adapter
 
 
 @cases(300)

@@ -9,6 +9,7 @@ import torch
 
 from packlora.ops.dropout.keys import dropout_factor
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Launches, Operands, Sums, Wanted
+from packlora.ops.lora_linear.products import write_mm
 from packlora.ops.lora_linear.tables import gaps
 from packlora.ops.lora_linear.types import Segment, rows_of
 
@@ -28,7 +29,7 @@ def compose_by_segment(
         if z_TN is not None and g_N is not None and drops_base(segment, has_magnitude, has_bias):
             z_tN = segment.of(z_TN)
             (part,) = (part for part in call.parts[index] if part.segment is segment)
-            torch.mm(part.of_S(S), own.block(call.layout, segment.adapter, index)[1], out=z_tN)
+            write_mm(z_tN, part.of_S(S), own.block(call.layout, segment.adapter, index)[1], 1.0)
             base_tN = own.frozen[index].matmul(dropped[segment], scale=dropout_factor(segment.dropout))
             call.add_dropped(call.launches, base_tN, z_tN, y_tN, g_N, bias_N)
         else:

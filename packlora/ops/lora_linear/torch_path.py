@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Part, Stack, Sums, Wanted
 from packlora.ops.lora_linear.composed import add_scaled, base_gradient, compose_by_segment, drops_base, magnitude
 from packlora.ops.lora_linear.frozen import accumulator_dtype
+from packlora.ops.lora_linear.products import add_mm, by_itself, scaled_mm, sum_mm, summed_mm, write_mm
 from packlora.ops.lora_linear.tables import gaps
 from packlora.ops.lora_linear.types import Segment, rows_of
 
@@ -34,7 +35,7 @@ def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, dropp
 
     if (whole := call.whole) is not None:
         _, A_KR = own.A(call.layout, whole.segment.adapter)
-        return scaled_mm(call, drop(whole.segment), A_KR, whole.all_layers.factor)
+        return scaled_mm(call.unread, drop(whole.segment), A_KR, whole.all_layers.factor)
     S = x_TK.new_empty(call.T, call.layout.width)
     for segment, all_layers, by_layer, _ in call.stacked:
         xd_tK, (_, A_KR) = drop(segment), own.A(call.layout, segment.adapter)
@@ -80,7 +81,7 @@ def base_and_low_rank(
         return frozen.matmul(x_TK, bias_N, accumulate=y_TN)
     y_TN = frozen.matmul(x_TK, bias_N)
     for part in parts:
-        part.of(y_TN).addmm_(part.of_S(S), own.block(call.layout, part.segment.adapter, index)[1])
+        add_mm(part.of(y_TN), part.of_S(S), own.block(call.layout, part.segment.adapter, index)[1])
     return y_TN
 
 
@@ -119,7 +120,7 @@ def grads(
             if needs_dS:
                 B_Nr = own.block(layout, number, index)[0]
                 if alone:
-                    dS = scaled_mm(call, e_tN, B_Nr, part.factor)
+                    dS = scaled_mm(call.unread, e_tN, B_Nr, part.factor)
                 else:
                     write_mm(dS_blocks[part.stack][part.block], e_tN, B_Nr, part.factor)
             if plan.dA == "xd" or plan.dB == "xd":
@@ -143,7 +144,7 @@ def _through_xd(
         return
     number = part.segment.adapter
     first, place = call.layout.rows[number][0], call.layout.places[number, index]
-    through_NK = part.of(e_TN).t() @ call.drop(part.of(x_TK), keys_T2, part.segment)
+    through_NK = by_itself(part.of(e_TN).t()) @ by_itself(call.drop(part.of(x_TK), keys_T2, part.segment))
     if dA_RK is not None:
         rows = slice(first + place.column, first + place.column + place.padded)
         write_mm(dA_RK[rows], own.block(call.layout, number, index)[1], through_NK, part.factor)
@@ -193,9 +194,9 @@ def inputs(
             else:
                 dx_tK += low_tK
         elif plan_dx == "before":
-            torch.mm(dS_tR, A_RK, out=dx_tK)
+            write_mm(dx_tK, dS_tR, A_RK, 1.0)
         else:
-            dx_tK.addmm_(dS_tR, A_RK)
+            add_mm(dx_tK, dS_tR, A_RK)
     if plan_dx == "before":
         for start, stop in uncovered(call, [stack.all_layers for stack in call.stacked]):
             dx[start:stop] = 0
@@ -205,7 +206,7 @@ def inputs(
 
 def _low_rank_dx(call: Call, own: Operands, dS: torch.Tensor, stack: Stack) -> torch.Tensor:
     """dS A [t, K] of a segment, before it is dropped."""
-    return stack.all_layers.of_S(dS) @ own.A(call.layout, stack.segment.adapter)[0]
+    return by_itself(stack.all_layers.of_S(dS)) @ by_itself(own.A(call.layout, stack.segment.adapter)[0])
 
 
 def base_dx(own: Operands, base: Gradients, dx: Optional) -> torch.Tensor:
@@ -247,35 +248,3 @@ def merged(call: Call, own: Operands, index: int) -> torch.Tensor:
 def uncovered(call: Call, parts: list[Part] | tuple[Part, ...]) -> list[tuple[int, int]]:
     """(start, stop) of the tokens that are in none of the parts."""
     return [] if parts and parts[0].rows is None else gaps([part.segment for part in parts], call.T)
-
-
-def scaled_mm(call: Call, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale a b."""
-    assert call.unread is not None
-    return torch.mm(a, b) if scale == 1.0 else torch.addmm(call.unread, a, b, beta=0, alpha=scale)
-
-
-def summed_mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a b in a dtype, which may be float32 where a and b have 16 bits (CUDA)."""
-    return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
-
-
-def sum_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
-    """out = a b, or out += a b; out may be float32 where a and b have 16 bits (CUDA)."""
-    if out.dtype == a.dtype:
-        if add:
-            out.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=out)
-    elif add:
-        out += torch.mm(a, b, out_dtype=out.dtype)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
-def write_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-    """out = scale a b, written and not read."""
-    if scale == 1.0:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
