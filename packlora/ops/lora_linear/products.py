@@ -17,13 +17,12 @@ def by_itself(x: torch.Tensor) -> torch.Tensor:
     other adapters decide. On other devices the matrix as it is."""
     if x.device.type != "cpu":
         return x
+    is_whole = x.is_contiguous() or (x.stride(0) == 1 and x.stride(1) == x.shape[0])
+    if is_whole and x.data_ptr() % ALIGNED == 0:
+        return x
     if x.stride(0) < x.stride(1):
-        return _by_itself(x.t()).t()
-    return _by_itself(x)
-
-
-def _by_itself(x: torch.Tensor) -> torch.Tensor:
-    return x if x.is_contiguous() and x.data_ptr() % ALIGNED == 0 else x.clone(memory_format=torch.contiguous_format)
+        return x.t().clone(memory_format=torch.contiguous_format).t()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def scaled_mm(unread: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
