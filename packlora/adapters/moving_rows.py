@@ -1,4 +1,4 @@
-"""What jobs train beside low-rank adapters of linear layers, where the owners of tokens are on the device: for CUDA graphs.
+"""Tensors that jobs train beside adapters of linear layers, where the owners of tokens are on the device: for CUDA graphs.
 
 Experts sort tokens by owners that they read from the device. Of other modules each job's is given all tokens, and a mask on the
 device chooses those that are its own. So what is recorded once serves any owners. Others' tokens are zeros in what is

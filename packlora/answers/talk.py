@@ -96,7 +96,7 @@ class Speakers:
         return self.answers([self.question(name, said, how, paths)])[0]
 
     def question(self, name: str, said: Said, how: Sampling, paths: Sequence[str] = ()) -> SampleRequest:
-        """What an adapter, or BASE, is asked.
+        """Make the request for an answer of an adapter, or of BASE.
 
         Args:
             said: plain text that is continued, or the messages of a conversation.

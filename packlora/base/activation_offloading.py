@@ -116,7 +116,7 @@ class Offloading:
             own.copied = self._side.record_event()
 
     def _wait(self, own: Kept) -> None:
-        """What is launched from now on runs when the newest copy has ended."""
+        """Let what is launched from now on run when the newest copy has ended."""
         if own.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(own.copied)
             own.copied = None

@@ -41,7 +41,7 @@ VIEW = 256
 
 
 class Shape(NamedTuple):
-    """What a graph is recorded for."""
+    """Key of a recorded graph."""
 
     rows: int
     slots: int

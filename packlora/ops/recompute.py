@@ -178,7 +178,7 @@ class RecomputedProduct:
         put_hooks(module, self._drop, self._drop)
 
     def _drop(self, *_: Any) -> None:
-        """Also where the forward fails: the two have the history of all layers before, whose memory is needed then."""
+        """Let go also where the forward fails: the two have the history of all layers before, whose memory is needed then."""
         if not torch.compiler.is_compiling():
             self._gate = self._up = None
 

@@ -81,7 +81,7 @@ class LivePage:
         return _assembled(self._data, self._parts, is_live=True)
 
     def news(self, look: int) -> dict[str, Any]:
-        """What a page shows; nothing but the number of the look where it has that of the last one already."""
+        """Content of a page; nothing but the number of the look where it has that of the last one already."""
         self._is_stale |= self._data.follow()
         if self._is_stale and self._clock() >= self._next:
             self._make()

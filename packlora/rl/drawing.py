@@ -77,7 +77,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What a job draws with, for the whole run. end: text of the token that ends a turn. ends: tokens that end one."""
+    """Settings of a job's draws, for the whole run. end: text of the token that ends a turn. ends: tokens that end one."""
 
     tokenizer: Any
     end: str | None
@@ -178,7 +178,7 @@ class Drawing:
         return True
 
     def _requests(self, drawn: Drawn, turn: int) -> Iterator[tuple[SampleRequest, list[Conversation]]]:
-        """What is drawn of a job: the first turn of a group in one request where its prompts are the same."""
+        """Requests of a job: the first turn of a group in one request where its prompts are the same."""
         job, room = drawn.job, self._room(drawn.job)
         config = job.config.rollout
         for group in range(len(drawn.prompts)):

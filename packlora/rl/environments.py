@@ -30,7 +30,7 @@ Messages = list[dict[str, Any]]
 
 
 class Environment(Protocol):
-    """What `rollout.environment_factory` makes, for one completion.
+    """An object of `rollout.environment_factory`, for one completion.
 
     Optional methods: `step(completion) -> (observation, reward, done)` is called with the text of each turn. It gives a text of
     the user or messages, which the next turn answers, a reward that is added to earlier ones, and whether the completion ends.
@@ -47,12 +47,12 @@ class Environment(Protocol):
 
 
 class LostError(Exception):
-    """What a user's code has failed with, which costs a group."""
+    """A failure of a user's code, which costs a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a turn is answered with. said: a text, messages, or None. reward: of `step`. done: whether the completion ends."""
+    """Answer to a turn. said: a text, messages, or None. reward: of `step`. done: whether the completion ends."""
 
     said: str | Messages | None = None
     reward: float = 0.0
@@ -172,7 +172,7 @@ def _named(reset: Callable[..., Any], fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _said(said: Any, method: str) -> str | Messages | None:
-    """What a method says, checked."""
+    """Answer of a method, checked."""
     if said is None or isinstance(said, str):
         return said
     if isinstance(said, list) and said and all(isinstance(one, Mapping) and "role" in one for one in said):

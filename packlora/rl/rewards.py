@@ -149,7 +149,7 @@ def _ask_of(spec: str, timeout: float) -> tuple[str, Ask]:
 
 
 def _post(address: str, timeout: float, prompts: Any, completions: Any, columns: Mapping[str, Any]) -> Any:
-    """What an address answers: a list of numbers, or a mapping with one under `rewards`."""
+    """Answer of an address: a list of numbers, or a mapping with one under `rewards`."""
     columns = {name: own for name, own in columns.items() if name != ENVIRONMENTS}
     sent = json.dumps({"prompts": prompts, "completions": completions, **columns}).encode()
     request = urllib.request.Request(address, sent, {"Content-Type": "application/json"})

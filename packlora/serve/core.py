@@ -1,4 +1,4 @@
-"""What the parts of a service share: bases, the journal, the queue, models, and who waits for results."""
+"""State that the parts of a service share: bases, the journal, the queue, models, and who waits for results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Core:
         self._lock = threading.Lock()
 
     def _open_journal(self) -> Journal:
-        """What was promised, and where results are written."""
+        """Open the file of promises and their results."""
         return Journal(self.state / "journal.db")
 
     def commit(self, write: Write, waits: bool = True) -> None:
@@ -97,7 +97,7 @@ class Core:
         self.tell(promises)
 
     def status(self, owner: str | None = None) -> dict[str, Any]:
-        """What `packlora serve status` and the live page show. No id and no key is in it.
+        """Figures that `packlora serve status` and the live page show. No id and no key is in it.
 
         Args:
             owner: whose models are listed; None: all are.

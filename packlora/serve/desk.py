@@ -239,7 +239,7 @@ class Models(Promises):
 
 
 class Desk(Models):
-    """Where the requests of a service come in."""
+    """Entry of the requests of a service."""
 
     def create_sampling_session(self, owner: str, body: Mapping[str, Any]) -> str:
         """Open a sampling session of a checkpoint or of a base model. Returns its id."""

@@ -60,7 +60,7 @@ def run_of(path: str, settings: Sequence[str], quantization: str | None, state: 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What requests are checked against: names, sizes and ends of answers."""
+    """Facts that requests are checked against: names, sizes and ends of answers."""
 
     name: str
     path: str

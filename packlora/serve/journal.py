@@ -1,4 +1,4 @@
-"""What the service has promised, on disk: sessions, models, requests with their results, samplers and checkpoints.
+"""Promises of the service, on disk: sessions, models, requests with their results, samplers and checkpoints.
 
 An embedded database (SQLite, WAL). A promise is committed, and flushed to the disk, before it is answered. Results are
 committed before anybody sees them; they are not flushed, since a service that starts again computes what it lost anew.

@@ -48,7 +48,8 @@ class Served:
 
 
 class Backend(Protocol):
-    """What samples. An owner sees its own adapters and the base models. `models` and `served` may be called in any thread."""
+    """Adapters and base models that sample. An owner sees its own adapters and the base models. `models` and `served` may be
+    called in any thread."""
 
     def models(self, owner: str) -> Sequence[Served]:
         """Models that an owner may name."""

@@ -162,5 +162,5 @@ class Promises:
 
 
 def digest_of(body: Mapping[str, Any]) -> bytes:
-    """What tells one request from another under the same number."""
+    """Digest that tells one request from another under the same number."""
     return hashlib.sha256(as_json(dict(body)).encode()).digest()

@@ -24,7 +24,7 @@ IDLE_SECONDS = 60.0
 
 
 class Publisher(Core):
-    """What comes of requests."""
+    """Writes and tells the results of requests, and puts models aside."""
 
     samplers: Samplers
 

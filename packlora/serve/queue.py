@@ -105,7 +105,7 @@ class Lane:
 
 
 class Sharer(Protocol):
-    """What has a share: a lane, or a request for samples."""
+    """A holder of a share: a lane, or a request for samples."""
 
     owner: str
     model: str
@@ -203,7 +203,7 @@ class Queue:
             self._notify()
 
     def take_tasks(self) -> list[Callable[[], Any]]:
-        """What was called for since the last time."""
+        """Tasks that were called for since the last time."""
         with self.changed:
             found, self._tasks = self._tasks, []
             return found

@@ -426,7 +426,7 @@ def _close(db: sqlite3.Connection, sampler: str) -> None:
 
 
 def _failed(error: Exception) -> Failed:
-    """What a request is told that ends by an error, which is logged where it is none of the known ones."""
+    """Words for a request that ends by an error, which is logged where it is none of the known ones."""
     if isinstance(error, Failed):
         return error
     if not isinstance(error, Refused | InputError | OSError | MemoryError):

@@ -1,4 +1,4 @@
-"""What the OpenAI-style endpoint serves of a service: base models, and an owner's checkpoints by name or tinker path.
+"""Models that the OpenAI-style endpoint serves of a service: base models, and an owner's checkpoints by name or tinker path.
 
 A name is that of the owner's newest checkpoint of this name. Answers are of their connections: nothing of them is in the
 journal, and a client that leaves ends its samples.

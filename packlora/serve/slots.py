@@ -40,7 +40,7 @@ WHY = {
 
 @dataclass(slots=True)
 class Slotted:
-    """What runs together.
+    """Requests that run together.
 
     pieces, steps: lanes with the request of which a piece runs, or which is a step. is_evaluation: without gradients.
     is_full: nothing more would fit. arrived: when the first of the requests came.
@@ -116,7 +116,7 @@ def fill(host: Host, lanes: Sequence[Lane], tenants: Mapping[str, Tenant]) -> Sl
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a slot.
+    """Results of a slot.
 
     ended: requests of which this was the last piece. steps: with a JSON result, or why one was refused. lacking: tokens for
     which memory ran out, and then nothing else. tokens: by owner. models: how many had rows.

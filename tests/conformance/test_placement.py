@@ -195,7 +195,7 @@ def dense_run(folder: Path, tokenizer: Any, device: str = "cpu") -> Tree:
 
 def routed_run(folder: Path, tokenizer: Any, device: str = "cpu") -> Tree:
     """The same of a model with experts."""
-    tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0]).save_pretrained(folder / "base")
+    tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0], num_experts=12).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     tree = tree_of(str(folder / "base"), folder, expert_jobs(folder), device)
     assert part_of(0, tree, {}) == "done"

@@ -1,48 +1,40 @@
 """Every layout of three and four processes on as many GPUs: with every kind of job the numbers of one GPU.
 
-pytest tests/gpu/test_four_gpus.py -n 3 --dist worksteal
-FOUR_ON=cpu pytest tests/gpu/test_four_gpus.py      # the same table on processes of a CPU
+pytest tests/gpu/test_four_gpus.py -n 3 --dist worksteal -v
+TWO_ON=cpu pytest tests/gpu/test_four_gpus.py      # the same table on processes of a CPU
 
-Layouts and jobs are those of test_placement; those of two processes are in test_two_gpus.
+Layouts and jobs are those of test_placement, runs on one GPU those of test_two_gpus.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_two_gpus
 import torch
 from ranks import Ranks
-from test_placement import (
-    BOUND,
-    EXPERT_LAYOUTS,
-    LARGER,
-    LARGER_EXPERTS,
-    LAYOUTS,
-    check,
-    dense_run,
-    routed_run,
-)
-from test_two_gpus import meets
+from test_placement import BOUND, EXPERT_LAYOUTS, LARGER, LARGER_EXPERTS, LAYOUTS, check
+from test_two_gpus import DEVICE, Groups, meets
 
-DEVICE = "cuda" if torch.cuda.device_count() > 3 else os.environ.get("FOUR_ON", "")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE, reason="needs four GPUs")]
-Groups = Callable[[int], Ranks]
-Tree = dict[str, Any]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() < 4, reason="needs four GPUs"),
+]
 SECONDS = 90.0
 """After which a call of the processes is given up."""
-
-
-def many(*tables: dict[str, tuple[int, Tree]]) -> dict[str, tuple[int, Tree]]:
-    """Layouts of three and four processes."""
-    return {name: own for table in tables for name, own in table.items() if own[0] in (3, 4)}
-
-
-DENSE, EXPERTS = many(LAYOUTS, LARGER), many(EXPERT_LAYOUTS, LARGER_EXPERTS)
+dense, routed = test_two_gpus.dense, test_two_gpus.routed
+CASES = [
+    pytest.param(kind, layout, id=f"{kind} {name}")
+    for kind, tables in (("dense", (LAYOUTS, LARGER)), ("routed", (EXPERT_LAYOUTS, LARGER_EXPERTS)))
+    for table in tables
+    for name, layout in table.items()
+    if layout[0] in (3, 4)
+]
+"""Kinds of model, and layouts of three and four processes."""
 
 
 @pytest.fixture(scope="module")
@@ -62,28 +54,10 @@ def groups() -> Iterator[Groups]:
         group.close()
 
 
-@pytest.fixture(scope="module")
-def dense(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    return dense_run(tmp_path_factory.mktemp("dense"), tokenizer, DEVICE)
-
-
-@pytest.fixture(scope="module")
-def routed(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    return routed_run(tmp_path_factory.mktemp("routed"), tokenizer, DEVICE)
-
-
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_a_layout_of_more_than_two_gives_the_numbers_of_one_gpu(
-    name: str, dense: Tree, groups: Groups, tmp_path: Path
+    kind: str, layout: Any, groups: Groups, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Stopped after a step, and gone on with on the same layout from its checkpoint."""
-    found = check([DENSE[name], DENSE[name]], dense, groups, tmp_path / "out")
-    assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_a_layout_of_experts_on_more_than_two_gives_the_numbers_of_one_gpu(
-    name: str, routed: Tree, groups: Groups, tmp_path: Path
-) -> None:
-    found = check([EXPERTS[name], EXPERTS[name]], routed, groups, tmp_path / "out")
+    found = check([layout, layout], request.getfixturevalue(kind), groups, tmp_path / "out")
     assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]

@@ -1,4 +1,4 @@
-"""What rank 0 has of the others: a record and a lane of each of their models, and the load of all ranks."""
+"""Records that rank 0 has of the others: a record and a lane of each of their models, and the load of all ranks."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Rank:
 
     @property
     def lost(self) -> str:
-        """What is said where it ends without a word."""
+        """Message where it ends without a word."""
         return (
             f"{self} has ended without a word, as a process that was killed does; start again, and the service goes on"
         )

@@ -88,7 +88,7 @@ class RemoteJournal(Journal):
 
 
 def answered(core: Core, kind: str, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What rank 0 answers to a message of RemoteJournal: kind and values."""
+    """Answer of rank 0 to a message of RemoteJournal: kind and values."""
     try:
         if kind == "read":
             return "rows", {"rows": [dict(row) for row in core.journal.all(values["query"], *values["values"])]}

@@ -200,7 +200,7 @@ class RankService(Service):
 
 
 def _standing(tenant: Tenant) -> list[Any]:
-    """What the page shows of a model; see leader.RemoteTenant."""
+    """Figures of a model for the page; see leader.RemoteTenant."""
     return [tenant.steps, list(tenant.losses), tenant.trained_at, tenant.is_awake]
 
 
