@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m benchmarks megatron --out megatron-h200.json
 
 Needs `packlora[megatron]` and nothing of Transformer Engine. Tensor parallelism is over all processes; on four GPUs there is a
-layer of experts too, with tensor parallelism over two and the experts shared out to two. Megatron-Core's process groups are made
-here and are gone afterwards. Shapes: T tokens, D hidden size, F features between the layers.
+layer of experts too, with tensor parallelism over two and the experts shared out to two. Megatron-Core's process groups are
+made here and are gone afterwards. Shapes: T tokens, D hidden size, F features between the layers.
 """
 
 from __future__ import annotations
@@ -228,16 +228,14 @@ def _groups(device: torch.device, tp: int, ep: int) -> Iterator[None]:
     if alone:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    without = (
-        {} if hasattr(moe_utils, "te_general_gemm") else {"te_general_gemm": None}
-    )  # which it asks for in any case
+    gemm = getattr(moe_utils, "te_general_gemm", None)  # which it asks for in any case
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=1 if ep > 1 else None,
         )
-        with mock.patch.multiple(moe_utils, create=True, **without):
+        with mock.patch.object(moe_utils, "te_general_gemm", gemm, create=True):
             yield
     finally:
         parallel_state.destroy_model_parallel()
