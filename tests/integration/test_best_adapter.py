@@ -142,7 +142,9 @@ def test_patience_and_the_best_adapter_are_the_same_wherever_a_run_is_broken_off
         again, out = packlora.train(parts, resume=True).jobs["a"], tmp_path / f"max_steps-{step}"
         assert (again.status, again.step, again.eval_after) == ("done", 7, 2.0), step
         assert same(out / "a", whole / "a") and not (out / "a" / "checkpoint-8").exists()
-        assert json.loads((out / "a" / "checkpoint-7" / "trainer_state.json").read_text())["stopped"].startswith("early")
+        assert json.loads((out / "a" / "checkpoint-7" / "trainer_state.json").read_text())["stopped"].startswith(
+            "early"
+        )
     for step in (4, 6, 7):
         out = tmp_path / str(step)
         shutil.copytree(whole, out)

@@ -89,7 +89,11 @@ def test_an_input_comes_back_with_its_strides() -> None:
     offload_inputs(model, CPU, "llama", True)
     assert torch.equal(gradient(model, 40, stride=1), want)
     offloading = Offloading(CPU, 3)
-    for x in (torch.randn(3, 4).t(), torch.randn(1, 6, 2).as_strided((1, 6, 2), (1, 2, 1)), torch.randn(2, 1).expand(2, 3)):
+    for x in (
+        torch.randn(3, 4).t(),
+        torch.randn(1, 6, 2).as_strided((1, 6, 2), (1, 2, 1)),
+        torch.randn(2, 1).expand(2, 3),
+    ):
         kept = offloading.keep(x, 0)
         offloading.keep(x, 1)
         offloading.keep(x, 2)
