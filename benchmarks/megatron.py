@@ -3,9 +3,9 @@
     python -m benchmarks megatron --out megatron-h200.json
     torchrun --nproc-per-node 2 -m benchmarks megatron --out megatron-h200.json
 
-Needs `packlora[megatron]` and nothing of Transformer Engine. Tensor parallelism is over all processes; on four and more GPUs there
-is a layer of experts too, with tensor parallelism over two and the experts shared out to half of the processes. Megatron-Core's
-process groups are made here and are gone afterwards. Shapes: T tokens, D hidden size, F features between the layers.
+Needs `packlora[megatron]` and nothing of Transformer Engine. Tensor parallelism is over all processes; on four GPUs there is a
+layer of experts too, with tensor parallelism over two and the experts shared out to two. Megatron-Core's process groups are
+made here and are gone afterwards. Shapes: T tokens, D hidden size, F features between the layers.
 """
 
 from __future__ import annotations
@@ -222,18 +222,21 @@ def _splits_tokens() -> bool:
 def _groups(device: torch.device, tp: int, ep: int) -> Iterator[None]:
     """Megatron-Core's process groups over all processes, or over this one alone."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
 
     alone = not dist.is_initialized()
     if alone:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    gemm = getattr(moe_utils, "te_general_gemm", None)  # which it asks for in any case
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=1 if ep > 1 else None,
         )
-        yield
+        with mock.patch.object(moe_utils, "te_general_gemm", gemm, create=True):
+            yield
     finally:
         parallel_state.destroy_model_parallel()
         if alone:
@@ -257,8 +260,8 @@ MEGATRON = Benchmark(
     "with tokens of their own between the layers (sp); forward and backward. frozen: no adapter. packlora: LoRA r "
     "16, alpha 32, dropout 0.1 on both by packlora.megatron.apply_lora, float32, B not zero; _dora: DoRA. plain: an "
     "A and a B of bfloat16 beside each layer, by torch, with messages of their own. experts: a layer of "
-    f"{EXPERTS} such gated experts (SequentialMLP), {TOP} for a token, alltoall, tensor parallel size {EXPERTS_TP} with sequence "
-    "parallelism, whole experts shared out to half of the processes. Contenders run in turn inside "
+    f"{EXPERTS} such gated experts (SequentialMLP), {TOP} for a token, alltoall, tensor parallel size {EXPERTS_TP} with "
+    "sequence parallelism, whole experts shared out to half of the processes. Contenders run in turn inside "
     "one loop, random order each round, the GPUs of all processes aligned before each run, CUDA events, medians, "
     "ratios within a round. messages: collectives of a forward and backward by this process, and sent: their bytes "
     "where messages go round in a ring. Figures are process 0's.",

@@ -379,7 +379,7 @@ def _result(
 def _judge(job: Job, stop: StopRequest) -> None:
     """After an evaluation: keep a job's adapter if it is the best, or let the job end if too many were no better."""
     reason = keep_if_best(job) if job.step > 0 else None
-    if reason is not None and job.step < job.data.num_steps:
+    if reason is not None and job.goes_on:
         stop.jobs.setdefault(job.name, reason)
 
 
@@ -394,7 +394,7 @@ def _end_as_asked(stepped: Sequence[Job], stop: StopRequest, events: Emitter) ->
     ended = set()
     for job in stepped:
         reason = stop.jobs.pop(job.name, None)
-        if reason is not None and job.status == "running" and job.step < job.data.num_steps:
+        if reason is not None and job.status == "running" and job.goes_on:
             events.emit(Note(f"job {job.name!r} ends at step {job.step} of {job.data.num_steps}, as asked by {reason}"))
             job.stop(reason)
             ended.add(job.name)

@@ -108,7 +108,9 @@ def _of_another_type(path: str, module: torch.nn.Module) -> str | None:
 
 
 def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
-    """Whether a job takes the whole base model on every device. staged: or all of its layers."""
+    """Whether a job, or a key of the run file, takes the whole base model on every device. staged: or all of its layers."""
+    if prepared.run.offload_embedding or prepared.run.activation_offloading:
+        return True
     return any(needs_whole(job, prepared, staged) is not None for job in prepared.jobs)
 
 

@@ -418,12 +418,12 @@ def trained_in(rank: int, tree: dict[str, Any], room: int) -> str:
         return packlora.train(tree).status
 
 
-def test_auto_shares_no_rows_where_a_job_needs_them_whole_and_takes_no_stages_for_optimizers_of_whole_jobs(
+def test_auto_shares_nothing_that_a_job_or_a_key_needs_whole_and_takes_no_stages_for_optimizers_of_whole_jobs(
     make: Callable[..., dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    def parts(**keys: Any) -> tuple[bool, bool]:
-        tree = make((8, 2), (8, 2))
+    def parts(of_run: dict[str, Any] | None = None, **keys: Any) -> tuple[bool, bool]:
+        tree = make((8, 2), (8, 2)) | (of_run or {})
         tree["jobs"][1] = {**tree["jobs"][1], **keys}
         prepared = prepare(Run.model_validate(tree))
         return bool(choosing.sharded_layouts(prepared, 2, {"job0": 1.0, "job1": 1.0})), bool(
@@ -437,6 +437,10 @@ def test_auto_shares_no_rows_where_a_job_needs_them_whole_and_takes_no_stages_fo
     preferring = {"data": pairs, "train": {"trainer": "orpo", "global_batch_size": 2}}
     assert parts(sample_prompts=["one"], **preferring) == (True, True)
     assert parts(train={"optim": "adafactor", "global_batch_size": 2}) == (True, False)
+    checkpoints = {"gradient_checkpointing": True}
+    assert parts(checkpoints) == (True, True)
+    assert parts({"activation_offloading": True} | checkpoints) == (False, False)
+    assert parts({"offload_embedding": True}) == (False, False)
 
 
 def test_a_job_whose_optimizer_steps_whole_jobs_does_not_join_stages(make: Callable[..., dict[str, Any]]) -> None:
