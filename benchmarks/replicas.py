@@ -50,13 +50,16 @@ from packlora.adapters.attach import attach
 from packlora.base.model import Base, load_base
 from packlora.base.weight_files import WeightFiles
 from packlora.engine.memory import free_memory, synchronize
-from packlora.engine.stage_passes import StageDevice
 from packlora.parallel.alone import ALONE, Alone, OneProcess
 from packlora.parallel.layout import Layout, place, planned
-from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
-from packlora.parallel.stages import Stage, load_stage
+from packlora.pipeline.estimate import planning_cost, stage_layers, staged
+from packlora.pipeline.flow import StageFlow
+from packlora.pipeline.links import Links
+from packlora.pipeline.passes import StageDevice
+from packlora.pipeline.stages import Stage, load_stage
+from packlora.pipeline.timeline import end_times
 from packlora.runtime import estimate
 from packlora.runtime.choose import Work
 from packlora.runtime.events import Emitter
@@ -67,7 +70,6 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.run import deterministic
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
 from packlora.schedule.verify import check, with_noops
 from packlora.schedule.worker import WINDOW
@@ -366,6 +368,16 @@ class RandomWeights(WeightFiles):
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device).mul_(0.02)
 
 
+class UntimedFlow(StageFlow):
+    """The flow of a pipeline whose clock the benchmark reads."""
+
+    def begin(self) -> None:
+        pass
+
+    def ran(self, jobs: Mapping[str, Job]) -> None:
+        return None
+
+
 class Piped:
     """Four jobs in training on the stages, and, where that is among the ways, on a sharded base."""
 
@@ -391,8 +403,8 @@ class Piped:
         head = measure_head(self.prepared.run, self.prepared.shape, self.links.device)
         self.prepared.head_in_layers = mesh.gather(head.in_layers)[0]
         free_memory(self.links.device)
-        self.cost = estimate.planning_cost(self.prepared.run, self.prepared, mesh.size)
-        counts = estimate.stage_layers(self.prepared.run, self.prepared, mesh.size)
+        self.cost = planning_cost(self.prepared.run, self.prepared, mesh.size)
+        counts = stage_layers(self.prepared.run, self.prepared, mesh.size)
         longest = {job.name: sizes.longest for job in jobs}
         weights = RandomWeights(path, skeleton, self.links.device)
         base = load_stage(self.prepared.run, None, longest, mesh, self.links, counts, weights)
@@ -402,10 +414,11 @@ class Piped:
         made = [Job(one.config, one.data, [], own) for one, own in zip(self.prepared.jobs, adapters, strict=True)]
         self.device, events = StageDevice(base, attached, base.storage), Emitter()
         run, prepared = self.prepared.run, self.prepared
-        known = estimate.staged(estimate.estimate(run, prepared), run, prepared, mesh.size)
+        known = staged(estimate.estimate(run, prepared), run, prepared, mesh.size)
+        flow = UntimedFlow(run, prepared.shape, self.links, self.device.clock, known.cost, self.cost)
         self.trainer = Trainer(
             self.prepared.run, self.prepared, base, self.device, made, known,
-            OutputFolder(Path(path), "benchmark", None, events), events, group=self.links, cost=self.cost,
+            OutputFolder(Path(path), "benchmark", None, events), events, group=self.links, flow=flow,
         )  # fmt: skip
         self.sharded: Trainer | None = None
         self.trained = [0, 0]
@@ -439,7 +452,7 @@ class Piped:
         if way == SHARDED:
             return [Planner(own, planned(sizes.budget, size), **settings).window(first) for own in each]
         return [
-            Planner(own, sizes.budget, stages=size, cost=self.cost, **settings).window(first) for own in each
+            Planner(own, sizes.budget, lag=size, cost=self.cost, **settings).window(first) for own in each
         ]  # fmt: skip
 
     def unit_of(self, way: str) -> Row:

@@ -24,8 +24,8 @@ from benchmarks.planning import (
     planning_time,
     random_order,
 )
+from packlora.pipeline.timeline import simulate
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import simulate
 
 PUBLISHED: dict[str, Any] = {"bubble_by_jobs": {1: 0.4417, 2: 0.15, 3: 0.1223, 4: 0.1109}, "bubble_mlora": 0.3411}
 """LoRAFusion's figures (arXiv 2510.00206)."""
@@ -66,7 +66,7 @@ def measure_schedule(one: Case, names: list[str], options: Options) -> Row:
     if one.method == "random":
         plan = random_order(jobs, CAPACITY, one.stages)
     else:
-        planner = Planner(jobs, CAPACITY, stages=one.stages, cost=cost, method=one.method)
+        planner = Planner(jobs, CAPACITY, lag=one.stages, cost=cost, method=one.method)
         windows = list(planner.windows())
         plan = [microbatch for window in windows for microbatch in window.microbatches]
         reports = [window.report for window in windows]

@@ -77,13 +77,10 @@ class Alone:
     that hold the other rows of its weights, itself included, None where it holds all rows. base: those that hold the base model
     together with it, once; None where it is alone.
 
-    stages: of the pipeline that a replica is; 1: it is none. stage: of this process; is_first: whether it is the first. beside:
-    the processes of its stage, None where it is one.
+    is_first: whether the process is in the first stage of its replica, where that is a pipeline.
     """
 
     rank, size, processes, leads, saves, exchanges, is_repeated = 0, 1, 1, True, True, False, False
-    stages, stage = 1, 0
-    beside: dist.ProcessGroup | None = None
     model: dist.ProcessGroup | None = None
     layers: dist.ProcessGroup | None = None
     alike: dist.ProcessGroup | None = None

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-SPREADS = 0.25
-"""Standard deviations by which a batch is taken to be smaller than its mean (LoRAFusion: k sigma)."""
-
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
@@ -38,28 +35,3 @@ def pair_up(shapes: Sequence[JobShape], groups: int) -> list[list[int]]:
         turn, at = divmod(place, groups)
         out[at if turn % 2 == 0 else groups - 1 - at].append(job)
     return [sorted(group) for group in out if group]
-
-
-def keeps_apart(groups: Sequence[Sequence[int]], shapes: Sequence[JobShape], capacity: int, stages: int) -> bool:
-    """The bubble condition: without any one group, the others fill the stages - 1 slots between two of its batches."""
-    low = [
-        max(sum(shapes[j].batch_tokens - SPREADS * shapes[j].batch_deviation for j in group), 0) / capacity
-        for group in groups
-    ]
-    total = sum(low)
-    return all(total - one >= stages - 1 for one in low)
-
-
-def groupings(shapes: Sequence[JobShape], capacity: int, stages: int) -> list[list[list[int]]]:
-    """Ways to group the jobs that are worth trying, the most promising first; each job is in one group.
-
-    At least two groups where there are two jobs: the last microbatch of one can then be filled up with samples of the other.
-    """
-    num_jobs = len(shapes)
-    apart = None
-    for count in range(min(2, num_jobs), num_jobs + 1):
-        if keeps_apart(pair_up(shapes, count), shapes, capacity, stages):
-            apart = count
-            break
-    counts = [apart or num_jobs, num_jobs, (num_jobs + 1) // 2] if stages > 1 else [apart or 1, 1, num_jobs]
-    return [pair_up(shapes, count) for count in dict.fromkeys(counts)]
