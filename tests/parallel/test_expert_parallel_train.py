@@ -331,7 +331,7 @@ def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any], to
     (both,), (_, replicas) = rows(expert=2, shard_base=True), rows(expert=2)
     assert (both.status, both.taken, both.layout.devices_per_job) == ("taken, shard 2, experts on 2", True, 4)
     (cut,) = rows(tensor=2, expert=2)
-    assert (cut.status, cut.devices_per_job) == ("taken, tensor 2, experts on 2", 4) and cut.bytes < replicas.bytes
+    assert (cut.status, cut.layout.devices_per_job) == ("taken, tensor 2, experts on 2", 4) and cut.bytes < replicas.bytes
     model = tiny_experts("qwen3_moe", **shape)
     in_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.ndim > 1)
     held = 8 * (in_layers - sum(p.numel() for p in model.parameters() if p.ndim == 3) / 2)
