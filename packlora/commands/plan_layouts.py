@@ -9,7 +9,7 @@ from typing import Any
 
 from packlora.parallel.layout import Layout
 from packlora.report.progress import duration
-from packlora.runtime import estimate
+from packlora.runtime import estimate, shared_experts
 from packlora.runtime.choose import (
     Choice,
     Spread,
@@ -20,7 +20,6 @@ from packlora.runtime.choose import (
     piped,
     seconds_of,
     sharded_layouts,
-    sharing_experts,
     spread,
 )
 from packlora.runtime.prepared_run import PreparedRun
@@ -88,10 +87,9 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choic
         taken: from choose.choose.
         alone: seconds that the run takes on one device.
     """
-    asked = prepared.run.parallel
-    work = Work(prepared, 1 if asked.exchanges else asked.expert).jobs()
+    work = Work(prepared, prepared.run.parallel.experts_on).jobs()
     found = candidates(prepared, devices, work) + sharded_layouts(prepared, devices, work)
-    found += piped(prepared, devices, work) + sharing_experts(prepared, devices, work)
+    found += piped(prepared, devices, work) + shared_experts.candidates(prepared, devices, work)
     rows = [_row(prepared, known, spread(prepared, own), taken.layout, alone) for own in found]
     return Layouts(devices, rows, taken.reason)
 
@@ -100,8 +98,8 @@ def _row(
     prepared: PreparedRun, known: Profile, own: Spread, taken: Layout, alone: float
 ) -> LayoutFigures:  # fmt: skip
     layout = own.layout
-    work = Work(prepared, 1 if layout.exchange else layout.expert)
-    shared = estimate.sharing_experts(known, prepared.run, prepared, layout.expert, layout.exchange)
+    work = Work(prepared, layout.experts_on)
+    shared = shared_experts.profile(known, prepared, layout)
     seconds = own.predict(seconds_of(prepared, layout, shared.seconds), shared.cost).time
     balance, needed = own.predict(work.of, work.cost), needed_bytes(prepared, known, own)
     has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.is_in_parts

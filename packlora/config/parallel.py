@@ -96,6 +96,11 @@ class ParallelConfig(Strict):
         return self.ep_implementation == "all_to_all"
 
     @property
+    def experts_on(self) -> int:
+        """Number of devices that compute the experts of a microbatch together."""
+        return 1 if self.exchanges else self.expert
+
+    @property
     def in_parts(self) -> str | None:
         """Key by which several devices hold the base model together and run the same microbatches, or stages of them; None
         without such a key."""

@@ -229,8 +229,7 @@ class Engine:
         one.asked = bool(asked)
 
     def _drop_gradients(self, slot: Slot) -> None:
-        own = {part.adapter for part in slot.parts}
-        for adapter in self.adapters if self.group.exchanges else own:
+        for adapter in self.group.reached({part.adapter for part in slot.parts}, self.adapters):
             self.adapters[adapter].drop_gradients()
 
     def _collect(self, slot: Slot, result: MicrobatchResult | None) -> None:
@@ -241,15 +240,8 @@ class Engine:
                 self.adapters[adapter].collect(result.sums[adapter])
             else:
                 self.adapters[adapter].discard()
-        if self.group.exchanges:
-            self._collect_for_others(slot, here)
-
-    def _collect_for_others(self, slot: Slot, here: set[int]) -> None:
-        """Collect, where experts here have computed tokens of other replicas, gradients of adapters that own none here.
-        Experts compute the operands of all adapters, those without rows in the slot included."""
-        for adapter, state in self.adapters.items():
-            if adapter in here:
-                continue
+        for adapter in self.group.reached(here, self.adapters) - here:
+            state = self.adapters[adapter]
             if adapter in slot.counted:
                 state.collect(state.no_sums())
             state.drop_gradients()

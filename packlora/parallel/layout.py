@@ -52,7 +52,12 @@ class Layout:
 
     @property
     def devices_per_replica(self) -> int:
-        return self.tensor * self.pipeline * (1 if self.exchange else self.expert)
+        return self.tensor * self.pipeline * self.experts_on
+
+    @property
+    def experts_on(self) -> int:
+        """Number of devices that compute the experts of a microbatch together."""
+        return 1 if self.exchange else self.expert
 
     @property
     def sharded(self) -> bool:
@@ -130,6 +135,12 @@ def layouts(
     least = shard * (expert if exchange else 1)
     sizes = [size for size in range(least, replicas + 1, least) if replicas % size == 0]
     return [Layout(place(work, replicas // size), size, tensor, pipeline, shard, expert, exchange) for size in sizes]
+
+
+def fewest(every: Sequence[Layout], asked: int | str) -> list[Layout]:
+    """Choose, of the layouts that have as many devices per job as is asked for, the first that leaves none without a job."""
+    own = [one for one in every if asked in ("auto", one.devices_per_job)]
+    return [one for one in own if all(one.groups)][:1]
 
 
 def predict(

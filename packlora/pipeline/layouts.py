@@ -13,7 +13,7 @@ from packlora.pipeline.checks import check_stages
 from packlora.pipeline.estimate import largest_stage, on_stages, planning_cost
 from packlora.pipeline.timeline import end_times
 from packlora.pipeline.wholeness import needs_all_layers
-from packlora.runtime.choose import Replica, fewest
+from packlora.runtime.choose import Replica
 from packlora.runtime.prepared_job import trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.schedule.cost import CostModel
@@ -40,7 +40,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
     out = []
     for stages in range(2, min(devices, prepared.shape.layers) + 1):
         if devices % stages == 0:
-            out += fewest(layouts.layouts(work, devices, pipeline=stages), parallel.devices_per_job)
+            out += layouts.fewest(layouts.layouts(work, devices, pipeline=stages), parallel.devices_per_job)
     return out
 
 

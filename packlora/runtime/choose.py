@@ -16,9 +16,8 @@ import torch
 from packlora.base.device import choose_device
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
-from packlora.parallel.experts import check_experts
 from packlora.parallel.layout import Layout, Prediction, Wave
-from packlora.runtime import estimate, profiler, profiles
+from packlora.runtime import estimate, profiler, profiles, shared_experts
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
@@ -155,7 +154,7 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
         InputError: devices_per_job does not divide so many devices.
     """
     parallel = prepared.run.parallel
-    work = Work(prepared, 1 if parallel.exchanges else parallel.expert)
+    work = Work(prepared, parallel.experts_on)
     found, sharded = candidates(prepared, devices, work.jobs()), sharded_layouts(prepared, devices, work.jobs())
     if not found:
         raise InputError(
@@ -300,31 +299,6 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
     return found
 
 
-def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
-    """Layouts whose devices hold the experts together, where the run file does not ask for it but the model could be shared out
-    so: of each number, in both ways, the one whose jobs share the fewest devices and leave none without a job.
-
-    Args:
-        work: by job, what it is predicted to take.
-    """
-    parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.in_parts is not None or parallel.is_sharded
-    if asked or prepared.form is not None or encoder is None:
-        return []
-    out = []
-    for degree in range(2, devices + 1):
-        if devices % degree or any(count % degree for count in prepared.shape.experts) or not prepared.shape.experts:
-            continue
-        try:
-            check_experts(encoder.skeleton, degree)
-        except InputError:
-            continue
-        for exchange in (False, True):
-            every = layouts.layouts(work, devices, expert=degree, exchange=exchange)
-            out += fewest(every, parallel.devices_per_job)
-    return out
-
-
 def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
     """Layouts in which devices hold a part of the rows of every weight each, where that is left to us: over all of them, and
     over every smaller number. Each job is on as few devices as leave none without a job.
@@ -339,14 +313,8 @@ def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
     out, replicas = [], devices // parallel.tensor
     for shard in (size for size in range(replicas, 1, -1) if replicas % size == 0):
         every = layouts.layouts(work, devices, parallel.tensor, shard=shard)
-        out += fewest(every, parallel.devices_per_job)
+        out += layouts.fewest(every, parallel.devices_per_job)
     return out
-
-
-def fewest(every: list[Layout], asked: int | str) -> list[Layout]:
-    """Choose, of the layouts that have as many devices per job as is asked for, the first that leaves none without a job."""
-    own = [one for one in every if asked in ("auto", one.devices_per_job)]
-    return [one for one in own if all(one.groups)][:1]
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
@@ -365,7 +333,7 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     if first and prepared.run.max_tokens_per_microbatch == "auto" and choose_device(prepared.run.device).type == "cuda":
         smallest = profiler.budgets(prepared)[0]
     layout, experts = own.layout, own.layout.expert
-    known = estimate.sharing_experts(known, prepared.run, prepared, experts, layout.exchange)
+    known = shared_experts.profile(known, prepared, layout)
     needed, (base, gathered), elsewhere = 0, base_bytes(prepared), elsewhere_bytes(prepared, layout)
     base, gathered = base - elsewhere, gathered - 2 * elsewhere // prepared.shape.layers
     here = base // (layout.tensor * layout.shard) - host_bytes(prepared, layout)  # stages have a part of that

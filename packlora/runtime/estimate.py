@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -60,7 +59,7 @@ def estimate(run: Run, prepared: PreparedRun) -> Profile:
     least, many, twice = (sum(memory_parts(run, prepared, tokens).values()) for tokens in (1, 2**16, 2**17))
     per_token = (twice - many) / 2**16  # no fewer tokens have more each, so that the line is nowhere below the parts
     kept = least - per_token
-    cost = analytic_cost(run, prepared, *_speed(run))
+    cost = analytic_cost(run, prepared, *speed(run))
     return Profile("estimated", cost, kept, per_token, memory_room(device))
 
 
@@ -70,33 +69,7 @@ def planning_cost(run: Run, prepared: PreparedRun, experts_on: int = 1) -> CostM
     return analytic_cost(run, prepared, PLANNED_FLOPS[choose_device(run.device).type], experts_on=experts_on)
 
 
-def sharing_experts(
-    known: Profile, run: Run, prepared: PreparedRun, devices: int, exchange: bool = False
-) -> Profile:  # fmt: skip
-    """Profile of one of so many devices like the known one that hold the experts together and run the same microbatches; or
-    with `exchange` their own, of which each device computes as much as it has, messages not counted."""
-    if devices == 1:
-        return known
-    whole, shared = (
-        analytic_cost(run, prepared, *_speed(run), experts_on=count) for count in (1, 1 if exchange else devices)
-    )
-    cost = replace(
-        known.cost,
-        per_token=known.cost.per_token * shared.per_token / whole.per_token,
-        backward_ratio=known.cost.backward_ratio * shared.backward_ratio / whole.backward_ratio,
-    )
-    shape, width, less = prepared.shape, getattr(torch, run.dtype).itemsize, 1 - 1 / devices
-    layers = 1 if run.gradient_checkpointing else shape.layers
-    return replace(
-        known,
-        cost=cost,
-        kept_bytes=known.kept_bytes
-        - less * (width * shape.expert_parameters + TRAINABLE_BYTES * sum(job.on_experts for job in prepared.jobs)),
-        bytes_per_token=known.bytes_per_token - (0 if exchange else less * width * shape.routed_width * layers),
-    )
-
-
-def _speed(run: Run) -> tuple[float, float]:
+def speed(run: Run) -> tuple[float, float]:
     """Speed of the machine at a model's matrix products and in memory: FLOP/s, and bytes that are read or written a second."""
     device = choose_device(run.device)
     return machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], machine_bandwidth(device)

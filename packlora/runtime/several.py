@@ -17,6 +17,7 @@ from packlora.config import Run
 from packlora.engine.passes import Passes, SingleDevice
 from packlora.parallel.alone import ALONE, Alone, OneProcess
 from packlora.parallel.cut import load_cut
+from packlora.parallel.expert_replicas import ExchangingReplicas
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
@@ -68,7 +69,7 @@ class OverProcesses(Placement):
         return self.group if self.layout.is_in_parts else ALONE
 
     def _processes(self) -> Replicas:
-        return Replicas(self.mesh, self.layout)
+        return (ExchangingReplicas if self.layout.exchange else Replicas)(self.mesh, self.layout)
 
     def load(self) -> Base:
         """See Placement."""

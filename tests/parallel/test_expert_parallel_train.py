@@ -33,9 +33,9 @@ from packlora.commands.plan_layouts import LayoutFigures, sentences
 from packlora.config import Run
 from packlora.engine.engine import Engine
 from packlora.errors import InputError
-from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.alone import Alone
 from packlora.parallel.cut import load_cut
+from packlora.parallel.expert_replicas import SharedGradient
 from packlora.pipeline.estimate import largest_stage, planning_cost, stage_layers
 from packlora.runtime.prepare import prepare
 
@@ -331,7 +331,10 @@ def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any], to
     (both,), (_, replicas) = rows(expert=2, shard_base=True), rows(expert=2)
     assert (both.status, both.taken, both.layout.devices_per_job) == ("taken, shard 2, experts on 2", True, 4)
     (cut,) = rows(tensor=2, expert=2)
-    assert (cut.status, cut.layout.devices_per_job) == ("taken, tensor 2, experts on 2", 4) and cut.bytes < replicas.bytes
+    assert (cut.status, cut.layout.devices_per_job) == (
+        "taken, tensor 2, experts on 2",
+        4,
+    ) and cut.bytes < replicas.bytes
     model = tiny_experts("qwen3_moe", **shape)
     in_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.ndim > 1)
     held = 8 * (in_layers - sum(p.numel() for p in model.parameters() if p.ndim == 3) / 2)
