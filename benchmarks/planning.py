@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from packlora.pipeline.balance import balance
+from packlora.pipeline.estimate import balance
 from packlora.pipeline.timeline import Timeline
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner

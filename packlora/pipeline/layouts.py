@@ -9,10 +9,9 @@ from packlora.base.shape import decoder_layers
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
 from packlora.parallel.layout import Layout, Wave
-from packlora.pipeline.checks import check_stages
+from packlora.pipeline.checks import check_stages, needs_all_layers
 from packlora.pipeline.estimate import largest_stage, on_stages, planning_cost
 from packlora.pipeline.timeline import end_times
-from packlora.pipeline.wholeness import needs_all_layers
 from packlora.runtime.choose import Replica
 from packlora.runtime.prepared_job import trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from packlora.pipeline.timeline import makespan
 from packlora.schedule.cost import CostModel
-from packlora.schedule.group import JobShape, pair_up
-from packlora.schedule.rules import C, Rules
+from packlora.schedule.rules import C, JobShape, Rules, pair_up
 from packlora.schedule.types import Microbatch
 
 FILLS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.42, 0.35, 0.29, 0.24, 0.2, 0.16, 0.13, 0.11)

@@ -33,7 +33,7 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
             else:
                 refuse(job, key, None if key == "parallel.expert" else whole_alone(job.spec, skeleton))
     if parallel.stages > 1:
-        import_module("packlora.pipeline.wholeness").check(prepared, skeleton)
+        import_module("packlora.pipeline.checks").check(prepared, skeleton)
     if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
         prepared.warnings.append(
             "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"

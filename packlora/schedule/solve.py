@@ -15,8 +15,7 @@ from packlora.schedule import bounds
 from packlora.schedule.bins import Packing, pack, repack
 from packlora.schedule.compact import compact
 from packlora.schedule.cost import CostModel
-from packlora.schedule.group import JobShape
-from packlora.schedule.rules import rules_of
+from packlora.schedule.rules import JobShape, rules_of
 from packlora.schedule.stream import Item, Packer, Room, SlotLayout, Unit, lay_out, slot_tokens
 from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Window, WindowReport
 from packlora.schedule.verify import carry_after, check, with_noops

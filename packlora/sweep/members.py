@@ -134,7 +134,7 @@ class Members:
                         "true; set adapter.dora_dropout: low_rank, or lora_dropout: 0"
                     )
         if not self.base.storage.is_whole:  # jobs join on one device, or on the stages of a pipeline
-            import_module("packlora.pipeline.wholeness").check_new(self.prepared, items)
+            import_module("packlora.pipeline.checks").check_new(self.prepared, items)
         return items
 
     def check_names(self, configs: Sequence[JobConfig]) -> None:

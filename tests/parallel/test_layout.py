@@ -32,8 +32,8 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.parallel.layout import Layout, Prediction, choose, layouts, place, predict, waves
 from packlora.pipeline import layouts as pipelines
+from packlora.pipeline.checks import needs_all_layers
 from packlora.pipeline.layouts import StagedReplica
-from packlora.pipeline.wholeness import needs_all_layers
 from packlora.runtime import choose as choosing
 from packlora.runtime import estimate, profiler, profiles
 from packlora.runtime.choose import Replica, Work, base_bytes

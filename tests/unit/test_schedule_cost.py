@@ -8,12 +8,11 @@ import random
 import pytest
 
 from benchmarks.planning import check_causality, cost_of_model
-from packlora.pipeline.balance import balance
+from packlora.pipeline.estimate import balance
 from packlora.pipeline.rules import keeps_apart
 from packlora.pipeline.timeline import simulate
 from packlora.schedule.cost import CostModel
-from packlora.schedule.group import JobShape, pair_up
-from packlora.schedule.rules import rules_of
+from packlora.schedule.rules import JobShape, pair_up, rules_of
 from packlora.schedule.types import NOOP, Microbatch, Placed, ScheduleError
 
 
