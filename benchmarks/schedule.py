@@ -134,7 +134,7 @@ SCHEDULE = Benchmark(
     "at_bound: global batches of a group that open no more microbatches than a lower bound says they must. bubble: "
     "idle part of the stages' time of the whole run in a simulated 1F1B pipeline without flushes, from the first "
     "forward to the last backward; costs are analytic (FLOPs at half of an H100's peak, weights read once per "
-    "microbatch, activation checkpointing), layers are cut by packlora.schedule.cost.balance. random: each round's "
+    "microbatch, activation checkpointing), layers are cut by packlora.pipeline.estimate.balance. random: each round's "
     "samples in random order, cut where the next one does not fit. Every plan is proved valid and its simulated "
     "timeline checked for causality. seconds: wall time of all windows, made one by one, proof included; of part "
     "time in a process of its own, whose peak memory above its start is rss_mib; cpu_s: its CPU time and its "

@@ -1,7 +1,7 @@
 """`packlora plan`: what a run would do, found without training, without the model's weights and without a GPU.
 
-Owns the figures and how they are printed; the picture of the timeline is gantt.py's. Times and memory come from profiler.py:
-estimates, or what was measured on this device before. See `memory_parts` there for what an estimate leaves out.
+Owns the figures and how they are printed; packlora/pipeline/ has the picture of the timeline. Times and memory come from
+profiler.py: estimates, or what was measured on this device before. See `memory_parts` there for what an estimate leaves out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replicas of the model that train the same jobs: each runs its own microbatches, and at a job's step they add up its gradient.
 
-A replica is one process, or several that hold the model together (tensor.py, pipeline.py). All replicas hold the same adapters
-and optimizers, and take the same steps: what the processes decide by, they have agreed on.
+A replica is one process, or several that hold the model together (tensor.py, packlora/pipeline/). All replicas hold the same
+adapters and optimizers, and take the same steps: what the processes decide by, they have agreed on.
 """
 
 from __future__ import annotations
