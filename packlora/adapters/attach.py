@@ -45,7 +45,7 @@ class Adapter:
     flat: all its trainable parameters, one tensor of float32 (float64 on a float64 base); those of `weights` are views of it.
     layout: of `flat`, by the names of `named_parameters`; what is not decayed lies behind all others.
     trained_on: how the weights of its layers are quantised, as text for its file; None of dense ones.
-    elsewhere: shapes of its parameters on layers that are not of this model, but of other stages (parallel/stages.py), by name.
+    elsewhere: shapes of its parameters on layers that are not of this model, but of other stages (packlora/pipeline/), by name.
     """
 
     name: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -49,6 +49,8 @@ class ExpertPart:
     leave: Callable[[torch.Tensor], torch.Tensor]
     exchange: Exchange | None = None
     share: tuple[int, int] = (0, 1)
+    of_experts: ClassVar[bool] = True
+    """See Shard."""
 
     def __deepcopy__(self, memo: Any) -> ExpertPart:
         """Copies of a model have the same processes."""

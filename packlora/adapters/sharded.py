@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -49,6 +49,8 @@ class Shard:
     leave: Through | None
     add_up: Callable[[torch.Tensor], None]
     by_tokens: bool = False
+    of_experts: ClassVar[bool] = False
+    """Whether processes with the same slice of the layers may have other slices of this kind: experts."""
 
     def is_slice(self, name: str) -> bool:
         """Whether a process has a slice of an adapter's tensor."""

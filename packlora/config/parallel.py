@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -96,6 +96,11 @@ class ParallelConfig(Strict):
         return self.ep_implementation == "all_to_all"
 
     @property
+    def experts_on(self) -> int:
+        """Number of devices that compute the experts of a microbatch together."""
+        return 1 if self.exchanges else self.expert
+
+    @property
     def in_parts(self) -> str | None:
         """Key by which several devices hold the base model together and run the same microbatches, or stages of them; None
         without such a key."""
@@ -117,9 +122,11 @@ class ParallelConfig(Strict):
         """The number of shard_base; None where it has none."""
         return int(self.shard_base) if self.has_degree else None
 
-    def shards(self, processes: int) -> int:
-        """Number of processes that share each weight by rows as requested, out of `processes`; 1: no sharding."""
-        return self.degree or (processes // (self.tensor * self.expert) if self.shard_base is True else 1)
+    def degrees(self, processes: int) -> dict[str, Any]:
+        """Numbers of devices, out of so many, that the keys ask for, by the fields of a layout (parallel/layout.py)."""
+        shard = self.degree or (processes // (self.tensor * self.expert) if self.shard_base is True else 1)
+        own = {"tensor": self.tensor, "pipeline": self.stages, "expert": self.expert, "exchange": self.exchanges}
+        return {"shard": shard, **own}
 
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""

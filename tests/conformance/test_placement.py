@@ -385,10 +385,10 @@ def by_own_norm(original: Any) -> Any:
 
 
 FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
-    ("pipeline", "packlora.engine.stage_passes.StageDevice._send_down", halved),
+    ("pipeline", "packlora.pipeline.passes.StageDevice._send_down", halved),
     ("shared jobs", "packlora.parallel.replicas.Replicas.add", nothing),
     ("tensor", "packlora.parallel.adapter.WholeGradient.norm", without_parts),
-    ("exchanged", "packlora.parallel.adapter.SharedGradient._added", nothing),
+    ("exchanged", "packlora.parallel.expert_replicas.SharedGradient._added", nothing),
 ]
 MORE_FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("pipeline", "packlora.runtime.restoring._restore_optimizer", nothing),

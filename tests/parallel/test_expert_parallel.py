@@ -23,6 +23,7 @@ from packlora.parallel import adapter as parallel_adapter
 from packlora.parallel import experts as parallel_experts
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.collectives import add_up
+from packlora.parallel.expert_replicas import ExchangingReplicas
 from packlora.parallel.experts import check_experts, experts_of
 from packlora.parallel.layout import Layout
 from packlora.parallel.replicas import Replicas
@@ -116,12 +117,12 @@ def mesh_of(rank: int) -> Any:
 def test_processes_that_share_experts_beside_cut_layers_are_grouped(exchange: bool) -> None:
     """Eight processes, of which two and two hold the same experts, and each two a slice of the other layers."""
     layout = Layout((("job",),), 4 if exchange else 2, tensor=2, expert=2, exchange=exchange)
-    found = [Replicas(mesh_of(rank), layout) for rank in range(8)]
+    found = [(ExchangingReplicas if exchange else Replicas)(mesh_of(rank), layout) for rank in range(8)]
     for rank, own in enumerate(found):
         first, place = rank - rank % 4, rank % 4
         assert own.model == own.base == [first, first + 1, first + 2, first + 3]
         assert own.layers == [rank - rank % 2, rank - rank % 2 + 1] and own.is_repeated == (place > 1)
-        assert own.alike == ([place, place + 4] if exchange else None)
+        assert not exchange or own.alike == [place, place + 4]
         assert own._sums == (list(range(rank % 2, 8, 2)) if exchange else [place, place + 4])
         assert (own.rank, own.saves) == (rank // 2 if exchange else rank // 4, rank < 4)
 

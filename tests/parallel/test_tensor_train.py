@@ -186,7 +186,7 @@ def test_the_plan_predicts_time_and_memory_of_devices_that_hold_a_layer_together
     one = make_plan(Run.model_validate(tree), gpus=1).layouts
     assert any("--gpus shows those of the devices" in note for note in plan.to_json()["notes"])
     assert plan.layouts is not None and one is not None and two is not None
-    assert [(row.devices_per_job, row.tensor, row.shard) for row in plan.layouts.rows] == [
+    assert [(row.layout.devices_per_job, row.layout.tensor, row.layout.shard) for row in plan.layouts.rows] == [
         (2, 2, 1),
         (4, 2, 1),
         (4, 2, 2),
@@ -202,7 +202,7 @@ def test_the_plan_predicts_time_and_memory_of_devices_that_hold_a_layer_together
     room = int((slow.rows[1].bytes - base // 8) / profiles.ROOM_SHARE)
     monkeypatch.setattr(estimate, "memory_room", lambda device: room)
     tight = make_plan(Run.model_validate(tree | {"parallel": {"tensor": 2, "devices_per_job": 4}}), gpus=4).layouts
-    assert tight is not None and tight.taken.shard == 2 and "(parallel.tensor) is estimated" in tight.reason
+    assert tight is not None and tight.taken.layout.shard == 2 and "(parallel.tensor) is estimated" in tight.reason
     with pytest.raises(packlora.InputError, match=r"parallel.tensor is 2, but 3 processes were started"):
         make_plan(run, gpus=3)
 

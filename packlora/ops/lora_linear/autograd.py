@@ -178,7 +178,7 @@ def outputs_of(
         if y.ndim != len(shape):  # no view: autograd lets nobody write into views that a node of ours made
             y.resize_(*shape[:-1], y.shape[1])
         outputs.append(y)
-        kept.append(None if index not in trained else y if call.from_y[index] else z)
+        kept.append(None if index not in trained else y if z is None else z)
     return outputs, kept
 
 

@@ -197,10 +197,6 @@ class Storage(Protocol):
     def holds(self, path: str) -> bool:
         """Whether adapters on the module at this path of the model are trained on this process, if the module is here."""
 
-    @property
-    def is_stage(self) -> bool:
-        """Whether these are the weights of some layers, a stage of a pipeline."""
-
     def idle(self, context: Any, backward: bool) -> None:
         """Take part in a forward of the other processes, and in its backward, where they need this one for weights or tokens.
 
@@ -213,7 +209,6 @@ class InMemory:
     """The Storage of a model that is whole on its device."""
 
     is_whole = True
-    is_stage = False
 
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         return iter(paths)

@@ -40,10 +40,10 @@ from packlora.ops.lora_linear.frozen import InMemory
 from packlora.parallel.alone import OneProcess
 from packlora.parallel.cut import fill
 from packlora.parallel.experts import experts_of, shard_experts
-from packlora.parallel.pipeline import Links
 from packlora.parallel.sharded import Shards, empty_model, mesh_of
-from packlora.parallel.stage_checks import check_layers, ends_of, layer_chain
 from packlora.parallel.tensor import shard
+from packlora.pipeline.checks import check_layers, ends_of, layer_chain
+from packlora.pipeline.links import Links
 
 
 class Stage(InMemory):
@@ -55,7 +55,7 @@ class Stage(InMemory):
         width, dtype: of the hidden states.
     """
 
-    is_whole, is_stage = False, True
+    is_whole = False
 
     def __init__(self, links: Links, layers: range, width: int, dtype: torch.dtype) -> None:
         self.links, self.layers, self.width, self.dtype = links, layers, width, dtype
