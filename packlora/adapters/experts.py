@@ -33,7 +33,6 @@ from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight, turned
 from packlora.ops.lora_experts.weighted import weighted_sums
-from packlora.ops.lora_linear.frozen import Gathered
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.plans.select import PlanChooser
 
@@ -156,7 +155,7 @@ def adapted_router(model: PreTrainedModel, path: str, attached: Attached, choose
     for _ in attached.storage.each([path]):
         weight = getattr(router, leaf)
         dtype = router_product(router, weight)
-        stays = dtype == weight.dtype and not isinstance(attached.storage.frozen(weight), Gathered)
+        stays = dtype == weight.dtype and attached.storage.frozen(weight).stays
         own = weight if stays else torch.nn.Parameter(weight.detach().to(dtype, copy=True), False)
     with torch.device("meta"):
         linear = torch.nn.Linear(own.shape[1], own.shape[0], bias=False)

@@ -57,10 +57,6 @@ class LayoutFigures:
     exchange: bool = False
 
     @property
-    def sharded(self) -> bool:
-        return self.shard > 1
-
-    @property
     def is_in_parts(self) -> bool:
         return max(self.shard, self.tensor, self.expert, self.pipeline) > 1
 
@@ -69,7 +65,7 @@ class LayoutFigures:
         """For the last column."""
         words = ["taken"] if self.taken else []
         words += [f"tensor {self.tensor}"] if self.tensor > 1 else []
-        words += [f"shard {self.shard}"] if self.sharded else []
+        words += [f"shard {self.shard}"] if self.shard > 1 else []
         words += [f"pipeline of {self.pipeline}"] if self.pipeline > 1 else []
         way = ", all_to_all" if self.exchange else ""
         words += [f"experts on {self.expert}{way}"] if self.expert > 1 else []
@@ -150,7 +146,7 @@ def sentences(found: Layouts, limit: int) -> list[str]:
     taken, out = found.taken, []
     each = "is whole on one device" if taken.devices_per_job == 1 else f"is shared by {taken.devices_per_job} devices"
     what = str(taken.devices_per_job)
-    if taken.sharded:
+    if taken.shard > 1:
         what = (
             "the sharded base" if taken.shard * taken.tensor == found.devices else f"a base sharded over {taken.shard}"
         )

@@ -14,6 +14,7 @@ import torch
 
 from packlora.base.device import choose_device
 from packlora.base.shape import decoder_layers
+from packlora.config import ParallelConfig
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
 from packlora.parallel.experts import check_experts
@@ -114,6 +115,15 @@ class Choice:
 
     layout: Layout
     reason: str
+
+    def notes(self, asked: ParallelConfig) -> list[str]:
+        """Keys that were taken and not asked for, in words."""
+        found = list[str]()
+        if self.layout.sharded and not asked.is_sharded:
+            found.append(f"parallel.shard_base is taken: {self.reason}")
+        if self.layout.pipeline > asked.stages:
+            found.append(f"parallel.pipeline is {self.layout.pipeline}: {self.reason}")
+        return found
 
 
 def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
@@ -277,7 +287,7 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
         work: by job, what it is predicted to take.
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.pipeline == "auto" and parallel.in_parts is None and not parallel.is_sharded
+    asked = parallel.pipeline == "auto" and parallel.divided is None
     if not asked or prepared.form is not None or encoder is None or needs_whole_base(prepared, staged=True):
         return []
     try:
@@ -299,8 +309,7 @@ def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
         work: by job, what it is predicted to take.
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.in_parts is not None or parallel.is_sharded
-    if asked or prepared.form is not None or encoder is None:
+    if parallel.divided is not None or prepared.form is not None or encoder is None:
         return []
     out = []
     for degree in range(2, devices + 1):

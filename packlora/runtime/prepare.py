@@ -105,7 +105,7 @@ def prepare(
         run, tokenizer, budget, shape, jobs, warnings + _of_tokenizer(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
         form, encoder, modality, known_head(run, shape, device),
     )  # fmt: skip
-    if run.parallel.in_parts or run.parallel.is_sharded or form is not None:
+    if run.parallel.divided or form is not None:
         from packlora.runtime.wholeness import check_parallel
 
         check_parallel(prepared, skeleton)

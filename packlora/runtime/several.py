@@ -70,10 +70,7 @@ class OverProcesses(Placement):
         kept, each, _ = told[0]
         known = replace(known, kept_bytes=kept, bytes_per_token=each, room=min(room for *_, room in told))
         taken = choose(prepared, self.mesh.size, known)
-        if taken.layout.sharded and not run.parallel.is_sharded:
-            prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
-        if taken.layout.pipeline > run.parallel.stages:
-            prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
+        prepared.warnings += taken.notes(run.parallel)
         return taken.layout
 
     def load(self) -> Base:
@@ -84,8 +81,8 @@ class OverProcesses(Placement):
             return load_stage(*given, self.mesh, group, estimate.stage_layers(run, prepared, group.stages))
         if group.model is not None:
             return load_cut(*given, group)
-        if group.shards is not None:
-            return load_sharded(*given, group.shards)
+        if self.layout.is_in_parts:
+            return load_sharded(*given, group.base)
         return super().load()
 
     def passes(self, base: Base, attached: Attached) -> Passes:
