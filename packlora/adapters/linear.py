@@ -284,17 +284,16 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
     """Outputs of siblings for x [..., K], by one call of the operator."""
     first, owners = calls[0].member, calls[0].owners
     members, keys_T2 = [call.member for call in calls], owners.keys_T2
-    moves = owners.moving is not None and owners.moving.moves
     group = first.groups.of(tuple([member.layer() for member in members]))
-    tokens = owners.total, owners.segments, keys_T2 is None, x.requires_grad, moves
+    tokens = owners.total, owners.segments, keys_T2 is None, x.requires_grad, owners.boundaries.known
     if group.tokens != tokens:
         segments = tuple(_segments(owners, [member.computed() for member in members]))
-        plan = first.chooser.plan_of(x, group.layers, segments, moves)
+        plan = first.chooser.plan_of(x, group.layers, segments, owners.boundaries.known)
         group = first.groups.put(group, tokens, segments, plan)
     if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in group.segments):
         keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
     layers, segments, plan, state = group.layers, group.segments, group.plan, group.state
-    return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.moving)
+    return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.boundaries)
 
 
 def _segments(owners: TokenOwners, computed: Sequence[Mapping[int, AdapterWeights]]) -> Iterator[Segment]:

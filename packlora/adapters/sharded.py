@@ -174,7 +174,7 @@ class AdaptedSlice(AdaptedLinear):
     def _with_biases(self, y: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
         """y of a row-parallel layer, each token with its owner's bias; y may be of this process's tokens."""
         assert self.base.bias is not None
-        if owners.moving is not None and owners.moving.moves:
+        if not owners.boundaries.known:
             raise RuntimeError("biases of row-parallel layers cannot follow segments that move; switch cuda_graphs off")
         count = math.prod(y.shape[:-1])
         first = 0 if count == owners.total else self.shard.index * count

@@ -9,24 +9,22 @@ import torch
 from packlora.ops.dropout.keys import dropout_factor, dropout_threshold, signed
 from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear import torch_path
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import AddDropped, Call, Part, Path, ScaleRows, Slot, Stack
 from packlora.ops.lora_linear.composed import add_dropped, drops_base, scale_rows
 from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.layout import Layout
-from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
 from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
 from packlora.ops.lora_linear.types import Layer, Segment, owns_all, situation
-from packlora.ops.recent import Recent
 
-_SEGMENT_TABLES: Recent[SegmentTables] = Recent(64)
 TORCH: Path = torch_path
 
 
 def settle(
     layers: tuple[Layer, ...], layout: Layout, slots: Sequence[tuple[int, int, str]], tables: GroupTables | None,
     num_adapters: int, wide: torch.dtype, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan,
-    moving: MovingSegments | None = None,
+    boundaries: Boundaries = ON_HOST,
 ) -> Call:  # fmt: skip
     """The call over tokens like x that `segments` of the group's adapters own.
 
@@ -35,15 +33,15 @@ def settle(
         num_adapters: one more than the largest adapter number of the group.
         wide: dtype of the parameters.
         plan: asked for; the plain chain takes its place where it does not compute such calls (plan.legal).
-        moving: whose nominal segments these are.
+        boundaries: of the segments.
     """
     K, dtype, device = x.shape[-1], x.dtype, x.device
     T = x.numel() // K
-    plan = ordered(legal(plan, situation(layers, segments, T, moving is not None)), x.element_size())
+    plan = ordered(legal(plan, situation(layers, segments, T, boundaries.known)), x.element_size())
     composed = _composed(layers, segments)
     base_dropped = tuple(dict.fromkeys(one[0] for own in composed.values() for one in own if drops_base(*one)))
     on_every = (
-        moving is None
+        boundaries.known
         and owns_all(segments, T)
         and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
     )
@@ -58,7 +56,7 @@ def settle(
         kernels = triton_path
         if device.type == "cuda":
             rows = triton_path.scale_rows, triton_path.add_dropped
-        segment_tables = _tables(segments, T, device, dtype, num_adapters, moving)
+        segment_tables = _tables(segments, T, device, dtype, num_adapters, boundaries)
         fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x, layers)
         if not fused:
             plan_up = ["routed" if each == "fused" else each for each in plan_up]
@@ -90,25 +88,24 @@ def settle(
         unread=_one_element(dtype, device),
         tables=tables,
         segment_tables=segment_tables,
-        moving=moving is not None,
+        moving=not boundaries.known,
     )  # fmt: skip
 
 
 def _tables(
     segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int,
-    moving: MovingSegments | None,
+    boundaries: Boundaries,
 ) -> SegmentTables:  # fmt: skip
     """Tables of the segments, shared by all groups with the same number of adapters."""
     from packlora.ops.lora_linear import triton_path
 
     known = tuple(segment for segment in segments if segment.adapter < num_adapters)  # others are of other layers
-    most = None if moving is None else moving.most
 
     def make() -> SegmentTables:
-        return triton_path.segment_tables(known, T, device, dtype, num_adapters, most)
+        return triton_path.segment_tables(known, T, device, dtype, num_adapters, boundaries.most)
 
-    key = (device, sizes_for(dtype, device), num_adapters)
-    return _SEGMENT_TABLES.get((known, T, *key), make) if moving is None else moving.tables(key, known, make)
+    found: SegmentTables = boundaries.tables((T, device, sizes_for(dtype, device), num_adapters), known, make)
+    return found
 
 
 def _any_bias(layer: Layer) -> bool:
