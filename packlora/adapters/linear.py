@@ -323,7 +323,7 @@ def keep_outputs(model: torch.nn.Module) -> str | None:
             continue
         reason = why_product(
             bias=layer.bias is not None or any(own.bias is not None for own in layer.adapters.values()),
-            base_dropped=any(own.spec.dropout > 0 and own.spec.base_dropped for own in dora),
+            scales_dropped=any(own.spec.scales_dropped for own in dora),
             magnitudes=[own.magnitude for own in dora if own.magnitude is not None],
             overwritten=is_overwritten(model, path),
         )

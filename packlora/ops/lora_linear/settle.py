@@ -11,7 +11,7 @@ from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear import torch_path
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import AddDropped, Call, Part, Path, ScaleRows, Slot, Stack
-from packlora.ops.lora_linear.composed import add_dropped, drops_base, scale_rows
+from packlora.ops.lora_linear.composed import add_dropped, base_dropped_in, scale_rows
 from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.layout import Layout
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
@@ -39,7 +39,7 @@ def settle(
     T = x.numel() // K
     plan = ordered(legal(plan, situation(layers, segments, T, boundaries.known)), x.element_size())
     composed = _composed(layers, segments)
-    base_dropped = tuple(dict.fromkeys(one[0] for own in composed.values() for one in own if drops_base(*one)))
+    apart = base_dropped_in(composed)
     on_every = (
         boundaries.known
         and owns_all(segments, T)
@@ -61,7 +61,7 @@ def settle(
         if not fused:
             plan_up = ["routed" if each == "fused" else each for each in plan_up]
     up = tuple(
-        kernels if each in ("routed", "epilogue", "fused") or (index in composed and not base_dropped) else TORCH
+        kernels if each in ("routed", "epilogue", "fused") or (index in composed and not apart) else TORCH
         for index, each in enumerate(plan_up)
     )
     parts = tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers))
@@ -69,8 +69,8 @@ def settle(
     return Call(
         layout=layout, plan=plan, segments=segments, salt=salt, lead=x.shape[:-1], T=T, K=K, dtype=dtype, device=device,
         slots=_slots(layout, slots, segments), stacked=stacked, parts=parts, composed=composed, plan_up=tuple(plan_up),
-        from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
-        base_dropped=base_dropped,
+        from_y=tuple(layer.keep_output and not _any_bias(layer) and not apart for layer in layers),
+        base_dropped=apart,
         wide=wide,
         shape=(layout, K, dtype),
         sums_dtype=wide if device.type == "cuda" and wide == torch.float32 else dtype,
