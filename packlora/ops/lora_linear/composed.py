@@ -11,14 +11,25 @@ from packlora.ops.dropout.keys import dropout_factor
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Launches, Operands, Part, Stack, Sums, Wanted
 from packlora.ops.lora_linear.products import write_mm
 from packlora.ops.lora_linear.tables import gaps
-from packlora.ops.lora_linear.types import Segment, rows_of
+from packlora.ops.lora_linear.types import Layer, Segment, rows_of
 
 Optional = torch.Tensor | None
 
 
-def base_dropped_in(composed: Mapping[int, Sequence[tuple[Segment, bool, bool]]]) -> tuple[Segment, ...]:
-    """Segments that scale the base product of their dropped x on some layer. composed: see Call."""
-    return tuple(dict.fromkeys(one[0] for own in composed.values() for one in own if drops_base(*one)))
+def composed_of(
+    layers: Sequence[Layer], segments: Sequence[Segment]
+) -> tuple[dict[int, tuple[tuple[Segment, bool, bool], ...]], tuple[Segment, ...]]:
+    """Call.composed and Call.base_dropped of these layers and segments."""
+    found = {}
+    for index, layer in enumerate(layers):
+        own = tuple(
+            (segment, low.magnitude is not None, low.bias is not None)
+            for segment in segments
+            if (low := layer.adapters.get(segment.adapter)) is not None and not low.plain
+        )
+        if own:
+            found[index] = own
+    return found, tuple(dict.fromkeys(one[0] for own in found.values() for one in own if drops_base(*one)))
 
 
 def dropped_rows(call: Call, x_TK: torch.Tensor, keys_T2: Optional) -> Dropped:

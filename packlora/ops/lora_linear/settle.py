@@ -11,7 +11,7 @@ from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear import torch_path
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import AddDropped, Call, Part, Path, ScaleRows, Slot, Stack
-from packlora.ops.lora_linear.composed import add_dropped, base_dropped_in, scale_rows
+from packlora.ops.lora_linear.composed import add_dropped, composed_of, scale_rows
 from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.layout import Layout
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
@@ -38,8 +38,7 @@ def settle(
     K, dtype, device = x.shape[-1], x.dtype, x.device
     T = x.numel() // K
     plan = ordered(legal(plan, situation(layers, segments, T, boundaries.known)), x.element_size())
-    composed = _composed(layers, segments)
-    apart = base_dropped_in(composed)
+    composed, apart = composed_of(layers, segments)
     on_every = (
         boundaries.known
         and owns_all(segments, T)
@@ -110,21 +109,6 @@ def _tables(
 
 def _any_bias(layer: Layer) -> bool:
     return layer.bias is not None or any(low.bias is not None for low in layer.adapters.values())
-
-
-def _composed(
-    layers: Sequence[Layer], segments: Sequence[Segment]
-) -> dict[int, tuple[tuple[Segment, bool, bool], ...]]:
-    found = {}
-    for index, layer in enumerate(layers):
-        own = tuple(
-            (segment, low.magnitude is not None, low.bias is not None)
-            for segment in segments
-            if (low := layer.adapters.get(segment.adapter)) is not None and not low.plain
-        )
-        if own:
-            found[index] = own
-    return found
 
 
 def _part(layout: Layout, segment: Segment, T: int, column: int, padded: int, factor: float) -> Part:
