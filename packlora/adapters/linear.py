@@ -203,10 +203,6 @@ class AdaptedLinear(torch.nn.Module):
         owners = self.attached.owners(math.prod(x.shape[:-1]), self.of_rows, self.of_images)
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return self.base.forward(x)
-        return self.served(x, owners)
-
-    def served(self, x: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
-        """Outputs for x, of whose tokens some belong to adapters of the layer."""
         return self.group.serve(self.index, x, AdaptedCall(self, owners))
 
     def ready(self) -> AdaptedCall | None:

@@ -134,9 +134,11 @@ class AdaptedSlice(AdaptedLinear):
         self.shard = cast(ShardedLinear, base).shard
         self.row_parallel = self.shard.dim == 1
 
-    def served(self, x: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See AdaptedLinear."""
-        shard = self.shard
+        shard, owners = self.shard, self.attached.owners(math.prod(x.shape[:-1]), self.of_rows, self.of_images)
+        if owners is None or owners.adapters.isdisjoint(self.adapters):
+            return self.base.forward(x)
         x = x if shard.enter is None else shard.enter(x)
         if owners.adapters.isdisjoint(self.computed()):
             y = torch.nn.functional.linear(x, self.base.weight)
