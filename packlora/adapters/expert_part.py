@@ -89,6 +89,10 @@ class ExpertPart:
         dim = by_expert.ndim - 1 if name == "B" else 0
         return by_expert.narrow(dim, self.first, self.experts).flatten(*_flat(name))
 
+    def place(self, leaf: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        """The experts here, the first dimension of each of the module's parameters."""
+        return (slice(self.first, self.first + self.experts),)
+
     def joined(self, name: str, slices: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tensor of all experts, from those of all processes in their order."""
         by_expert = [_by_expert(name, one, self.experts) for one in slices]

@@ -146,7 +146,7 @@ def _what(found: Layouts) -> str:
     taken = found.taken.layout
     each = "is whole on one device" if taken.devices_per_job == 1 else f"is shared by {taken.devices_per_job} devices"
     what = str(taken.devices_per_job)
-    if taken.sharded:
+    if taken.shard > 1:
         what = (
             "the sharded base" if taken.shard * taken.tensor == found.devices else f"a base sharded over {taken.shard}"
         )

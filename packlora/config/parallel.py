@@ -96,6 +96,14 @@ class ParallelConfig(Strict):
         return self.ep_implementation == "all_to_all"
 
     @property
+    def ways(self) -> list[str]:
+        """Keys by which several devices hold the base model together."""
+        asked = {
+            "tensor": self.tensor > 1, "pipeline": self.stages > 1, "shard_base": self.is_sharded, "expert": self.expert > 1,
+        }  # fmt: skip
+        return [key for key, is_asked in asked.items() if is_asked]
+
+    @property
     def experts_on(self) -> int:
         """Number of devices that compute the experts of a microbatch together."""
         return 1 if self.exchanges else self.expert
@@ -104,8 +112,12 @@ class ParallelConfig(Strict):
     def in_parts(self) -> str | None:
         """Key by which several devices hold the base model together and run the same microbatches, or stages of them; None
         without such a key."""
-        asked = {"tensor": self.tensor > 1, "pipeline": self.stages > 1, "expert": self.expert > 1}
-        return next((key for key, is_asked in asked.items() if is_asked), None)
+        return next((key for key in self.ways if key != "shard_base"), None)
+
+    @property
+    def divided(self) -> str | None:
+        """Key by which no device holds a whole base model: shard_base, or see `in_parts`; None without such a key."""
+        return "shard_base" if self.is_sharded else self.in_parts
 
     @property
     def is_sharded(self) -> bool:

@@ -77,8 +77,8 @@ class OverProcesses(Placement):
         given = (run, prepared.tokenizer, prepared.longest_run)
         if group.model is not None:
             return load_cut(*given, group)
-        if group.shards is not None:
-            return load_sharded(*given, group.shards)
+        if self.layout.is_in_parts:
+            return load_sharded(*given, group.base)
         return super().load()
 
     def passes(self, base: Base, attached: Attached) -> Passes:

@@ -8,12 +8,10 @@ from importlib import import_module
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.kinds import PARAMETERS, is_linear
-from packlora.adapters.sharded import is_known_linear
+from packlora.adapters.kinds import PARAMETERS, is_known_linear, is_linear
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
 from packlora.errors import InputError
-from packlora.parallel.experts import check_experts, experts_of
 from packlora.parallel.tensor import check_cut
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -22,11 +20,8 @@ from packlora.runtime.prepared_run import PreparedRun
 def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the model cannot be divided as the run file asks."""
     parallel = prepared.run.parallel
-    asked = {
-        "parallel.tensor": parallel.tensor > 1, "parallel.shard_base": parallel.is_sharded,
-        "parallel.expert": parallel.expert > 1, "quantization": prepared.form is not None,
-    }  # fmt: skip
-    for key in (key for key, is_asked in asked.items() if is_asked):
+    asked = [f"parallel.{key}" for key in parallel.ways if key != "pipeline"]
+    for key in asked + ["quantization"] * (prepared.form is not None):
         for job in prepared.jobs:
             if key == "quantization":
                 refuse(job, key, copied_alone(job.spec, skeleton), takes_more=True)
@@ -38,12 +33,7 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
         prepared.warnings.append(
             "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"
         )
-    if parallel.tensor > 1:
-        check_cut(skeleton, parallel.tensor, parallel.sequence_parallel)
-    shared = {"parallel.tensor": parallel.tensor, "parallel.expert": parallel.expert}
-    key = " times ".join(name for name, size in shared.items() if size > 1)
-    if parallel.expert > 1 or (parallel.tensor > 1 and experts_of(skeleton)):
-        check_experts(skeleton, parallel.tensor * parallel.expert, key)
+    check_cut(skeleton, parallel)
 
 
 def refuse(job: PreparedJob, key: str, found: str | None, takes_more: bool = False) -> None:

@@ -17,6 +17,7 @@ from ranks import Ranks
 from tensor_runs import BOUND, PATIENCE, WRONG, Case, assert_exact
 
 from packlora.adapters.expert_part import ExpertPart
+from packlora.config import ParallelConfig
 from packlora.errors import InputError
 from packlora.ops.lora_experts.routing import Routing
 from packlora.parallel import adapter as parallel_adapter
@@ -207,9 +208,10 @@ def test_faults_beside_layers_that_are_cut_would_be_seen(ranks: Pool) -> None:
 
 @pytest.mark.parametrize("family", UNCUT)
 def test_tokens_are_not_shared_where_no_layer_is_cut(family: str) -> None:
+    asked = ParallelConfig(tensor=2, sequence_parallel=True)
     with pytest.raises(InputError, match=r"nothing is cut between whose parts parallel\.sequence_parallel could share"):
-        check_cut(tiny_experts(family), 2, True)
-    check_cut(tiny_experts("qwen3_moe"), 2, True)
+        check_cut(tiny_experts(family), asked)
+    check_cut(tiny_experts("qwen3_moe"), asked)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next", "gpt_oss"])

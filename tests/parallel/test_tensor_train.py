@@ -223,7 +223,8 @@ def distributed_tensors() -> list[DTensor]:
 
 def loaded(rank: int, folder: str, wrong: bool) -> tuple[list[str], float, bool]:
     """Names of parameters that are not the slices of the whole model; the part of its bytes that is here; whether tied."""
-    run = Run(base_model=folder, device="cpu", output_dir="unused", jobs=[{"name": "a", "data": {"path": "unused"}}])
+    jobs = [{"name": "a", "data": {"path": "unused"}}]
+    run = Run(base_model=folder, device="cpu", output_dir="unused", jobs=jobs, parallel={"tensor": 2})
     own = cut._part
 
     def misread(model: Any, name: str) -> tuple[slice, ...]:
