@@ -25,6 +25,7 @@ from packlora.rl.data import RolloutData
 from packlora.rl.environments import Answer, Environments, LostError
 from packlora.rl.prompts import Prompt, tokens_of
 from packlora.rl.rewards import Group
+from packlora.rl.room import sampler_room
 from packlora.rl.tools import Call, calls_of, message_of
 from packlora.rl.workers import Future, Worker
 from packlora.runtime.job import Job
@@ -157,7 +158,10 @@ class Drawing:
     def _turn(self, drawn: Sequence[Drawn], turn: int) -> bool:
         """Draw the next turn of all completions that are not over. False where a stop is asked for."""
         if self._sampler is None:
-            self._sampler, _ = sampler_for(self.base.model, self.single.attached, self.base.tokenizer)
+            model = self.base.model
+            self._sampler, _ = sampler_for(
+                model, self.single.attached, self.base.tokenizer, **sampler_room(model)
+            )
         sampler, places = self._sampler, dict[int, list[Conversation]]()
         for own in drawn:
             for request, talks in self._requests(own, turn):
