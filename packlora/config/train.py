@@ -70,7 +70,9 @@ TRAINER_KEYS: dict[str, tuple[str, ...]] = {
     "epsilon": ("grpo",), "epsilon_high": ("grpo",),
 }  # fmt: skip
 """Keys of `train` that some trainers alone have."""
-HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
+OF_REWARDS = "eval_reward"
+"""Held-out metric of trainer grpo, whose loss says nothing of what was learnt."""
+HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins", OF_REWARDS, "reward")
 """Held-out metrics of preferences that may choose the best adapter; of eval_loss the lower is the better."""
 
 
@@ -149,7 +151,9 @@ class TrainConfig(Strict):
     """Evaluate before the first step too."""
     load_best_model_at_end: bool = False
     """The adapter of the evaluation with the best metric_for_best_model is the job's result, not that of its last step."""
-    metric_for_best_model: Literal["eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"] = "eval_loss"
+    metric_for_best_model: Literal[
+        "eval_loss", "eval_rewards/accuracies", "eval_rewards/margins", "eval_reward"
+    ] = "eval_loss"
     """Metric that decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better;
     or, for pairs, how often and by how much the chosen completion has the higher reward."""
     early_stopping_patience: int | None = Field(None, ge=1, le=MOST_STEPS)
@@ -261,11 +265,15 @@ class TrainConfig(Strict):
             raise ValueError(f"label_smoothing is {self.label_smoothing}; robust takes less than 0.5")
         if "discopop" not in types and self.discopop_tau is not None:
             raise ValueError("discopop_tau goes with loss_type discopop")
-        if self.metric_for_best_model != "eval_loss" and self.trainer not in ("dpo", "orpo"):
-            raise ValueError(
-                f"metric_for_best_model {self.metric_for_best_model} is of pairs, for trainer dpo and orpo"
-            )
+        self._check_metric()
         return self
+
+    def _check_metric(self) -> None:
+        metric = self.metric_for_best_model
+        if (self.trainer == "grpo") != (metric == OF_REWARDS) and (self.needs_evaluations or metric == OF_REWARDS):
+            raise ValueError(f"metric_for_best_model is {metric}; trainer grpo is judged by {OF_REWARDS}, and no other is")
+        if metric not in ("eval_loss", OF_REWARDS) and self.trainer not in ("dpo", "orpo"):
+            raise ValueError(f"metric_for_best_model {metric} is of pairs, for trainer dpo and orpo")
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod

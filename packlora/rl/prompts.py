@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from packlora.config import JobConfig
+from packlora.config import DataSource, JobConfig
+from packlora.data.mixture import drawn_held_out
 from packlora.data.places import prompt_text
 from packlora.data.prompts import prompt_ids
 from packlora.data.readers import files_of, values_of
@@ -35,21 +36,47 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
+def read_both(
+    job: JobConfig, tokenizer: Any, longest: int, told: Told, seed: int
+) -> tuple[list[Prompt], list[Prompt], list[str]]:
+    """Prompts that a job is trained on, those that are held out, and what should be known of them.
+
+    Args:
+        seed: draws the share of the prompts that `data.eval_split` holds out.
+
+    Raises:
+        InputError: as read_prompts; or one of both would be without a prompt.
+    """
+    prompts, notes = read_prompts(job, tokenizer, longest, told)
+    if job.data.eval_path is not None:
+        held_out, more = read_prompts(job, tokenizer, longest, told, sources=job.data.eval_sources)
+        return prompts, held_out, notes + more
+    if job.data.eval_split is None:
+        return prompts, [], notes
+    numbers = drawn_held_out(len(prompts), job.data.eval_split, seed, job.name)
+    kept = [prompt for number, prompt in enumerate(prompts) if number not in numbers]
+    split_off = [prompt for number, prompt in enumerate(prompts) if number in numbers]
+    notes.append(f"job {job.name!r}: eval_split holds out {len(split_off)} of {len(prompts)} prompts")
+    return kept, split_off, notes
+
+
 def read_prompts(
-    job: JobConfig, tokenizer: Any, longest: int, told: Told, most: int | None = None
-) -> tuple[list[Prompt], list[str]]:
+    job: JobConfig, tokenizer: Any, longest: int, told: Told, most: int | None = None,
+    sources: Sequence[DataSource] | None = None,
+) -> tuple[list[Prompt], list[str]]:  # fmt: skip
     """Prompts of a job in the order of its data, and what should be known of them.
 
     Args:
         longest: most tokens of a prompt.
         most: rows that are read; None: all.
+        sources: of the rows; None: those that are trained on.
 
     Raises:
         InputError: a file is missing or malformed, a row is no prompt or too long, or there are none.
     """
     out, skipped, dropped = list[Prompt](), list[str](), 0
     tools = tools_of(job)
-    for where, value in itertools.islice(_values(job), most):
+    for where, value in itertools.islice(_values(job, sources or job.data.train_sources), most):
         try:
             if isinstance(value, InputError):
                 raise value
@@ -76,8 +103,8 @@ def read_prompts(
     return out, [f"job {job.name!r}: {note}" for note in notes]
 
 
-def _values(job: JobConfig) -> Iterator[tuple[str, Any]]:
-    for source in job.data.train_sources:
+def _values(job: JobConfig, sources: Sequence[DataSource]) -> Iterator[tuple[str, Any]]:
+    for source in sources:
         how = How(source.columns, fields=True, subset=source.subset, split=source.split)
         left = source.max_samples
         for name in files_of(source.path, job.name):
