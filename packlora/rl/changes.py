@@ -284,7 +284,8 @@ class RolloutChanges(Changes):
         if (apart := why_apart(float(np.mean(drifts)), self.base.model.dtype, tokens_of)) is not None:
             job.fail(apart, reverted=False)
             return
-        batch = Batch(drawn.step, job.step, reward_hash(config), tuple(completions), drawn.seconds)
+        seconds = np.nan if drawn.is_held_out else drawn.seconds
+        batch = Batch(drawn.step, job.step, reward_hash(config), tuple(completions), seconds)
         (drawn.rollouts.put_held_out if drawn.is_held_out else drawn.rollouts.put)(batch)
 
 

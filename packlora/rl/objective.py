@@ -60,9 +60,11 @@ class RewardObjective(PolicyObjective):
             "reward_stderr": standard_error(rewards, lost, self.group),
             "frac_reward_zero_std": float(np.mean(idle)), "completions/mean_length": float(lengths.mean()),
             "completions/clipped_ratio": float(by_name["cut"].mean()), "rollout/lost": float(lost.mean()),
-            "rollout/staleness": float(by_name["staleness"].mean()), "rollout/seconds": float(by_name["seconds"].max()),
             "sampling/sampling_logp_difference/mean": float(by_name["drift"].mean()),
         }  # fmt: skip
+        if not np.isnan(by_name["seconds"]).any():  # those of an evaluation are not counted
+            found["rollout/staleness"] = float(by_name["staleness"].mean())
+            found["rollout/seconds"] = float(by_name["seconds"].max())
         if away:
             found["teacher/reverse_kl"] = float(np.mean(away))
         if "turns" in batch[0].columns:
