@@ -151,9 +151,9 @@ class TrainConfig(Strict):
     """Evaluate before the first step too."""
     load_best_model_at_end: bool = False
     """The adapter of the evaluation with the best metric_for_best_model is the job's result, not that of its last step."""
-    metric_for_best_model: Literal[
-        "eval_loss", "eval_rewards/accuracies", "eval_rewards/margins", "eval_reward"
-    ] = "eval_loss"
+    metric_for_best_model: Literal["eval_loss", "eval_rewards/accuracies", "eval_rewards/margins", "eval_reward"] = (
+        "eval_loss"
+    )
     """Metric that decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better;
     or, for pairs, how often and by how much the chosen completion has the higher reward."""
     early_stopping_patience: int | None = Field(None, ge=1, le=MOST_STEPS)
@@ -271,7 +271,9 @@ class TrainConfig(Strict):
     def _check_metric(self) -> None:
         metric = self.metric_for_best_model
         if (self.trainer == "grpo") != (metric == OF_REWARDS) and (self.needs_evaluations or metric == OF_REWARDS):
-            raise ValueError(f"metric_for_best_model is {metric}; trainer grpo is judged by {OF_REWARDS}, and no other is")
+            raise ValueError(
+                f"metric_for_best_model is {metric}; trainer grpo is judged by {OF_REWARDS}, and no other is"
+            )
         if metric not in ("eval_loss", OF_REWARDS) and self.trainer not in ("dpo", "orpo"):
             raise ValueError(f"metric_for_best_model {metric} is of pairs, for trainer dpo and orpo")
 

@@ -1,11 +1,11 @@
 """The moments at which jobs that learn from rewards generate: borders of windows, where every adapter has taken its steps, and
 evaluations.
 
-All jobs' prompts run in one batch, by the adapters as they are on the model: no weights are copied. Environments and rewards run
-in threads of their job. A job whose completions are not judged yet takes no step: its next global batch is put off by a round,
-and the others go on. So it keeps the version of its adapter until its completions are there, and no bit depends on when that is.
-Log-probabilities of the sampler are held against those of the trainer for every batch: where they differ by more than rounding
-the job ends, as what it would learn from is not what its adapter says.
+All jobs' prompts run in one batch, by the adapters as they are on the model: no weights are copied. Environments and rewards
+run in threads of their job. A job whose completions are not judged yet takes no step: its next global batch is put off by a
+round, and the others go on. So it keeps the version of its adapter until its completions are there, and no bit depends on when
+that is. Log-probabilities of the sampler are held against those of the trainer for every batch: where they differ by more than
+rounding the job ends, as what it would learn from is not what its adapter says.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 
 from packlora.base.model import Base
 from packlora.changes import Changed, Changes
+from packlora.data.encode import Sample
 from packlora.engine.drift import drift_of, why_apart
 from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import Executor, SingleDevice
-from packlora.data.encode import Sample
 from packlora.engine.rows import NO_ADAPTER
 from packlora.errors import InputError
 from packlora.events import Note
@@ -196,8 +196,8 @@ class RolloutChanges(Changes):
             self._courses.begin(key, self._course(drawn, forwards), drawn.took)
 
     def _run(self, may_go_on: Callable[[], bool], at_once: bool = False) -> None:
-        """Go on with what is under way until all of it is there. Where jobs need not wait for one another: until somebody may go
-        on, and the others were waited for as long as drawing took, which is about what a round without them costs."""
+        """Go on with what is under way until all of it is there. Where jobs need not wait for one another: until some job may
+        go on, and the others were waited for as long as drawing took, which is about what a round without them costs."""
         there = {job.name: job for job in self.jobs}
         self._courses.keep(lambda key: _is_wanted(there.get(key[0]), key))
 
@@ -229,9 +229,7 @@ class RolloutChanges(Changes):
 
     def _rewards_of(self, job: Job) -> Rewards:
         if job.name not in self._rewards:
-            self._rewards[job.name] = Rewards(
-                job.config.rollout, job.name, self._drawing.has_reward(job), self._rung
-            )
+            self._rewards[job.name] = Rewards(job.config.rollout, job.name, self._drawing.has_reward(job), self._rung)
         return self._rewards[job.name]
 
     # --- what is learnt ----------------------------------------------------------------------------------------------------

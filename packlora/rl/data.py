@@ -63,7 +63,7 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Completions of a step. version: steps that the adapter had taken when it drew them. reward_hash: of the functions.
-    draw_seconds: that drawing took, with the completions of other jobs; 0 for those of a file, NaN for those of an evaluation."""
+    draw_seconds: that drawing took, with the completions of other jobs; 0 for those of a file, NaN for an evaluation's."""
 
     step: int
     version: int

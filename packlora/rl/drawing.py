@@ -37,8 +37,8 @@ class Drawn:
     """Completions of a step of a job, before they are judged.
 
     is_held_out: whether the prompts are those that are held out. prompts: number of the prompt of each group. talks: by
-    completion. lost: by group, why its environments have failed. scores: by group, rewards of its environments. seconds: in which
-    they were drawn, with those of other jobs.
+    completion. lost: by group, why its environments have failed. scores: by group, rewards of its environments. seconds: in
+    which they were drawn, with those of other jobs.
     """
 
     job: Job

@@ -16,7 +16,7 @@ SHARE = 0.3
 FEWEST_TOKENS, MOST_TOKENS = 1 << 14, 1 << 19
 
 
-def sampler_room(model: Any) -> dict[str, int]:
+def sampler_room(model: Any) -> dict[str, Any]:
     """Arguments of a Sampler: rows, and tokens of the cache, a power of two. None on a CPU, where the sampler's own stand."""
     if model.device.type != "cuda":
         return {}

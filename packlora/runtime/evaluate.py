@@ -107,8 +107,8 @@ class Evaluator:
         return JobForwards(self.forwards, job, *self._known.setdefault(job.config.reference_adapter, ({}, [])))
 
     def evaluate(self, jobs: Sequence[Job]) -> dict[str, HeldOut]:
-        """Held-out losses of those jobs that are due, by name: of all whose samples are there, or of none where a stop was asked
-        for meanwhile.
+        """Held-out losses of those jobs that are due, by name: of all whose samples are there, or of none where a stop was
+        asked for meanwhile.
 
         Objectives learn first what they need of all samples. Each loss is computed without dropout in microbatches of its own:
         which others are due at the same time changes no bit of it. After its last step a job without held-out samples is tried

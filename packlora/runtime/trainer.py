@@ -99,7 +99,9 @@ class Trainer:
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         self.budget = _budget(run, prepared, base)
-        self.evaluator = Evaluator(Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every, self.changes)
+        self.evaluator = Evaluator(
+            Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every, self.changes
+        )
         self.engine, self.cost, self.times = Engine(executor, group, self.budget), cost, times
         self.by_name: dict[str, Job] = {}
         self.by_number: dict[int, Job] = {}

@@ -109,10 +109,12 @@ class SweepConfig(Strict):
     """Candidates, with random and optuna."""
     concurrent: int = Field(8, ge=1, le=10_000)
     """Candidates that train at the same time; when one ends, the next one takes its place."""
-    metric: Literal["eval_loss", "eval_rewards/margins", "eval_rewards/accuracies", "eval_reward", "reward"] = "eval_loss"
-    """Metric by which candidates are compared: the held-out loss; for preferences, also the held-out rewards, which may be given
-    without eval_, as in transformers. For a job with a rollout eval_reward, or without held-out prompts reward, its mean in
-    training. Of rewards the higher are the better."""
+    metric: Literal["eval_loss", "eval_rewards/margins", "eval_rewards/accuracies", "eval_reward", "reward"] = (
+        "eval_loss"
+    )
+    """Metric by which candidates are compared: the held-out loss; for preferences, also the held-out rewards, which may be
+    given without eval_, as in transformers. For a job with a rollout eval_reward, or without held-out prompts reward, its mean
+    in training. Of rewards the higher are the better."""
     stopping: StoppingConfig = Field(default_factory=StoppingConfig)
     """Rule by which candidates end early."""
     seed: int | None = Field(None, ge=0, lt=2**63)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,9 @@ def held_out(tmp_path: Path) -> str:
     return str(path)
 
 
-def judged(name: str, files: tuple[str, str], held_out: str | None, reward: str = "later", **keys: Any) -> dict[str, Any]:
+def judged(
+    name: str, files: tuple[str, str], held_out: str | None, reward: str = "later", **keys: Any
+) -> dict[str, Any]:
     made = job(name, files, reward, **{"eval_steps": 2} | keys)
     made["data"] |= {} if held_out is None else {"eval_path": held_out}
     return made
@@ -92,26 +95,37 @@ def test_the_best_adapter_and_an_early_end_go_by_the_held_out_reward(
     shown = {"best": kept / f"checkpoint-{step}"}
     assert step < 6, "the last adapter is the best, which shows nothing"
     assert distance(adapter(tmp_path / "out", "best"), adapter(shown["best"].parent, shown["best"].name)) == 0
-    worse = next(at for at, (before, after) in enumerate(zip(rewards, rewards[1:], strict=False), 2) if after[1] <= before[1])
+    pairs = enumerate(itertools.pairwise(rewards), 2)
+    worse = next(at for at, (before, after) in pairs if after[1] <= before[1])
     assert result["patient"].step == worse
 
 
 POISONS = {
     "broken": "evaluation at step 0: ", "slow": "took more than 0.2 seconds", "beyond": "a number up to 1e+30", "same": None,
 }  # fmt: skip
+OF_HELD_OUT = """
+def counted(prompts, completions, **columns):
+    return [float(text.count("o")) for text in completions]
+
+def poisoned(how):
+    def reward(prompts, completions, poison=None, **columns):
+        return (counted if poison is None else globals()[how])(prompts, completions, **columns)
+    return reward
+
+broken_held_out, slow_held_out, beyond_held_out, same_held_out = map(poisoned, ("broken", "slow", "beyond", "same"))
+"""
+"""Rewards that fail where a row has `poison`."""
 
 
 def test_rewards_that_fail_on_held_out_prompts_cost_neither_training_nor_a_neighbour_a_bit(
-    files: tuple[str, str], held_out: str, tiny_base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: tuple[str, str],
+    held_out: str,
+    tiny_base: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A reward that fails where a row has `poison`, as the held-out ones have."""
     with Path(files[0]).open("a") as code:
-        code.write(
-            "\ndef poisoned(how):\n    def reward(prompts, completions, poison=None, **columns):\n"
-            "        return (later_ if poison is None else globals()[how])(prompts, completions, **columns)\n    return reward\n"
-            "\ndef later_(prompts, completions, **columns):\n    return [float(text.count('o')) for text in completions]\n"
-            + "".join(f"\n{how}_held_out = poisoned({how!r})\n" for how in POISONS)
-        )
+        code.write(OF_HELD_OUT)
     rows = [json.loads(line) | {"poison": True} for line in Path(held_out).read_text().splitlines()]
     Path(held_out).write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"max_steps": 1, "reward_timeout": 0.2}
@@ -131,7 +145,9 @@ def test_rewards_that_fail_on_held_out_prompts_cost_neither_training_nor_a_neigh
         assert wanted is None or any(f"job '{how}'" in line and wanted in line for line in said.splitlines()), how
 
 
-def test_a_share_of_the_prompts_is_held_out(files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path) -> None:
+def test_a_share_of_the_prompts_is_held_out(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
     own = judged("own", files, None, max_steps=2)
     own["data"] |= {"eval_split": 0.34}
     assert train(tree(tiny_base("llama"), tmp_path / "out", own)).status == "done"
@@ -145,12 +161,20 @@ def test_a_share_of_the_prompts_is_held_out(files: tuple[str, str], tiny_base: C
     ("keys", "said"),
     [
         ({"load_best_model_at_end": True}, "needs held-out samples"),
-        ({"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}, "trainer grpo is judged by eval_reward"),
+        (
+            {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"},
+            "trainer grpo is judged by eval_reward",
+        ),
         ({"reward": "none", "teacher": "base", "early_stopping_patience": 1}, "held-out rewards are compared"),
     ],
 )
 def test_what_cannot_be_judged_is_refused(
-    keys: dict[str, Any], said: str, files: tuple[str, str], held_out: str, tiny_base: Callable[..., str], tmp_path: Path
+    keys: dict[str, Any],
+    said: str,
+    files: tuple[str, str],
+    held_out: str,
+    tiny_base: Callable[..., str],
+    tmp_path: Path,
 ) -> None:
     held = None if said.startswith("needs") else held_out
     with pytest.raises(InputError, match=said):
