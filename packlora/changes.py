@@ -169,12 +169,8 @@ class Changes:
         return []
 
     def held_out(self, jobs: Sequence[Any], forwards: Any) -> Mapping[str, Sequence[Any]]:
-        """Held-out samples of jobs that are to be evaluated, by name. Without those of a job that generates its own and waits
-        for them: it is evaluated later, and takes no step before that.
-
-        Args:
-            forwards: run samples, runtime/forwards.py.
-        """
+        """Held-out samples of jobs that are to be evaluated, by name. A job that is left out waits for what it generates, and
+        takes no step before that. forwards: run samples (runtime/forwards.py)."""
         return {job.name: job.eval_samples for job in jobs}
 
     def judged(self, ends: Mapping[str, Any]) -> Mapping[str, Any]:

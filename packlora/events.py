@@ -170,20 +170,13 @@ class Stepped:
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """The held-out loss of a job, mean over label tokens, or over samples with preferences: a line of evals.jsonl. It may be
-    NaN or infinite. metrics: what else is told of preferences and rewards, by TRL's names (eval_rewards/accuracies,
-    eval_reward), keys of the same line; null where it is not finite."""
+    NaN or infinite. metrics: what else is told of preferences and rewards, by TRL's names, keys of the same line;
+    null where it is not finite."""
 
     job: str
     step: int
     eval_loss: float
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-
-    @property
-    def shown(self) -> tuple[str, float | None]:
-        """Name and value of what people look at: of a job that learns from rewards its held-out reward."""
-        if "eval_reward" in self.metrics:
-            return "held-out reward", self.metrics["eval_reward"]
-        return "held-out loss", self.eval_loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from packlora.config.adapter import AdapterConfig
 from packlora.config.data import DataConfig
 from packlora.config.section import Section
 from packlora.config.shared import JOB_NAME, MOST_PROMPTS, RESERVED_NAMES, Prompt, Strict
-from packlora.config.train import BASE, OF_REWARDS, TRAINER_KEYS, TrainConfig
+from packlora.config.train import BASE, TRAINER_KEYS, TrainConfig
 from packlora.errors import quoted
 from packlora.files import TEMPORARY
 from packlora.portable import why_no_file
@@ -46,16 +46,6 @@ class JobConfig(Strict):
         """The folder of the adapter with which that is; None where it is the base model alone, or there is none."""
         asked = self.adapter.init_from if self.train.reference is None else self.train.reference
         return asked if self.has_reference and asked != BASE else None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _judged_by_rewards(cls, value: Any) -> Any:
-        """The best adapter of a job with a rollout is that with the highest held-out reward."""
-        train = value.get("train") if isinstance(value, Mapping) and value.get("rollout") is not None else None
-        if not isinstance(train, Mapping) or "metric_for_best_model" in train:
-            return value
-        is_judged = train.get("load_best_model_at_end") or train.get("early_stopping_patience") is not None
-        return {**value, "train": {**train, "metric_for_best_model": OF_REWARDS}} if is_judged else value
 
     @model_validator(mode="before")
     @classmethod

@@ -75,16 +75,6 @@ def _drawn(samples: Sequence[Sample], share: int, key: int) -> list[Sample]:
     return [sample for number, sample in enumerate(samples) for _ in range(times + (number in once_more))]
 
 
-def drawn_held_out(total: int, share: float, seed: int, job: str) -> set[int]:
-    """Numbers of the samples that are held out, a share of all. Raises InputError where none or all would be."""
-    count = int(share * total + 0.5)
-    if not 0 < count < total:
-        left = "none is held out" if count == 0 else "none is left to train on"
-        raise InputError(f"job {job!r}: of {total} samples data.eval_split {share:g} is {count}, so {left}; change it")
-    generator = np.random.Generator(np.random.Philox(stable_hash("eval_split", seed)))
-    return set(generator.permutation(total)[:count].tolist())
-
-
 def split_off_held_out(
     parts: Sequence[Encoded], data: DataConfig, seed: int, job: str
 ) -> tuple[list[Encoded], Encoded]:
@@ -100,7 +90,12 @@ def split_off_held_out(
         InputError: one of both would be without a sample, or a source that has a weight.
     """
     share, total = data.eval_split or 0.0, sum(len(part.samples) for part in parts)
-    drawn = drawn_held_out(total, share, seed, job)
+    count = int(share * total + 0.5)
+    if not 0 < count < total:
+        left = "none is held out" if count == 0 else "none is left to train on"
+        raise InputError(f"job {job!r}: of {total} samples data.eval_split {share:g} is {count}, so {left}; change it")
+    generator = np.random.Generator(np.random.Philox(stable_hash("eval_split", seed)))
+    drawn = set(generator.permutation(total)[:count].tolist())
     kept, out, numbers = list[Encoded](), Encoded([]), itertools.count()
     for part, (path, weight) in zip(parts, data.sources, strict=True):
         own = replace(part, samples=[])

@@ -127,11 +127,11 @@ class Progress:
                     self._print(COMPILES)
             case Stepped():
                 self._stepped(event, logged)
-            case Evaluated(job, step):
-                name, value = event.shown
+            case Evaluated(job, step, loss, more):
+                name, value = ("reward", more["eval_reward"]) if "eval_reward" in more else ("loss", loss)
                 self.jobs[job].held_out = "" if value is None else f"{value:.4f}"
                 if self.in_lines:
-                    self._print(f"{job}  step {step}  {name} {self.jobs[job].held_out}")
+                    self._print(f"{job}  step {step}  held-out {name} {self.jobs[job].held_out}")
             case JobJoined(job, round_, steps, tokens):
                 self.jobs[job], self._ends[job] = _Shown(job, "running", 0, steps, tokens), math.inf
                 self._print(f"{job} joins at round {round_}, for {steps} steps")

@@ -129,6 +129,12 @@ class RolloutConfig(Strict):
                 f"train.global_batch_size is {train.global_batch_size} completions, which are no whole groups of "
                 f"{self.num_generations} (rollout.num_generations)"
             )
+        if train.needs_evaluations and "metric_for_best_model" not in train.model_fields_set:
+            train.metric_for_best_model = "eval_reward"
+        if train.needs_evaluations and train.metric_for_best_model != "eval_reward":
+            raise ValueError(
+                f"train.metric_for_best_model is {train.metric_for_best_model}, which says nothing of rewards; set eval_reward"
+            )
         if train.needs_evaluations and not self.reward_sources:
             raise ValueError(
                 "rollout has a teacher alone, and held-out rewards are compared by load_best_model_at_end and "

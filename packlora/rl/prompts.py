@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from packlora.config import DataSource, JobConfig
-from packlora.data.mixture import drawn_held_out
 from packlora.data.places import prompt_text
 from packlora.data.prompts import prompt_ids
 from packlora.data.readers import files_of, values_of
@@ -20,6 +19,7 @@ from packlora.data.rows import How, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
+from packlora.seeding import stable_hash
 from packlora.terminal import Told
 
 FORMATS = "a row has a prompt, a text or a list of messages, or messages up to the one that is to be answered"
@@ -53,10 +53,16 @@ def read_both(
         return prompts, held_out, notes + more
     if job.data.eval_split is None:
         return prompts, [], notes
-    numbers = drawn_held_out(len(prompts), job.data.eval_split, seed, job.name)
+    count = int(job.data.eval_split * len(prompts) + 0.5)
+    if not 0 < count < len(prompts):
+        left = "none is held out" if count == 0 else "none is left to train on"
+        share = f"data.eval_split {job.data.eval_split:g}"
+        raise InputError(f"job {job.name!r}: of {len(prompts)} prompts {share} is {count}, so {left}; change it")
+    generator = np.random.Generator(np.random.Philox(stable_hash("eval_split", seed)))
+    numbers = set(generator.permutation(len(prompts))[:count].tolist())
     kept = [prompt for number, prompt in enumerate(prompts) if number not in numbers]
     split_off = [prompt for number, prompt in enumerate(prompts) if number in numbers]
-    notes.append(f"job {job.name!r}: eval_split holds out {len(split_off)} of {len(prompts)} prompts")
+    notes.append(f"job {job.name!r}: eval_split holds out {count} of {len(prompts)} prompts")
     return kept, split_off, notes
 
 

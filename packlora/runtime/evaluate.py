@@ -69,9 +69,7 @@ class HeldOut:
 
 class Evaluator:
     """Evaluations of a run: before a job's first step, unless it does without, every so many, and after its last; once each.
-
-    changes: of the run, which know the held-out samples.
-    """
+    changes: know held-out samples."""
 
     def __init__(self, forwards: Forwards, jobs: Sequence[Job], every: int, changes: Changes | None = None) -> None:
         self.forwards, self.every, self._changes = forwards, every, changes or Changes()

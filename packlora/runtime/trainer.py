@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -99,9 +99,8 @@ class Trainer:
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         self.budget = _budget(run, prepared, base)
-        self.evaluator = Evaluator(
-            Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every, self.changes
-        )
+        forwards = Forwards(base.device, executor, self.budget, self.team)
+        self.evaluator = Evaluator(forwards, jobs, run.eval_every, self.changes)
         self.engine, self.cost, self.times = Engine(executor, group, self.budget), cost, times
         self.by_name: dict[str, Job] = {}
         self.by_number: dict[int, Job] = {}
@@ -204,8 +203,9 @@ class Trainer:
         """Let jobs join and leave between two windows. given: the round that is next; None where there is nothing to do."""
         if given is None or self.stop.asked:
             return
-        with self._telling_failures():
-            changed = self.changes.change(given, self.jobs, self.budget)
+        running = [job for job in self.jobs if job.status == "running"]
+        changed = self.changes.change(given, self.jobs, self.budget)
+        _tell_failures(running, self.folder, self.events)
         if plan is not None:
             plan.follow()
         if changed is None:
@@ -262,8 +262,8 @@ class Trainer:
     def _settle(self, jobs: Sequence[Job]) -> None:
         """Make the evaluations that are due and write the results of jobs that have taken their last step."""
         _end_between_steps(self._evaluate(jobs), self.stop, self.events, self.folder)
-        for job in jobs:
-            if job.step >= job.data.num_steps and self._is_settled(job):
+        for job in [own for own in jobs if own.step >= own.data.num_steps and not self.evaluator.is_due(own)]:
+            if job.status == "running" and not self.stop.asked:
                 self.folder.finish(job)  # its last checkpoint is of its last step, whatever its result is
                 job.status = "done"
                 if (note := take_best(job)) is not None:
@@ -273,24 +273,9 @@ class Trainer:
                 for text in [*_left_out(job), *job.data.notes()]:
                     self.events.emit(Note(text))
 
-    def _is_settled(self, job: Job) -> bool:
-        """Whether nothing of a job is due any more: its last evaluation may wait for what it generates."""
-        return job.status == "running" and not self.stop.asked and not self.evaluator.is_due(job)
-
-    @contextlib.contextmanager
-    def _telling_failures(self) -> Iterator[None]:
-        """Tell which jobs fail meanwhile."""
-        running = [job for job in self.jobs if job.status == "running"]
-        yield
-        for job in running:
-            if job.status == "failed":
-                _tell_failure(job, self.folder, self.events)
-
     def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:
         """Held-out losses of the jobs that are due, which are returned. One tried on its training samples tells no loss."""
-        with self._telling_failures():
-            told = self.evaluator.evaluate(jobs)
-        for name, own in told.items():
+        for name, own in (told := self.evaluator.evaluate(jobs)).items():
             job, loss = self.by_name[name], own.loss
             if job.eval_samples:
                 job.log_history.append({"step": job.step, "epoch": job.epoch, **own.line, "elapsed": self._elapsed()})
@@ -361,6 +346,13 @@ def _is_due(job: Job, save_every: int, evaluator: Evaluator, stop: StopRequest) 
     """Whether something is to be done for a job before its next global batch."""
     is_last = job.step >= job.data.num_steps
     return is_last or is_multiple(job.step, save_every) or evaluator.is_due(job) or job.name in stop.jobs
+
+
+def _tell_failures(running: Sequence[Job], folder: OutputFolder, events: Emitter) -> None:
+    """Tell which jobs that were running have failed."""
+    for job in running:
+        if job.status == "failed":
+            _tell_failure(job, folder, events)
 
 
 def _tell_failure(job: Job, folder: OutputFolder, events: Emitter) -> None:

@@ -98,7 +98,7 @@ class Planner:
         self._members[job.name] = _Member(job, at_round)
 
     def put_off(self, name: str, at_round: int) -> None:
-        """A job takes its batches later: its batch 0 in round `at_round`, and those that were handed out not again."""
+        """A job takes the batches that were not handed out later, as if its batch 0 was in round `at_round`."""
         self._members[name].joined = at_round
 
     def remove(self, name: str, at_round: int) -> None:

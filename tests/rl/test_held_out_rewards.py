@@ -163,7 +163,7 @@ def test_a_share_of_the_prompts_is_held_out(
         ({"load_best_model_at_end": True}, "needs held-out samples"),
         (
             {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"},
-            "trainer grpo is judged by eval_reward",
+            "eval_loss, which says nothing of rewards",
         ),
         ({"reward": "none", "teacher": "base", "early_stopping_patience": 1}, "held-out rewards are compared"),
     ],

@@ -285,7 +285,7 @@ def test_a_teacher_with_other_tokens_is_refused(
         ({"rollout": {"max_new_tokens": 5000}}, "lower the one or raise the other"),
         ({"rollout": {"max_new_token": 5}}, "max_new_tokens"),
         ({"rollout": None}, "set rollout"),
-        ({"data": {"eval_split": 0.01}}, "of 6 samples data.eval_split 0.01 is 0, so none is held out"),
+        ({"data": {"eval_split": 0.01}}, "of 6 prompts data.eval_split 0.01 is 0, so none is held out"),
         ({"rows": '{"completion": "x"}'}, "line 1: its messages is missing; a row has a prompt"),
         ({"rows": '{"messages": [{"role": "assistant", "content": "x"}]}'}, "has been answered already"),
         ({"rows": '{"prompt": ["x"]}'}, "no text and no messages"),
