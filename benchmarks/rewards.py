@@ -127,7 +127,9 @@ def measure_loop(one: Case, names: list[str], options: Options) -> Row:
     lines: list[Row] = []
     error = None
     try:
-        for line in lines_of([sys.executable, "-m", "benchmarks.policy_trainer", str(path), one.contender], one.seconds):
+        for line in lines_of(
+            [sys.executable, "-m", "benchmarks.policy_trainer", str(path), one.contender], one.seconds
+        ):
             lines.append(line)
             print(f"{one.label}: {json.dumps(line)}", flush=True)
     except RuntimeError as failure:
@@ -171,7 +173,7 @@ def lines_of(words: list[str], seconds: float) -> Iterator[Row]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("{\"policy\""):
+            if line.startswith('{"policy"'):
                 yield json.loads(line)
         code, was_ended = process.wait(), not limit.is_alive()
     finally:
@@ -211,7 +213,7 @@ def loop_row(lines: list[Row], one: Case) -> Row:
 
 def loop_summary(rows: list[Row]) -> Row:
     """TRL's seconds over packlora's; train: all but drawing."""
-    by_name: Row = {row.get("contender"): row for row in rows if "step_s" in row}
+    by_name: Row = {str(row.get("contender")): row for row in rows if "step_s" in row}
     own, theirs = by_name.get("packlora"), by_name.get("trl")
     keys = {"loop": "step_s", "rollout": "rollout_s", "train": "train_s"}
     out: Row = {f"{name}_vs_trl": theirs[key] / own[key] for name, key in keys.items() if own and theirs}
@@ -239,8 +241,8 @@ RL = Benchmark(
     f"bit. On a GPU: Qwen3-1.7B's shape (random bfloat16 weights), four policies x 8 prompts of {PROMPT} tokens x 8 "
     "completions of 256 tokens a step, dapo, LoRA r 16, beta 0, a reward that costs nothing. packlora: `packlora.train` of "
     "four jobs; trl: GRPOTrainer with PEFT and transformers' generation, bfloat16, microbatches of 16 completions, no "
-    f"checkpointing, one policy after the other, ended after {LIMITS['trl']:g} s. Seconds of a step of all policies: of packlora "
-    f"the median of steps, of trl that of a policy's steps times four; the first {WARM} steps of a policy are left out where "
-    "there are more; rollout: of it, drawing; train: the rest.",
+    f"checkpointing, one policy after the other, ended after {LIMITS['trl']:g} s. Seconds of a step of all policies: of "
+    "packlora the median of steps, of trl that of a policy's steps times four; the first "
+    f"{WARM} steps of a policy are left out where there are more; rollout: of it, drawing; train: the rest.",
     ["train"], where="any",
 )  # fmt: skip

@@ -152,7 +152,7 @@ class Session:
         changes = self._changes(prepared, base, executor, writer)
         if run.generates:
             changes = import_module("packlora.rl.changes").RolloutChanges(
-                changes, base, executor, self.single, events, jobs
+                changes, base, executor, self.single, events, jobs, run.compares
             )
         flow = self.placement.flow(own, known, self.single)
         return Trainer(*loop, changes=changes, tokens_of_gone=tokens, flow=flow)

@@ -95,7 +95,8 @@ class Trainer:
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         self.budget = _budget(run, prepared, base)
-        self.evaluator = Evaluator(Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every)
+        forwards = Forwards(base.device, executor, self.budget, self.team)
+        self.evaluator = Evaluator(forwards, jobs, run.eval_every, self.changes)
         self.flow = flow or Flow()
         self.engine = self.flow.engine(executor, group, self.budget)
         self.by_name: dict[str, Job] = {}
@@ -201,6 +202,8 @@ class Trainer:
         running = [job for job in self.jobs if job.status == "running"]
         changed = self.changes.change(given, self.jobs, self.budget)
         _tell_failures(running, self.folder, self.events)
+        if plan is not None:
+            plan.follow()
         if changed is None:
             return
         self._follow()
@@ -209,8 +212,6 @@ class Trainer:
         for job in (own for own in changed.left if own.status == "running"):
             self.folder.save_checkpoint(job)
         self._settle(self.jobs)
-        if plan is not None:
-            plan.follow()
         for job in self.changes.take_off(self.jobs, given):
             self.left_out[job.name] = self._result_of(job)
             self.tokens_of_gone += job.tokens_seen
@@ -257,8 +258,8 @@ class Trainer:
     def _settle(self, jobs: Sequence[Job]) -> None:
         """Make the evaluations that are due and write the results of jobs that have taken their last step."""
         _end_between_steps(self._evaluate(jobs), self.stop, self.events, self.folder)
-        for job in jobs:
-            if job.status == "running" and job.step >= job.data.num_steps and not self.stop.asked:
+        for job in [own for own in jobs if own.step >= own.data.num_steps and not self.evaluator.is_due(own)]:
+            if job.status == "running" and not self.stop.asked:
                 self.folder.finish(job)  # its last checkpoint is of its last step, whatever its result is
                 job.status = "done"
                 if (note := take_best(job)) is not None:

@@ -96,6 +96,10 @@ class Planner:
         self._not_given(job.name, at_round)
         self._members[job.name] = _Member(job, at_round)
 
+    def put_off(self, name: str, at_round: int) -> None:
+        """A job takes the batches that were not handed out later, as if its batch 0 was in round `at_round`."""
+        self._members[name].joined = at_round
+
     def remove(self, name: str, at_round: int) -> None:
         """A job leaves: from round `at_round` on none of its batches is taken.
 

@@ -120,6 +120,12 @@ class Members:
         self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget
     ) -> list[PreparedJob]:
         self.check_names(configs)
+        for config in configs:
+            if config.rollout is not None and not self.run.generates:
+                raise InputError(
+                    f"job {config.name!r}: this run has begun without a job with a rollout, and plans ahead of what would be "
+                    "generated; add the job to its run file and resume, or train it in a run of its own"
+                )
         most = (
             budget.tokens if self.run.max_tokens_per_microbatch == "auto" else int(self.run.max_tokens_per_microbatch)
         )
