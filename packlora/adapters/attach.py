@@ -183,6 +183,30 @@ def attach_one(
     return adapter
 
 
+def can_restart(adapter: Adapter) -> bool:
+    """Whether it is one that `restart` takes: of linear layers alone."""
+    return all(isinstance(own, AdapterWeights) for own in adapter.weights.values())
+
+
+def restart(model: PreTrainedModel, attached: Attached, adapter: Adapter, name: str, spec: AdapterSpec, seed: int) -> None:
+    """Let an adapter be another job's, which starts as it would have at first: parameters stay where they are.
+
+    Args:
+        adapter: one that can_restart.
+        spec: of the same modules.
+    """
+    adapter.name, adapter.spec = name, spec
+    adapter.flat.zero_()
+    for path, own in adapter.weights.items():
+        assert isinstance(own, AdapterWeights)
+        own.draw(_first_seed(seed, path))
+    _write_first_values(model, attached, adapted_layers(model), [adapter.number])
+
+
+def _first_seed(seed: int, path: str) -> int:
+    return stable_hash("start", seed, path)
+
+
 def detach_one(model: PreTrainedModel, number: int) -> None:
     """Take the adapter of this number off again, between two microbatches, also one that was attached in part. Layers that have
     none any more stay, and do as the model does."""
@@ -298,7 +322,7 @@ def _adapter(
     weights: dict[str, AdapterWeights | RoutedWeights | ExpertWeights] = {}
     tokens: TokenWeights | None = None
     for path in here:
-        module, layer, at = spec.modules[path], own.get(path), stable_hash("start", seed, path)
+        module, layer, at = spec.modules[path], own.get(path), _first_seed(seed, path)
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
         if layer is None:
             from packlora.adapters.experts import adapt_experts

@@ -102,7 +102,7 @@ class Members:
 
             dropout = any(job.dropout_key is not None for job in jobs)
             cast("GraphedDevice", self.executor).change(
-                buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), columns_of(jobs), route(jobs)
+                buffers_of([job.state for job in jobs]), dropout, why_no_graphs(self.run, self.base, jobs), columns_of(jobs), route(jobs)
             )
 
     @property
