@@ -188,7 +188,9 @@ def can_restart(adapter: Adapter) -> bool:
     return all(isinstance(own, AdapterWeights) for own in adapter.weights.values())
 
 
-def restart(model: PreTrainedModel, attached: Attached, adapter: Adapter, name: str, spec: AdapterSpec, seed: int) -> None:
+def restart(
+    model: PreTrainedModel, attached: Attached, adapter: Adapter, name: str, spec: AdapterSpec, seed: int
+) -> None:
     """Let an adapter be another job's, which starts as it would have at first: parameters stay where they are.
 
     Args:

@@ -7,7 +7,7 @@ are brought up to date before a replay, where a job has stepped. The loss, a few
 a graph (between.py), so the number of labels is no part of a shape.
 
 The first microbatches of a shape run the same functions on the same buffers without a graph (`Body`), so a run has the same
-bits whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once. So does a microbatch with
+bits whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once. So do microbatches with
 tokens of an adapter that the graphs do not know.
 
 Shapes: T tokens, D hidden size.

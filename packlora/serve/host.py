@@ -38,7 +38,7 @@ from packlora.runtime.prepared_job import AUTO_BUDGET
 from packlora.runtime.starts import float_weights
 from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Refused
-from packlora.serve.graphs import Seats, graphs_of
+from packlora.serve.graphs import SEAT_SECONDS, Seats, graphs_of
 
 TAKEN = ("parallel", "jobs", "sweep", "output_dir", "base_model")
 """Keys of a run file that the service sets itself, or does not take."""
@@ -149,12 +149,17 @@ class Host:
         except InputError as error:
             raise Refused(str(error)) from None
 
+    def seat(self, name: str, spec: AdapterSpec, seed: int) -> Adapter:
+        """Put an adapter that is to be trained onto the model, in a seat that is empty or a new one. Raises as attach."""
+        adapter = None if self.seats is None else self.seats.take(spec)
+        if adapter is None:
+            return self.attach(name, spec, seed)
+        restart(self.base.model, self.attached, adapter, name, spec, seed)
+        self._begin(adapter, seed)
+        return adapter
+
     def attach(self, name: str, spec: AdapterSpec, seed: int) -> Adapter:
         """Put an adapter onto the model. Raises MemoryError where there is no room."""
-        if self.seats is not None and (seat := self.seats.take(spec)) is not None:
-            restart(self.base.model, self.attached, seat, name, spec, seed)
-            self._begin(seat, seed)
-            return seat
         number, self._number = self._number, self._number + 1
         choosers: Mapping[str, PlanChooser] = dict.fromkeys(spec.modules, self.chooser)
         try:
@@ -164,6 +169,8 @@ class Host:
             detach_one(self.base.model, number)
             if isinstance(error, torch.OutOfMemoryError):
                 free_memory(self.device)
+                if self.tidy(0):
+                    return self.attach(name, spec, seed)
                 raise MemoryError(f"out of memory on {self.device} for another adapter") from error
             raise
         finally:
@@ -189,9 +196,9 @@ class Host:
         detach_one(self.base.model, adapter.number)
         self._layers_changed()
 
-    def tidy(self) -> bool:
-        """Take off what nobody has used for a while. Returns whether there was anything."""
-        left = [] if self.seats is None else self.seats.clear()
+    def tidy(self, seconds: float = SEAT_SECONDS) -> bool:
+        """Take off what nobody has used for so long. Returns whether there was anything."""
+        left = [] if self.seats is None else self.seats.clear(seconds)
         for adapter in left:
             self._take_off(adapter)
         return bool(left)

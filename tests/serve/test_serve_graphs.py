@@ -1,18 +1,22 @@
-"""Models of a service whose microbatches go by graphs, on a CPU, with a recorder whose replays run the functions again. Recorded
-graphs: tests/gpu/test_serve_graphs_gpu.py."""
+"""Models of a service whose microbatches go by graphs, on a CPU, with a recorder whose replays run the functions again.
+
+Recorded graphs: tests/gpu/test_serve_graphs_gpu.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import tiny_model
 from graph_runs import attention_by_starts, replay_of
-from serving import Talk, datum, host_of
+from graphed import Story
+from serving import host_of
 
 from packlora.engine import recorded
 from packlora.engine.passes import SingleDevice
@@ -22,15 +26,7 @@ from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.plans.select import PlanChooser
 from packlora.serve import graphs as serve_graphs
 from packlora.serve.host import Host
-from packlora.serve.service import Service
 from packlora.serve.tenant import Tenant
-
-MODELS: dict[str, dict[str, Any]] = {
-    "dropped": {"rank": 2, "lora_dropout": 0.3}, "dora": {"rank": 3, "use_dora": True},
-    "heir": {"rank": 2, "lora_dropout": 0.3, "seed": 4}, "two products": {"rank": 2, "use_dora": True, "lora_dropout": 0.3}, "later": {"rank": 4, "target_modules": ["v_proj", "lm_head"]},
-}  # fmt: skip
-"""Models; what no graph can hold is among them."""
-LENGTHS = {"dropped": [9, 4], "heir": [8, 5], "dora": [12], "two products": [5], "later": [6, 7]}
 
 
 class Count:
@@ -41,7 +37,7 @@ class Count:
 
 
 @pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> Iterator[Count]:
+def count(monkeypatch: pytest.MonkeyPatch) -> Count:
     own = Count()
 
     def record(self: Recorder, function: Callable[[], None]) -> Callable[[], None]:
@@ -67,7 +63,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Iterator[Count]:
     monkeypatch.setattr(SingleDevice, "forward", forward)
     monkeypatch.setattr(Recorder, "__init__", lambda self, device: None)
     monkeypatch.setattr(Recorder, "record", record)
-    yield own
+    return own
 
 
 @pytest.fixture(scope="module")
@@ -89,55 +85,6 @@ def graphed_host(base: str, state: Path, monkeypatch: pytest.MonkeyPatch, patien
     return host_of(base, state, budget=64)
 
 
-class Story:
-    """Models that train together, one of which comes later, and one leaves."""
-
-    def __init__(self, host: Host, state: Path) -> None:
-        state.mkdir()
-        self.talk = Talk(Service({host.facts.name: host}, state))
-        self.session, self.models = self.talk.session(), dict[str, str]()
-        self.found: list[np.ndarray] = []
-
-    def enter(self, *names: str) -> None:
-        for name in names:
-            more = {"target_modules": ["v_proj"], "seed": 3} | MODELS[name]
-            self.models[name] = self.talk.model(self.session, [*MODELS].index(name), **more)
-
-    def step(self, number: int) -> None:
-        """Each model learns from its rows by two losses, whose gradients add up."""
-        promises = []
-        for name, model in self.models.items():
-            own = [datum(10 * number + at, length) for at, length in enumerate(LENGTHS[name])]
-            promises.append(self.talk.forward_backward(model, own))
-            sampled = datum(99, 5, logprobs=np.full(5, -5.0), advantages=np.linspace(-1, 1, 5))
-            promises.append(self.talk.forward_backward(model, [sampled], "ppo"))
-            self.talk.step(model, grad_clip_norm=1.0)
-        self.talk.run()
-        self.found += [self.talk.result(promise)[1] for promise in promises]
-
-    def leave(self, name: str) -> None:
-        tensors = self.talk.tensors(self.models[name])
-        self.found += [tensor.numpy() for tensor in tensors.values()]
-        self.talk.service.close_model(self.models.pop(name))
-
-    def run(self) -> list[np.ndarray]:
-        """All log-probabilities, and what the models have become."""
-        self.enter("dropped", "dora")
-        self.step(0)
-        self.step(1)
-        self.enter("later")
-        self.step(2)
-        self.step(3)
-        self.leave("dropped")
-        self.enter("heir")
-        self.step(4)
-        self.enter("two products")
-        self.step(5)
-        for name in tuple(self.models):
-            self.leave(name)
-        return self.found
-
-
 def test_models_that_come_and_go_have_the_bits_of_the_same_passes_without_graphs(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,7 +93,14 @@ def test_models_that_come_and_go_have_the_bits_of_the_same_passes_without_graphs
         host = graphed_host(base, tmp_path, patch, 1)
         got = Story(host, tmp_path / "graphs").run()
         assert (count.recorded, count.replayed, count.bare, count.single) == (6, 12, 4, 2)
-        assert [adapter.name for adapter in host.seats.clear(0)]
+        flats = [weakref.ref(own.state.adapter.flat) for own in host.seats.empty]
+        assert len(flats) == 3
+        sampler = host.attach("a sampler", host.seats.empty[0].state.adapter.spec, 0)
+        assert sampler.number not in host.graphs.adapters
+        host.detach(sampler)
+        host.tidy(0)
+        gc.collect()
+        assert not any(flat() is not None for flat in flats) and not host.graphs.adapters
     with pytest.MonkeyPatch.context() as patch:
         eager = Story(graphed_host(base, tmp_path, patch, 1000), tmp_path / "eager").run()
     plain = Story(host_of(base, tmp_path, budget=64), tmp_path / "plain").run()
