@@ -42,13 +42,13 @@ from packlora.engine.memory import synchronize
 from packlora.engine.parts import Part, Parts
 from packlora.engine.rows import Row as EngineRow
 from packlora.serve.adapters import Wanted
-from packlora.serve.graphs import SEAT_SECONDS
 from packlora.serve.host import Host, run_of
 from packlora.serve.limits import Limits
 from packlora.serve.losses import FACTS, work_of
 from packlora.serve.messages import read_forward_backward
 from packlora.serve.optimizer import FIRST
 from packlora.serve.publisher import IDLE_SECONDS
+from packlora.serve.seats import SEAT_SECONDS
 from packlora.tune.timing import Contender, Timings, Work, paired
 
 OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE = "packlora", "sequential", "set_adapter", "train", "with_idle", "engine"

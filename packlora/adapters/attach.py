@@ -147,7 +147,7 @@ def attach(
     for number, (job, spec) in enumerate(specs.items()):
         _replace(model, spec, here[job], attached, layers, chooser)
         adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model, attached))
-    _write_first_values(model, attached, layers, range(len(specs)))
+    write_first_values(model, attached, layers, range(len(specs)))
     _join_siblings(model, layers, attached.groups.values())
     attached.storage.adapted([path for own in here.values() for path in own])
     if model.device.type == "cuda":  # where activations are what memory goes to
@@ -171,7 +171,7 @@ def attach_one(
     _replace(model, spec, here, attached, layers, chooser)
     hook_embeddings(model, attached)
     adapter = _adapter(name, number, spec, here, layers, seed, model, attached)
-    _write_first_values(model, attached, layers, [number])
+    write_first_values(model, attached, layers, [number])
     new = [path for path, linear in layers.keys() - before if linear]
     changed = [attached.groups[path] for path in new if path in attached.groups]
     parents = {_parent(paths[0]) for paths in changed}
@@ -181,32 +181,6 @@ def attach_one(
     for path in _layers_of(spec, here):
         layers[path, is_linear(spec.modules[path])].adapters_changed()
     return adapter
-
-
-def can_restart(adapter: Adapter) -> bool:
-    """Whether it is one that `restart` takes: of linear layers alone."""
-    return all(isinstance(own, AdapterWeights) for own in adapter.weights.values())
-
-
-def restart(
-    model: PreTrainedModel, attached: Attached, adapter: Adapter, name: str, spec: AdapterSpec, seed: int
-) -> None:
-    """Let an adapter be another job's, which starts as it would have at first: parameters stay where they are.
-
-    Args:
-        adapter: one that can_restart.
-        spec: of the same modules.
-    """
-    adapter.name, adapter.spec = name, spec
-    adapter.flat.zero_()
-    for path, own in adapter.weights.items():
-        assert isinstance(own, AdapterWeights)
-        own.draw(_first_seed(seed, path))
-    _write_first_values(model, attached, adapted_layers(model), [adapter.number])
-
-
-def _first_seed(seed: int, path: str) -> int:
-    return stable_hash("start", seed, path)
 
 
 def detach_one(model: PreTrainedModel, number: int) -> None:
@@ -271,7 +245,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _write_first_values(model: PreTrainedModel, attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
+def write_first_values(model: PreTrainedModel, attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
     """Write the first values that are made of the frozen layers, of adapters with these numbers."""
     kinds = {path: [linear for at, linear in layers if at == path] for path, _ in layers}
     made = [
@@ -324,7 +298,7 @@ def _adapter(
     weights: dict[str, AdapterWeights | RoutedWeights | ExpertWeights] = {}
     tokens: TokenWeights | None = None
     for path in here:
-        module, layer, at = spec.modules[path], own.get(path), _first_seed(seed, path)
+        module, layer, at = spec.modules[path], own.get(path), stable_hash("start", seed, path)
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
         if layer is None:
             from packlora.adapters.experts import adapt_experts

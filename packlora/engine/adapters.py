@@ -130,11 +130,6 @@ class AdapterState:
             self.gradients = self.adapter.layout.views(self.gradient)
         return self.gradients
 
-    def add_up_where(self, before: AdapterState) -> None:
-        """Add up gradients in the buffers of another state of the same adapter, which is over."""
-        before.discard()
-        self.gradient, self.gradients = before.gradient, before.gradients
-
     def no_sums(self) -> torch.Tensor:
         """Sums of losses and metrics of nothing [1 + M]."""
         return torch.zeros(self.num_sums, dtype=self._wide, device=self.adapter.flat.device)

@@ -32,12 +32,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(lengths: Sequence[int], budget: int, steps: int = STEPS) -> Shape:
-        """Shape of samples of so many tokens.
-
-        Args:
-            budget: most tokens that microbatches are planned with; 0: any number comes.
-            steps: numbers of tokens from a power of two to the next.
-        """
+        """Shape of samples of so many tokens. budget: most tokens that microbatches are planned with, or 0. steps: as STEPS."""
         tokens = sum(lengths)
         step = max(_power(max(tokens, budget)) // (2 * steps), LEAST_TOKENS // steps)
         total = max(-(-tokens // step) * step, LEAST_TOKENS)

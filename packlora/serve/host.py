@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from packlora.adapters.attach import Adapter, attach, attach_one, detach_one, restart
+from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.starts import begin
 from packlora.base.load import load_skeleton, load_tokenizer
@@ -38,7 +38,8 @@ from packlora.runtime.prepared_job import AUTO_BUDGET
 from packlora.runtime.starts import float_weights
 from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Refused
-from packlora.serve.graphs import SEAT_SECONDS, Seats, graphs_of
+from packlora.serve.graphs import graphs_of
+from packlora.serve.seats import SEAT_SECONDS, Seats, restart
 
 TAKEN = ("parallel", "jobs", "sweep", "output_dir", "base_model")
 """Keys of a run file that the service sets itself, or does not take."""
