@@ -146,7 +146,7 @@ def attach(
     for number, (job, spec) in enumerate(specs.items()):
         _replace(model, spec, here[job], attached, layers, chooser)
         adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model, attached))
-    _write_first_values(model, attached, layers, range(len(specs)))
+    write_first_values(model, attached, layers, range(len(specs)))
     _join_siblings(model, layers, attached.groups.values())
     attached.storage.adapted([path for own in here.values() for path in own])
     if model.device.type == "cuda":  # where activations are what memory goes to
@@ -170,7 +170,7 @@ def attach_one(
     _replace(model, spec, here, attached, layers, chooser)
     hook_embeddings(model, attached)
     adapter = _adapter(name, number, spec, here, layers, seed, model, attached)
-    _write_first_values(model, attached, layers, [number])
+    write_first_values(model, attached, layers, [number])
     new = [path for path, linear in layers.keys() - before if linear]
     changed = [attached.groups[path] for path in new if path in attached.groups]
     parents = {_parent(paths[0]) for paths in changed}
@@ -244,7 +244,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _write_first_values(model: PreTrainedModel, attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
+def write_first_values(model: PreTrainedModel, attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
     """Write the first values that are made of the frozen layers, of adapters with these numbers."""
     kinds = {path: [linear for at, linear in layers if at == path] for path, _ in layers}
     made = [

@@ -84,11 +84,18 @@ class TrainedWeights:
     ) -> None:
         self.spec, self.shard = spec, shard
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in room.items()}
-        if "A" in room:
-            A, B = (self.whole_shape(name, room[name].shape) for name in "AB")
-            for name, whole in zip("AB", first_factors(spec, A, B, seed), strict=True):
-                if whole is not None:
-                    room[name].copy_(self.own(name, whole).reshape(room[name].shape))
+        self.draw(seed)
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Write the first values of A and B into zeros."""
+        if "A" not in self.parameters:
+            return
+        factors = [self.parameters[name] for name in "AB"]
+        A, B = (self.whole_shape(name, own.shape) for name, own in zip("AB", factors, strict=True))
+        for name, own, whole in zip("AB", factors, first_factors(self.spec, A, B, seed), strict=True):
+            if whole is not None:
+                own.copy_(self.own(name, whole).reshape(own.shape))
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.parameters)

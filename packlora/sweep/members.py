@@ -101,9 +101,9 @@ class Members:
         if self._has_graphs and jobs:
             from packlora.runtime.cuda_graphs import buffers_of, columns_of, route, why_no_graphs
 
-            dropout = any(job.dropout_key is not None for job in jobs)
+            buffers, dropout = buffers_of([job.state for job in jobs]), any(job.dropout_key is not None for job in jobs)
             cast("GraphedDevice", self.executor).change(
-                buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), columns_of(jobs), route(jobs)
+                buffers, dropout, why_no_graphs(self.run, self.base, jobs), columns_of(jobs), route(jobs)
             )
 
     @property
