@@ -20,7 +20,7 @@ import torch
 from ranks import RankFailed, Ranks
 from seeds import SOAK, some
 from steps import change_steps
-from test_replicas import heard, lines, on_ranks, refused_on_all
+from test_replicas import heard, lines, on_ranks, refused_on_all, whole
 from test_tensor_train import five_jobs, same, saved_base
 from test_training import adapter, distance, steps, train
 
@@ -35,19 +35,14 @@ from packlora.runtime.stream import Stream
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
 
+__all__ = ["whole"]
+
 Groups = Callable[[int], Ranks]
 
 
 @pytest.fixture(scope="module")
 def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return five_jobs(tmp_path_factory.mktemp("pipeline"), tokenizer, num_hidden_layers=5)
-
-
-@pytest.fixture(scope="module")
-def whole(tree: dict[str, Any]) -> Path:
-    """The run on one device."""
-    train(tree)
-    return Path(tree["output_dir"])
 
 
 @pytest.mark.parametrize(

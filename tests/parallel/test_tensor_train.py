@@ -18,8 +18,8 @@ from conftest import FAMILIES, rows_into, tiny_model
 from ranks import RankFailed, Ranks
 from steps import change_steps
 from tensor_runs import MORE_FAMILIES
-from test_replicas import heard, refused_on_all, same_run
-from test_training import JOBS, adapter, config, distance, train
+from test_replicas import heard, refused_on_all, same_run, whole
+from test_training import JOBS, adapter, config, distance
 from torch.distributed.tensor import DTensor
 
 import packlora
@@ -35,6 +35,8 @@ from packlora.runtime import estimate, profiles
 from packlora.runtime.choose import base_bytes
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
+
+__all__ = ["whole"]
 
 Groups = Callable[[int], Ranks]
 BIASED = {
@@ -63,13 +65,6 @@ def five_jobs(folder: Path, tokenizer: Any, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return five_jobs(tmp_path_factory.mktemp("tensor"), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def whole(tree: dict[str, Any]) -> Path:
-    """The run on one device."""
-    train(tree)
-    return Path(tree["output_dir"])
 
 
 def same(out: Path, whole: Path) -> None:

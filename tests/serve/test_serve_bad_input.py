@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from serving import NAME, datum, forward_backward_body, leave
-from two_owners import LORA, PROTO, World
+from serving import NAME, datum, forward_backward_body
+from two_owners import LORA, PROTO, World, world
 
 from packlora.serve.messages import Datum
 
-
-@pytest.fixture(scope="module")
-def world(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    found = World(tiny_base("llama"), tmp_path_factory.mktemp("serve"))
-    yield found
-    leave(found.service)
-
+__all__ = ["world"]
 
 ZSTD = {"content-encoding": "zstd"}
 CRASH = {"reason": {"type": "crash"}}
