@@ -57,7 +57,9 @@ def _check_last(last: Any, is_scored: bool, length: int) -> None:
     if not is_scored:
         raise Refused(f"{field}: it needs prompt_logprobs: true")
     if type(last) is not int or not 1 <= last < length:
-        raise Refused(f"{field}: {quoted(last)} is no whole number from 1 to {length - 1}, as the prompt has {length} tokens")
+        raise Refused(
+            f"{field}: {quoted(last)} is no whole number from 1 to {length - 1}, as the prompt has {length} tokens"
+        )
 
 
 def _prompt(prompt: Any) -> tuple[int, ...]:

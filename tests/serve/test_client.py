@@ -159,7 +159,10 @@ def test_the_last_tokens_of_a_prompt_are_scored_and_no_others(client: Any) -> No
     part, whole = ask(3), ask(None)
     none = [None] * (len(IDS) - 3)
     assert part.prompt_logprobs == none + whole.prompt_logprobs[-3:]
-    assert part.topk_prompt_logprobs == none + whole.topk_prompt_logprobs[-3:] and None not in whole.topk_prompt_logprobs[1:]
+    assert (
+        part.topk_prompt_logprobs == none + whole.topk_prompt_logprobs[-3:]
+        and None not in whole.topk_prompt_logprobs[1:]
+    )
     with pytest.raises(tinker.BadRequestError, match="prompt_logprobs_last_n: 12 is no whole number from 1 to 11"):
         ask(len(IDS))
 
@@ -173,7 +176,9 @@ def test_metadata_of_any_kind_is_listed_as_the_client_reads_it(client: Any) -> N
         rest, (session, _, _) = other.create_rest_client(), own.model_id.partition(":")
         assert rest.get_session(session).result().user_metadata == {"run": "exp-7", "seed": "3", "tags": '["a"]'}
         path = own.save_state("first").result().path
-        (run,) = (one for one in rest.list_training_runs().result().training_runs if one.training_run_id == own.model_id)
+        (run,) = (
+            one for one in rest.list_training_runs().result().training_runs if one.training_run_id == own.model_id
+        )
         assert run.user_metadata == {"packlora": '{"lora_alpha": 8}'} and run.last_checkpoint.tinker_path == path
         assert own.get_info().optimizer_config == rest.get_weights_info_by_tinker_path(path).result().optimizer_config
 
