@@ -235,7 +235,9 @@ class GraphedDevice:
         """
         if why_not is not None and why_not != self._unfit:
             self.tell(f"{NO_GRAPHS}: {why_not}")
-        if self.why_not != SHORT and self._out_of_memory < TRIES:  # what could not be recorded was perhaps of one that has left
+        if (
+            self.why_not != SHORT and self._out_of_memory < TRIES
+        ):  # what could not be recorded was perhaps of one that has left
             self.why_not = why_not
         self._unfit = why_not
         self._watch_anew()
