@@ -235,9 +235,12 @@ class GraphedDevice:
         """
         if why_not is not None and why_not != self._unfit:
             self.tell(f"{NO_GRAPHS}: {why_not}")
-        if self.why_not == self._unfit:
+        if (
+            self.why_not != SHORT and self._out_of_memory < TRIES
+        ):  # what could not be recorded was perhaps of one that has left
             self.why_not = why_not
         self._unfit = why_not
+        self._watch_anew()
         self._follow(buffers, dropout, columns, routes)
         if self._bodies:
             self._drop()
@@ -245,8 +248,13 @@ class GraphedDevice:
     def layers_changed(self) -> None:
         """Adapters that own no tokens have come onto the layers, or left them. Operands are packed anew, which a recording must
         not see."""
+        self._watch_anew()
         for shape in [shape for shape, body in self._bodies.items() if not body.recorded]:
             del self._bodies[shape]
+
+    def _watch_anew(self) -> None:
+        """The next microbatch makes what a first one makes, for which the host may wait."""
+        self._checked = 0 if self._checked == 1 else self._checked
 
     def _follow(self, buffers: Buffers, dropout: bool, columns: Mapping[str, torch.dtype] | None, routes: bool) -> None:
         """These adapters may own tokens."""

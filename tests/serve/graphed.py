@@ -56,18 +56,26 @@ class Story:
         self.talk.run()
         self.logprobs += [self.talk.result(promise)[1] for promise in promises]
 
+    def learn(self, name: str) -> None:
+        """A microbatch of one model alone, without a step."""
+        self.talk.forward_backward(self.models[name], [datum(7, 9 * self.longer)])
+        self.talk.run()
+
     def leave(self, name: str) -> None:
         self.tensors += [tensor.float().numpy() for tensor in self.talk.tensors(self.models[name]).values()]
         self.service.close_model(self.models.pop(name))
 
     def run(self) -> list[np.ndarray]:
         """All log-probabilities, and what the models have become."""
-        self.enter("dropped", "dora")
+        self.enter("dropped")
+        self.learn("dropped")
+        self.enter("dora")
         self.step(0)
         self.step(1)
         self.enter("later")
         self.step(2)
         self.step(3)
+        self.learn("dropped")  # no step follows
         self.leave("dropped")
         self.enter("heir")
         self.step(4)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from graph_runs import attention_by_starts, replay_of
 from graphed import Story
 from serving import host_of
 
+from packlora.engine import graphs as engine_graphs
 from packlora.engine import recorded
 from packlora.engine.passes import SingleDevice
 from packlora.engine.recorded import Body, Recorder
 from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED
+from packlora.ops.lora_linear.prepared import Prepared
 from packlora.plans.select import PlanChooser
 from packlora.serve import graphs as serve_graphs
 from packlora.serve.host import Host
@@ -58,6 +61,15 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Count:
         own.single += 1
         return single(self, *args)
 
+    @contextmanager
+    def nothing_waits(device: Any, checked: bool) -> Iterator[None]:
+        """What is made at a first call, the host waits for."""
+        with pytest.MonkeyPatch.context() as patch:
+            if checked:
+                patch.delattr(Prepared, "__init__")
+            yield
+
+    monkeypatch.setattr(engine_graphs, "_nothing_waits", nothing_waits)
     run_forward, single = Body.forward, SingleDevice.forward
     monkeypatch.setattr(Body, "forward", bare)
     monkeypatch.setattr(SingleDevice, "forward", forward)
@@ -92,7 +104,7 @@ def test_models_that_come_and_go_have_the_bits_of_the_same_passes_without_graphs
     with pytest.MonkeyPatch.context() as patch:
         host = graphed_host(base, tmp_path, patch, 1)
         got = Story(host, tmp_path / "graphs").run()
-        assert (count.recorded, count.replayed, count.bare, count.single) == (6, 12, 4, 2)
+        assert (count.recorded, count.replayed, count.bare, count.single) == (6, 14, 5, 2)
         flats = [weakref.ref(own.state.adapter.flat) for own in host.seats.empty]
         assert len(flats) == 3
         sampler = host.attach("a sampler", host.seats.empty[0].state.adapter.spec, 0)
