@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,12 +33,15 @@ from benchmarks.training import JOBS, prepared_on, run_of, run_window, timed_win
 from packlora.adapters.attach import attach
 from packlora.base.weight_files import WeightFiles
 from packlora.engine.memory import free_memory, synchronize
-from packlora.engine.stage_passes import StageDevice
 from packlora.parallel.layout import Layout, planned
-from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
-from packlora.parallel.stages import Stage, load_stage
+from packlora.pipeline.estimate import planning_cost, stage_layers, staged
+from packlora.pipeline.flow import StageFlow
+from packlora.pipeline.links import Links
+from packlora.pipeline.passes import StageDevice
+from packlora.pipeline.stages import Stage, load_stage
+from packlora.pipeline.timeline import end_times
 from packlora.runtime import estimate
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
@@ -48,7 +51,6 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.run import deterministic
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
 from packlora.schedule.verify import check, with_noops
 from packlora.tune.head import measure_head
@@ -82,6 +84,16 @@ class RandomWeights(WeightFiles):
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device).mul_(spread(key, self.layers))
+
+
+class UntimedFlow(StageFlow):
+    """The flow of a pipeline whose clock the benchmark reads."""
+
+    def begin(self) -> None:
+        pass
+
+    def ran(self, jobs: Mapping[str, Job]) -> None:
+        return None
 
 
 class Piped:
@@ -127,8 +139,8 @@ class Piped:
         prepared.head_in_layers = mesh.gather(head.in_layers)[0]
         free_memory(self.links.device)
         run = prepared.run
-        self.cost = estimate.planning_cost(run, prepared, mesh.size)
-        counts = estimate.stage_layers(run, prepared, mesh.size)
+        self.cost = planning_cost(run, prepared, mesh.size)
+        counts = stage_layers(run, prepared, mesh.size)
         self.say(f"stages of {counts} layers are made and proved")
         base = load_stage(run, None, self.longest, mesh, self.links, counts, self.weights)
         assert isinstance(base.storage, Stage)
@@ -136,11 +148,12 @@ class Piped:
         attached, adapters = attach(base.model, specs, 0, None, base.storage)
         made = [Job(one.config, one.data, [], own) for one, own in zip(prepared.jobs, adapters, strict=True)]
         self.device, events = StageDevice(base, attached, base.storage), Emitter()
-        known = estimate.staged(estimate.estimate(run, prepared), run, prepared, mesh.size)
+        known = staged(estimate.estimate(run, prepared), run, prepared, mesh.size)
+        flow = UntimedFlow(run, prepared.shape, self.links, self.device.clock, known.cost, self.cost)
         self.say("stages are ready")
         return Trainer(
             run, prepared, base, self.device, made, known, OutputFolder(path, "benchmark", None, events), events,
-            group=self.links, cost=self.cost,
+            group=self.links, flow=flow,
         )  # fmt: skip
 
     def _on_shards(self) -> Trainer:
@@ -170,7 +183,7 @@ class Piped:
         settings: Row = {"method": "greedy", "window_rounds": first + rounds}  # whose last ones are these
         if way == SHARDED:
             return [Planner(own, planned(budget, size), **settings).window(first) for own in each]
-        return [Planner(own, budget, stages=size, cost=self.cost, **settings).window(first) for own in each]
+        return [Planner(own, budget, lag=size, cost=self.cost, **settings).window(first) for own in each]
 
     def unit_of(self, way: str) -> Row:
         """Figures of a way's next unit, the same on all processes."""

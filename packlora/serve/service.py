@@ -152,6 +152,8 @@ class Service(Publisher):
         if not did or time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS  # one at a time: others wait while its snapshot is written
             did |= self._put_aside()
+            for host in self.hosts.values():
+                did |= host.tidy()
         return did
 
     def _prepare(self, lane: Lane) -> bool:

@@ -99,7 +99,7 @@ class Tenant:
             return self.adapter, self.state
         if self.spec is None:
             self.spec = self.wanted.spec(self.host.skeleton, self.host.facts.path)
-        self.adapter = self.host.attach(self.id, self.spec, self.wanted.seed)
+        self.adapter = self.host.seat(self.id, self.spec, self.wanted.seed)
         try:
             self.state = AdapterState(self.adapter, FIRST, 1, LossScale() if self.host.is_scaled else None)
             self.steps = self.drawn = self.tokens = 0

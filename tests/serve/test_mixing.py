@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from serving import Talk, datum, host_of, leave
+from serving import Talk, datum, host, host_of, leave
 from transformers import AutoModelForCausalLM
 
 from packlora.engine.adapters import AdapterState
@@ -19,6 +19,8 @@ from packlora.serve import service as service_module
 from packlora.serve.host import Host
 from packlora.serve.service import Service
 from packlora.serve.tenant import Tenant
+
+__all__ = ["host"]
 
 TENANTS: list[dict[str, Any]] = [
     {"rank": 8, "seed": 3},
@@ -29,11 +31,6 @@ TENANTS: list[dict[str, Any]] = [
     {"rank": 2, "seed": 6, "target_modules": ["v_proj", "lm_head"]},
     {"rank": 4, "seed": 7, "target_modules": ["v_proj", "lm_head"], "use_dora": True},
 ]
-
-
-@pytest.fixture(scope="module")
-def host(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), budget=64)
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from serving import Killed, Talk, datum, host_of, leave
+from serving import Killed, Talk, datum, host, leave
 
 from packlora.serve import tenant
 from packlora.serve.errors import Refused
 from packlora.serve.host import Host
 from packlora.serve.service import Service
 
-
-@pytest.fixture(scope="module")
-def host(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), budget=64)
+__all__ = ["host"]
 
 
 class Story:
