@@ -100,7 +100,7 @@ LARGER_EXPERTS: dict[str, tuple[int, Tree]] = {
 
 
 BEST: Tree = {"load_best_model_at_end": True, "eval_steps": 1, "learning_rate": 0.25}
-"""A job whose result is the adapter of its best evaluation, not the last one. Larger steps magnify roundings beyond the bound."""
+"""A job whose result is the adapter of its best evaluation, not the last one. Larger steps would magnify roundings."""
 EARLY: Tree = {"early_stopping_patience": 2, "early_stopping_threshold": 10.0, "eval_steps": 1, "max_steps": 5}
 """A job that ends after its third step, since no evaluation is better by so much than the first one."""
 LAYER_0, LAYER_2 = {"layers_to_transform": [0]}, {"layers_to_transform": [2]}

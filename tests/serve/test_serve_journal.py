@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import NAME, Killed, Talk, datum, host, host_of, leave
+from serving import NAME, Killed, Talk, datum, host, leave
 
 from packlora.serve import tenant
 from packlora.serve.errors import Refused
