@@ -264,7 +264,7 @@ class TrainConfig(Strict):
         if "discopop" not in types and self.discopop_tau is not None:
             raise ValueError("discopop_tau goes with loss_type discopop")
         kind = "rewards, for grpo" if self.metric_for_best_model == "eval_reward" else "pairs, for dpo and orpo"
-        if self.metric_for_best_model != "eval_loss" and self.trainer not in kind:
+        if self.metric_for_best_model != "eval_loss" and self.trainer not in kind.split():
             raise ValueError(f"metric_for_best_model {self.metric_for_best_model} is of {kind}")
         return self
 

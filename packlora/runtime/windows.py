@@ -58,7 +58,7 @@ class Plan:
         return self._present
 
     def follow(self) -> None:
-        """Windows that are yet to be handed out hold the jobs that have joined, in the rounds of now, and none that has left."""
+        """Windows that are yet to be handed out hold the jobs that have joined, in their rounds, and none that has left."""
         if self.planner is None:
             return
         for job in self.jobs:
