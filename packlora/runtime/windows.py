@@ -18,12 +18,11 @@ from packlora.config import Run
 from packlora.events import Note, WindowPlanned
 from packlora.parallel.alone import Alone
 from packlora.runtime.events import Emitter
+from packlora.runtime.flow import Flow
 from packlora.runtime.job import Job
 from packlora.runtime.profiles import Profile
 from packlora.schedule.background import BackgroundPlanner
-from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner
-from packlora.schedule.simulate import makespan
 from packlora.schedule.types import Window
 
 
@@ -75,7 +74,7 @@ class Plan:
 @contextmanager
 def planned_windows(
     run: Run, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone, changes: Changes,
-    cost: CostModel | None = None,
+    flow: Flow,
 ) -> Iterator[Plan]:  # fmt: skip
     """Windows from the slowest job's on.
 
@@ -85,12 +84,12 @@ def planned_windows(
         profile: predicts the time of microbatches.
         group: of processes that train the same windows; its first one plans them.
         changes: of the jobs.
-        cost: of a microbatch on each stage of a pipeline.
+        flow: of the slots.
     """
     if not group.leads:
         yield Plan(_received(group), None, jobs, changes)
         return
-    planner = _planner(run, budget, cost)
+    planner = _planner(run, budget, flow)
     plan = Plan(iter(()), planner, jobs, changes)
     plan.follow()
     if run.generates:
@@ -105,20 +104,19 @@ def planned_windows(
 def window_of(run: Run, round_: int) -> range:
     """The rounds of the window that a round is in. A resumed run plans from the slowest job's window on, and so plans what it
     planned before."""
-    planner = _planner(run, 2**31)
+    planner = _planner(run, 2**31, Flow())
     start = planner.window_start(round_)
     return range(start, start + planner.window_rounds)
 
 
-def _planner(run: Run, budget: int, cost: CostModel | None = None) -> Planner:
+def _planner(run: Run, budget: int, flow: Flow) -> Planner:
     more: dict[str, Any] = {}
     if run.compares and run.eval_every:
         more["window_rounds"] = min(run.eval_every, WINDOW_ROUNDS)
     if run.generates:
         more["window_rounds"] = 1
-    stages, schedule = 1 if cost is None else cost.stages, run.schedule
     return Planner(
-        [], budget, stages=stages, method=_method(run), time_limit_s=schedule.time_limit_s, cost=cost, **more
+        [], budget, lag=flow.lag, method=_method(run), time_limit_s=run.schedule.time_limit_s, cost=flow.cost, **more
     )
 
 
@@ -152,7 +150,7 @@ def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emit
 
             group.told(WINDOW.dump_python(window, mode="json"))
         report = window.report
-        predicted = makespan(window.microbatches, profile.cost)
+        predicted = profile.cost.makespan(window.microbatches)
         events.emit(
             WindowPlanned(
                 window.first_round, window.num_rounds, report.method, budget, report.microbatches, report.noops,
