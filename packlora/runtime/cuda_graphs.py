@@ -106,5 +106,4 @@ def why_base_has_none(run: Run, base: Base) -> str | None:
 
 def has_two_products(spec: AdapterSpec) -> bool:
     """Whether an adapter is DoRA with dropout on base products of linear layers, which no kernel computes where owners move."""
-    linears = [own for own in spec.modules.values() if is_linear(own)]
-    return any(own.use_dora and own.dropout and own.base_dropped for own in linears)
+    return any(own.scales_dropped for own in spec.modules.values() if is_linear(own))
