@@ -19,9 +19,13 @@ from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
 
 __all__ = [
-    "as_stored", "check_asked", "check_config", "check_keys", "form_in", "form_of_answers", "left_as_they_are", "own_layers",
-    "prepared_form", "reader",
+    "as_stored", "check_asked", "check_config", "check_keys", "form_in", "form_of_answers", "left_as_they_are", "prepared_form",
+    "reader",
 ]  # fmt: skip
+
+
+LAUNCHED = ("nf4", "fp4", "int8")
+"""Methods whose weights are made by launches alone, and not by their library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +37,15 @@ class Form:
     stored: Stored | None
     held: tuple[int, int] = (0, 0)
 
+    key = "quantization"
+
     @property
     def method(self) -> str:
         return self.asked.method
+
+    @property
+    def by_launches(self) -> bool:
+        return self.method in LAUNCHED
 
     @property
     def described(self) -> str:
@@ -52,6 +62,11 @@ class Form:
     ) -> PreTrainedModel:
         """The same model with the layers of the library that made the codes, as PEFT adapts them."""
         return read_by_library(path, revision, self.asked, self.stored, dtype, device)
+
+    def own_layers(
+        self, model: PreTrainedModel, dtype: torch.dtype, path: str, notes: list[str] | None = None
+    ) -> PreTrainedModel:
+        return own_layers(model, dtype, path, notes)
 
     def share(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         from packlora.codes.gathered import share_codes

@@ -18,9 +18,6 @@ from packlora.engine.recorded import LEAST_TOKENS, Buffers
 from packlora.errors import InputError
 from packlora.runtime.job import Job
 
-LAUNCHED = ("nf4", "fp4", "int8")
-"""Methods of quantisation whose weights are made by launches alone."""
-
 
 def graphed(
     run: Run, base: Base, single: Executor, jobs: Sequence[Job], budget: int, tell: Callable[[str], None]
@@ -69,7 +66,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     """Reason against graphs that is known beforehand; None where microbatches are tried."""
     if base.device.type != "cuda":
         return f"there are none on {base.device.type}"
-    if base.form is not None and base.form.method not in LAUNCHED:
+    if base.form is not None and not base.form.by_launches:
         return f"the weights of quantised layers of {base.form.method} are made where they are read, by their library"
     if not base.storage.is_whole:
         return "the base model is in parts on several processes, which exchange what they compute from the host"

@@ -17,7 +17,6 @@ from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
 from packlora.engine.memory import memory_room
 from packlora.errors import InputError
-from packlora.form import is_stored
 from packlora.given import given
 from packlora.runtime.estimate import memory_parts
 from packlora.runtime.prepared_run import PreparedRun
@@ -118,7 +117,7 @@ def _can_offload(prepared: PreparedRun) -> bool:
 
 def _can_quantise(prepared: PreparedRun) -> bool:
     """Whether the base is saved as floats, and nothing that is written speaks against codes."""
-    if prepared.encoder is None or given().model is not None or is_stored(prepared.encoder.skeleton.config):
+    if prepared.encoder is None or given().model is not None or prepared.form is not None:
         return False
     try:
         prepared.run.check_quantized("fit: auto", made=True)

@@ -26,19 +26,20 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     asked = {
         "parallel.tensor": parallel.tensor > 1, "parallel.pipeline": parallel.stages > 1,
         "parallel.shard_base": parallel.is_sharded, "parallel.expert": parallel.expert > 1,
-        "quantization": prepared.form is not None,
     }  # fmt: skip
+    if prepared.form is not None:
+        asked[prepared.form.key] = True
     for key in (key for key, is_asked in asked.items() if is_asked):
         for job in prepared.jobs:
             if key == "parallel.pipeline":
                 found = tied_in_stages(job.spec)
-            elif key == "quantization":
+            elif prepared.form is not None and key == prepared.form.key:
                 found = copied_alone(job.spec, skeleton)
             else:
                 found = whole_alone(job.spec, skeleton)
             if found and key != "parallel.expert":
                 raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
-            if key != "quantization" and job.beside_texts:
+            if key.startswith("parallel.") and job.beside_texts:
                 raise InputError(
                     f"job {job.config.name!r}: its data has {job.beside_texts}, which {key} does not take in this version; "
                     "leave it out"
