@@ -6,6 +6,7 @@ What the operator asks of one weight is ops/lora_linear/frozen.py's.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from packlora.weight_form import WeightForm
 
 PLUGIN, PRODUCTS = "packlora.codes.plugin", "packlora.fp8.plugin"
+LIGHTER = "set quantization: nf4"
+"""Remedy in words where a base of floats is too large."""
 
 
 def plugin(name: str = PLUGIN) -> Any:
@@ -61,6 +64,18 @@ def prepared_form(run: Run, skeleton: PreTrainedModel, path: str, device: torch.
     floats = _floats(run, skeleton.config)
     found: WeightForm | None = None if floats else plugin().prepared_form(run, skeleton, path, device)
     return found if run.compute == "dtype" else plugin(PRODUCTS).prepared_form(found, run, skeleton, path)
+
+
+def choices(run: Run, config: Any) -> list[dict[str, Any]]:
+    """Forms that `fit: auto` may choose for a base that is saved as floats, as keys of a run file; the largest first."""
+    found: list[dict[str, Any]] = [] if is_stored(config) or run.compute != "dtype" else plugin().choices(run)
+    return found
+
+
+def chosen(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for a run of the keys of a form that `fit` chose. Raises ValueError where they are none."""
+    values: dict[str, Any] = plugin().chosen(keys) if keys else {}
+    return values
 
 
 def _floats(run: Run, config: Any) -> bool:

@@ -44,6 +44,9 @@ class WeightForm(Protocol):
             InputError: it cannot be loaded, or something of it is in a form that is not read here.
         """
 
+    def counted(self, skeleton: PreTrainedModel, path: str, dtype: torch.dtype) -> WeightForm:
+        """The same, with what it holds of a model in a run of this dtype."""
+
     def own_layers(
         self, model: PreTrainedModel, dtype: torch.dtype, path: str, notes: list[str] | None = None
     ) -> PreTrainedModel:

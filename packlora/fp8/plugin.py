@@ -50,6 +50,11 @@ class Fp8Form:
         made = model if self.saved is None else self.saved.own_layers(model, dtype, path)
         return put_layers(made, dtype, model.device, path, notes)
 
+    def counted(self, skeleton: PreTrainedModel, path: str, dtype: torch.dtype) -> Fp8Form:
+        shapes = [skeleton.get_submodule(name).weight.shape for name in _paths(skeleton)]
+        held = sum(2 * N * K + 4 * (N + K) for N, K in shapes)
+        return replace(self, held=(sum(N * K for N, K in shapes), held))
+
     def share(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         raise NotImplementedError("Run.check_quantized refuses a base in parts")
 
@@ -87,9 +92,7 @@ def prepared_form(saved: WeightForm | None, run: Run, skeleton: PreTrainedModel,
         run.check_quantized("compute: fp8")
     except ValueError as error:
         raise InputError(str(error)) from None
-    shapes = [skeleton.get_submodule(name).weight.shape for name in _paths(skeleton)]
-    held = sum(2 * N * K + 4 * (N + K) for N, K in shapes)
-    return replace(form_over(saved, run, path), held=(sum(N * K for N, K in shapes), held))
+    return form_over(saved, run, path).counted(skeleton, path, getattr(torch, run.dtype))
 
 
 def _paths(model: PreTrainedModel) -> list[str]:

@@ -36,13 +36,13 @@ APART = re.compile(r"\bexperts\.\d+\.")
 """Pattern in the path of a parameter of one expert."""
 
 
-class ExpertSlices(InMemory):
-    """The Storage of a model of which the process holds some of the experts."""
+class Slices(InMemory):
+    """The Storage of a model of which the process holds a slice of every layer, or some of the experts."""
 
     is_whole = False
 
 
-class ExchangedExperts(ExpertSlices):
+class ExchangedExperts(Slices):
     """The same where each process has tokens of its own. All processes of the group exchange rows in the same layers, in one
     order, or they wait for ever: every backward goes through all layers, and who has no microbatch runs tokens of nobody."""
 

@@ -213,7 +213,7 @@ def reason(
 ) -> str | None:
     model = tiny_model(family)
     config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=[target])
-    spec = resolve(config, model, "a", base_dropped=dora_dropout == "peft")
+    spec = resolve(config, model, "a").with_base_dropped(dora_dropout == "peft")
     job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec))
     base: Any = SimpleNamespace(
         device=torch.device("cuda"),

@@ -36,6 +36,7 @@ MAY_USE["codes"] = {"ops", "base", "live"}
 MAY_USE["fp8"] = {"ops", "base", "live", "codes"}
 MAY_USE["images"] = {"ops", "adapters", "base", "data"}
 MAY_USE["sweep"] = {*MAY_USE["runtime"], "runtime"}
+MAY_USE["pipeline"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["rl"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["serve"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["tune"] = {*MAY_USE}

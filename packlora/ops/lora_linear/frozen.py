@@ -1,9 +1,10 @@
 """Interface of a frozen weight W [N, K] to the operator; it hides how the weight is stored.
 
-`Dense` lies in memory in the layout in which it is multiplied; `Gathered` lies there only while its layer runs. The weights of
-codes/weight.py are codes, from which a tensor is made where it is read. A further implementation of `FrozenWeight` needs no
-change of the operator: plans that read W as a tensor are not legal where there is none (`has_tensor`). `FrozenLinear` is a
-layer with such a weight. storage.py describes how the weights of a whole model are stored.
+`Dense` lies in memory in the layout in which it is multiplied. The weights of codes/weight.py are codes, from which a tensor is
+made where it is read; those of a model that devices share (parallel/sharded.py) are there only while their layer runs. A
+further implementation of `FrozenWeight` needs no change of the operator: plans that read W as a tensor are not legal where
+there is none (`has_tensor`). `FrozenLinear` is a layer with such a weight. storage.py describes how the weights of a
+whole model are stored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch.nn.functional import linear
 
 from packlora.ops.gpu import rounds_before_adding
-from packlora.ops.stamp import stamps, version
+from packlora.ops.stamp import stamps
 
 EXACT: list[None] = []
 """Not empty inside of exact_products."""
@@ -85,6 +86,10 @@ class FrozenWeight(Protocol):
         """W [N, K] itself, where it lies in memory as a tensor."""
 
     @property
+    def stays(self) -> bool:
+        """Whether what `dense` gives lies in memory at one place all the time."""
+
+    @property
     def has_tensor(self) -> bool:
         """Whether `tensor` gives one."""
 
@@ -104,6 +109,7 @@ class Products:
 
     __slots__ = ()
     has_tensor = True
+    stays = True
 
     def _made(self) -> torch.Tensor:
         raise NotImplementedError
@@ -183,18 +189,6 @@ class Dense(Products):
     _made = dense
 
 
-class Gathered(Dense):
-    """A weight whose data are there only while its layer runs, at another address every time. It is one tensor object all the
-    time, and what fills it again moves no version counter."""
-
-    __slots__ = ()
-
-    @property
-    def key(self) -> Hashable:
-        counted = version(self.weight)
-        return None if counted is None else (id(self.weight), counted)
-
-
 class FrozenLinear(torch.nn.Linear):
     """A frozen linear layer whose parameter `weight` is not W [N, K] but what W is made of.
 
@@ -217,7 +211,6 @@ class InMemory:
     """The storage (storage.py) of a model that is whole on its device."""
 
     is_whole = True
-    is_stage = False
 
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         return iter(paths)

@@ -29,10 +29,6 @@ class Storage(Protocol):
     def holds(self, path: str) -> bool:
         """Whether adapters on the module at this path of the model are trained on this process, if the module is here."""
 
-    @property
-    def is_stage(self) -> bool:
-        """Whether these are the weights of some layers, a stage of a pipeline."""
-
     def idle(self, context: Any, backward: bool) -> None:
         """Take part in a forward of the other processes, and in its backward, where they need this one for weights or tokens.
 
