@@ -23,7 +23,7 @@ NAMES = {
     "megatron": "megatron:MEGATRON", "peers": "peer_block:PEERS", "anchors": "commands:ANCHORS", "command": "commands:COMMAND",
     "start": "start:START", "serve": "serve:SERVE", "rl": "rewards:RL", "fit": "fit:FIT", "large": "large:LARGE",
     "parity": "quality:PARITY", "dora-fidelity": "quality:FIDELITY", "dora-convergence": "quality:CONVERGENCE",
-    "sweep": "quality:SWEEP", "speed": "training:SPEED", "sampling": "sampling:SAMPLING",
+    "sweep": "quality:SWEEP", "fp8": "fp8:FP8", "speed": "training:SPEED", "sampling": "sampling:SAMPLING",
     "quantised": "models:QUANTISED", "experts": "models:EXPERTS", "vlm": "models:VLM",
 }  # fmt: skip
 """Benchmarks by module and name."""

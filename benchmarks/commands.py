@@ -95,6 +95,7 @@ def _anchor(label: str, shape: str, published: Sequence[int] = (), **more: Any) 
         "dropout": 0.0,
         "use_dora": False,
         "trained": False,
+        "compute": "dtype",
         "steps": 12,
     }
     names = ("NeMo AutoModel",) if len(published) == 1 else ("Unsloth NF4", "Unsloth", "Surogate", "Surogate FP8")
@@ -112,6 +113,8 @@ ANCHOR_CASES = [
     _anchor("s14", "Qwen3-14B", (5200, 5600, 6800, 8000), steps=8),
     _anchor("nemo8", "Llama-3.1-8B", (12473,), **_NEMO),
     _anchor("nemoq7", "Qwen2.5-7B", (14110,), **_NEMO),
+    _anchor("s06_fp8", "Qwen3-0.6B", (21000, 24500, 62000, 58000), compute="fp8", steps=40),
+    _anchor("s8_fp8", "Qwen3-8B", (8600, 9100, 11600, 12900), compute="fp8"),
     _anchor("dora8", "Qwen3-8B", dropout=0.05, use_dora=True, trained=True, steps=8),
     _anchor("dora8_small", "Qwen3-8B", dropout=0.05, use_dora=True, steps=8),
 ]
@@ -123,12 +126,17 @@ def anchor_cases(options: Options) -> list[Case]:
         case(f"{one.label} {contender}", anchor=one.label, contender=contender, **one.values)
         for one in (ANCHOR_CASES[:1] if options.quick else ANCHOR_CASES)
         for contender in ("train", "trainer_peft", "accelerate")
+        if contender == "train" or one.compute == "dtype"
     ]
+
+
+SETTINGS = ("sequence", "microbatch", "accumulation", "steps", "trained", "compute")
+"""Values of a case that its contenders read."""
 
 
 def measure_anchor(one: Case, names: list[str], options: Options) -> Row:
     """Run a contender to its end. A row without tokens_per_s says why in `error`."""
-    settings = {key: one.values[key] for key in ("sequence", "microbatch", "accumulation", "steps", "trained")}
+    settings = {key: one.values[key] for key in SETTINGS}
     if options.tiny:
         settings |= {"sequence": 32, "accumulation": 1, "steps": 4}
     folder = options.shared(one.anchor, tempfile.TemporaryDirectory)
@@ -182,7 +190,12 @@ def train_anchor(folder: Path, settings: Row, adapter: Row) -> tuple[list[float]
         "adapter": adapter | start,
         "train": {"num_train_epochs": 1, "learning_rate": 1e-4, "global_batch_size": size},
     }  # fmt: skip
-    run = {"base_model": str(folder / "base"), "max_tokens_per_microbatch": budget, "jobs": [job]}
+    run = {
+        "base_model": str(folder / "base"),
+        "compute": settings["compute"],
+        "max_tokens_per_microbatch": budget,
+        "jobs": [job],
+    }
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     result, steps, _ = run_packlora(folder / "run.yaml", folder / "out")
     shutil.rmtree(folder / "out")
@@ -205,7 +218,8 @@ ANCHORS = Benchmark(
     f"One job on random bfloat16 weights of the model's shape; LoRA or DoRA r 16, alpha 32, on {', '.join(TARGETS)}; "
     "AdamW, clipping, samples of exactly the sequence length (so packing gains nothing), global batch = microbatch "
     "x accumulation. train: `python -m packlora train`, defaults but max_tokens_per_microbatch = microbatch x "
-    "sequence. trainer_peft: the Hugging Face Trainer with PEFT, bfloat16 base, float32 adapters under autocast, "
+    "sequence; of the rows _fp8 with compute: fp8. trainer_peft: the Hugging Face Trainer with PEFT, bfloat16 base, "
+    "float32 adapters under autocast, "
     "sdpa, use_liger_kernel. accelerate: the same Trainer after packlora.accelerate(model). tokens_per_s: tokens of "
     f"an optimizer step over the median time from the end of one step to the end of the next, the first {WARM_STEPS} "
     "left out. gib: peak of memory allocated on the device. wall_s: the contender's whole process. published: "

@@ -1,64 +1,29 @@
-"""How the linear layers of a base model lie where they are not floats: what the rooms know of it, and the plug-in that does it.
-
-The plug-in (codes/) is imported by its name, where a run file asks for such layers or a folder has them. What the operator asks
-of one weight is ops/lora_linear/frozen.py's.
+"""How the linear layers of a base model lie where they are not floats: what the rooms know of it (weight_form.py), and who does
+it. The plug-ins (codes/, and fp8/ over it) are imported by name, where a run file asks for such layers or a folder has them.
+What the operator asks of one weight is ops/lora_linear/frozen.py's.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
     from packlora.config import Run
+    from packlora.weight_form import WeightForm
 
-PLUGIN = "packlora.codes.plugin"
+PLUGIN, PRODUCTS = "packlora.codes.plugin", "packlora.fp8.plugin"
 LIGHTER = "set quantization: nf4"
 """Remedy in words where a base of floats is too large."""
 
 
-class WeightForm(Protocol):
-    """The form of a base model's linear layers."""
-
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def described(self) -> str:
-        """Description for messages."""
-
-    @property
-    def held(self) -> tuple[int, int]:
-        """Numbers of the layers that are held so, and bytes that they take."""
-
-    def read(
-        self, path: str, revision: str | None, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False,
-        notes: list[str] | None = None,
-    ) -> PreTrainedModel:  # fmt: skip
-        """The model on its device with these layers, the rest of this dtype.
-
-        Args:
-            notes: gets what is to be known of it.
-
-        Raises:
-            InputError: it cannot be loaded, or something of it is in a form that is not read here.
-        """
-
-    def counted(self, skeleton: PreTrainedModel, path: str, dtype: torch.dtype) -> WeightForm:
-        """The same, with what it holds of a model in a run of this dtype."""
-
-    def share(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Put layers of this form in the place of a model's, which is on the meta device and is to be shared by rows. dtype: of
-        the run."""
-
-
-def plugin() -> Any:
-    """The plug-in, codes/plugin.py, imported now."""
-    return importlib.import_module(PLUGIN)
+def plugin(name: str = PLUGIN) -> Any:
+    """The plug-in of codes, codes/plugin.py, or of products in FP8, fp8/plugin.py, imported now."""
+    return importlib.import_module(name)
 
 
 def said_of(config: Any) -> tuple[str, dict[str, Any]]:
@@ -84,24 +49,26 @@ def check_asked(run: Run, device: torch.device) -> None:
     """Raises InputError where the form that a run asks for cannot be made on its device."""
     if run.quantization is not None:
         plugin().check_asked(run, device)
+    if run.compute != "dtype":
+        plugin(PRODUCTS).check_asked(run, device)
 
 
 def form_in(run: Run, config: Any, path: str) -> WeightForm | None:
     """The form of a base model; None of floats. Raises InputError where a run asks for another than its configuration says."""
     found: WeightForm | None = None if _floats(run, config) else plugin().form_in(run, config, path)
-    return found
+    return found if run.compute == "dtype" else plugin(PRODUCTS).form_over(found, run, path)
 
 
 def prepared_form(run: Run, skeleton: PreTrainedModel, path: str, device: torch.device) -> WeightForm | None:
     """The same, with what it holds. Raises InputError where it cannot be met here, or not with other settings of the run."""
     floats = _floats(run, skeleton.config)
     found: WeightForm | None = None if floats else plugin().prepared_form(run, skeleton, path, device)
-    return found
+    return found if run.compute == "dtype" else plugin(PRODUCTS).prepared_form(found, run, skeleton, path)
 
 
 def choices(run: Run, config: Any) -> list[dict[str, Any]]:
     """Forms that `fit: auto` may choose for a base that is saved as floats, as keys of a run file; the largest first."""
-    found: list[dict[str, Any]] = [] if is_stored(config) else plugin().choices(run)
+    found: list[dict[str, Any]] = [] if is_stored(config) or run.compute != "dtype" else plugin().choices(run)
     return found
 
 

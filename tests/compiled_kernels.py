@@ -27,6 +27,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
+from fp8_cases import in_fp8
 from group_cases import cast, make_case
 from seeds import SOAK
 from triton.backends.compiler import GPUTarget
@@ -34,6 +35,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from packlora.codes import four_bit
+from packlora.fp8 import launches as fp8_launches
 from packlora.ops import gpu, launcher
 from packlora.ops.attention import triton_path as attention_path
 from packlora.ops.cross_entropy import triton_path as cross_entropy_path
@@ -53,7 +55,7 @@ from packlora.ops.row_norm.types import NormProblem
 
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8",
+    torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 FUSED = Plan("routed", "fused", "one-pass", "fused")
 EPILOGUE = Plan("mm", "epilogue", "one-pass", "fused")
@@ -184,6 +186,19 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
                 with mock.patch.object(block_sizes, "processors", return_value=slots):
                     outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
+    for kind in ("one adapter", "four adapters, siblings") if everything and capability == 90 else ():
+        case = f"{kind}, {FUSED.name}, FP8"
+        settings = KINDS[kind]
+        sizes = [512, 256][: len(settings["ranks"][0])]
+        drawn = make_case(1024, 256, sizes, with_bias=True, seed=1, dtype=torch.bfloat16, **settings)
+        if kind == "one adapter":
+            drawn = replace(drawn, segments=(replace(drawn.segments[0], start=0, stop=1024),))
+        own, leaves = cast(drawn, torch.bfloat16)
+        own = in_fp8(own, torch.bfloat16)
+        outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, FUSED)
+        torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
+        fp8_launches.coded_rows(own.x.detach(), torch.ones(256), 448.0, 1e-30)
+        fp8_launches.coded_rows(torch.zeros(64, 12288, dtype=torch.bfloat16), None, 448.0, 1e-30)
     for rank in NORMS if everything and target.backend == "cuda" else ():
         for dtypes in itertools.product((torch.bfloat16, torch.float32), repeat=2):
             mixed = dtypes[0] != dtypes[1]

@@ -27,7 +27,7 @@ from packlora.adapters.siblings import SiblingGroup, join, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes, shapes_at
 from packlora.ops.dropout.keys import layer_salt
-from packlora.ops.lora_linear.frozen import FrozenLinear, Storage
+from packlora.ops.lora_linear.frozen import FrozenLinear
 from packlora.ops.modules import beside_decoder
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
@@ -35,6 +35,7 @@ from packlora.seeding import stable_hash
 
 if TYPE_CHECKING:
     from packlora.adapters.experts import ExpertWeights
+    from packlora.ops.lora_linear.storage import Storage
 
 
 @dataclass(slots=True)

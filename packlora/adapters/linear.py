@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -26,10 +26,13 @@ from packlora.adapters.slices import slice_of
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
 from packlora.ops.lora_linear.autograd import lora_group
-from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory, Storage
+from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
+
+if TYPE_CHECKING:
+    from packlora.ops.lora_linear.storage import Storage
 
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 """Number of the backward that runs in this thread, -1 outside of any."""

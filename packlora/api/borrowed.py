@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,8 +17,11 @@ from transformers import PreTrainedModel
 from packlora.base.classes import twin_for, without_weights
 from packlora.base.shape import attention_of_text
 from packlora.errors import InputError
-from packlora.form import WeightForm, is_stored, plugin
+from packlora.form import is_stored
 from packlora.ops.twin import set_twin
+
+if TYPE_CHECKING:
+    from packlora.weight_form import WeightForm
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OTHERS = {"BaseTunerLayer", "FrozenLinear", "AdaptedLinear", "Routed"}
@@ -81,7 +84,7 @@ class Borrowed:
         library's.
 
         Args:
-            form: of its linear layers; None of floats.
+            form: of its linear layers; None for floats.
             path: name of the model, for messages.
             notes: gets what is to be known of quantised layers.
 
@@ -89,10 +92,7 @@ class Borrowed:
             InputError: something of it is in codes that are not read here.
         """
         self.model.set_attn_implementation(attention_of_text(self.model, "eager"))
-        if form is None:
-            return self.model
-        changed: PreTrainedModel = plugin().own_layers(self.model, self.model.dtype, path, notes)
-        return changed
+        return self.model if form is None else form.own_layers(self.model, self.model.dtype, path, notes)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from packlora.base.proof import PROBE_ERROR, PROBE_TOKENS, difference, probe
 from packlora.base.rotary import depends_on_length
 from packlora.errors import Unpackable
 from packlora.ops.attention.cached import Visible
+from packlora.ops.lora_linear.frozen import exact_products
 
 TOKENS = 12
 """Tokens of a probe, where the model's attention has no short window."""
@@ -32,12 +33,14 @@ def other_cache(model: PreTrainedModel) -> str | None:
     return None
 
 
+@exact_products()
 @torch.no_grad()
 def own_probe(model: PreTrainedModel) -> torch.Tensor:
     """Logits [2 STEPS, V] of the last tokens of both probes, as transformers runs the untouched model."""
     return torch.cat([model(input_ids=ids[None], use_cache=False).logits[0, -STEPS:] for ids in _probes(model)])
 
 
+@exact_products()
 @torch.no_grad()
 def why_not_cached(model: PreTrainedModel, own: torch.Tensor | None = None) -> str | None:
     """Explain in words why a model that is ready for packed rows cannot be sampled from such a cache; None: it can.

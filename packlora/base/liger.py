@@ -54,7 +54,7 @@ def use_liger(
     """Replace parts of a loaded, frozen model by liger's kernels, in place.
 
     Args:
-        each: of paths, while the weights of their modules are here (ops.lora_linear.frozen.Storage).
+        each: of paths, while the weights of their modules are here (ops/lora_linear/storage.py).
 
     Returns:
         What was taken over, as `65 LlamaRMSNorm`; empty where liger is off or unavailable.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,10 +21,14 @@ from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
 from packlora.base.shape import check_row
 from packlora.config import Run
-from packlora.form import WeightForm, form_in
+from packlora.form import form_in
 from packlora.given import given
 from packlora.modality import Modality
-from packlora.ops.lora_linear.frozen import InMemory, Storage
+from packlora.ops.lora_linear.frozen import InMemory
+
+if TYPE_CHECKING:
+    from packlora.ops.lora_linear.storage import Storage
+    from packlora.weight_form import WeightForm
 
 
 @dataclass(slots=True)

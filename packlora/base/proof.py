@@ -25,6 +25,7 @@ from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import hidden_states, packed_logits
 from packlora.base.shape import attention_of_text, plain_head, scaled_by_place, vocabulary
 from packlora.errors import InputError
+from packlora.ops.lora_linear.frozen import exact_products
 from packlora.ops.wide import widened
 
 PROBE_TOKENS = 48
@@ -52,6 +53,7 @@ class OwnLogits:
     """Tokens up to which layers can be packed, by name."""
 
 
+@exact_products()
 @torch.no_grad()
 def own_logits(
     model: PreTrainedModel, path: str, longest: Mapping[str, int], everywhere: Callable[[list[str]], list[str]] = list,
@@ -91,6 +93,7 @@ def own_logits(
     return OwnLogits(alone, late, long, layers, found.limits)
 
 
+@exact_products()
 @torch.no_grad()
 def check_packing(
     model: PreTrainedModel,

@@ -20,10 +20,14 @@ from packlora.errors import InputError
 
 __all__ = [
     "as_stored", "check_asked", "check_config", "check_keys", "choices", "chosen", "form_in", "form_of_answers",
-    "left_as_they_are", "own_layers", "prepared_form", "reader",
+    "left_as_they_are", "prepared_form", "reader",
 ]  # fmt: skip
 CHOICES = ("int8", "nf4")
 """Methods that `fit: auto` may choose, the largest first."""
+
+
+LAUNCHED = ("nf4", "fp4", "int8")
+"""Methods whose weights are made by launches alone, and not by their library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,15 @@ class Form:
     stored: Stored | None
     held: tuple[int, int] = (0, 0)
 
+    key = "quantization"
+
     @property
     def method(self) -> str:
         return self.asked.method
+
+    @property
+    def by_launches(self) -> bool:
+        return self.method in LAUNCHED
 
     @property
     def described(self) -> str:
@@ -54,6 +64,11 @@ class Form:
     ) -> PreTrainedModel:
         """The same model with the layers of the library that made the codes, as PEFT adapts them."""
         return read_by_library(path, revision, self.asked, self.stored, dtype, device)
+
+    def own_layers(
+        self, model: PreTrainedModel, dtype: torch.dtype, path: str, notes: list[str] | None = None
+    ) -> PreTrainedModel:
+        return own_layers(model, dtype, path, notes)
 
     def counted(self, skeleton: PreTrainedModel, path: str, dtype: torch.dtype) -> Form:
         return replace(self, held=codes_in(skeleton, self.asked, path, dtype))

@@ -85,8 +85,10 @@ class QuantizedLinear(FrozenLinear):
     """A frozen linear layer with a quantised weight, of the compute dtype.
 
     weight: the codes as they are stored, of integers: floats would be cast with the model (bnb_4bit_quant_storage has bytes in
-    tensors of floats). frozen: the weight as the operator takes it, always the same object on a device.
+    tensors of floats). frozen: the weight as the operator takes it, always the same object on a device, made by `frozen_of`.
     """
+
+    frozen_of: Callable[[Any, torch.dtype], Quantized] = Quantized
 
     def __init__(self, codes: Codes, bias_N: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(codes.shape[1], codes.shape[0], bias_N is not None, "meta")
@@ -95,7 +97,7 @@ class QuantizedLinear(FrozenLinear):
         self.weight = torch.nn.Parameter(stored, requires_grad=False)
         if bias_N is not None:
             self.bias = torch.nn.Parameter(bias_N.detach().to(dtype), requires_grad=False)
-        self.frozen: Quantized = Quantized(codes.with_stored(self.weight), dtype)
+        self.frozen: Quantized = type(self).frozen_of(codes.with_stored(self.weight), dtype)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -109,7 +111,7 @@ class QuantizedLinear(FrozenLinear):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
         super()._apply(fn, recurse)
         if self.weight is not self.frozen.codes.stored or self.weight.device != self.frozen.device:
-            self.frozen = Quantized(self.frozen.codes.with_stored(self.weight), self.frozen.dtype)
+            self.frozen = type(self).frozen_of(self.frozen.codes.with_stored(self.weight), self.frozen.dtype)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -22,6 +22,7 @@ from packlora.base.proof import PROBE_ERROR, cannot_be_packed, difference
 from packlora.base.shape import vocabulary
 from packlora.errors import InputError
 from packlora.images.vision import ImageTensors, Vision, joined_positions, on_device
+from packlora.ops.lora_linear.frozen import exact_products
 from packlora.ops.modules import beside_decoder
 
 SIZES = ((96, 64), (64, 112), (80, 80))
@@ -52,6 +53,7 @@ class OwnImages:
     rows: tuple[Rows, ...]
 
 
+@exact_products()
 @torch.no_grad()
 def own_images(model: PreTrainedModel, path: str, vision: Vision) -> OwnImages:
     """Run the untouched model on each probe alone. Raises InputError where it does not run."""
@@ -71,6 +73,7 @@ def own_images(model: PreTrainedModel, path: str, vision: Vision) -> OwnImages:
     return OwnImages(samples, tuple(logits), tuple(rows))
 
 
+@exact_products()
 @torch.no_grad()
 def check_images(model: PreTrainedModel, own: OwnImages, path: str, vision: Vision) -> None:
     """Raise InputError if packed samples with images, and one without images between them, give other results than each by

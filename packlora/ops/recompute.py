@@ -76,7 +76,7 @@ def add_recompute(
     """Put hooks on the RMS norms and gated feed-forwards of a model; `remove_recompute` takes them off again.
 
     Args:
-        each: of paths, while the weights of their modules are here (lora_linear.frozen.Storage).
+        each: of paths, while the weights of their modules are here (ops/lora_linear/storage.py).
 
     Returns:
         In words how many there are, and by path the reasons of those that are left alone.

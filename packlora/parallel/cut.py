@@ -25,7 +25,7 @@ from packlora.base.shape import check_row
 from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
-from packlora.ops.lora_linear.frozen import Storage
+from packlora.ops.lora_linear.storage import Storage
 from packlora.parallel.alone import Alone
 from packlora.parallel.experts import ExchangedExperts, Slices, exchange_rows
 from packlora.parallel.sharded import Shards, empty_model, fill_by_rows, fill_with, mesh_of, untie

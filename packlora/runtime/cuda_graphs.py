@@ -22,9 +22,6 @@ from packlora.errors import InputError
 if TYPE_CHECKING:
     from packlora.runtime.job import Job
 
-LAUNCHED = ("nf4", "fp4", "int8")
-"""Methods of quantisation whose weights are made by launches alone."""
-
 
 def graphed(
     run: Run, base: Base, single: Executor, jobs: Sequence[Job], budget: int, tell: Callable[[str], None]
@@ -84,7 +81,7 @@ def why_base_has_none(run: Run, base: Base) -> str | None:
     """Reason against graphs of a base model, whatever is trained on it."""
     if base.device.type != "cuda":
         return f"there are none on {base.device.type}"
-    if base.form is not None and base.form.method not in LAUNCHED:
+    if base.form is not None and not base.form.by_launches:
         return f"the weights of quantised layers of {base.form.method} are made where they are read, by their library"
     if not base.storage.is_whole:
         return "the base model is in parts on several processes, which exchange what they compute from the host"

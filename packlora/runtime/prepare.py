@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,7 +28,7 @@ from packlora.data.readers import is_there
 from packlora.data.template import set_clock, templated
 from packlora.engine.optimizer import check_optim
 from packlora.errors import InputError, quoted
-from packlora.form import WeightForm, check_asked, prepared_form, read_as_floats
+from packlora.form import check_asked, prepared_form, read_as_floats
 from packlora.given import given
 from packlora.lora_config import LoraConfig
 from packlora.modality import Modality, plugin
@@ -39,6 +39,9 @@ from packlora.runtime.head_cost import known_head
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.terminal import silent
+
+if TYPE_CHECKING:
+    from packlora.weight_form import WeightForm
 
 LOOKED_AT = 1000
 """Samples of a job that are looked at for how answers end."""
@@ -222,7 +225,7 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
             from packlora.runtime.wholeness import copied_alone
 
             if found := copied_alone(spec, encoder.skeleton):
-                raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
+                raise InputError(f"job {job.name!r}: {found}, which {prepared.form.key} does not take; leave one out")
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
         out.append(one)
         notes += spec.notes + doubts

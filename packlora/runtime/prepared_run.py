@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packlora.config import Run
-from packlora.form import WeightForm
 from packlora.modality import Modality
 from packlora.plans.ask import Ask
 from packlora.runtime.encoder import Encoder
 from packlora.runtime.prepared_job import ModelShape, PreparedJob
+
+if TYPE_CHECKING:
+    from packlora.weight_form import WeightForm
 
 
 @dataclass(slots=True)

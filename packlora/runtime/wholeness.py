@@ -21,9 +21,10 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the model cannot be divided as the run file asks."""
     parallel = prepared.run.parallel
     asked = [f"parallel.{key}" for key in parallel.ways if key != "pipeline"]
-    for key in asked + ["quantization"] * (prepared.form is not None):
+    own = None if prepared.form is None else prepared.form.key
+    for key in asked + [own] * (own is not None):
         for job in prepared.jobs:
-            if key == "quantization":
+            if key == own:
                 refuse(job, key, copied_alone(job.spec, skeleton), takes_more=True)
             else:
                 refuse(job, key, None if key == "parallel.expert" else whole_alone(job.spec, skeleton))

@@ -62,6 +62,7 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
         "dropped_kernel",
         "experts_sums_kernel",
     }
+    assert ("coded_rows_kernel" in found) == (capability == 90)
     assert ("fused_kernel" in found) == ("wide_cross_kernel" in found) == (capability in (90, 100))
     columns = {row["constants"]["BN"] for row in rows if row["kernel"] == "fused_kernel"}
     assert columns == ({"128", "256"} if capability in (90, 100) else set())

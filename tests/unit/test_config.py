@@ -58,6 +58,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         revision: null
         dtype: auto
         quantization: null
+        compute: dtype
         device: auto
         output_dir: out
         seed: 0

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 GROUND = {
     "changes", "config", "errors", "events", "files", "form", "functions", "given", "lora_config", "modality", "patterns",
-    "portable", "renaming",
+    "portable", "renaming", "weight_form",
     "result", "run_file", "run_file_errors", "seeding", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""
@@ -33,6 +33,7 @@ MAY_USE: dict[str, set[str]] = {
     "runtime": {"ops", "plans", "adapters", "base", "data", "engine", "schedule", "report", "parallel"},
 }
 MAY_USE["codes"] = {"ops", "base", "live"}
+MAY_USE["fp8"] = {"ops", "base", "live", "codes"}
 MAY_USE["images"] = {"ops", "adapters", "base", "data"}
 MAY_USE["sweep"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["pipeline"] = {*MAY_USE["runtime"], "runtime"}

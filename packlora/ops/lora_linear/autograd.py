@@ -168,15 +168,16 @@ def outputs_of(
         trained = [slot.layer for slot in call.slots if slot.name == "magnitude" and owned[slot.at].requires_grad]
     outputs: list[torch.Tensor] = []
     kept: list[torch.Tensor | None] = []
-    for index, path in enumerate(call.up):
-        try:
+    try:
+        for index, path in enumerate(call.up):
             y, z = path.up(call, own, x_TK, dropped, S, index, index in trained and not call.from_y[index])
-        finally:
-            forget()
-        if y.ndim != len(shape):  # no view: autograd lets nobody write into views that a node of ours made
-            y.resize_(*shape[:-1], y.shape[1])
-        outputs.append(y)
-        kept.append(None if index not in trained else y if z is None else z)
+            forget(layer=True)
+            if y.ndim != len(shape):  # no view: autograd lets nobody write into views that a node of ours made
+                y.resize_(*shape[:-1], y.shape[1])
+            outputs.append(y)
+            kept.append(None if index not in trained else y if z is None else z)
+    finally:
+        forget()
     return outputs, kept
 
 

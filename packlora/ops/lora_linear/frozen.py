@@ -3,20 +3,44 @@
 `Dense` lies in memory in the layout in which it is multiplied. The weights of codes/weight.py are codes, from which a tensor is
 made where it is read; those of a model that devices share (parallel/sharded.py) are there only while their layer runs. A
 further implementation of `FrozenWeight` needs no change of the operator: plans that read W as a tensor are not legal where
-there is none (`has_tensor`). `FrozenLinear` is a layer with such a weight. `Storage` describes how the weights of a whole model
-are stored.
+there is none (`has_tensor`). `FrozenLinear` is a layer with such a weight. storage.py describes how the weights of a
+whole model are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import linear
 
 from packlora.ops.gpu import rounds_before_adding
 from packlora.ops.stamp import stamps
+
+EXACT: list[None] = []
+"""Not empty inside of exact_products."""
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Inside, no frozen weight rounds what it multiplies: for proofs, which compare two ways to compute the same numbers."""
+    EXACT.append(None)
+    try:
+        yield
+    finally:
+        EXACT.pop()
+
+
+class Factors(NamedTuple):
+    """Operands of a base product that a fused kernel multiplies, x [T, K] and W [N, K], or d [T, N] and W. Codes have scales,
+    float32, by row of x or d and by output of the product; their weight lies by outputs, [N, K] or [K, N]."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    x_scales: torch.Tensor | None = None
+    weight_scales: torch.Tensor | None = None
 
 
 class FrozenWeight(Protocol):
@@ -73,6 +97,12 @@ class FrozenWeight(Protocol):
         """W [N, K] as a tensor, for kernels that read it and for merged weights. To be read before other weights are asked for
         theirs, and not to be kept: it may be a temporary one (temporary.py)."""
 
+    def factors(self, x: torch.Tensor) -> Factors:
+        """What a fused kernel multiplies for x W', x [..., K]. Where there is a tensor alone; as temporary as it."""
+
+    def factors_t(self, d: torch.Tensor) -> Factors:
+        """The same for d W, d [..., N]."""
+
 
 class Products:
     """Products of a weight that `_made` dequantises to a tensor."""
@@ -115,6 +145,11 @@ class Products:
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         return self._made()[start:stop]
+
+    def factors(self, x: torch.Tensor) -> Factors:
+        return Factors(x, self._made())
+
+    factors_t = factors
 
 
 class Dense(Products):
@@ -172,35 +207,8 @@ class FrozenLinear(torch.nn.Linear):
         raise NotImplementedError
 
 
-class Storage(Protocol):
-    """Storage of the frozen weights of a model."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all weights are here all the time. If not, a forward of the model takes all processes that have some."""
-
-    def each(self, paths: Iterable[str]) -> Iterator[str]:
-        """The paths of modules, each while the weights that lie in its module, or above it in its layer, are here."""
-
-    def frozen(self, weight: torch.Tensor) -> FrozenWeight:
-        """A weight as the operator takes it."""
-
-    def adapted(self, paths: Iterable[str]) -> None:
-        """Adapters have been put onto the layers at these paths."""
-
-    def holds(self, path: str) -> bool:
-        """Whether adapters on the module at this path of the model are trained on this process, if the module is here."""
-
-    def idle(self, context: Any, backward: bool) -> None:
-        """Take part in a forward of the other processes, and in its backward, where they need this one for weights or tokens.
-
-        Args:
-            context: what the adapted layers share.
-        """
-
-
 class InMemory:
-    """The Storage of a model that is whole on its device."""
+    """The storage (storage.py) of a model that is whole on its device."""
 
     is_whole = True
 

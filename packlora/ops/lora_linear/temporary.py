@@ -1,7 +1,9 @@
-"""Tensors of frozen weights that are made where they are read, such as those of quantised ones (codes/weight.py).
+"""Tensors that are made where they are read: of frozen weights, such as quantised ones (codes/weight.py), and of what layers
+read, such as the codes of tokens (fp8/weight.py).
 
-A tensor that was made stays until the call of the operator ends, so that all products of the call share it, however many jobs
-own its tokens; or until others need the room: all of them together take at most what the largest two would.
+A weight's tensor stays until the layer's part of the call ends, so that all its products share it, however many jobs own its
+tokens; or until others need the room: all of them together take at most what the largest two would. What is made of the call's
+input stays until the call ends, so that siblings share it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -18,6 +21,8 @@ class _Made(threading.local):
 
     def __init__(self) -> None:
         self.tensors: dict[Hashable, torch.Tensor] = {}
+        self.input: tuple[torch.Tensor, Any] | None = None
+        """An input of layers, and what was made of it."""
 
 
 _MADE = _Made()
@@ -38,6 +43,14 @@ def temporary(key: Hashable, size: int, make: Callable[[], torch.Tensor]) -> tor
     return tensor
 
 
+def made_of(x: torch.Tensor, make: Callable[[], Any]) -> Any:
+    """Return what `make` makes of an input of layers, or what it made of the same tensor earlier in this call."""
+    known = _MADE.input
+    if known is None or known[0] is not x:
+        known = _MADE.input = x, make()
+    return known[1]
+
+
 class _Call:
     """Context manager around a call. It is a class because it is entered for every layer, and a generator takes the host three
     times as long."""
@@ -52,9 +65,10 @@ class _Call:
 _CALL = _Call()
 
 
-def forget() -> None:
-    """The end of a call: temporary tensors that were made in it are gone."""
+def forget(layer: bool = False) -> None:
+    """The end of a call, or of one layer's part of it: temporary tensors that were made in it are gone."""
     _MADE.tensors.clear()
+    _MADE.input = _MADE.input if layer else None
 
 
 def no_longer_than_this() -> AbstractContextManager[None]:

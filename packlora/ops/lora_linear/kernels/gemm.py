@@ -5,6 +5,9 @@ The low-rank product of a tile is made first and is where the accumulator starts
 output, and nothing is rounded before the base product is there. There is one accumulator: a second one of 128 x 256 would not
 fit the registers, and spilling serialises the products (measured: 8 times slower).
 
+Where X and V are codes of FP8 with scales by row and by column, the base product is made first and scaled, and the low-rank
+product is added to it: tensor cores of Hopper add products of FP8 with some 14 bits, in which what is small would be lost.
+
 Where one adapter owns all tokens, its operands are given as they are. Else a tile goes through the segments that it meets, one
 after the other, with the rows of the others as zeros. An adapter that is not finite must not reach those, as 0 times infinity
 would: of R, what is not finite becomes 0, and the segment's own rows of L become NaN.
@@ -117,15 +120,28 @@ def _compose_segments(
     return acc
 
 
+@triton.jit
+def _base(acc, X, V, m, n, steps, BY_OUTPUTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """acc plus the base product of a tile. BY_OUTPUTS: V is [Q, P], else [P, Q]."""
+    for k in range(steps):
+        X_tile = X.load([m * BM, k * BK])
+        if BY_OUTPUTS:
+            acc = tl.dot(X_tile, V.load([n * BN, k * BK]).T, acc)
+        else:
+            acc = tl.dot(X_tile, V.load([k * BK, n * BN]), acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["salt", "threshold", "T"])
 def fused_kernel(
-    X, V, Y, Z, L, R, bias, g, keys, segments, spans, places, salt, threshold, T, P, Q, width, rank,
-    FORWARD: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_G: tl.constexpr,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, SEGMENTS: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    X, V, Y, Z, L, R, bias, g, keys, segments, spans, places, x_scales, v_scales, salt, threshold, T, P, Q, width, rank,
+    FORWARD: tl.constexpr, SCALED: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_G: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr, SEGMENTS: tl.constexpr, DTYPE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Forward: L is S [T, width], R is B [Q, rank]. Backward: L is dS, R the stacked A [rank, Q]. WIDE: L and R are tensor
     descriptors of their first `rank` columns and rows. HAS_G: the product z is scaled before the bias; KEEP: z is stored.
+    SCALED: X and V are codes with scales float32 [T] and [Q], and V is [Q, P] in the backward too.
 
     SEGMENTS: segments (tables.SegmentTables) have the low-rank products, of each tile those in spans [tiles, 2]. L is as
     before, R the layer's flat B or the A's of all adapters, places theirs of the layer or of the stacked A
@@ -143,6 +159,12 @@ def fused_kernel(
         cols = n * BN + tl.arange(0, BN)
         inside = rows < T
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        if SCALED:
+            base = _base(acc, X, V, m, n, steps, True, BM, BN, BK)
+            base *= tl.load(x_scales + rows, mask=inside, other=0.0)[:, None]
+            base *= tl.load(v_scales + cols, mask=cols < Q, other=0.0)[None, :]
+            if not DROP:
+                acc = base
         limit = threshold
         if SEGMENTS:
             first, last = tl.load(spans + 2 * m), tl.load(spans + 2 * m + 1)
@@ -159,14 +181,12 @@ def fused_kernel(
         if DROP:
             key_0, key_1 = _keys(keys, rows, inside, salt)
             acc = _drop(acc.to(DTYPE), key_0, key_1, n * BN, limit, BN, ASM).to(tl.float32)
+            if SCALED:
+                acc += base
         if HAS_BIAS and not HAS_G:
             acc += tl.load(bias + cols, mask=cols < Q, other=0.0).to(tl.float32)[None, :]
-        for k in range(steps):
-            X_tile = X.load([m * BM, k * BK])
-            if FORWARD:
-                acc = tl.dot(X_tile, V.load([n * BN, k * BK]).T, acc)
-            else:
-                acc = tl.dot(X_tile, V.load([k * BK, n * BN]), acc)
+        if not SCALED:
+            acc = _base(acc, X, V, m, n, steps, FORWARD, BM, BN, BK)
         if HAS_G:
             if KEEP:
                 Z.store([m * BM, n * BN], acc.to(DTYPE))
@@ -199,8 +219,9 @@ def _launch(call: Call, of: _Product, args: tuple[Any, ...], key: Hashable) -> N
     segments, (X, V, Y, Z, L, R, bias, g, keys_T2, *_) = call.segment_tables, args
     assert segments is not None
     T, P, Q = call.T, of.P, of.Q
-    BM, BK = sizes.FUSED_M, sizes.FUSED_K
-    BN, warps, stages = sizes.tile_of(T, Q, sizes.programs_at_once(call.device))
+    scaled, drops = X.element_size() == 1, keys_T2 is not None and of.dropped
+    BM, BK = sizes.FUSED_M, sizes.FUSED_BYTES // X.element_size()
+    BN, warps, stages = sizes.tile_of(T, Q, sizes.programs_at_once(call.device), scaled and drops)
     BR = 32 if of.several else sizes.block_of(of.rank, 64)
     wide = BR > 16 and not of.several
     if wide:
@@ -211,15 +232,15 @@ def _launch(call: Call, of: _Product, args: tuple[Any, ...], key: Hashable) -> N
             else Descriptor(R, [BR, BN], [of.rank, Q], [Q, 1])
         )
     described = (
-        Descriptor(X, [BM, BK], [T, P], [P, 1]), Descriptor(V, [BN, BK] if of.forward else [BK, BN]),
+        Descriptor(X, [BM, BK], [T, P], [P, 1]), Descriptor(V, [BN, BK] if of.forward or scaled else [BK, BN]),
         Descriptor(Y, [BM, BN], [T, Q], [Q, 1]), None if Z is None else Descriptor(Z, [BM, BN], [T, Q], [Q, 1]), L, R,
     )  # fmt: skip
     programs = sizes.programs_at_once(call.device)
     grid = min(programs, sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
     launcher.launch(
         fused_kernel, (grid,), (*described, *args[6:]), segments.launches, key,
-        FORWARD=of.forward, DROP=keys_T2 is not None and of.dropped,
-        ASM=dropping.packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide,
+        FORWARD=of.forward, SCALED=scaled, DROP=drops, ASM=dropping.packed_dropout(Y), HAS_BIAS=bias is not None,
+        HAS_G=g is not None, KEEP=Z is not None, WIDE=wide,
         SEGMENTS=of.several, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
         BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -230,8 +251,8 @@ def up(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """y [..., N] = x W' + S B' + bias of one layer, or g z + bias where `composed`, and z where it is to be kept."""
     layout, tables, segments, single = call.layout, call.tables, call.segment_tables, call.single_adapter
-    weight_NK, N, several = own.frozen[index].tensor(), layout.sizes[index], single is None
-    assert tables is not None and weight_NK is not None and segments is not None
+    factors, N, several = own.frozen[index].factors(x_TK), layout.sizes[index], single is None
+    assert tables is not None and segments is not None
     y = torch.empty(*call.lead, N, dtype=call.dtype, device=call.device)
     z = torch.empty_like(y) if keep_z else None
     g, bias, rank, R = None, own.biases[index], 0, own.B[index]
@@ -245,10 +266,13 @@ def up(
         if composed:
             g, bias = scales.g_rows[single.adapter], scales.bias_rows[single.adapter]
     args = (
-        x_TK, weight_NK, y, z, S, R, bias, g, None, segments.uncut if several else None, segments.spans if several else None,
-        tables.places[index] if several else None, call.word, 0, call.T, call.K, N, layout.width, rank,
+        factors.x, factors.weight, y, z, S, R, bias, g, None, segments.uncut if several else None,
+        segments.spans if several else None, tables.places[index] if several else None, *factors[2:], call.word, 0, call.T,
+        call.K, N, layout.width, rank,
     )  # fmt: skip
-    key = ("fused up", call.shape, index, several, None if bias is None else bias.dtype, g is None, z is None)
+    key = (
+        "fused up", call.shape, index, several, factors.x.dtype, None if bias is None else bias.dtype, g is None, z is None
+    )  # fmt: skip
     if not launcher.launched(segments.launches, key, args):
         _launch(call, _Product(True, several, call.K, N, rank), args, key)
     return y, z
@@ -259,18 +283,18 @@ def dx(
 ) -> torch.Tensor:
     """e W + drop(dS A) of one layer, as x [..., K]. e: contiguous [..., N]."""
     layout, tables, segments, single = call.layout, call.tables, call.segment_tables, call.single_adapter
-    weight_NK, N, several = own.frozen[index].tensor(), layout.sizes[index], single is None
-    assert tables is not None and weight_NK is not None and segments is not None
+    factors, N, several = own.frozen[index].factors_t(e), layout.sizes[index], single is None
+    assert tables is not None and segments is not None
     dx = torch.empty(*call.lead, call.K, dtype=call.dtype, device=call.device)
     R, rank = own.A_RK, 0
     if single is not None:
         R, rank = own.A(layout, single.adapter)[0], layout.rows[single.adapter][1]
     args = (
-        e, weight_NK, dx, None, dS, R, None, None, keys_T2, segments.uncut if several else None,
-        segments.spans if several else None, tables.rows if several else None, call.word, call.threshold, call.T, N, call.K,
-        layout.width, rank,
+        factors.x, factors.weight, dx, None, dS, R, None, None, keys_T2, segments.uncut if several else None,
+        segments.spans if several else None, tables.rows if several else None, *factors[2:], call.word, call.threshold, call.T,
+        N, call.K, layout.width, rank,
     )  # fmt: skip
-    key = ("fused dx", call.shape, N, several, keys_T2 is None)
+    key = ("fused dx", call.shape, N, several, factors.x.dtype, keys_T2 is None)
     if not launcher.launched(segments.launches, key, args):
         _launch(call, _Product(False, several, N, call.K, rank, segments.dropout), args, key)
     return dx

@@ -12,7 +12,8 @@ from packlora.ops.lora_linear.call import Call
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.ops.lora_linear.types import Layer
 
-FUSED_M, FUSED_K = 128, 64
+FUSED_M, FUSED_BYTES = 128, 128
+"""Rows of the fused product's tiles, and bytes of the columns of x that are read at a time."""
 FUSED_TILES = ((256, 8, 3, 1.0), (128, 8, 5, 0.54))
 """Columns of the fused product's tiles with their warps and stages, and what a tile takes, of the first one's time."""
 DESCRIBED = 1 << 24
@@ -70,13 +71,14 @@ def described(t: torch.Tensor, stride: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def tile_of(T: int, Q: int, slots: int) -> tuple[int, int, int]:
-    """Columns, warps and stages of the tiles that take the least time in all turns of the processors."""
+def tile_of(T: int, Q: int, slots: int, twice: bool = False) -> tuple[int, int, int]:
+    """Columns, warps and stages of the tiles that take the least time in all turns of the processors. twice: two sums of a tile
+    are in registers at a time, which those of half the columns take."""
 
     def turns(columns: int) -> int:
         return cdiv(cdiv(T, FUSED_M) * cdiv(Q, columns), slots)
 
-    columns, warps, stages, _ = min(FUSED_TILES, key=lambda tile: turns(tile[0]) * tile[3])
+    columns, warps, stages, _ = min(FUSED_TILES[twice:], key=lambda tile: turns(tile[0]) * tile[3])
     return columns, warps, stages
 
 
