@@ -93,7 +93,7 @@ def graphed_host(base: str, state: Path, monkeypatch: pytest.MonkeyPatch, patien
     monkeypatch.setattr(serve_graphs, "why_base_has_none", lambda *_: None)
     monkeypatch.setattr(serve_graphs, "PATIENCE", patience)
     monkeypatch.setattr(recorded, "LEAST_TOKENS", 32)
-    plan: Any = lambda self, x, layers, segments, moving=False: ROUTED if moving else CHAIN  # noqa: E731
+    plan: Any = lambda self, x, layers, segments, known=True: CHAIN if known else ROUTED  # noqa: E731
     monkeypatch.setattr(PlanChooser, "plan_of", plan)
     return host_of(base, state, budget=64)
 
