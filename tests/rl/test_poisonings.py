@@ -46,7 +46,10 @@ ENVIRONMENTS: dict[str, tuple[str, str | None]] = {
     "step_exits": ("def step(self, said): raise SystemExit", "an environment or tool took more than 0.5 seconds"),
     "step_nan": ("def step(self, said): return 'so', math.nan, False", "step gave the reward nan"),
     "step_none": ("def step(self, said): return None", "step gave a NoneType"),
-    "step_pair": ("def step(self, said): return 'so', 1.0", "it gives an observation, a reward, and whether it is done"),
+    "step_pair": (
+        "def step(self, said): return 'so', 1.0",
+        "it gives an observation, a reward, and whether it is done",
+    ),
     "step_says_a_number": ("def step(self, said): return 3, 1.0, False", "step said 3; it is a text"),
     "step_says_too_much": ("def step(self, said): return ' the' * 999, float(len(said)), False", None),
     "step_async": ("async def step(self, said): raise KeyError('level')", "failed: KeyError: 'level'"),
@@ -87,7 +90,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, code = tmp_path_factory.mktemp("poison"), HEAD
     for name, (body, _) in REWARDS.items():
         for prefix, when in (("", "word[0] == 'fox'"), ("held_out_", "is_held_out is not None")):
-            code += f"\ndef {prefix}{name}(prompts, completions, word, is_held_out=None):\n    if {when}:\n        {body}\n"
+            code += (
+                f"\ndef {prefix}{name}(prompts, completions, word, is_held_out=None):\n    if {when}:\n        {body}\n"
+            )
             code += "    return letters(prompts, completions)\n"
     for name, (method, _) in ENVIRONMENTS.items():
         code += f"\nclass {name}(Game):\n    {method}\n"
