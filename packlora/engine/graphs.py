@@ -9,6 +9,9 @@ a graph (between.py), so the number of labels is no part of a shape.
 The first microbatch of a shape runs the same functions on the same buffers without a graph (`Body`), so a run has the same bits
 whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once.
 
+Where each of several processes has a slice of every layer, their messages are recorded too. All of them record and replay at
+the same microbatches, since whatever decides that is the same for all but memory: where that runs out, the run ends.
+
 Shapes: T tokens, D hidden size.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +32,7 @@ from packlora.engine.memory import free_memory
 from packlora.engine.parts import Parts, rows_of
 from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, one_error_for_memory
 from packlora.engine.recorded import Body, Buffers, Gradients, Recorder, Room, Shape
+from packlora.errors import ProcessError
 
 MOST = 32
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
@@ -75,6 +79,8 @@ class GraphedDevice:
         columns: Mapping[str, torch.dtype] | None = None, routes: bool = False,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
+        self._alone = single.base.storage.is_whole
+        """No other process takes part in a forward."""
         self.why_not: str | None = None
         self._unfit: str | None = None
         """Why these adapters cannot have graphs."""
@@ -102,7 +108,7 @@ class GraphedDevice:
         """
         if self.why_not is None and not self._waiting:
             self._ready = None  # what it has loaded is written over, also where this fails
-            with suppress(Exception):
+            with suppress(Exception) if self._alone else nullcontext():
                 self._ready = self._load(parts)
                 if self._ready.body.recorded:
                     self._ready = self._ready._replace(waiting=self._launch(self._ready))
@@ -122,7 +128,11 @@ class GraphedDevice:
         try:
             with one_error_for_memory():
                 return compute()
+        except ProcessError:
+            raise
         except torch.OutOfMemoryError:
+            if not self._alone:
+                raise
             self._out_of_memory += 1
             if self._out_of_memory >= TRIES:
                 self.why_not = "they and microbatches without them do not fit into memory together"
@@ -173,7 +183,7 @@ class GraphedDevice:
         try:
             return self.single.evaluate(parts)
         except torch.OutOfMemoryError:
-            if not self._bodies:
+            if not self._bodies or not self._alone:
                 raise
         self._drop()  # when nothing refers to the error any more, nor to what it held in memory
         return self.single.evaluate(parts)

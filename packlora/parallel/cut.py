@@ -32,7 +32,7 @@ from packlora.parallel.tensor import shard
 
 
 class Slices(InMemory):
-    """The Storage of a model of which the process holds a slice of every layer."""
+    """The Storage of a model of which the process holds a slice of every layer. NCCL's messages are recorded like launches."""
 
     is_whole = False
 

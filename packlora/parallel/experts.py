@@ -39,7 +39,7 @@ APART = re.compile(r"\bexperts\.\d+\.")
 class ExpertSlices(InMemory):
     """The Storage of a model of which the process holds some of the experts."""
 
-    is_whole = False
+    is_whole, can_record = False, False
 
 
 class ExchangedExperts(ExpertSlices):

@@ -116,7 +116,7 @@ class Shards:
         InputError: a parameter cannot be shared, or the model has no weights beside its layers to tell its device by.
     """
 
-    is_whole, is_stage = False, False
+    is_whole, can_record, is_stage = False, False, False
 
     def __init__(
         self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str],

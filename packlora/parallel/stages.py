@@ -55,7 +55,7 @@ class Stage(InMemory):
         width, dtype: of the hidden states.
     """
 
-    is_whole, is_stage = False, True
+    is_whole, can_record, is_stage = False, False, True
 
     def __init__(self, links: Links, layers: range, width: int, dtype: torch.dtype) -> None:
         self.links, self.layers, self.width, self.dtype = links, layers, width, dtype

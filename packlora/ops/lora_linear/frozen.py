@@ -198,6 +198,10 @@ class Storage(Protocol):
         """Whether adapters on the module at this path of the model are trained on this process, if the module is here."""
 
     @property
+    def can_record(self) -> bool:
+        """Whether a forward may be recorded as CUDA graphs: all that it reads and sends stays at one place."""
+
+    @property
     def is_stage(self) -> bool:
         """Whether these are the weights of some layers, a stage of a pipeline."""
 
@@ -213,6 +217,7 @@ class InMemory:
     """The Storage of a model that is whole on its device."""
 
     is_whole = True
+    can_record = True
     is_stage = False
 
     def each(self, paths: Iterable[str]) -> Iterator[str]:
