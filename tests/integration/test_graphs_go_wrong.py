@@ -23,6 +23,7 @@ from triton.runtime.errors import OutOfResources
 from packlora.adapters.spec import resolve
 from packlora.data.encode import Sample
 from packlora.engine import between, passes, recorded
+from packlora.engine.graphs import GraphedDevice
 from packlora.engine.parts import Part
 from packlora.engine.passes import MicrobatchResult, SingleDevice, run_microbatch
 from packlora.engine.recorded import Body, Shape
@@ -162,7 +163,7 @@ def test_where_other_processes_take_part_memory_that_runs_out_is_no_reason_to_go
 ) -> None:
     """They would wait for messages of the shape that was recorded, and are told by the end of this process."""
     run.executor.single.base.storage = Slices()
-    run.executor = graphs.GraphedDevice(run.executor.single, run.buffers, True, 64, run.told.append, Pretended)
+    run.executor = GraphedDevice(run.executor.single, run.buffers, True, 64, run.told.append, Pretended)
     train(run, samples(50))
     once(monkeypatch, Body, "_run_forward", torch.OutOfMemoryError)
     with pytest.raises(torch.OutOfMemoryError):
