@@ -198,6 +198,10 @@ class GraphedDevice:
             self.tell(f"{NO_GRAPHS}: {SHORT}")
         self._drop()
 
+    def release(self) -> None:
+        """See Executor. A process group does not end while graphs hold its messages."""
+        self._drop()
+
     def plans(self) -> list[dict[str, Any]]:
         return self.single.plans()
 
