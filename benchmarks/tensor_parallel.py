@@ -26,20 +26,15 @@ from packlora.adapters.linear import Attached
 from packlora.adapters.sharded import ShardedLinear
 from packlora.adapters.spec import resolve
 from packlora.base.liger import use_liger
-from packlora.base.model import Base
-from packlora.base.packing import hidden_states, prepare_model
+from packlora.base.packing import prepare_model
 from packlora.config import JobConfig
 from packlora.config.peft import peft_config
 from packlora.data.dataset import JobData
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.parts import Part
-from packlora.engine.passes import SingleDevice
-from packlora.engine.recorded import Body, Gradients, Recorder, Room, Shape
 from packlora.engine.rows import Row as SampleRow
 from packlora.parallel.adapter import WholeGradient
-from packlora.parallel.cut import Slices
 from packlora.parallel.tensor import shard
-from packlora.runtime.cuda_graphs import buffers_of
 from packlora.runtime.job import Job
 from packlora.tune.timing import Work
 
@@ -49,10 +44,6 @@ ROUNDS = {False: 20, True: 8}
 """Rounds, which must be as many on every process; of --quick."""
 MAIN = 4
 """Samples of the cases that are quoted."""
-RECORDED = "_recorded"
-"""End of the names of contenders that are CUDA graphs, which a CPU does not have."""
-COUNTED = ("frozen", "packlora", "packlora_stepped")
-"""Contenders whose messages are counted."""
 
 
 def cases(options: Options) -> list[Case]:
@@ -98,11 +89,7 @@ def cut_work(name: str, one: Case, config: Any, inputs: Inputs, length: int) -> 
         return Work(lambda: inputs.forward(model).backward(inputs.dy), inputs.clear)
     if name == "peft_bf16":
         return peft_work(model, inputs)
-    if name == "frozen_recorded":
-        return recorded_frozen(model, inputs)
     job, attached = attached_job(model, one.samples, length)
-    if name == "packlora_recorded":
-        return recorded_work(model, attached, job, inputs)
     no_loss = torch.zeros(1, dtype=torch.float64, device=inputs.x.device)
 
     def step() -> None:
@@ -121,70 +108,6 @@ def cut_work(name: str, one: Case, config: Any, inputs: Inputs, length: int) -> 
         inputs.clear()
 
     return Work(step, clear, "; ".join(str(line) for chooser in attached.choosers for line in chooser.record())[:400])
-
-
-# --- recorded ----------------------------------------------------------------------------------------------------------
-
-
-def first_hidden(model: Any) -> list[torch.Tensor]:
-    """The embeddings' newest output, as a leaf that wants a gradient."""
-    made: list[torch.Tensor] = []
-
-    def leaf(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        made[:] = [output.detach().requires_grad_()]
-        return made[0]
-
-    model.get_input_embeddings().register_forward_hook(leaf)
-    return made
-
-
-def recorded_frozen(model: Any, inputs: Inputs) -> Work:
-    """Forward and backward as one CUDA graph."""
-    made, batch = first_hidden(model), inputs.batch
-
-    def step() -> None:
-        hidden_TD = hidden_states(model, batch.input_ids_T, batch.position_ids_T, batch.sample_lengths)
-        torch.autograd.grad(hidden_TD, made, inputs.dy[0])
-
-    for _ in range(3):  # messages and kernels have run before they are recorded
-        step()
-    return Work(Recorder(inputs.x.device).record(step), lambda: None)
-
-
-class ToFirst(Body):
-    """A Body whose backward goes on to the first layer's input, as that of the other contenders does."""
-
-    made: list[torch.Tensor]
-
-    def _run_backward(self) -> tuple[torch.Tensor | None, ...]:
-        assert self._hidden_TD is not None and self._d_TD is not None
-        with self._attached.active(self._owners):
-            wanted = [*self.gradients.parameters, *self.made]
-            return torch.autograd.grad(self._hidden_TD, wanted, self._d_TD, allow_unused=True)[:-1]
-
-
-def recorded_work(model: Any, attached: Attached, job: Job, inputs: Inputs) -> Work:
-    """Forward and backward as the two CUDA graphs that training has."""
-    batch, device = inputs.batch, inputs.x.device
-    single = SingleDevice(Base(model, None, device, "random", [], storage=Slices()), attached)
-    buffers, shape = buffers_of([job]), Shape.of(batch.sample_lengths, len(batch.input_ids_T))
-    body = ToFirst(single, shape, tuple(buffers), job.dropout_key is not None, Gradients(buffers), Room())
-    body.made, adapters = first_hidden(model), list(batch.num_tokens)
-
-    def step() -> None:
-        body.forward()
-        body.backward(inputs.dy[0], adapters)
-
-    assert shape.tokens == len(batch.input_ids_T), "the microbatch would be padded"
-    body.load(batch)
-    for _ in range(3):
-        step()
-    job.discard()
-    body.record(Recorder(device))
-    return Work(step, job.discard)
-
-
-# --- adapters ----------------------------------------------------------------------------------------------------------
 
 
 def attached_job(model: Any, samples: int, length: int) -> tuple[Job, Attached]:
@@ -236,16 +159,12 @@ def measure(one: Case, names: list[str], options: Options) -> Row:
     batch = collate([Part(0, [SampleRow(sample, (7, 0, n)) for n, sample in enumerate(samples)])], device)
     x, dy = (torch.randn(1, one.samples * length, config.hidden_size, device=device).bfloat16() for _ in range(2))
     inputs, made = Inputs(batch, x.requires_grad_(), dy), dict[str, Work]()
-    names = [name for name in names if not (tiny and name.endswith(RECORDED))]
     contenders = [
         aligned(name, partial(cut_work, name, one, config, inputs, length), options.mesh, device, made)
         for name in names
     ]
     row = timed(contenders, options, rounds=(ROUNDS[options.quick],) * 2, wall=True)
-    sent = messages({name: work for name, work in made.items() if name in COUNTED})
-    ms = row["ms"]
-    if {"frozen" + RECORDED, "packlora" + RECORDED} <= ms.keys():
-        row["recorded_over_frozen"] = ms["packlora" + RECORDED] / ms["frozen" + RECORDED]
+    sent = messages({name: work for name, work in made.items() if not name.startswith("peft")})
     return {"layers": layers, **row, "messages": sent}
 
 
@@ -270,13 +189,7 @@ def summary(rows: list[Row]) -> Row:
         )
     for row in rows:
         kind = f"tp{row['processes']}_{row['shape']}_{row['samples']}" + "_sp" * row["sequence"]
-        out |= {
-            f"{name}_over_frozen_{kind}": ratio
-            for name, ratio in row["over_frozen"].items()
-            if not name.endswith(RECORDED)
-        }
-        if "recorded_over_frozen" in row:
-            out[f"recorded_over_frozen_{kind}"] = row["recorded_over_frozen"]
+        out |= {f"{name}_over_frozen_{kind}": ratio for name, ratio in row["over_frozen"].items()}
     return out
 
 
@@ -292,12 +205,9 @@ TENSOR_PARALLEL = Benchmark(
     "and norms and no message of its own; transformers' own tensor parallelism is not measured. Contenders run in "
     "turn inside one loop, random order each round, the GPUs of all processes aligned and the L2 flushed before "
     "each run, CUDA events, medians, ratios within a round; wall_ms: rounds in which each run is waited for. "
-    "_recorded: forward and backward as CUDA graphs, messages included, from token ids with a gradient of the first layer's "
-    "input; packlora's are the two graphs that training has; recorded_over_frozen: the ratio of the medians of these two. "
     "messages: collectives of a forward and backward by this process, of packlora_stepped with the step's; sent: "
     "their bytes where messages go round in a ring. over_frozen_tp: packlora's largest ratio over shapes at 4 x "
     "2048 tokens; extra_collectives_per_step, wire_of_base: those of packlora_stepped less those of frozen, and its "
     "bytes over frozen's, the largest there; _sp: of the sp cases. Figures are process 0's.",
-    ["frozen", "packlora", "packlora_stepped", "frozen_recorded", "packlora_recorded", "peft_bf16"], by_case=True,
-    where="processes",
+    ["frozen", "packlora", "packlora_stepped", "peft_bf16"], by_case=True, where="processes",
 )  # fmt: skip
