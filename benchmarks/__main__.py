@@ -19,7 +19,7 @@ from packlora.errors import InputError
 NAMES = {
     "layer": "layers:LAYER", "multi": "layers:MULTI", "dora": "layers:DORA", "model": "models:MODEL", "graphs": "models:GRAPHS",
     "small": "small:SMALL", "schedule": "schedule:SCHEDULE", "workloads": "training:WORKLOADS",
-    "replicas": "replicas:REPLICAS", "pipeline": "replicas:PIPELINE", "tensor-parallel": "tensor_parallel:TENSOR_PARALLEL",
+    "replicas": "replicas:REPLICAS", "pipeline": "pipeline:PIPELINE", "tensor-parallel": "tensor_parallel:TENSOR_PARALLEL",
     "megatron": "megatron:MEGATRON", "peers": "peer_block:PEERS", "anchors": "commands:ANCHORS", "command": "commands:COMMAND",
     "start": "start:START", "serve": "serve:SERVE", "rl": "rewards:RL", "fit": "fit:FIT", "large": "large:LARGE",
     "parity": "quality:PARITY", "dora-fidelity": "quality:FIDELITY", "dora-convergence": "quality:CONVERGENCE",

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -95,7 +95,8 @@ class Benchmark:
 
     Attributes:
         cases: the table; toy sizes where options.tiny, a part where options.quick.
-        measure: the row of a case with these contenders; what it returns is added to the label and values of the case.
+        measure: the row of a case with these contenders; what it returns is added to the label and values of the case. A
+            generator gives the row again each time that it has grown; `unfinished` names the contenders that are missing.
         summary: the figures that are quoted, of all rows in the file; None for one that could not be measured.
         protocol: how it was measured, in words, for the results file.
         contenders: names; the first takes part unnamed.
@@ -106,7 +107,7 @@ class Benchmark:
     """
 
     cases: Callable[[Options], list[Case]]
-    measure: Callable[[Case, list[str], Options], Row]
+    measure: Callable[[Case, list[str], Options], Row | Iterator[Row]]
     summary: Callable[[list[Row]], Row]
     protocol: str
     contenders: Sequence[str]
@@ -248,7 +249,7 @@ def run(
     Args:
         only: contenders and words of cases; rows of other cases stay in the file.
         resume: cases that the file has without a failure are not measured again.
-        seconds: no case but the first begins after so many.
+        seconds: no case but the first begins after so many, and no further part of one that is measured in parts.
 
     Returns:
         0, or 1 where a contender failed (the figures of the others are written).
@@ -275,17 +276,27 @@ def run(
             return file, names, cases
 
         file, names, cases = mesh.together(opened)
-        done = [label for label, row in file.rows.items() if resume and not row.get("failed")]
+        done = [
+            label for label, row in file.rows.items() if resume and not (row.get("failed") or row.get("unfinished"))
+        ]
         done, began = mesh.gather(done)[0], time.monotonic()
+
+        def is_over(begun: bool) -> bool:
+            return seconds is not None and bool(mesh.gather(begun and time.monotonic() - began > seconds)[0])
+
         for number, one in enumerate(one for one in cases if one.label not in done):
-            if seconds is not None and mesh.gather(number > 0 and time.monotonic() - began > seconds)[0]:
+            if is_over(number > 0):
                 break
-            row = {"case": one.label, **one.values, **bench.measure(one, names, file.options)}
-            file.rows[one.label] = row
+            found = bench.measure(one, names, file.options)
+            for row in [found] if isinstance(found, dict) else found:
+                file.rows[one.label] = {"case": one.label, **one.values, **row}
+                if mesh.is_first:
+                    file.write()
+                if row.get("unfinished") and is_over(True):
+                    break
             free_memory(file.options.device)
             if mesh.is_first:
-                print(progress_line(row), flush=True)
-                file.write()
+                print(progress_line(file.rows[one.label]), flush=True)
         file.options.kept.clear()
         return _ended(bench, file, plots) if mesh.is_first else 0
 

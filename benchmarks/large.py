@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.commands import WORDS, words_of, write_rows, write_tokenizer
 from benchmarks.harness import Benchmark, Case, Options, Row, case
-from benchmarks.shapes import SHAPES, TINY, config_of
+from benchmarks.shapes import SHAPES, TINY, config_of, spread
 from packlora.engine.memory import free_memory
 from packlora.errors import InputError
 
@@ -49,8 +49,8 @@ WAYS: dict[str, Row] = {
 their part of the base on the host."""
 RANKS, LENGTH, BATCH, STEPS = (16, 32), 1024, 8, 4
 """Jobs by rank; tokens of a sample, samples of a step, steps of each."""
-PAUSE = 0.2
-"""Seconds between two looks at the memory of processes."""
+PAUSE, LIMIT = 0.2, 240.0
+"""Seconds between two looks at the memory of processes, and after which a run is killed."""
 
 
 def cases(options: Options) -> list[Case]:
@@ -62,8 +62,10 @@ def measure(one: Case, names: list[str], options: Options) -> Row:
     size = 2 if options.tiny else torch.cuda.device_count()
     if size < 2:
         raise InputError("large needs two GPUs or more")
+    start = time.perf_counter()
     folder, layers, weights = options.shared("large", lambda: written(options))
     parallel = WAYS[one.parallel] or {"pipeline": size}
+    print(f"{time.perf_counter() - start:7.1f} s: files of {weights / 2**30:.1f} GiB are there", flush=True)
     start = time.perf_counter()
     row: Row = {"layers": layers, "weights_gib": weights / 2**30, "processes": size}
     if one.parallel == "resumed":
@@ -131,14 +133,9 @@ def _layers(memory: int) -> int:
 
 
 def write_weights(folder: Path, held: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Files of random weights, one for what is beside the layers and one for each layer, all of which have the same.
-
-    Hidden states of a deep model with weights of one size are mostly rounding, and its proof of packing fails; so embeddings
-    are large, and what a layer adds is small.
-    """
+    """Files of random weights, one for what is beside the layers and one for each layer, all of which have the same."""
     torch.manual_seed(0)
-    depth = (2 * sum(name.endswith("down_proj.weight") for name in held)) ** -0.5
-    sizes = {"embed_tokens": 1.0, "o_proj": 0.02 * depth, "down_proj": 0.02 * depth}
+    layers = sum(name.endswith("down_proj.weight") for name in held)
     drawn: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
     files: dict[str, dict[str, np.ndarray]] = {}
     for name, tensor in held.items():
@@ -146,8 +143,8 @@ def write_weights(folder: Path, held: Mapping[str, torch.Tensor], device: torch.
         number, _, leaf = at[1].partition(".") if len(at) == 2 else ("ends", "", name)
         if (leaf, tuple(tensor.shape)) not in drawn:
             made = torch.ones(tensor.shape) if tensor.ndim == 1 else None
-            size = next((own for part, own in sizes.items() if part in name), 0.02)
-            made = torch.randn(tensor.shape, device=device, dtype=torch.bfloat16).mul_(size) if made is None else made
+            if made is None:
+                made = torch.randn(tensor.shape, device=device, dtype=torch.bfloat16).mul_(spread(name, layers))
             drawn[leaf, tuple(tensor.shape)] = made.bfloat16().cpu().view(torch.int16).numpy()
         files.setdefault(f"model-{number}.safetensors", {})[name] = drawn[leaf, tuple(tensor.shape)]
     with ThreadPoolExecutor(16) as pool:
@@ -215,8 +212,9 @@ def losses(out: Path) -> dict[tuple[str, int], float]:
 def launched(
     folder: Path, out: str, parallel: Row, size: int, *more: str, kill: Callable[[], bool] | None = None
 ) -> tuple[int, str, float]:
-    """`packlora train` on so many GPUs: its exit code, what it said, and the most memory of the host that a process had at a
-    time, in GiB, without files that it has mapped. kill: all processes are killed once this is true."""
+    """`packlora train` on so many GPUs, which says here what it says: its exit code, all of that, and the most memory of the
+    host that a process had at a time, in GiB, without files that it has mapped. kill: all processes are killed once this is
+    true."""
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m", "packlora",
         "train", "run.yaml", "--set", f"output_dir={out}", *more,
@@ -225,25 +223,30 @@ def launched(
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [env.get("PYTHONPATH")])])
     process = subprocess.Popen(words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    most, ended = [0], threading.Event()
+    began, most, ended = time.monotonic(), [0], threading.Event()
 
     def look() -> None:
         while not ended.wait(PAUSE):
             found = descendants(process.pid)
             most[0] = max(most[0], *(own_memory(pid) for pid in found))
-            if kill is not None and kill():
+            if (kill is not None and kill()) or time.monotonic() - began > LIMIT:
                 for pid in reversed(found):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
+    said: list[str] = []
     try:
-        said, _ = process.communicate()
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            print(f"{time.monotonic() - began:7.1f} s {out}: {line}", end="", flush=True)
+        process.wait()
     finally:
         ended.set()
         looking.join()
-    return process.returncode, said, most[0] / 2**30
+    return process.returncode, "".join(said), most[0] / 2**30
 
 
 def descendants(pid: int) -> list[int]:

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from packlora.schedule.cost import CostModel, balance
+from packlora.pipeline.estimate import balance
+from packlora.pipeline.timeline import Timeline
+from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import Timeline
 from packlora.schedule.types import Microbatch, Placed, ScheduleError
 from packlora.schedule.verify import with_noops
 from packlora.seeding import stable_hash
@@ -196,9 +197,7 @@ def planning_time(samples: int) -> dict[str, Any]:
 def plan_once(samples: int) -> dict[str, Any]:
     """Windows are handed out one by one as in training; the time is that of making, proving and counting them."""
     before = _resident_mib("VmRSS")
-    planner = Planner(
-        make_jobs(SETS["mix"], samples // 4), CAPACITY, stages=STAGES, method="auto", cost=make_cost(STAGES)
-    )
+    planner = Planner(make_jobs(SETS["mix"], samples // 4), CAPACITY, lag=STAGES, method="auto", cost=make_cost(STAGES))
     begun, cpu, first = time.perf_counter(), _cpu_s(), 0.0
     counts = {"microbatches": 0, "noops": 0, "bound": 0}
     for window in planner.windows():

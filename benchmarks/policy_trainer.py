@@ -1,11 +1,13 @@
-"""The process of rewards.py that trains policies by TRL's GRPOTrainer, one after the other, with transformers' generation.
+"""The process of rewards.py that trains policies: packlora all at once, or TRL's GRPOTrainer one after the other.
 
-`python -m benchmarks.policy_trainer FOLDER` reads FOLDER/case.json and prints {"ends": seconds at which steps ended, by policy,
-"rollout": seconds of generation in each step, by policy}.
+`python -m benchmarks.policy_trainer FOLDER packlora|trl` reads FOLDER/case.json and prints a line for each step when it ends:
+{"policy": its number, "step": 1, ..., "end": seconds of a clock, "rollout": seconds of the step that are generation, "gib":
+peak of memory}. The stacks of all threads go to stderr every STUCK seconds, so that the log of a run that hangs says where.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import time
@@ -13,32 +15,81 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.trainer import DEVICE, Ends
 
 ROWS = 16
-"""Completions of a microbatch."""
+"""Completions of a microbatch of TRL."""
+STUCK = 40
 
 
-class Timed(GRPOTrainer):
-    """GRPOTrainer that keeps the seconds of each generation."""
+def tell(policy: int, step: int, rollout: float) -> None:
+    """Print the line of a step that has ended."""
+    gib = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else 0.0
+    line = {"policy": policy, "step": step, "end": time.perf_counter(), "rollout": rollout, "gib": gib}
+    print(json.dumps(line), flush=True)
 
-    def __init__(self, **words: Any) -> None:
-        self.took: list[float] = []
-        super().__init__(**words)
 
-    def _generate_single_turn(self, *args: Any, **words: Any) -> Any:
-        began = time.perf_counter()
-        found = super()._generate_single_turn(*args, **words)
+def train_packlora(folder: Path, case: dict[str, Any]) -> None:
+    """All policies at once, as `packlora train` trains them."""
+    import packlora
+    from packlora.events import Stepped
+
+    def subscriber(event: Any) -> None:
+        if isinstance(event, Stepped):
+            tell(int(event.job.removeprefix("p")), event.step, event.metrics["rollout/seconds"] or 0.0)
+
+    packlora.train(folder / "run.yaml", subscribers=[subscriber])
+
+
+def train_trl(folder: Path, case: dict[str, Any]) -> None:
+    """The steps of one policy after another's, each from a model that was loaded for it."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    class Timed(GRPOTrainer):
+        """GRPOTrainer that keeps the seconds of each generation."""
+
+        def _generate_single_turn(self, *args: Any, **words: Any) -> Any:
+            began = time.perf_counter()
+            found = super()._generate_single_turn(*args, **words)
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            took.append(time.perf_counter() - began)
+            return found
+
+    class Told(Ends):
+        """Tells of each step when it has ended."""
+
+        def on_step_end(self, *args: Any, **words: Any) -> None:
+            super().on_step_end()
+            tell(policy, len(self.times), took[-1])
+
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    dataset = Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="prompts")
+    base, count, took = str(folder / "base"), case["prompts"] * case["generations"], list[float]()
+    rows = min(ROWS, count)
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    for policy in range(case["policies"]):
+        args = GRPOConfig(
+            output_dir=str(folder / "trl"), per_device_train_batch_size=rows, gradient_accumulation_steps=count // rows,
+            num_generations=case["generations"], max_completion_length=case["new"], max_steps=case["steps"], beta=0.0,
+            loss_type="dapo", learning_rate=1e-5, bf16=DEVICE.type == "cuda", use_cpu=DEVICE.type == "cpu", report_to=[],
+            save_strategy="no", logging_steps=1, gradient_checkpointing=False, disable_tqdm=True, seed=policy,
+        )  # fmt: skip
+        trainer = Timed(
+            model=AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(DEVICE), args=args, reward_funcs=length,
+            train_dataset=dataset, processing_class=AutoTokenizer.from_pretrained(base),
+            peft_config=LoraConfig(**case["adapter"], task_type="CAUSAL_LM"), callbacks=[Told()],
+        )  # fmt: skip
+        trainer.train()
+        del trainer
         if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        self.took.append(time.perf_counter() - began)
-        return found
+            torch.cuda.empty_cache()
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
@@ -46,35 +97,8 @@ def length(completions: list[str], **columns: Any) -> list[float]:
     return [float(sum(map(ord, text[:8])) % 17) for text in completions]
 
 
-def train(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """The steps of one policy after another's, each from a model that was loaded for it."""
-    base, out = str(folder / "base"), {"ends": [], "rollout": []}  # type: ignore[var-annotated]
-    prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    count = case["prompts"] * case["generations"]
-    rows = min(ROWS, count)
-    for policy in range(case["policies"]):
-        args = GRPOConfig(
-            output_dir=str(folder / "trl"), per_device_train_batch_size=rows, gradient_accumulation_steps=count // rows,
-            num_generations=case["generations"], max_completion_length=case["new"], max_steps=case["steps"], beta=0.0,
-            loss_type="dapo", learning_rate=1e-5, bf16=DEVICE.type == "cuda", use_cpu=DEVICE.type == "cpu", report_to=[],
-            save_strategy="no", logging_steps=1, gradient_checkpointing=False, seed=policy,
-        )  # fmt: skip
-        ends = Ends()
-        dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-        trainer = Timed(
-            model=AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(DEVICE), args=args, reward_funcs=length,
-            train_dataset=Dataset.from_list(prompts), processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=LoraConfig(**case["adapter"], task_type="CAUSAL_LM"), callbacks=[ends],
-        )  # fmt: skip
-        trainer.train()
-        out["ends"].append(ends.times)
-        out["rollout"].append(trainer.took)
-        del trainer
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
-    return out
-
-
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    print(json.dumps(train(where, json.loads((where / "case.json").read_text()))))
+    faulthandler.dump_traceback_later(STUCK, repeat=True)
+    where, what = Path(sys.argv[1]), {"packlora": train_packlora, "trl": train_trl}[sys.argv[2]]
+    what(where, json.loads((where / "case.json").read_text()))
+    faulthandler.cancel_dump_traceback_later()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,9 @@ def alarm(seconds: float = TIMEOUT) -> None:
 
 @contextlib.contextmanager
 def processes() -> Iterator[OneProcess]:
-    """The processes that torchrun has started. A process that fails prints its error and ends soon."""
+    """The processes that torchrun has started. A process that fails prints its error and ends soon; one that is sent SIGUSR1
+    prints where it stands."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     alarm()
     try:
         with started(TIMEOUT) as mesh:

@@ -1,7 +1,6 @@
-"""`replicas` and `pipeline`: four jobs of short samples on several processes, by the training loop's own classes.
+"""`replicas`: four jobs of short samples on several processes, by the training loop's own classes.
 
     torchrun --nproc-per-node 2 -m benchmarks replicas --out replicas-h200.json
-    torchrun --nproc-per-node 4 -m benchmarks pipeline --only 32B,het --out pipeline-h200.json
 
 A unit is some optimizer steps of every job on the same samples, so that all units are alike; each unit is a case. The ways of
 a benchmark run in turn within a unit. A run with another number of processes adds its rows to the file.
@@ -14,24 +13,17 @@ import math
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.harness import Benchmark, Case, Options, Row, case
-from benchmarks.peers.eager import eager
-from benchmarks.planning import LENGTHS as LENGTHS_OF_SETS
 from benchmarks.planning import SETS, draw_lengths
 from benchmarks.processes import alarm
-from benchmarks.shapes import SHAPES, SHORT, build, config_of, shared_copy
+from benchmarks.shapes import build, config_of, shared_copy
 from benchmarks.training import (
     DROPOUT,
     JOBS,
@@ -41,37 +33,22 @@ from benchmarks.training import (
     prepared_on,
     prepared_run,
     run_of,
-    run_window,
     samples_of,
     timed_window,
     trainer_of,
 )
-from packlora.adapters.attach import attach
 from packlora.base.model import Base, load_base
-from packlora.base.weight_files import WeightFiles
-from packlora.engine.memory import free_memory, synchronize
-from packlora.engine.stage_passes import StageDevice
+from packlora.engine.memory import free_memory
 from packlora.parallel.alone import ALONE, Alone, OneProcess
 from packlora.parallel.layout import Layout, place, planned
-from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
-from packlora.parallel.stages import Stage, load_stage
-from packlora.runtime import estimate
 from packlora.runtime.choose import Work
-from packlora.runtime.events import Emitter
-from packlora.runtime.folder import OutputFolder
-from packlora.runtime.job import Job
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.run import deterministic
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import end_times
-from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
-from packlora.schedule.verify import check, with_noops
 from packlora.schedule.worker import WINDOW
-from packlora.tune.head import measure_head
 
 WARMUP, UNITS = 2, 3
 """Units that are not counted: in the first sizes of microbatches come for the first time, in the second the last of them are
@@ -318,14 +295,14 @@ def replicas_summary(rows: list[Row]) -> Row:
     return out
 
 
-_JOBS = (
+HOW = (
     f"four LoRA jobs (ranks {', '.join(str(rank) for _, rank in JOBS.values())}) on all linear layers, dropout "
     f"{DROPOUT}, AdamW, clipping, about 8192 tokens a job and optimizer step, loss on all tokens. The training "
     "loop's own classes, microbatches of at most 8192 tokens a process; planning is not counted"
 )
 REPLICAS = Benchmark(
     replicas_cases, measure_replicas, replicas_summary,
-    f"Part jobs: Qwen3-0.6B's shape, random bfloat16 weights; {_JOBS}, greedy. Lengths of samples: evenly spread "
+    f"Part jobs: Qwen3-0.6B's shape, random bfloat16 weights; {HOW}, greedy. Lengths of samples: evenly spread "
     "quantiles of log-normal fits, at most 2048 tokens. one: the first process trains all jobs while the others "
     "wait; jobs: each job whole on one process, placed by predicted time; samples: every microbatch divided over "
     "all processes, gradients added up once a step. A unit is 8 optimizer steps of every job on the same samples, "
@@ -338,270 +315,4 @@ REPLICAS = Benchmark(
     "process and step, AdamW; replica: the model on each process; sharded: parallel.shard_base. Units in turn, the "
     "slowest process's time, ratio: median over units.",
     ["one"], by_case=True, where="processes",
-)  # fmt: skip
-
-
-# --- a pipeline ----------------------------------------------------------------------------------------------------------
-
-FLOWING, BASELINE, UNBALANCED, SHARDED = "no_flush", "eager_one_job_fixed", "fixed_samples", "fsdp2"
-WAYS = [FLOWING, "one_job", UNBALANCED, BASELINE, SHARDED]
-BREAKDOWN = ["one_job_fixed", "eager_no_flush", "eager_fixed_samples"]
-"""Ways to train a unit: in microbatches of all jobs or of one after the other, planned or of a fixed number of samples, with
-packlora's operators or (eager_) plain ones; and one job after the other on a base that is sharded by rows."""
-
-
-class RandomWeights(WeightFiles):
-    """Weights in no file: they are made on the device as they are asked for. Writing and reading those of 8 layers of a 70B
-    model takes longer than measuring them."""
-
-    def __init__(self, path: str, skeleton: torch.nn.Module, device: torch.device) -> None:
-        self.path, self.device, self.bytes_read = path, device, 0
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
-
-    def read(self, key: str, *part: slice) -> torch.Tensor:
-        rows = [len(range(size)[own]) for size, own in zip(self.shapes[key], part, strict=False)]
-        shape = (*rows, *self.shapes[key][len(rows) :])
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
-        return torch.randn(shape, dtype=torch.bfloat16, device=self.device).mul_(0.02)
-
-
-class Piped:
-    """Four jobs in training on the stages, and, where that is among the ways, on a sharded base."""
-
-    def __init__(self, options: Options, shape: str, lengths: str, ways: Sequence[str]) -> None:
-        sizes = Sizes.of(options)  # a window as training plans it; fewer rounds are mostly filling and draining
-        sizes = replace(sizes, rounds=3 if options.tiny else 4 if options.quick else 2 * sizes.rounds)
-        if lengths != "short" and not options.tiny:
-            sizes = replace(sizes, longest=LENGTHS_OF_SETS["cap_tokens"])
-        self.sizes, self.mesh, self.names, mesh = sizes, options.mesh, ways, options.mesh
-        self.links = Links(mesh, Layout(((),), pipeline=mesh.size), options.device)  # type: ignore[arg-type]
-        whole, self.layers = SHAPES[SHORT[shape]], options.layers or (1 if options.tiny else 4) * mesh.size
-        vocabulary = whole["vocab_size"] * self.layers // whole["num_hidden_layers"] // 64 * 64  # GPUs need multiples
-        cut = {} if options.tiny else {"vocab_size": vocabulary}
-        config = config_of(SHORT[shape], options.tiny, self.layers, **cut)
-        self.folder = tempfile.TemporaryDirectory()
-        path = self.folder.name
-        alarm(600)
-        config.save_pretrained(path)
-        with torch.device("meta"):
-            skeleton: Any = AutoModelForCausalLM.from_config(config)
-        jobs = short_jobs(sizes, config.vocab_size, lengths)
-        self.prepared = self._prepared(skeleton, jobs, options, {"pipeline": mesh.size})
-        head = measure_head(self.prepared.run, self.prepared.shape, self.links.device)
-        self.prepared.head_in_layers = mesh.gather(head.in_layers)[0]
-        free_memory(self.links.device)
-        self.cost = estimate.planning_cost(self.prepared.run, self.prepared, mesh.size)
-        counts = estimate.stage_layers(self.prepared.run, self.prepared, mesh.size)
-        longest = {job.name: sizes.longest for job in jobs}
-        weights = RandomWeights(path, skeleton, self.links.device)
-        base = load_stage(self.prepared.run, None, longest, mesh, self.links, counts, weights)
-        assert isinstance(base.storage, Stage)
-        specs = {job.config.name: job.spec for job in self.prepared.jobs}
-        attached, adapters = attach(base.model, specs, 0, None, base.storage)
-        made = [Job(one.config, one.data, [], own) for one, own in zip(self.prepared.jobs, adapters, strict=True)]
-        self.device, events = StageDevice(base, attached, base.storage), Emitter()
-        run, prepared = self.prepared.run, self.prepared
-        known = estimate.staged(estimate.estimate(run, prepared), run, prepared, mesh.size)
-        self.trainer = Trainer(
-            self.prepared.run, self.prepared, base, self.device, made, known,
-            OutputFolder(Path(path), "benchmark", None, events), events, group=self.links, cost=self.cost,
-        )  # fmt: skip
-        self.sharded: Trainer | None = None
-        self.trained = [0, 0]
-        """Units on the stages, and on the sharded base: their jobs have steps of their own."""
-        if SHARDED in ways:
-            alarm(600)
-            prepared = self._prepared(skeleton, jobs, options, {"shard_base": True})
-            base = load_sharded(prepared.run, None, longest, weights=weights)
-            group = Replicas(mesh, Layout((tuple(JOBS),), split=mesh.size))  # type: ignore[arg-type]
-            self.sharded = trainer_of(prepared, base, Path(path), group)
-        print(f"{self.layers} layers on {mesh.size} stages: {counts}", flush=True) if mesh.is_first else None
-        for way in ways:
-            self.unit_of(way)
-
-    def _prepared(self, skeleton: Any, jobs: Sequence[ShortJob], options: Options, parallel: Row) -> PreparedRun:
-        path, budget = Path(self.folder.name), self.sizes.budget
-        run = run_of(
-            [job.tree(10**6) for job in jobs], options.device, budget, path, base_model=str(path), parallel=parallel
-        )
-        whole = SimpleNamespace(model=skeleton)
-        return prepared_on(run, whole, budget, ModelShape.of(skeleton), [job.samples for job in jobs])
-
-    def windows(self, way: str, number: int) -> list[Window]:
-        """The windows of a way in unit `number`; the pipeline is empty between them."""
-        way, size, sizes = way.removeprefix("eager_"), self.mesh.size, self.sizes
-        orders, first = [job.data.planned for job in self.prepared.jobs], number * sizes.rounds
-        each = [orders] if way in (FLOWING, UNBALANCED) else [[order] for order in orders]
-        if way in (UNBALANCED, "one_job_fixed"):
-            return [fixed_samples(own, first, sizes.rounds, sizes.budget, size) for own in each]
-        settings: Row = {"method": "greedy", "window_rounds": sizes.rounds}
-        if way == SHARDED:
-            return [Planner(own, planned(sizes.budget, size), **settings).window(first) for own in each]
-        return [
-            Planner(own, sizes.budget, stages=size, cost=self.cost, **settings).window(first) for own in each
-        ]  # fmt: skip
-
-    def unit_of(self, way: str) -> Row:
-        """Figures of a way's next unit, the same on all processes."""
-        alarm(600)
-        windows = self.windows(way, self.trained[way == SHARDED])
-        self.trained[way == SHARDED] += 1
-        slots = [one for window in windows for one in window.microbatches]
-        counts = {
-            "tokens": sum(one.num_tokens for one in slots),
-            "slots": len(slots),
-            "noops": sum(one.is_noop for one in slots),
-        }
-        self.mesh.barrier()
-        if way == SHARDED:
-            assert self.sharded is not None
-            seconds = sum(timed_window(self.sharded, window) for window in windows)
-            return {"s": max(self.mesh.gather(seconds)), **counts}
-        with eager(self.trainer.base.model) if way.startswith("eager_") else nullcontext(), deterministic():
-            return counts | self._through_stages(windows)
-
-    def _through_stages(self, windows: Sequence[Window]) -> Row:
-        self.device.clock.begin()
-        self.mesh.barrier()
-        start = time.perf_counter()
-        for window in windows:
-            run_window(self.trainer, window)
-        synchronize(self.trainer.base.device)
-        seconds = self.mesh.gather(time.perf_counter() - start)[0]
-        times = self.mesh.gather(self._taken())
-        busy = [sum(own["forward"]) + sum(own["backward"]) for own in times]
-        return {
-            "s": seconds, "bubble": 1 - sum(busy) / (self.mesh.size * seconds), "busy_s": busy,
-            "simulated_s": simulated(windows, times),
-        }  # fmt: skip
-
-    def _taken(self) -> dict[str, list[float]]:
-        """Seconds of forwards and of backwards since the clock began."""
-        out: dict[str, list[float]] = {"forward": [], "backward": []}
-        for kind, _, begin, end in self.device.clock.taken():
-            out[kind].append(end - begin)
-        return out
-
-
-def fixed_samples(orders: Sequence[Any], first: int, rounds: int, budget: int, stages: int) -> Window:
-    """Global batches of the jobs in turn, each in microbatches of equally many samples in their order."""
-    out: list[Microbatch] = []
-    for number in range(first, first + rounds):
-        for order in orders:
-            batch = order.batch(number)
-            each = max(1, budget // int(max(order.lengths)))
-            parts = [batch[at : at + each] for at in range(0, len(batch), each)]
-            for part in parts:
-                placed = tuple(Placed(order.name, number, int(sample), int(length)) for sample, length in part)
-                out.append(Microbatch(placed, ((order.name, number),) if part is parts[-1] else ()))
-    out = with_noops(out, stages)
-    check(out, stages, capacity=budget)
-    noops = sum(one.is_noop for one in out)
-    return Window(first, rounds, tuple(out), WindowReport("fixed", 0, len(out) - noops, noops, "", 0.0))
-
-
-def simulated(windows: Sequence[Window], times: Sequence[dict[str, list[float]]]) -> float:
-    """The end of the order that ran, from the times of forwards and backwards by stage."""
-    out, at = 0.0, 0
-    for window in windows:
-        by_stage: list[list[tuple[float, float]]] = [[] for _ in times]
-        for microbatch in window.microbatches:
-            for own, stage in zip(times, by_stage, strict=True):
-                stage.append((0.0, 0.0) if microbatch.is_noop else (own["forward"][at], own["backward"][at]))
-            at += not microbatch.is_noop
-        out += max(ends[-1] for ends in end_times(by_stage)[1])
-    return out
-
-
-def _unusual(shape: str, lengths: str) -> list[str]:
-    """Words of a figure's key, of which the usual ones are left out."""
-    return [word for word, usual in ((shape, "70B"), (lengths, "short")) if word != usual]
-
-
-def pipeline_cases(options: Options) -> list[Case]:
-    """The usual shape and lengths, 70B and short; others, whose labels name both, take part where `--only` has words."""
-    size = options.mesh.size
-    pairs = [(shape, lengths) for shape in ("70B", "32B") for lengths in ("short", *SETS)]
-    return [
-        case(
-            f"x{size}{'' if pair == pairs[0] else f' {pair[0]} {pair[1]}'} unit {number}", processes=size, shape=pair[0],
-            lengths=pair[1], unit=number,
-        )
-        for pair in (pairs if options.chosen else pairs[:1])
-        for number in range(1, 2 if options.quick else 1 + UNITS)
-    ]  # fmt: skip
-
-
-def measure_pipeline(one: Case, names: list[str], options: Options) -> Row:
-    made: Piped = options.shared(
-        (one.shape, one.lengths, *names), lambda: Piped(options, one.shape, one.lengths, names)
-    )
-    return {"layers": made.layers} | in_turn({way: lambda way=way: made.unit_of(way) for way in names}, one.unit)  # type: ignore[misc]
-
-
-def pipeline_summary(rows: list[Row]) -> Row:
-    """Medians over units; of makespan_error the largest of all. Keys of other shapes and lengths end in their words."""
-    out: Row = {}
-    errors: list[float] = []
-    of = {(row.get("shape", "70B"), row.get("lengths", "short"), row["processes"]) for row in rows}
-    for shape, lengths, size in sorted(of, key=lambda one: (one[:2] != ("70B", "short"), one)):
-        own = [
-            row
-            for row in rows
-            if (row.get("shape", "70B"), row.get("lengths", "short"), row["processes"]) == (shape, lengths, size)
-        ]
-
-        def over(way: str, base: str, own: list[Row] = own) -> float | None:
-            return _median([row[base]["s"] / row[way]["s"] for row in own if way in row and base in row])
-
-        end = "".join(f"_{word.lower()}" for word in _unusual(shape, lengths))
-        out |= {
-            f"speedup_over_1f1b_{size}gpu{end}": over(FLOWING, BASELINE),
-            f"speedup_over_unbalanced_{size}gpu{end}": over(FLOWING, UNBALANCED),
-            f"speedup_over_one_job_{size}gpu{end}": over(FLOWING, "one_job"),
-            f"speedup_over_fsdp2_{size}gpu{end}": over(FLOWING, SHARDED),
-            f"bubble_4jobs_{size}gpu{end}": _median([row[FLOWING]["bubble"] for row in own if FLOWING in row]),
-            f"bubble_1job_{size}gpu{end}": _median([row["one_job"]["bubble"] for row in own if "one_job" in row]),
-            **{
-                f"{way}_over_1f1b_{size}gpu{end}": over(way, BASELINE)
-                for way in WAYS + BREAKDOWN
-                if way not in (FLOWING, BASELINE)
-            },
-        }  # fmt: skip
-        flowing = [row[FLOWING] for row in own if FLOWING in row]
-        errors += [statistics.median(abs(one["simulated_s"] / one["s"] - 1) for one in flowing)] if flowing else []
-        whole = SHAPES[SHORT[shape]]["num_hidden_layers"]
-        rate = _median(
-            [row[FLOWING]["tokens"] / row[FLOWING]["s"] * row["layers"] / whole / size for row in own if FLOWING in row]
-        )
-        key = "_".join(["tokens_per_s_per_gpu", shape.lower(), *_unusual("70B", lengths)])
-        out[key] = out[f"{key}_{size}gpu"] = rate
-    return out | {"makespan_error": max(errors, default=None)}
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-PIPELINE = Benchmark(
-    pipeline_cases, measure_pipeline, pipeline_summary,
-    "4 layers a stage of the model's shape, cut by a layer's time and that of the output layer; the vocabulary is "
-    f"cut as the layers are; random bfloat16 weights made on the devices; {_JOBS}. Lengths of samples: short, as in "
-    "the benchmark replicas, or evenly spread quantiles of the sets of the benchmark schedule, of at most 4096 "
-    "(xsum, cnn_dailymail and wikisum are estimates). A unit is 16 optimizer steps of every job on the same "
-    f"samples, the ways in turn, one unit to warm up and {UNITS} counted. no_flush: as training runs it, "
-    "microbatches planned for the pipeline. one_job: 1F1B of one job after the other, the pipeline empty at every "
-    "step of a job. fixed_samples: all jobs without a flush, jobs in turn, as many samples of a job to a microbatch "
-    "as fit if all were as long as its longest. one_job_fixed: such microbatches of one job after the other. "
-    "eager_: the same with LoRA in plain PyTorch operations, as PEFT's forward has them, A and B cast to bfloat16, "
-    "each job's tokens by themselves; eager_no_flush, eager_fixed_samples and one_job_fixed take part where they are named. "
-    "fsdp2: the base sharded by rows over the processes (parallel.shard_base), one "
-    "job after the other, samples divided. WAY_over_1f1b: the time of eager_one_job_fixed over a way's. s: until "
-    "the first stage is done with the last backward. bubble: share of the stages' time in which they run neither "
-    "forward nor backward, both timed on the device; busy_s: seconds in which each stage does. makespan_error: the "
-    "simulator's end of the order that ran, from these times, beside the measured one, relative. "
-    "tokens_per_s_per_gpu_70b, _32b: scaled from these layers to the model's 80, 64. Keys that end in _32b, or in a "
-    "set of lengths, are of these; the others are of 70B and short.",
-    WAYS, BREAKDOWN, by_case=True, where="processes",
 )  # fmt: skip

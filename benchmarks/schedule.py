@@ -24,8 +24,8 @@ from benchmarks.planning import (
     planning_time,
     random_order,
 )
+from packlora.pipeline.timeline import simulate
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import simulate
 
 PUBLISHED: dict[str, Any] = {"bubble_by_jobs": {1: 0.4417, 2: 0.15, 3: 0.1223, 4: 0.1109}, "bubble_mlora": 0.3411}
 """LoRAFusion's figures (arXiv 2510.00206)."""
@@ -66,7 +66,7 @@ def measure_schedule(one: Case, names: list[str], options: Options) -> Row:
     if one.method == "random":
         plan = random_order(jobs, CAPACITY, one.stages)
     else:
-        planner = Planner(jobs, CAPACITY, stages=one.stages, cost=cost, method=one.method)
+        planner = Planner(jobs, CAPACITY, lag=one.stages, cost=cost, method=one.method)
         windows = list(planner.windows())
         plan = [microbatch for window in windows for microbatch in window.microbatches]
         reports = [window.report for window in windows]
@@ -134,7 +134,7 @@ SCHEDULE = Benchmark(
     "at_bound: global batches of a group that open no more microbatches than a lower bound says they must. bubble: "
     "idle part of the stages' time of the whole run in a simulated 1F1B pipeline without flushes, from the first "
     "forward to the last backward; costs are analytic (FLOPs at half of an H100's peak, weights read once per "
-    "microbatch, activation checkpointing), layers are cut by packlora.schedule.cost.balance. random: each round's "
+    "microbatch, activation checkpointing), layers are cut by packlora.pipeline.estimate.balance. random: each round's "
     "samples in random order, cut where the next one does not fit. Every plan is proved valid and its simulated "
     "timeline checked for causality. seconds: wall time of all windows, made one by one, proof included; of part "
     "time in a process of its own, whose peak memory above its start is rss_mib; cpu_s: its CPU time and its "

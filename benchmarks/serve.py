@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import statistics
+import sys
 import tempfile
 import time
 import weakref
@@ -47,6 +48,7 @@ from packlora.serve.losses import FACTS, work_of
 from packlora.serve.messages import read_forward_backward
 from packlora.serve.optimizer import FIRST
 from packlora.serve.publisher import IDLE_SECONDS
+from packlora.serve.seats import SEAT_SECONDS
 from packlora.tune.timing import Contender, Timings, Work, paired
 
 OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE = "packlora", "sequential", "set_adapter", "train", "with_idle", "engine"
@@ -79,11 +81,35 @@ def _cases(shape: str, many: Row, tokens: tuple[int, int], one: Row, idle: int, 
     short, long = tokens
     return [
         case("tenants 64", shape=shape, what="tenants", tokens=short, key="mixed_vs_sequential", **many),
+        case("latency datum", shape=shape, what="latency", tokens=short, rounds=rounds[1]),
         case("tenants 250", shape=shape, what="tenants", tokens=long, key="mixed_vs_sequential_250", **many),
         case("one tenant", shape=shape, what="one", tenants=1, **one),
         case("idle models", shape=shape, what="idle", tokens=short, idle=idle, **many | {"rounds": rounds[0]}),
-        case("latency datum", shape=shape, what="latency", tokens=short, rounds=rounds[1]),
     ]
+
+
+BEGAN, SAID_EVERY = time.monotonic(), 1.0
+"""When the process began, and the seconds for which it says nothing after a line."""
+_said = [0.0]
+
+
+def say(text: str, at_once: bool = True) -> None:
+    """Print what was done, after so many seconds: a run that is stopped has told what it did."""
+    now = time.monotonic()
+    if at_once or now - _said[0] > SAID_EVERY:
+        _said[0] = now
+        print(f"{now - BEGAN:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def told(label: str, work: Callable[[], None]) -> Callable[[], None]:
+    """Work that is followed by a line with its time."""
+
+    def run() -> None:
+        began = time.perf_counter()
+        work()
+        say(f"{label}: {1000 * (time.perf_counter() - began):.1f} ms", at_once=False)
+
+    return run
 
 
 class Setup:
@@ -101,6 +127,7 @@ class Setup:
         write_tokenizer(self.folder / "base", WORDS)
         (self.folder / "case.json").write_text(json.dumps({"shape": values, "trained": False}))
         run_trainer(self.folder, "base")
+        say(f"{shape}: the base model is written")
         self.served = self.serve("state")
         self._tenants: list[Tenant] = []
 
@@ -112,6 +139,7 @@ class Setup:
         """Another service of the base model."""
         served = Served(self.base, self.folder / name, self.device.type)
         self._stack.callback(served.stop)
+        say(f"service {name!r} answers")
         return served
 
     def tenants(self, count: int) -> list[Tenant]:
@@ -132,7 +160,7 @@ def _setup(one: Case, options: Options) -> Setup:
 
 def _timed(works: dict[str, Callable[[], None]], names: Sequence[str], one: Case) -> tuple[Row, Timings]:
     """Time contenders in turn, on the clock on the wall: their work is in other processes, or ends with a wait."""
-    chosen = {name: work for name, work in works.items() if name in names}
+    chosen = {name: told(f"{one.label}: {name}", work) for name, work in works.items() if name in names}
     contenders = [Contender(name, lambda work=work: Work(work, lambda: None)) for name, work in chosen.items()]  # type: ignore[misc]
     timings = paired(contenders, torch.device("cpu"), 0, (one.rounds, one.rounds), warmup=1)
     row = row_of(timings)
@@ -155,7 +183,7 @@ def measure_tenants(one: Case, names: list[str], setup: Setup) -> Row:
         OWN: all_at_once(tenants, requests, one.steps),
         SEQUENTIAL: one_by_one(tenants, requests, one.steps),
     }
-    if PEFT in names:
+    if PEFT in names and one.label.endswith("250"):
         works[PEFT] = SetAdapter(setup, data).work(one.steps)
     row, _ = _timed(works, names, one)
     tokens = one.tenants * one.samples * one.tokens * one.steps
@@ -225,6 +253,10 @@ def measure_one(one: Case, names: list[str], setup: Setup) -> Row:
             ends = [line["elapsed"] for line in lines if line.get("loss") is not None]
             seconds[TRAIN].append(seconds_of_a_step(ends, WARM))
         seconds[OWN].append(seconds_of_a_step(tenant.train(request, one.steps), WARM))
+        say(
+            f"{one.label}: seconds a step: "
+            + ", ".join(f"{name} {own[-1]:.4f}" for name, own in seconds.items() if own)
+        )
     tokens = {OWN: one.samples * (one.tokens - 1), TRAIN: one.samples * one.tokens}
     each = {name: [own / tokens[name] for own in found] for name, found in seconds.items() if found}
     row: Row = {
@@ -271,6 +303,10 @@ def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
     until = time.monotonic() + (2 if one.shape == "toy" else 3 * IDLE_SECONDS)
     while second.on_the_base() > one.tenants and time.monotonic() < until:
         own()  # they leave one by one, beside the tenants that work
+        say(f"{one.label}: {second.on_the_base() - one.tenants} are left on the base", at_once=False)
+    until = time.monotonic() + (SEAT_SECONDS + 2 if setup.device.type == "cuda" else 0)
+    while time.monotonic() < until:
+        own()
     works[IDLE] = own
     row, timings = _timed(works, [OWN, IDLE], one)
     tokens = one.tenants * one.samples * one.tokens * one.steps
@@ -374,12 +410,13 @@ SERVE = Benchmark(
     "output, AdamW. A tenant sends forward_backward and optim_step of a step, and those of the next one before it waits for "
     "the results. Contenders run in turn in one loop, the order drawn anew in each round; ratios are medians over rounds of "
     "the ratio within a round. tenants 64 / 250: tenants, samples a step and tokens a sample as the rows say; packlora: all "
-    "tenants at once; sequential: the same service, one tenant after the other; set_adapter: one PEFT model with as many "
-    "adapters, set_adapter for each tenant, bfloat16 on a GPU and float32 on a CPU, fused AdamW, liger-kernel where it is "
+    "tenants at once; sequential: the same service, one tenant after the other; set_adapter (of 250): one PEFT model with as "
+    "many adapters, set_adapter for each tenant, bfloat16 on a GPU and float32 on a CPU, fused AdamW, liger-kernel where it is "
     "installed, a step's samples in one batch. one tenant: seconds per token of a tenant whose rows fill microbatches over "
     "those of `packlora train` by its command, each the median time between ends of steps, the first two left out; a run of "
     "each in turn. idle models: all tenants at once on a service with idle models, over that on one without; they took a step "
-    f"each and were then left alone, beside working tenants, until they had left the device (after {IDLE_SECONDS:.0f} s); gib: "
+    f"each and were then left alone, beside working tenants, until they had left the device (after {IDLE_SECONDS:.0f} s, their "
+    f"seats {SEAT_SECONDS:.0f} s later); gib: "
     "memory of tensors on the device (on a CPU: of the process) with idle models minus that before they were made. latency "
     "datum: from sending a forward_backward of one sample to its result, median, over the median time of the engine in the "
     "benchmark's process for the same rows.",

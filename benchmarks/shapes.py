@@ -77,6 +77,17 @@ def config_of(shape: str, tiny: bool = False, layers: int | None = None, **chang
     return config
 
 
+def spread(name: str, layers: int) -> float:
+    """Standard deviation of a random weight of a model with so many layers.
+
+    Hidden states of a deep model with weights of one size are mostly rounding, and its proof of packing fails; so embeddings
+    are large, and what a layer adds is small.
+    """
+    if "embed_tokens" in name:
+        return 1.0
+    return 0.02 * (2 * layers) ** -0.5 if "o_proj" in name or "down_proj" in name else 0.02
+
+
 def build(config: PreTrainedConfig, device: torch.device, make: Any = AutoModelForCausalLM.from_config) -> Any:
     """A frozen model with random bfloat16 weights, made on the device."""
     torch.manual_seed(0)

@@ -168,6 +168,11 @@ class Changes:
         """Take jobs that have ended and left off the model, and out of `jobs`. Returns them."""
         return []
 
+    def held_out(self, jobs: Sequence[Any], forwards: Any) -> Mapping[str, Sequence[Any]]:
+        """Held-out samples of jobs that are to be evaluated, by name. A job that is left out waits for what it generates, and
+        takes no step before that. forwards: run samples (runtime/forwards.py)."""
+        return {job.name: job.eval_samples for job in jobs}
+
     def judged(self, ends: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the results by which a run is done or has failed."""
         return ends

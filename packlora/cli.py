@@ -54,12 +54,12 @@ def train(
         say(f"reading {run} and its data")
     from packlora.data.reader import Reader
 
-    reader, config, changes = Reader(), cast(Any, run), overrides
+    reader, config = Reader(), cast(Any, run)
     if alone():  # first: a slip is refused before what takes seconds is loaded; several processes find it together
         from packlora.run_file import load_run
         from packlora.runtime.early import read_early
 
-        config, changes = load_run(run, overrides), None
+        config, overrides = load_run(run, overrides), None
         reader = read_early(config, resume)
     if first:
         say("loading PyTorch and Transformers")
@@ -69,7 +69,7 @@ def train(
 
     if first:
         say(f"checking the run and loading the base model; packlora watch {shlex.quote(str(run))} shows its curves")
-    result = train_read(reader, config, changes, resume, max_steps, resume_from)
+    result = train_read(reader, config, overrides, resume, max_steps, resume_from)
     if speaks():
         words = sys.argv[1:]
         print_summary(result, again(without_resume(words)), again(without_resume(words, "--max-steps")))

@@ -170,7 +170,7 @@ class Stepped:
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """The held-out loss of a job, mean over label tokens, or over samples with preferences: a line of evals.jsonl. It may be
-    NaN or infinite. metrics: what else is told of preferences, by TRL's names (eval_rewards/accuracies), keys of the same line;
+    NaN or infinite. metrics: what else is told of preferences and rewards, by TRL's names, keys of the same line;
     null where it is not finite."""
 
     job: str

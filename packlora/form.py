@@ -7,6 +7,7 @@ of one weight is ops/lora_linear/frozen.py's.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from packlora.config import Run
 
 PLUGIN = "packlora.codes.plugin"
+LIGHTER = "set quantization: nf4"
+"""Remedy in words where a base of floats is too large."""
 
 
 class WeightForm(Protocol):
@@ -44,6 +47,9 @@ class WeightForm(Protocol):
         Raises:
             InputError: it cannot be loaded, or something of it is in a form that is not read here.
         """
+
+    def counted(self, skeleton: PreTrainedModel, path: str, dtype: torch.dtype) -> WeightForm:
+        """The same, with what it holds of a model in a run of this dtype."""
 
     def share(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """Put layers of this form in the place of a model's, which is on the meta device and is to be shared by rows. dtype: of
@@ -91,6 +97,18 @@ def prepared_form(run: Run, skeleton: PreTrainedModel, path: str, device: torch.
     floats = _floats(run, skeleton.config)
     found: WeightForm | None = None if floats else plugin().prepared_form(run, skeleton, path, device)
     return found
+
+
+def choices(run: Run, config: Any) -> list[dict[str, Any]]:
+    """Forms that `fit: auto` may choose for a base that is saved as floats, as keys of a run file; the largest first."""
+    found: list[dict[str, Any]] = [] if is_stored(config) else plugin().choices(run)
+    return found
+
+
+def chosen(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for a run of the keys of a form that `fit` chose. Raises ValueError where they are none."""
+    values: dict[str, Any] = plugin().chosen(keys) if keys else {}
+    return values
 
 
 def _floats(run: Run, config: Any) -> bool:

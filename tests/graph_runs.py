@@ -72,7 +72,7 @@ class Run:
         shrink: int = 1, balance: float = 0.0,
     ) -> None:  # fmt: skip
         """shrink: what lengths are divided by. balance: share of the second job's load-balancing loss, or of the only job's."""
-        self.shrink, self.balance = shrink, balance
+        self.shrink, self.balance, self.dropped = shrink, balance, ["lora_dropout" in JOBS[name] for name in jobs]
         model = tiny_model("llama", num_hidden_layers=layers).to(device, dtype)
         prepare_model(model, False)
         configs = {
@@ -125,7 +125,7 @@ class Run:
             sample = Sample(generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2)
             smoothing, noise = 0.1 if owner == 2 else 0.0, (23, 9.0) if owner == 1 else None
             balance = self.balance if owner == min(1, len(self.adapters) - 1) else 0.0
-            key = 11 if owner == 0 else None
+            key = 11 + owner if owner == 0 or self.dropped[owner] else None
             packed.append(PackedSample(owner, sample, index, number, key, smoothing, noise, balance))
         return parts(packed, SCALES)
 

@@ -183,7 +183,7 @@ def run_moving(case: GroupCase, dtype: torch.dtype, plan: Plan, poison: bool = F
     with poisoned() if poison else mock.MagicMock():
         for boundaries in ([(number, at, at + 1) for at, number in enumerate(of)], own.segments):
             moving.write([(s.adapter, s.start, s.stop) if isinstance(s, Segment) else s for s in boundaries])
-            outputs = lora_group(own.x, own.layers, nominal, own.keys, own.salt, plan, state, moving=moving)
+            outputs = lora_group(own.x, own.layers, nominal, own.keys, own.salt, plan, state, boundaries=moving)
             found = _results(outputs, leaves, own.dy)
     return found
 

@@ -852,7 +852,7 @@ def broken(rank: int) -> dict[str, float]:
         "local row norms": (dora, [mock.patch.object(layers, "_add_up")]),
         "masks of slices alike": (
             dropped,
-            [mock.patch("packlora.adapters.linear.AdaptedLinear.first_feature", property(local_mask))],
+            [mock.patch("packlora.adapters.sharded.AdaptedSlice.first_feature", property(local_mask))],
         ),
         "owners of other tokens": (
             routed,

@@ -81,7 +81,7 @@ class Training:
         specs = {}
         for number, config in enumerate(configs):
             peft = LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | config)
-            specs[f"job {number}"] = resolve(peft, model, f"job {number}", base_dropped=number == 0)
+            specs[f"job {number}"] = resolve(peft, model, f"job {number}").with_base_dropped(number == 0)
         self.attached, self.adapters = attach(model, specs, 5, PlanChooser(base.device, ask=Ask(plan)), base.storage)
         if recompute:
             add_recompute(model, base.storage.each)

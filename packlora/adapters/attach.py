@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 from packlora.adapters.embeddings import hook_embeddings
 from packlora.adapters.expert_layout import adapted_experts, router_path
 from packlora.adapters.flat import UNDECAYED, FlatLayout
-from packlora.adapters.kinds import PARAMETERS, as_linear
-from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
+from packlora.adapters.kinds import PARAMETERS, as_linear, is_known_linear
+from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, adapted_linear, compute
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.routed import WEIGHTS, CopyWeights, Routed, RoutedRows, RoutedWeights, TiedWeights, TokenWeights
-from packlora.adapters.sharded import is_known_linear
 from packlora.adapters.siblings import SiblingGroup, join, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes, shapes_at
@@ -45,7 +44,7 @@ class Adapter:
     flat: all its trainable parameters, one tensor of float32 (float64 on a float64 base); those of `weights` are views of it.
     layout: of `flat`, by the names of `named_parameters`; what is not decayed lies behind all others.
     trained_on: how the weights of its layers are quantised, as text for its file; None of dense ones.
-    elsewhere: shapes of its parameters on layers that are not of this model, but of other stages (parallel/stages.py), by name.
+    elsewhere: shapes of its parameters on layers that are not of this model, but of other stages (packlora/pipeline/), by name.
     """
 
     name: str
@@ -147,7 +146,7 @@ def attach(
     for number, (job, spec) in enumerate(specs.items()):
         _replace(model, spec, here[job], attached, layers, chooser)
         adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model, attached))
-    _write_first_values(model, attached, layers, range(len(specs)))
+    write_first_values(model, attached, layers, range(len(specs)))
     _join_siblings(model, layers, attached.groups.values())
     attached.storage.adapted([path for own in here.values() for path in own])
     if model.device.type == "cuda":  # where activations are what memory goes to
@@ -171,7 +170,7 @@ def attach_one(
     _replace(model, spec, here, attached, layers, chooser)
     hook_embeddings(model, attached)
     adapter = _adapter(name, number, spec, here, layers, seed, model, attached)
-    _write_first_values(model, attached, layers, [number])
+    write_first_values(model, attached, layers, [number])
     new = [path for path, linear in layers.keys() - before if linear]
     changed = [attached.groups[path] for path in new if path in attached.groups]
     parents = {_parent(paths[0]) for paths in changed}
@@ -245,7 +244,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _write_first_values(model: PreTrainedModel, attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
+def write_first_values(model: PreTrainedModel, attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
     """Write the first values that are made of the frozen layers, of adapters with these numbers."""
     kinds = {path: [linear for at, linear in layers if at == path] for path, _ in layers}
     made = [
@@ -390,7 +389,7 @@ def _replace(
             continue
         salt = layer_salt(attached.groups.get(path, (path,))[0])
         base = as_linear(there.inner if isinstance(there, Routed) else there)
-        layers[path, True] = adapted = AdaptedLinear(
+        layers[path, True] = adapted = adapted_linear(
             base, salt, attached, chooser[path], of_rows, path in beside
         )  # fmt: skip
         if isinstance(there, Routed):

@@ -9,12 +9,15 @@ import torch
 
 from packlora.adapters.linear import Attached
 
-Change = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
-"""Embeddings [..., T, D], from these and the columns of the T tokens."""
 
+def change_embeddings(
+    model: Any, attached: Attached, change: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+) -> None:
+    """Let the model's embeddings be changed wherever the microbatch that is running has columns of tokens.
 
-def change_embeddings(model: Any, attached: Attached, change: Change) -> None:
-    """Let the model's embeddings be changed wherever the microbatch that is running has columns of tokens."""
+    Args:
+        change: gives embeddings [..., T, D] from these and the columns of the T tokens.
+    """
 
     def after(_: torch.nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor | None:
         owners = attached.microbatch

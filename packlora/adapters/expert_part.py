@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -49,6 +49,8 @@ class ExpertPart:
     leave: Callable[[torch.Tensor], torch.Tensor]
     exchange: Exchange | None = None
     share: tuple[int, int] = (0, 1)
+    of_experts: ClassVar[bool] = True
+    """See Shard."""
 
     def __deepcopy__(self, memo: Any) -> ExpertPart:
         """Copies of a model have the same processes."""
@@ -86,6 +88,10 @@ class ExpertPart:
         by_expert = _by_expert(name, whole, self.experts * self.count)
         dim = by_expert.ndim - 1 if name == "B" else 0
         return by_expert.narrow(dim, self.first, self.experts).flatten(*_flat(name))
+
+    def place(self, leaf: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        """The experts here, the first dimension of each of the module's parameters."""
+        return (slice(self.first, self.first + self.experts),)
 
     def joined(self, name: str, slices: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tensor of all experts, from those of all processes in their order."""

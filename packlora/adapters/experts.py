@@ -23,7 +23,7 @@ from packlora.adapters.expert_part import ExpertPart, part_of
 from packlora.adapters.expert_rows import sent_to_experts
 from packlora.adapters.expert_targets import RouterProduct, router_product
 from packlora.adapters.linear import AdaptedLinear, Attached
-from packlora.adapters.moving_rows import kept_norm, owners_on_device
+from packlora.adapters.moving_rows import owners_on_device
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.weights import TrainedWeights
@@ -33,8 +33,7 @@ from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight, turned
 from packlora.ops.lora_experts.weighted import weighted_sums
-from packlora.ops.lora_linear.frozen import Gathered
-from packlora.ops.lora_linear.moving import MovingSegments
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.plans.select import PlanChooser
 
 IMPLEMENTATION = "packlora"
@@ -68,16 +67,16 @@ class ExpertWeights(TrainedWeights):
         """First values of the magnitude, for the caller to write when it has those of all layers."""
         return [] if self.magnitude is None else [(self.magnitude, self.norm())]
 
-    def low_rank(self, dropping: bool, moving: MovingSegments | None = None) -> ExpertLowRank:
+    def low_rank(self, dropping: bool, boundaries: Boundaries = ON_HOST) -> ExpertLowRank:
         """Low-rank operands as the operator takes them.
 
         Args:
             dropping: the tokens have dropout keys.
-            moving: segments of the tokens, where graphs hold them.
+            boundaries: of the tokens' segments.
         """
         spec, norm = self.spec, None
         if self.magnitude is not None:
-            norm = self.norm() if moving is None else kept_norm(moving, id(self), self.norm).get()
+            norm = boundaries.kept(id(self), self.norm)
         dropout = spec.dropout if dropping else 0.0
         return ExpertLowRank(*self._factors(), spec.scaling, dropout, self.magnitude, norm, spec.base_dropped)
 
@@ -156,7 +155,7 @@ def adapted_router(model: PreTrainedModel, path: str, attached: Attached, choose
     for _ in attached.storage.each([path]):
         weight = getattr(router, leaf)
         dtype = router_product(router, weight)
-        stays = dtype == weight.dtype and not isinstance(attached.storage.frozen(weight), Gathered)
+        stays = dtype == weight.dtype and attached.storage.frozen(weight).stays
         own = weight if stays else torch.nn.Parameter(weight.detach().to(dtype, copy=True), False)
     with torch.device("meta"):
         linear = torch.nn.Linear(own.shape[1], own.shape[0], bias=False)
@@ -197,14 +196,14 @@ def experts_forward(
 @dataclass(frozen=True, slots=True)
 class Owned:
     """Owners of the tokens that experts are given. numbers: of the adapters that are the first of `count` owners; one more is
-    nobody. owner: the place of every token's owner, int64 [T], None where there is one. keys: of tokens, [T, 2]. moving: the
-    tokens' segments, where graphs hold them."""
+    nobody. owner: the place of every token's owner, int64 [T], None where there is one. keys: of tokens, [T, 2].
+    boundaries: of the tokens' segments."""
 
     numbers: Sequence[int]
     owner: torch.Tensor | None
     count: int
     keys: torch.Tensor | None
-    moving: MovingSegments | None = None
+    boundaries: Boundaries = ON_HOST
 
     @staticmethod
     def of(experts: Any, tokens: int, device: torch.device) -> Owned:
@@ -217,19 +216,19 @@ class Owned:
             return Owned(numbers, _owner_of_tokens(owners, numbers, tokens, device), len(numbers) + 1, keys)
         if state is None or owners is None or not (numbers := state.numbers(owners)):
             return Owned([], None, 1, keys)
-        if (moving := owners.moving) is not None and moving.moves:
+        if not (boundaries := owners.boundaries).known:
             owner_T = owners_on_device(owners, numbers, device)
-            return Owned(numbers, owner_T, len(numbers) + 1, keys, moving)
+            return Owned(numbers, owner_T, len(numbers) + 1, keys, boundaries)
         owned = sum(stop - start for number, start, stop in owners.segments if number in numbers)
         if owned == tokens and len(numbers) == 1:
-            return Owned(numbers, None, 1, keys, moving)
+            return Owned(numbers, None, 1, keys, boundaries)
         owner_T = _owner_of_tokens(owners, numbers, tokens, device)
         return Owned(numbers, owner_T, len(numbers) + (owned < tokens), keys)
 
     def rows(self, token: torch.Tensor) -> Owned:
         """Owners of rows that are these tokens."""
         owner, keys = (None if one is None else one[token] for one in (self.owner, self.keys))
-        return Owned(self.numbers, owner, self.count, keys, self.moving)
+        return Owned(self.numbers, owner, self.count, keys, self.boundaries)
 
 
 def _sums(
@@ -240,7 +239,7 @@ def _sums(
     if part is None or part.exchange is None:
         first = None if part is None else part.first
         routing = Routing.of(chosen_Tk, experts.num_experts, owned.owner, owned.count, first)
-        y_SD = _experts(experts, x_TD, Rows(owned.numbers, routing, owned.keys, owned.moving))
+        y_SD = _experts(experts, x_TD, Rows(owned.numbers, routing, owned.keys, owned.boundaries))
         y_TD = weighted_sums(y_SD, weights_Tk, routing, x_TD.dtype)
         return y_TD if part is None else part.leave(y_TD)
     assert owned.owner is not None
@@ -256,12 +255,12 @@ def _sums(
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows that experts compute. numbers: of the adapters that are the routing's first owners; others have none. keys: of
-    tokens. moving: as of Owned."""
+    tokens. boundaries: as of Owned."""
 
     numbers: Sequence[int]
     routing: Routing
     keys: torch.Tensor | None
-    moving: MovingSegments | None = None
+    boundaries: Boundaries = ON_HOST
 
 
 def _experts(experts: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -271,7 +270,9 @@ def _experts(experts: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
     def product(x: torch.Tensor, name: str, repeated: bool) -> torch.Tensor:
         own = {} if state is None else state.adapters.get(name, {})
         dropping = rows.keys is not None
-        low_rank = [own[number].low_rank(dropping, rows.moving) if number in own else None for number in rows.numbers]
+        low_rank = [
+            own[number].low_rank(dropping, rows.boundaries) if number in own else None for number in rows.numbers
+        ]
         low_rank += [None] * (rows.routing.owners - len(low_rank))
         salt = 0 if state is None else layer_salt(f"{state.path}.{name}")
         return lora_experts(x, frozen_at(experts, name), rows.routing, low_rank, rows.keys, salt, repeated)

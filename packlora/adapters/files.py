@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from packlora.adapters.attach import Adapter
 from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
 from packlora.adapters.names import owners
-from packlora.adapters.sharded import shard_of
+from packlora.adapters.slices import slice_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import shapes_at
 from packlora.errors import InputError, quoted
@@ -65,7 +65,7 @@ def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.
     """Shapes of the whole tensors of an adapter of the model, which may be without weights, or of slices."""
     shapes: dict[str, torch.Size] = {}
     for path, module in spec.modules.items():
-        shard = None if module.kind in PARAMETERS else shard_of(model.get_submodule(path))
+        shard = None if module.kind in PARAMETERS else slice_of(model.get_submodule(path))
         for name, shape in shapes_at(model, path, module).items():
             shapes[tensor_key(path, name, module)] = torch.Size(
                 shape if shard is None else shard.whole_shape(name, shape)

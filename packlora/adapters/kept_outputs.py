@@ -27,18 +27,18 @@ UNTOUCHED = ("v_proj", "o_proj", "down_proj", "w2")
 """Layers whose outputs liger's kernels are not given."""
 
 
-def why_product(bias: bool, base_dropped: bool, magnitudes: Iterable[torch.Tensor], overwritten: bool) -> str | None:
+def why_product(bias: bool, scales_dropped: bool, magnitudes: Iterable[torch.Tensor], overwritten: bool) -> str | None:
     """Why a DoRA layer keeps its product, as the end of "they have ..."; None where its output will do.
 
     Args:
         bias: it adds a bias, frozen or trained, whose subtraction would cost digits.
-        base_dropped: it scales two base products, one of them of the dropped x.
+        scales_dropped: it has two base products, one of them of the dropped x.
         magnitudes: [N] each; where one is 0, the output tells nothing of the product.
         overwritten: see `is_overwritten`.
     """
     if bias:
         return "a bias"
-    if base_dropped:
+    if scales_dropped:
         return "dropout"
     if not all(bool(magnitude.detach().all()) for magnitude in magnitudes):
         return "a magnitude of 0"

@@ -26,7 +26,8 @@ from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.convolution import CONVOLVE
 from packlora.adapters.expert_layout import is_experts
-from packlora.adapters.sharded import is_known_linear
+from packlora.adapters.slices import slice_of
+from packlora.ops.lora_linear.frozen import FrozenLinear
 
 Kind = Literal["linear", "embedding", "copy", "tokens", "tied", "experts", "router", "convolution"]
 PARAMETERS: tuple[Kind, ...] = ("experts", "router")
@@ -48,6 +49,11 @@ SUFFIXES: dict[Kind, dict[str, str]] = {
     },
 }  # fmt: skip
 """End of a parameter's key by kind, in the files of PEFT, after the module's path."""
+
+
+def is_known_linear(module: torch.nn.Module) -> bool:
+    """Whether a module is torch's linear layer, a slice of one, or one with another frozen weight; others' classes are not."""
+    return type(module) is torch.nn.Linear or isinstance(module, FrozenLinear) or slice_of(module) is not None
 
 
 def kind_of(module: torch.nn.Module) -> Kind | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -20,13 +21,13 @@ from packlora.adapters.expert_layout import router_path
 from packlora.adapters.kept_outputs import described, is_overwritten, why_product
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
-from packlora.adapters.sharded import shard_of
 from packlora.adapters.siblings import SiblingGroup
+from packlora.adapters.slices import slice_of
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory, Storage
-from packlora.ops.lora_linear.types import Layer, Segment
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
 
@@ -162,8 +163,10 @@ class AdaptedLinear(torch.nn.Module):
     adapter number; they are parameters of their jobs, not of the model. Layers that read the same tensor (siblings) are
     computed by one call.
 
+    A layer of which this process has a slice is adapted by a class of its own, see `adapted_linear`.
+
     Args:
-        base: the frozen layer, or this process's slice of it (sharded.py).
+        base: the frozen layer.
         salt: of the tensor that the layer reads, so the same for siblings: see ops.dropout.layer_salt.
         attached: what the layers of the model share.
         chooser: of plans; the same for siblings.
@@ -180,8 +183,6 @@ class AdaptedLinear(torch.nn.Module):
         self.adapters: dict[int, AdapterWeights] = {}
         self.attached, self.chooser = attached, chooser
         self.salt = salt
-        self.shard = shard_of(base)
-        self.row_parallel = self.shard is not None and self.shard.dim == 1
         self.group = SiblingGroup([self], compute, AdaptedCall)
         self.index = 0
         self.keep_output = False
@@ -199,18 +200,10 @@ class AdaptedLinear(torch.nn.Module):
         return self.base.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        owners, shard = self.attached.owners(math.prod(x.shape[:-1]), self.of_rows, self.of_images), self.shard
+        owners = self.attached.owners(math.prod(x.shape[:-1]), self.of_rows, self.of_images)
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return self.base.forward(x)
-        if shard is None:
-            return self.group.serve(self.index, x, AdaptedCall(self, owners))
-        x = x if shard.enter is None else shard.enter(x)
-        if owners.adapters.isdisjoint(self.computed()):
-            y = torch.nn.functional.linear(x, self.base.weight)
-        else:
-            y = self.group.serve(self.index, x, AdaptedCall(self, owners))
-        y = y if shard.leave is None else shard.leave(y)
-        return self._with_biases(y, owners) if self.row_parallel and self.base.bias is not None else y
+        return self.group.serve(self.index, x, AdaptedCall(self, owners))
 
     def ready(self) -> AdaptedCall | None:
         """A sibling asks whether this layer can be computed with it."""
@@ -224,32 +217,25 @@ class AdaptedLinear(torch.nn.Module):
     @property
     def first_feature(self) -> int:
         """Index, among the whole layer's inputs, of the first one here."""
-        return self.shard.index * self.base.in_features if self.shard is not None and self.row_parallel else 0
+        return 0
 
     def computed(self) -> Mapping[int, AdapterWeights]:
-        """Adapters that the operator computes: without those that train but the bias of a row-parallel layer, which comes after
-        the sum over all processes."""
-        if not self.row_parallel:
-            return self.adapters
-        return {number: own for number, own in self.adapters.items() if own.spec.rank}
+        """Adapters that the operator computes."""
+        return self.adapters
 
-    def _with_biases(self, y: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
-        """y of a row-parallel layer, each token with its owner's bias; y may be of this process's tokens."""
-        assert self.base.bias is not None and self.shard is not None
-        if owners.moving is not None and owners.moving.moves:
-            raise RuntimeError("biases of row-parallel layers cannot follow segments that move; switch cuda_graphs off")
-        count = math.prod(y.shape[:-1])
-        first = 0 if count == owners.total else self.shard.index * count
-        trained = {number: own.bias for number, own in self.adapters.items() if own.bias is not None}
-        runs, y_TN = owners.runs(trained), y.reshape(count, -1)
-        of_jobs = any(number is not None for number, _, _ in runs)
-        if self.shard.by_tokens and count == owners.total and of_jobs and torch.is_grad_enabled():
-            raise RuntimeError(f"each process trains biases on tokens of its own, but {count} tokens do not divide")
-        parts = []
-        for number, start, stop in runs:  # also those of other processes' tokens: their gradient here is 0
-            own = y_TN[max(start - first, 0) : max(min(stop - first, count), 0)]
-            parts.append((own + (self.base.bias if number is None else trained[number])).to(y.dtype))
-        return torch.cat(parts).view(y.shape)
+    def low_rank(self) -> dict[int, LowRank]:
+        """Operands of these adapters."""
+        return {number: weights.low_rank() for number, weights in self.computed().items()}
+
+    @property
+    def added(self) -> torch.Tensor | None:
+        """Bias that the operator adds."""
+        return self.base.bias
+
+    @property
+    def why_product(self) -> str | None:
+        """Reason, in words, why the output is not kept, whatever the adapters are; None: it may be."""
+        return "an output that the loss writes over" if self.of_rows else None
 
     def adapters_changed(self) -> None:
         """An adapter has come or gone."""
@@ -257,16 +243,12 @@ class AdaptedLinear(torch.nn.Module):
 
     def layer(self) -> Layer:
         """The layer and all its adapters as the operator takes them."""
-        known, base = self._layer, self.base
-        bias = None if self.row_parallel else base.bias
+        known, bias = self._layer, self.added
         if (
             known is None or known.frozen is not self.frozen() or known.bias is not bias
             or known.keep_output != self.keep_output
         ):  # fmt: skip
-            low_rank = {number: weights.low_rank() for number, weights in self.computed().items()}
-            if self.row_parallel:
-                low_rank = {number: replace(low, bias=None) for number, low in low_rank.items()}
-            known = self._layer = Layer(self.frozen(), bias, low_rank, self.keep_output)
+            known = self._layer = Layer(self.frozen(), bias, self.low_rank(), self.keep_output)
         return known
 
     def first_values(self, number: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -283,21 +265,31 @@ class AdaptedLinear(torch.nn.Module):
         return known
 
 
+def adapted_linear(base: torch.nn.Linear, *more: Any) -> AdaptedLinear:
+    """What puts adapters onto a linear layer: a slice says which module does so.
+
+    Args:
+        more: further arguments of AdaptedLinear.
+    """
+    own = slice_of(base)
+    made: AdaptedLinear = (AdaptedLinear if own is None else own.adapted)(base, *more)
+    return made
+
+
 def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor, ...]:
     """Outputs of siblings for x [..., K], by one call of the operator."""
     first, owners = calls[0].member, calls[0].owners
     members, keys_T2 = [call.member for call in calls], owners.keys_T2
-    moves = owners.moving is not None and owners.moving.moves
     group = first.groups.of(tuple([member.layer() for member in members]))
-    tokens = owners.total, owners.segments, keys_T2 is None, x.requires_grad, moves
+    tokens = owners.total, owners.segments, keys_T2 is None, x.requires_grad, owners.boundaries.known
     if group.tokens != tokens:
         segments = tuple(_segments(owners, [member.computed() for member in members]))
-        plan = first.chooser.plan_of(x, group.layers, segments, moves)
+        plan = first.chooser.plan_of(x, group.layers, segments, owners.boundaries.known)
         group = first.groups.put(group, tokens, segments, plan)
     if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in group.segments):
         keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
     layers, segments, plan, state = group.layers, group.segments, group.plan, group.state
-    return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.moving)
+    return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.boundaries)
 
 
 def _segments(owners: TokenOwners, computed: Sequence[Mapping[int, AdapterWeights]]) -> Iterator[Segment]:
@@ -327,14 +319,11 @@ def keep_outputs(model: torch.nn.Module) -> str | None:
             continue
         reason = why_product(
             bias=layer.bias is not None or any(own.bias is not None for own in layer.adapters.values()),
-            base_dropped=any(own.spec.dropout > 0 and own.spec.base_dropped for own in dora),
+            scales_dropped=any(own.spec.scales_dropped for own in dora),
             magnitudes=[own.magnitude for own in dora if own.magnitude is not None],
             overwritten=is_overwritten(model, path),
         )
-        if layer.row_parallel:
-            reason = "an output that is added up over processes"
-        if layer.of_rows:
-            reason = "an output that the loss writes over"
+        reason = layer.why_product or reason
         layer.keep_output = reason is None
         reasons.append(reason)
     return described(reasons) if reasons else None

@@ -9,9 +9,9 @@ Shapes: T tokens, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,47 +45,28 @@ class OwnerTable:
 
 def owners_on_device(owners: TokenOwners, numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """Owners as OwnerTable has them, in a tensor that holds those of every microbatch. numbers: of the adapters."""
-    moving: Any = owners.moving
     segments, places = tuple(Segment(*one) for one in owners.segments), {n: at for at, n in enumerate(numbers)}
     key = (OwnerTable, tuple(numbers))
-    table: OwnerTable = moving.tables(key, segments, lambda: OwnerTable(owners.total, places, device))
+    table: OwnerTable = owners.boundaries.tables(key, segments, lambda: OwnerTable(owners.total, places, device))
     return table.owners_T
 
 
-class KeptNorm:
-    """DoRA's norm of one adapter in a buffer that graphs read. It is computed outside of them, once the adapter changed.
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A norm that is there."""
 
-    Args:
-        get: gives the norm: the same tensor while the adapter is what it was.
-    """
-
-    def __init__(self, get: Callable[[], torch.Tensor]) -> None:
-        self._get, self._seen = get, get()
-        self._kept = self._seen.clone()
+    norm: torch.Tensor
 
     def get(self) -> torch.Tensor:
-        """The norm of the adapter as it was when owners were written last."""
-        return self._kept
-
-    def write(self, segments: Sequence[Segment]) -> None:
-        """Bring it up to date."""
-        if (norm := self._get()) is not self._seen:
-            self._kept.copy_(norm)
-            self._seen = norm
-
-
-def kept_norm(moving: Any, key: Hashable, get: Callable[[], torch.Tensor]) -> KeptNorm:
-    """The kept norm of what a key names. get: as of KeptNorm."""
-    found: KeptNorm = moving.tables((KeptNorm, key), (), partial(KeptNorm, get))
-    return found
+        return self.norm
 
 
 @contextmanager
-def _kept_norms(adapters: Iterable[Any], moving: Any) -> Iterator[None]:
+def _kept_norms(adapters: Iterable[Any], owners: TokenOwners) -> Iterator[None]:
     """Let the adapters of embeddings that have a norm read it where it is kept for graphs."""
     norms = {own: own.norm for own in adapters if getattr(own, "norm", None) is not None}
     for own, norm in norms.items():
-        own.norm = kept_norm(moving, norm.number, norm.get)
+        own.norm = _Kept(owners.boundaries.kept(norm.number, norm.get))
     try:
         yield
     finally:
@@ -106,10 +87,9 @@ def by_moving_owner(
         base: gives the outputs of the frozen module for x.
         own: gives the outputs of one owner for all tokens of an input like x.
     """
-    moving: Any = owners.moving
     here = {number: weights for number, weights in adapters.items() if number in owners.adapters}
-    with _kept_norms(here.values(), moving):
-        if not moving.moves:
+    with _kept_norms(here.values(), owners):
+        if owners.boundaries.known:
             (weights,) = here.values()
             return own(weights, x)
         owners_T, y = owners_on_device(owners, tuple(here), x.device), base()

@@ -36,9 +36,7 @@ Choice = tuple[PreTrainedModel, frozenset[str]]
 """A model, and paths that are to be chosen in it."""
 
 
-def resolve(
-    peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bool = True, keys: Collection[str] = ()
-) -> AdapterSpec:
+def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, keys: Collection[str] = ()) -> AdapterSpec:
     """Find the layers of the model that the configuration adapts; see spec.resolve.
 
     Args:
@@ -55,16 +53,16 @@ def resolve(
         older = older_names(keys, [model] if twin is None else [model, twin.model])
         peft = by_new_names(peft, older, NAMED)
     if twin is None:
-        found = one_class.resolve(peft, model, job, base_dropped, of_folder=bool(keys))
+        found = one_class.resolve(peft, model, job, of_folder=bool(keys))
         found.older = older
         return found
     keys = [*keys, *(PREFIX + path + "." for path in older.values())]
     of_twin = _is_of_twin(peft, keys, model, twin)
     if of_twin:
-        found = one_class.resolve(peft, twin.model, job, base_dropped, _paths(model), bool(keys))
+        found = one_class.resolve(peft, twin.model, job, _paths(model), bool(keys))
         found.modules = dict(_here(path, own, twin, model, job) for path, own in found.modules.items())
     else:
-        found = one_class.resolve(peft, model, job, base_dropped, _paths(twin.model), bool(keys))
+        found = one_class.resolve(peft, model, job, _paths(twin.model), bool(keys))
     found.modules = {path: _with_both(path, own, twin, model, job) for path, own in found.modules.items()}
     found.peft = _for_both(found, model, twin, of_twin)
     found.older = first_names(older, model, twin) if older else older

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
+from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.row_norm.row_norm import squared_row_norm, takes_kernels
 from packlora.ops.row_norm.types import NormProblem, dense_of
 from packlora.ops.stamp import PLAIN, version
@@ -109,7 +109,9 @@ class NormOperands:
 
     def _known_by(self) -> torch.Tensor | FrozenWeight:
         """Key that tells whether the weight is what it was: the tensor, where it stays where it lies."""
-        return self.weight if self._dense is None or isinstance(self.weight, Gathered) else self._dense
+        if self._dense is None or isinstance(self.weight, torch.Tensor):
+            return self.weight
+        return self._dense if self.weight.stays else self.weight
 
     def _operands(self) -> NormProblem:
         return NormProblem(self.weight if self._dense is None else self._dense, self.A, self.B, self.scaling)

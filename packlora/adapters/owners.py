@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from packlora.ops.lora_linear.moving import MovingSegments
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 
 W = TypeVar("W")
 MIN_ROWS = 16
@@ -33,7 +33,7 @@ class TokenOwners:
     total: T.
     segments: (adapter number, start, stop) of consecutive tokens, in order; tokens in no segment see the base model alone.
     keys_T2: dropout keys [T, 2] int32 (ops.dropout.token_keys), or None when nothing is dropped (evaluation).
-    moving: whose nominal segments these are, the true ones being on the device (ops.lora_linear.moving).
+    boundaries: of the segments, which are nominal where they move (ops.lora_linear.moving).
     columns: named values of tokens [T], for what is done to embeddings (embeddings.py).
     label_rows: segments of the rows of labels, which the output layer is given, and which tokens these are; None where it is
         given all tokens, if any.
@@ -43,7 +43,7 @@ class TokenOwners:
     total: int
     segments: tuple[tuple[int, int, int], ...]
     keys_T2: torch.Tensor | None = None
-    moving: MovingSegments | None = None
+    boundaries: Boundaries = ON_HOST
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     label_rows: tuple[tuple[tuple[int, int, int], ...], torch.Tensor] | None = None
     beside: BesideOwners | None = None

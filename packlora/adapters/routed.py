@@ -266,7 +266,7 @@ class Routed(torch.nn.Module):
                 y = self.inner(x.movedim(0, dim)).movedim(dim, 0)
             return y[start:stop]
 
-        if owners.moving is not None:
+        if owners.boundaries.replayed:
             from packlora.adapters.moving_rows import by_moving_owner
 
             whole = partial(base, 0, owners.total)

@@ -14,13 +14,17 @@ added up over the processes once a step. Who adds up is not this file's business
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 
-from packlora.ops.lora_linear.frozen import FrozenLinear
+from packlora.adapters.linear import AdaptedCall, AdaptedLinear
+from packlora.adapters.owners import TokenOwners
+from packlora.adapters.weights import AdapterWeights
+from packlora.ops.lora_linear.types import LowRank
 
 SLICED: dict[int, dict[str, int]] = {0: {"B": 0, "magnitude": 0, "bias": 0}, 1: {"A": 1}}
 """Sliced tensors of an adapter, each with its dimension, by `Shard.dim`."""
@@ -49,6 +53,8 @@ class Shard:
     leave: Through | None
     add_up: Callable[[torch.Tensor], None]
     by_tokens: bool = False
+    of_experts: ClassVar[bool] = False
+    """Whether processes with the same slice of the layers may have other slices of this kind: experts."""
 
     def is_slice(self, name: str) -> bool:
         """Whether a process has a slice of an adapter's tensor."""
@@ -78,6 +84,22 @@ class Shard:
         dim = self._dim(name)
         return slices[0] if dim is None else torch.cat(list(slices[: self.count * self.copies : self.copies]), dim)
 
+    def place(self, leaf: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Rows and columns of the layer's weight or bias that a tensor of this shape is; nothing for a whole one."""
+        if leaf == "bias" and self.dim:
+            return ()
+        own = slice(self.index * shape[self.dim], (self.index + 1) * shape[self.dim])
+        return (own,) if self.dim == 0 else (slice(None), own)
+
+    @property
+    def adapted(self) -> type[AdaptedLinear]:
+        return AdaptedSlice
+
+    @property
+    def add_inputs(self) -> Callable[[torch.Tensor], None] | None:
+        """Adds up sums over W's inputs over the processes, in place; None where all inputs are here."""
+        return self.add_up if self.dim else None
+
     def _dim(self, name: str) -> int | None:
         return self.dim if name == "weight" else SLICED[self.dim].get(name)
 
@@ -105,13 +127,71 @@ class ShardedLinear(torch.nn.Linear):
         return y + self.bias if shard.dim and self.bias is not None else y
 
 
-def is_known_linear(module: torch.nn.Module) -> bool:
-    """Whether a module is torch's linear layer, a slice of one, or one with another frozen weight; others' classes are not."""
-    return type(module) in (torch.nn.Linear, ShardedLinear) or isinstance(module, FrozenLinear)
+class AdaptedSlice(AdaptedLinear):
+    """AdaptedLinear on this process's slice of a layer: inputs and outputs pass through the slice's functions, and biases of a
+    row-parallel layer come after the sum over all processes."""
 
+    def __init__(self, base: torch.nn.Linear, *more: Any) -> None:
+        super().__init__(base, *more)
+        self.shard = cast(ShardedLinear, base).shard
+        self.row_parallel = self.shard.dim == 1
 
-def shard_of(linear: torch.nn.Module) -> Shard | None:
-    return linear.shard if isinstance(linear, ShardedLinear) else None
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See AdaptedLinear."""
+        shard, owners = self.shard, self.attached.owners(math.prod(x.shape[:-1]), self.of_rows, self.of_images)
+        if owners is None or owners.adapters.isdisjoint(self.adapters):
+            return self.base.forward(x)
+        x = x if shard.enter is None else shard.enter(x)
+        if owners.adapters.isdisjoint(self.computed()):
+            y = torch.nn.functional.linear(x, self.base.weight)
+        else:
+            y = self.group.serve(self.index, x, AdaptedCall(self, owners))
+        y = y if shard.leave is None else shard.leave(y)
+        return self._with_biases(y, owners) if self.row_parallel and self.base.bias is not None else y
+
+    @property
+    def first_feature(self) -> int:
+        """See AdaptedLinear."""
+        return self.shard.index * self.base.in_features if self.row_parallel else 0
+
+    def computed(self) -> Mapping[int, AdapterWeights]:
+        """See AdaptedLinear. Adapters that train but the bias of a row-parallel layer are none of them."""
+        if not self.row_parallel:
+            return self.adapters
+        return {number: own for number, own in self.adapters.items() if own.spec.rank}
+
+    def low_rank(self) -> dict[int, LowRank]:
+        """See AdaptedLinear."""
+        own = super().low_rank()
+        return {number: replace(low, bias=None) for number, low in own.items()} if self.row_parallel else own
+
+    @property
+    def added(self) -> torch.Tensor | None:
+        """See AdaptedLinear."""
+        return None if self.row_parallel else self.base.bias
+
+    @property
+    def why_product(self) -> str | None:
+        """See AdaptedLinear."""
+        return super().why_product or ("an output that is added up over processes" if self.row_parallel else None)
+
+    def _with_biases(self, y: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
+        """y of a row-parallel layer, each token with its owner's bias; y may be of this process's tokens."""
+        assert self.base.bias is not None
+        if not owners.boundaries.known:
+            raise RuntimeError("biases of row-parallel layers cannot follow segments that move; switch cuda_graphs off")
+        count = math.prod(y.shape[:-1])
+        first = 0 if count == owners.total else self.shard.index * count
+        trained = {number: own.bias for number, own in self.adapters.items() if own.bias is not None}
+        runs, y_TN = owners.runs(trained), y.reshape(count, -1)
+        of_jobs = any(number is not None for number, _, _ in runs)
+        if self.shard.by_tokens and count == owners.total and of_jobs and torch.is_grad_enabled():
+            raise RuntimeError(f"each process trains biases on tokens of its own, but {count} tokens do not divide")
+        parts = []
+        for number, start, stop in runs:  # also those of other processes' tokens: their gradient here is 0
+            own = y_TN[max(start - first, 0) : max(min(stop - first, count), 0)]
+            parts.append((own + (self.base.bias if number is None else trained[number])).to(y.dtype))
+        return torch.cat(parts).view(y.shape)
 
 
 def _frozen(part: torch.Tensor) -> torch.nn.Parameter:

@@ -163,13 +163,13 @@ class SiblingGroup:
     """One group at run time.
 
     Args:
-        members: in the order of their calls; `serve` speaks of them by number.
-        compute: see Compute; one call for several members must give what single calls would.
-        is_call: the type of its members' calls.
+        siblings: in the order of their calls; `serve` speaks of them by number.
+        compute: see Compute; one call for several siblings must give what single calls would.
+        is_call: the type of their calls.
     """
 
-    def __init__(self, members: Sequence[Member], compute: Compute, is_call: type) -> None:
-        self.members = tuple(members)
+    def __init__(self, siblings: Sequence[Member], compute: Compute, is_call: type) -> None:
+        self.siblings = tuple(siblings)
         self.compute = compute
         self.is_call = is_call
         self._frame: FrameType | None = None
@@ -243,7 +243,7 @@ class SiblingGroup:
         self._pending = None
         calls: dict[int, Any] = {}
         together = call.together
-        for number, member in enumerate(self.members):
+        for number, member in enumerate(self.siblings):
             if number == index:
                 calls[number] = call
             elif number not in self._alone:
@@ -271,8 +271,8 @@ class SiblingGroup:
                 return own[2]
             return self.compute(x, (call,))[0]
         calls = {index: call}
-        for number in range(index + 1, len(self.members)):
-            other = self.members[number].ready()
+        for number in range(index + 1, len(self.siblings)):
+            other = self.siblings[number].ready()
             if isinstance(other, self.is_call) and other.together == call.together:  # type: ignore[attr-defined]
                 calls[number] = other  # type: ignore[assignment]
         outputs = self.compute(x, tuple(calls.values()))
@@ -304,7 +304,7 @@ def join(
     for own in joined:
         group = SiblingGroup([members[path] for path in own], compute, is_call)
         group.attach(model.get_submodule(own[0].rpartition(".")[0]))
-        for index, member in enumerate(group.members):
+        for index, member in enumerate(group.siblings):
             member.group, member.index = group, index
     return joined
 

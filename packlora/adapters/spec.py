@@ -58,6 +58,11 @@ class ModuleSpec:
         """Ranks that steps change, the first ones; the others hold what was there at the beginning, see starts.py."""
         return self.rank // 2 if is_doubled(self.start) else self.rank
 
+    @property
+    def scales_dropped(self) -> bool:
+        """Whether DoRA scales the base product of the dropped inputs, which so has two base products."""
+        return self.use_dora and self.dropout > 0 and self.base_dropped
+
 
 @dataclass(slots=True)
 class AdapterSpec:
@@ -71,6 +76,12 @@ class AdapterSpec:
     """Notes for the user on the targets."""
     older: dict[str, str] = field(default_factory=dict)
     """First paths of modules, by their paths in a file of an older version of transformers, see names.py."""
+
+    def with_base_dropped(self, base_dropped: bool) -> AdapterSpec:
+        """Let DoRA under dropout scale the base product of the dropped inputs, as PEFT has it, or not. Returns itself."""
+        own = {path: replace(one, base_dropped=base_dropped) for path, one in self.modules.items() if one.rank}
+        self.modules |= own
+        return self
 
     @property
     def also(self) -> dict[str, str]:
@@ -99,7 +110,6 @@ def resolve(
     peft: LoraConfig,
     model: PreTrainedModel,
     job: str,
-    base_dropped: bool = True,
     twins: Collection[str] = (),
     of_folder: bool = False,
 ) -> AdapterSpec:
@@ -109,7 +119,6 @@ def resolve(
     regular expressions.
 
     Args:
-        base_dropped: DoRA under dropout scales the base product of the dropped inputs, as PEFT does.
         twins: paths of modules and parameters in the model's twin (names.py), which the configuration may name as well.
         of_folder: target_modules may name what the model does not have, as PEFT lets it: the tensors say what is adapted.
 
@@ -146,7 +155,7 @@ def resolve(
         elif name in chosen:
             kind = kind_of(module)
             assert kind is not None
-            own = _low_rank(peft, chosen[name], kind, base_dropped, job)
+            own = _low_rank(peft, chosen[name], kind, job)
             if kind == "convolution" and (reason := convolution.why_unfit(module, own.rank)):
                 raise InputError(
                     f"job {job!r}: target_modules matches {name}, a convolution which {reason}; leave it out"
@@ -155,7 +164,7 @@ def resolve(
         elif name in biased:
             spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
     for path, found in of_parameters.items():
-        own = _low_rank(peft, path, found.kind, base_dropped, job)
+        own = _low_rank(peft, path, found.kind, job)
         spec.modules[path] = replace(own, stored_at=found.stored_at)
     spec.notes += left_out_by_all_linear(asked, model, spec.modules, job)
     if idle := excluding_nothing(peft.exclude_modules or set(), [*every, *twins]):
@@ -169,12 +178,12 @@ def resolve(
     return spec
 
 
-def _low_rank(peft: LoraConfig, name: str, kind: Kind, base_dropped: bool, job: str) -> ModuleSpec:
+def _low_rank(peft: LoraConfig, name: str, kind: Kind, job: str) -> ModuleSpec:
     """name: that patterns of ranks and alphas are held against."""
     rank, alpha = rank_and_alpha(peft, name)
     dropout = 0.0 if kind == "embedding" else peft.lora_dropout
     start = _start(peft, rank, name, kind, job)
-    return ModuleSpec(rank, scaling_of(peft, rank, alpha), dropout, peft.use_dora, False, base_dropped, kind, start)
+    return ModuleSpec(rank, scaling_of(peft, rank, alpha), dropout, peft.use_dora, False, kind=kind, start=start)
 
 
 def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool | str:

@@ -12,12 +12,11 @@ from packlora.adapters import convolution
 from packlora.adapters.expert_layout import is_scaled
 from packlora.adapters.kinds import PARAMETERS, copied, sizes
 from packlora.adapters.norms import NormHandle, RowNorms
-from packlora.adapters.sharded import Shard, shard_of
+from packlora.adapters.slices import LinearSlice, Slice, slice_of
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.types import LowRank
 
 if TYPE_CHECKING:
-    from packlora.adapters.expert_part import ExpertPart
     from packlora.adapters.spec import ModuleSpec
 
 
@@ -81,15 +80,22 @@ class TrainedWeights:
     """
 
     def __init__(
-        self, spec: ModuleSpec, room: Mapping[str, torch.Tensor], seed: int = 0, shard: Shard | ExpertPart | None = None
+        self, spec: ModuleSpec, room: Mapping[str, torch.Tensor], seed: int = 0, shard: Slice | None = None
     ) -> None:
         self.spec, self.shard = spec, shard
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in room.items()}
-        if "A" in room:
-            A, B = (self.whole_shape(name, room[name].shape) for name in "AB")
-            for name, whole in zip("AB", first_factors(spec, A, B, seed), strict=True):
-                if whole is not None:
-                    room[name].copy_(self.own(name, whole).reshape(room[name].shape))
+        self.draw(seed)
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Write the first values of A and B into zeros."""
+        if "A" not in self.parameters:
+            return
+        factors = [self.parameters[name] for name in "AB"]
+        A, B = (self.whole_shape(name, own.shape) for name, own in zip("AB", factors, strict=True))
+        for name, own, whole in zip("AB", factors, first_factors(self.spec, A, B, seed), strict=True):
+            if whole is not None:
+                own.copy_(self.own(name, whole).reshape(own.shape))
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.parameters)
@@ -111,10 +117,10 @@ class AdapterWeights(TrainedWeights):
     Magnitude and bias get their first values from `first_values`.
     """
 
-    shard: Shard | None
+    shard: LinearSlice | None
 
     def __init__(self, spec: ModuleSpec, base: torch.nn.Linear, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(spec, room, seed, shard_of(base))
+        super().__init__(spec, room, seed, slice_of(base))
         self.A, self.B, self.magnitude, self.bias = map(self.parameters.get, ("A", "B", "magnitude", "bias"))
 
     def first_values(
@@ -132,7 +138,7 @@ class AdapterWeights(TrainedWeights):
             assert self.A is not None and self.B is not None
             # A and B change by the job's own optimizer and by copy_, which the host sees
             self._frozen = frozen
-            add_up = self.shard.add_up if self.shard is not None and self.shard.dim else None
+            add_up = None if self.shard is None else self.shard.add_inputs
             self._norm = NormHandle(
                 norms, frozen(), self.A, self.B, self.spec.scaling, version_counted=True, add_up=add_up
             )

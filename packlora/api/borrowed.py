@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from packlora.base.classes import twin_for, without_weights
 from packlora.base.shape import attention_of_text
 from packlora.errors import InputError
-from packlora.form import is_stored, plugin
+from packlora.form import WeightForm, is_stored, plugin
 from packlora.ops.twin import set_twin
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -76,11 +76,12 @@ class Borrowed:
         set_twin(copied, twin_for(type(model), model.config))
         return copied
 
-    def ready(self, is_quantised: bool, path: str, notes: list[str]) -> PreTrainedModel:
+    def ready(self, form: WeightForm | None, path: str, notes: list[str]) -> PreTrainedModel:
         """The model with the attention that its own logits are computed with, and this package's layers in the place of a
         library's.
 
         Args:
+            form: of its linear layers; None of floats.
             path: name of the model, for messages.
             notes: gets what is to be known of quantised layers.
 
@@ -88,7 +89,7 @@ class Borrowed:
             InputError: something of it is in codes that are not read here.
         """
         self.model.set_attn_implementation(attention_of_text(self.model, "eager"))
-        if not is_quantised:
+        if form is None:
             return self.model
         changed: PreTrainedModel = plugin().own_layers(self.model, self.model.dtype, path, notes)
         return changed

@@ -32,14 +32,14 @@ AHEAD = 1
 class Kept:
     """An input of a layer.
 
-    layer: its number. before: the input of the layer before it. on_device: itself, while it is there or on its way there.
-    buffer: of the host, as bytes, once it has been copied. copied: event at the end of the newest copy.
+    layer: its number. before: the input of the layer before it. form: an empty tensor that lies in memory as it does; torch
+    chooses products by strides, also of sizes of 1. on_device: itself, while it is there or on its way there. buffer: of the
+    host, as bytes, once it has been copied. copied: event at the end of the newest copy.
     """
 
     layer: int
     before: Kept | None
-    shape: torch.Size
-    dtype: torch.dtype
+    form: torch.Tensor
     on_device: torch.Tensor | None
     buffer: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
@@ -47,7 +47,7 @@ class Kept:
     def view(self) -> torch.Tensor:
         """The buffer as the input lies in it."""
         assert self.buffer is not None
-        return self.buffer[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
+        return self.buffer[: self.form.nbytes].view(self.form.dtype).as_strided(self.form.shape, self.form.stride())
 
 
 class Offloading:
@@ -67,12 +67,12 @@ class Offloading:
         last = self._last if self._last is not None and self._last.layer < layer else None
         if last is None:
             self._leaving.clear()  # of a forward that had no backward
-        own = self._last = Kept(layer, last, x.shape, x.dtype, x)
+        own = self._last = Kept(layer, last, torch.empty_like(x, device="meta"), x)
         if layer == self._layers - 1:
             self._let_go(0)
             self._last = None
             return own
-        own.buffer = self._buffer(x.numel() * x.element_size())
+        own.buffer = self._buffer(own.form.nbytes)
         self._copy(own, own.view(), x)
         self._leaving.append(own)
         self._let_go(AHEAD)
@@ -101,7 +101,8 @@ class Offloading:
             own.on_device = None
 
     def _fetch(self, own: Kept) -> None:
-        x = torch.empty(own.shape, dtype=own.dtype, device=self._device)
+        form = own.form
+        x = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self._device)
         self._copy(own, x, own.view())
         own.on_device = x
 

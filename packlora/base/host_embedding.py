@@ -62,7 +62,7 @@ def why_host_waits(model: PreTrainedModel) -> str | None:
 def check_host(run: Run, skeleton: PreTrainedModel, adapted: Collection[str]) -> None:
     """Raises InputError where the embedding is to lie on the host, and cannot. adapted: see why_on_device."""
     reason = why_on_device(skeleton, adapted)
-    if run.parallel.in_parts or run.parallel.is_sharded:
+    if run.parallel.divided:
         reason = IN_PARTS
     if reason is not None:
         raise InputError(f"offload_embedding: true is not for base_model {run.base_model!r}: {reason}; leave it out")

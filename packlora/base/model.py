@@ -73,7 +73,7 @@ def load_base(
     config = read_config(path, run.revision, run.trust_remote_code) if loaded is None else loaded.model.config
     form, notes = form_in(run, config, path), list[str]()
     if loaded is not None:
-        model = loaded.ready(form is not None, path, notes)
+        model = loaded.ready(form, path, notes)
     elif form is None:
         model = read_model(path, run.revision, dtype, run.trust_remote_code).to(device)
     else:

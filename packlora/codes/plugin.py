@@ -19,9 +19,11 @@ from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
 
 __all__ = [
-    "as_stored", "check_asked", "check_config", "check_keys", "form_in", "form_of_answers", "left_as_they_are", "own_layers",
-    "prepared_form", "reader",
+    "as_stored", "check_asked", "check_config", "check_keys", "choices", "chosen", "form_in", "form_of_answers",
+    "left_as_they_are", "own_layers", "prepared_form", "reader",
 ]  # fmt: skip
+CHOICES = ("int8", "nf4")
+"""Methods that `fit: auto` may choose, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ class Form:
     ) -> PreTrainedModel:
         """The same model with the layers of the library that made the codes, as PEFT adapts them."""
         return read_by_library(path, revision, self.asked, self.stored, dtype, device)
+
+    def counted(self, skeleton: PreTrainedModel, path: str, dtype: torch.dtype) -> Form:
+        return replace(self, held=codes_in(skeleton, self.asked, path, dtype))
 
     def share(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         from packlora.codes.gathered import share_codes
@@ -87,7 +92,25 @@ def prepared_form(run: Run, skeleton: PreTrainedModel, path: str, device: torch.
             run.check_quantized(f"base_model {path!r} is saved as {form.described}")
         except ValueError as error:
             raise InputError(str(error)) from None
-    return replace(form, held=codes_in(skeleton, form.asked, path, getattr(torch, run.dtype)))
+    return form.counted(skeleton, path, getattr(torch, run.dtype))
+
+
+def choices(run: Run) -> list[dict[str, Any]]:
+    """Forms that `fit: auto` may choose, as keys of a run file; none where a key that is written speaks against codes."""
+    if not run.leaves("quantization"):
+        return []
+    try:
+        run.check_quantized("fit: auto", made=True)
+    except ValueError:
+        return []
+    return [{"quantization": method} for method in CHOICES]
+
+
+def chosen(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for a run of the keys of one of these forms. Raises ValueError where it is none of them."""
+    if (method := keys.get("quantization")) not in (None, *CHOICES):
+        raise ValueError(f"quantization is {method!r}; fit chooses one of {', '.join(CHOICES)}")
+    return {} if method is None else {"quantization": QuantizationConfig(method=method)}
 
 
 def form_of_answers(

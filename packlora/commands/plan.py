@@ -1,7 +1,7 @@
 """`packlora plan`: what a run would do, found without training, without the model's weights and without a GPU.
 
-Owns the figures and how they are printed; the picture of the timeline is gantt.py's. Times and memory come from profiler.py:
-estimates, or what was measured on this device before. See `memory_parts` there for what an estimate leaves out.
+Owns the figures and how they are printed; packlora/pipeline/ has the picture of the timeline. Times and memory come from
+profiler.py: estimates, or what was measured on this device before. See `memory_parts` there for what an estimate leaves out.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.errors import InputError
 from packlora.files import write_json
-from packlora.report.gantt import draw
 from packlora.report.progress import duration
 from packlora.report.screen import Screen, table_screen
 from packlora.runtime import estimate, profiler
@@ -34,7 +34,6 @@ from packlora.runtime.profiler import Prediction
 from packlora.runtime.profiles import Profile
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import simulate
 from packlora.schedule.types import Microbatch
 from packlora.sweep.candidates import begun
 from packlora.terminal import Activity, Told, silent
@@ -99,7 +98,6 @@ def figures(
     prepared: PreparedRun,
     known: Profile,
     method: str,
-    stages: int = 1,
     told: Told = silent,
     cost: CostModel | None = None,
 ) -> tuple[Figures, list[Microbatch]]:
@@ -115,8 +113,8 @@ def figures(
     orders = [job.data.planned for job in prepared.jobs]
     ahead = sum(order.num_batches * min(order.global_batch_size, len(order.lengths)) for order in orders)
     planner = Planner(
-        orders, prepared.budget, stages=stages, method=method,
-        time_limit_s=prepared.run.schedule.time_limit_s, cost=(cost or known.cost) if stages > 1 else None,
+        orders, prepared.budget, lag=known.cost.devices, method=method,
+        time_limit_s=prepared.run.schedule.time_limit_s, cost=cost or known.cost,
     )  # fmt: skip
     out, samples = Figures(method, prepared.budget), 0
     planned: list[Microbatch] = []
@@ -132,7 +130,7 @@ def figures(
         told(f"planning microbatches, {method}: samples", samples, max(samples, min(ahead, SAMPLES_SHOWN)))
         if samples >= SAMPLES_SHOWN:
             break
-    timeline = simulate(planned, known.cost)
+    timeline = import_module("packlora.pipeline.timeline").simulate(planned, known.cost)
     real = [microbatch for microbatch in planned if not microbatch.is_noop]
     sizes = [microbatch.num_tokens for microbatch in real]
     out.microbatches, out.noops, out.tokens = len(real), len(planned) - len(real), sum(sizes)
@@ -153,12 +151,13 @@ class PlannedRun:
 
     prepared: PreparedRun
     known: Profile
-    stages: int
     methods: list[Figures]
     shown: list[Microbatch]
     budgets: list[Prediction]
     layouts: Layouts | None = None
     """Layouts on several devices; None where `--gpus` was not given."""
+    cut: str = ""
+    """How layers are cut into stages."""
 
     def to_json(self) -> dict[str, Any]:
         run, shape = self.prepared.run, self.prepared.shape
@@ -167,7 +166,7 @@ class PlannedRun:
             "model": {"base_model": run.base_model, "dtype": run.dtype, **asdict(shape)},
             "device": choose_device(run.device).type,
             "max_tokens_per_microbatch": self.prepared.budget,
-            "stages": self.stages,
+            "stages": self.known.cost.devices,
             "jobs": [job_figures(job) for job in self.prepared.jobs],
             "methods": {each.method: each.to_json() for each in self.methods},
             "memory": estimate.memory_parts(run, self.prepared, self.fullest),
@@ -191,31 +190,25 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     Raises:
         InputError: as for training, more stages than the model has layers, or stages on several devices each.
     """
-    pipeline = run.parallel.stages
-    if pipeline > 1 and stages not in (1, pipeline):
-        raise InputError(f"--stages is {stages}, but parallel.pipeline is {pipeline}; give one of them")
-    if pipeline > 1:
-        if gpus is not None:
-            run.parallel.check(gpus)
-        stages, gpus = pipeline, None if gpus == pipeline else gpus
-    elif gpus is not None and stages > 1:
-        raise InputError("--gpus spreads jobs over devices, --stages the layers of the model; give one of them")
+    in_file = run.parallel.stages
+    if max(stages, in_file) > 1:
+        stages, gpus = import_module("packlora.pipeline.plan").asked(run, stages, gpus)
     run = begun(run)[0]
     if gpus is not None and run.dtype == "auto" and run.device != "cpu":  # also where there are none
         run = run.model_copy(update={"dtype": "bfloat16"})
     prepared, tensor = _prepared(run, stages == 1 and gpus is None, told), run.parallel.tensor
     run = prepared.run
-    if gpus is not None and (run.parallel.in_parts is not None or run.parallel.is_sharded):
+    if gpus is not None and run.parallel.divided is not None:
         run.parallel.check(gpus)
     if run.parallel.expert > 1 and gpus is None:
         prepared.warnings.append(
             f"with parallel.expert {run.parallel.expert} devices hold the experts together; what is above is of one device "
-            f"that holds all of them, --gpus {run.parallel.expert * tensor * pipeline} shows what they need and take"
+            f"that holds all of them, --gpus {run.parallel.expert * tensor * in_file} shows what they need and take"
         )
     if tensor > 1:
         prepared.warnings.append(
             f"with parallel.tensor {tensor} devices hold the base model together: time and memory above are of one device that "
-            f"holds all of it; {'--gpus shows those of the devices' if pipeline == 1 else 'none is predicted with stages'}"
+            f"holds all of it; {'--gpus shows those of the devices' if in_file == 1 else 'none is predicted with stages'}"
         )
     if stages > prepared.shape.layers:
         raise InputError(f"stages: {stages} are more than the {prepared.shape.layers} layers of the model")
@@ -226,22 +219,21 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     if run.max_tokens_per_microbatch == "auto" and choose_device(run.device).type == "cuda" and decides:
         budgets = profiler.predictions(prepared, known)
         prepared.budget = profiler.choose(budgets).budget
-    cost = None
-    if pipeline > 1:
-        cost = estimate.planning_cost(run, prepared, stages)
+    cost, cut = None, ""
     if stages > 1:
-        known = estimate.staged(known, run, prepared, stages)
+        known, cost = import_module("packlora.pipeline.plan").planned(prepared, known, stages)
+        cut = import_module("packlora.pipeline.plan").sentence(prepared, stages)
     other = "auto" if run.schedule.method == "solo" else run.schedule.method
     methods = []
     for method in ("solo", other):
-        made, shown = figures(prepared, known, method, stages, told, cost)
+        made, shown = figures(prepared, known, method, told, cost)
         methods.append(made)
     layouts = None
     if gpus is not None and taken is not None:
         told(f"planning microbatches on {gpus} devices")
         alone = sum(map(one.seconds, shown)) / methods[-1].part if stages > 1 else methods[-1].seconds
         layouts = figures_of(prepared, one, gpus, taken, alone)
-    return PlannedRun(prepared, known, stages, methods, shown, budgets, layouts)
+    return PlannedRun(prepared, known, methods, shown, budgets, layouts, cut)
 
 
 def _prepared(run: Run, alone: bool, told: Told) -> PreparedRun:
@@ -262,8 +254,9 @@ def print_plan(
         _write(json_file, lambda: write_json(json_file, plan.to_json()))
         console.print(Text(f"wrote {json_file}"), soft_wrap=True)
     if plot is not None:
-        title = f"{plan.methods[-1].method}, {plan.stages} stage{'s' * (plan.stages > 1)}, first microbatches"
-        _write(plot, lambda: draw(plan.shown[:DRAWN], plan.known.cost, title, plot))
+        cost = plan.known.cost
+        title = f"{plan.methods[-1].method}, {cost.devices} stage{'s' * (cost.devices > 1)}, first microbatches"
+        _write(plot, lambda: import_module("packlora.pipeline.picture").draw(plan.shown[:DRAWN], cost, title, plot))
         console.print(Text(f"wrote {plot}"), soft_wrap=True)
 
 
@@ -288,15 +281,10 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
 
     say(
         f"{run.base_model}: {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, {run.dtype}, on {device.type}"
-        + (f", a pipeline of {plan.stages} stages" if plan.stages > 1 else "")
+        + (f", a pipeline of {plan.known.cost.devices} stages" if plan.cut else "")
     )
-    if plan.stages > 1:
-        counts = ", ".join(map(str, estimate.stage_layers(run, prepared, plan.stages)))
-        how = "as measured"
-        if prepared.head_in_layers is None:
-            how = "estimated; packlora tune measures it, for run files with parallel.pipeline"
-        head = estimate.head_in_layers(run, prepared)
-        say(f"stages of {counts} layers; the output layer and the loss take as long as {head:.2f} of them, {how}")
+    if plan.cut:
+        say(plan.cut)
     console.print()
     print_jobs(prepared, console)
     console.print()
@@ -323,7 +311,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
     parts = estimate.memory_parts(run, prepared, plan.fullest)
     split = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     total = f"{used.bytes / 2**30:.2f} of {plan.known.room / 2**30:.1f} GiB free"
-    if plan.known.origin == "estimated" and plan.stages == 1:
+    if plan.known.origin == "estimated" and not plan.cut:
         say(f"memory on {device.type}, estimated: {total} ({split})")
     else:
         say(

@@ -6,7 +6,7 @@ Of the model its config.json is enough. Owns the settings that are listed and th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,15 @@ from rich.text import Text
 from packlora.base.host_embedding import why_on_device
 from packlora.base.load import load_skeleton
 from packlora.commands.plan_tables import print_table
-from packlora.config import QuantizationConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
 from packlora.errors import InputError, quoted
 from packlora.files import write_json
-from packlora.form import is_stored
+from packlora.form import choices, form_in
 from packlora.report.screen import table_screen
 from packlora.run_file import run_from
 from packlora.runtime.estimate import memory_parts
-from packlora.runtime.fit import GIB, QUANTIZATION, measures_of, quantization, words
+from packlora.runtime.fit import GIB, measures_of, words
 from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import ModelShape, PreparedJob, products_kept, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
@@ -94,11 +93,8 @@ def card_bytes(text: str) -> int:
     return int(float(found[1]) * GIB)
 
 
-FORMS = tuple(quantization(method) for method in QUANTIZATION)
-
-
 def settings_of(
-    model: str, room: int, rank: int = 16, length: int = 2048, forms: Sequence[QuantizationConfig | None] = FORMS
+    model: str, room: int, rank: int = 16, length: int = 2048, forms: Sequence[Mapping[str, Any]] | None = None
 ) -> Card:
     """Settings of a LoRA job on all linear layers, and whether they fit.
 
@@ -106,7 +102,7 @@ def settings_of(
         model: folder or hub id with a config.json.
         room: bytes of the card.
         length: tokens of each sample, all of which are learnt.
-        forms: of the linear layers, where the model is saved as floats; None: floats.
+        forms: keys of a run file for the form of the base; None: as it is saved, and those that fit: auto may choose.
 
     Raises:
         InputError: there is no such model, or none that is trained here.
@@ -127,30 +123,17 @@ def settings_of(
         "activation_offloading": skeleton.supports_gradient_checkpointing,
     }
     out = []
-    for form in (None,) if is_stored(skeleton.config) else forms:
-        prepared.form = _form(skeleton, form, model)
+    for form in ({}, *choices(run, skeleton.config)) if forms is None else forms:
+        found = form_in(run_from({**tree, **form}), skeleton.config, model)
+        prepared.form = found and found.counted(skeleton, model, torch.bfloat16)
         for measures in measures_of(run, possible):
             own = run.model_copy(update=measures)
-            keys: dict[str, Any] = {} if form is None else {"quantization": form.method}
-            keys |= {key: value for key, value in measures.items() if value}
+            keys = dict(form) | {key: value for key, value in measures.items() if value}
             one, two = (memory_parts(own, prepared, count, kernels=True) for count in (length, 2 * length))
             each = (sum(two.values()) - sum(one.values())) / length
             most = int(length + (ROOM_SHARE * room - sum(one.values())) / each)
             out.append(Setting(keys, one, most if most >= length else 0))
     return Card(model, prepared.shape, room, rank, length, tuple(out))
-
-
-def _form(skeleton: Any, form: QuantizationConfig | None, path: str) -> Any:
-    """Form of the linear layers; None of floats."""
-    if form is None and not is_stored(skeleton.config):
-        return None
-    from packlora.codes.load import codes_in
-    from packlora.codes.plugin import Form
-    from packlora.codes.stored import check_stored
-
-    asked = check_stored(None, skeleton.config, path) if form is None else form
-    assert asked is not None
-    return Form(asked, None, codes_in(skeleton, asked, path, torch.bfloat16))
 
 
 def print_card(

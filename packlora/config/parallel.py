@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -96,11 +96,28 @@ class ParallelConfig(Strict):
         return self.ep_implementation == "all_to_all"
 
     @property
+    def ways(self) -> list[str]:
+        """Keys by which several devices hold the base model together."""
+        asked = {
+            "tensor": self.tensor > 1, "pipeline": self.stages > 1, "shard_base": self.is_sharded, "expert": self.expert > 1,
+        }  # fmt: skip
+        return [key for key, is_asked in asked.items() if is_asked]
+
+    @property
+    def experts_on(self) -> int:
+        """Number of devices that compute the experts of a microbatch together."""
+        return 1 if self.exchanges else self.expert
+
+    @property
     def in_parts(self) -> str | None:
         """Key by which several devices hold the base model together and run the same microbatches, or stages of them; None
         without such a key."""
-        asked = {"tensor": self.tensor > 1, "pipeline": self.stages > 1, "expert": self.expert > 1}
-        return next((key for key, is_asked in asked.items() if is_asked), None)
+        return next((key for key in self.ways if key != "shard_base"), None)
+
+    @property
+    def divided(self) -> str | None:
+        """Key by which no device holds a whole base model: shard_base, or see `in_parts`; None without such a key."""
+        return "shard_base" if self.is_sharded else self.in_parts
 
     @property
     def is_sharded(self) -> bool:
@@ -117,9 +134,11 @@ class ParallelConfig(Strict):
         """The number of shard_base; None where it has none."""
         return int(self.shard_base) if self.has_degree else None
 
-    def shards(self, processes: int) -> int:
-        """Number of processes that share each weight by rows as requested, out of `processes`; 1: no sharding."""
-        return self.degree or (processes // (self.tensor * self.expert) if self.shard_base is True else 1)
+    def degrees(self, processes: int) -> dict[str, Any]:
+        """Numbers of devices, out of so many, that the keys ask for, by the fields of a layout (parallel/layout.py)."""
+        shard = self.degree or (processes // (self.tensor * self.expert) if self.shard_base is True else 1)
+        own = {"tensor": self.tensor, "pipeline": self.stages, "expert": self.expert, "exchange": self.exchanges}
+        return {"shard": shard, **own}
 
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""

@@ -160,7 +160,7 @@ class Run(Strict):
             what: makes it one, for the message.
             made: by bitsandbytes while the model is loaded, so that each process makes the codes of its own rows.
         """
-        key = "shard_base" if self.parallel.is_sharded and not made else self.parallel.in_parts
+        key = self.parallel.in_parts if made else self.parallel.divided
         if key is not None:
             better = (
                 "; shard_base takes those of quantization: nf4, fp4 and int8, of a base_model that is saved as floats"
@@ -186,7 +186,7 @@ class Run(Strict):
             raise ValueError(
                 "activation_offloading: true keeps checkpoints on the host; set gradient_checkpointing: true"
             )
-        key = "shard_base" if self.parallel.is_sharded else self.parallel.in_parts
+        key = self.parallel.divided
         if self.activation_offloading and key is not None:
             raise ValueError(f"activation_offloading: true does not go with parallel.{key}; leave one of them out")
         return self

@@ -70,8 +70,8 @@ TRAINER_KEYS: dict[str, tuple[str, ...]] = {
     "epsilon": ("grpo",), "epsilon_high": ("grpo",),
 }  # fmt: skip
 """Keys of `train` that some trainers alone have."""
-HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
-"""Held-out metrics of preferences that may choose the best adapter; of eval_loss the lower is the better."""
+HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins", "eval_reward", "reward")
+"""Metrics of preferences and rewards that may choose the best adapter; of eval_loss the lower is the better."""
 
 
 def with_trainer(keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -149,9 +149,11 @@ class TrainConfig(Strict):
     """Evaluate before the first step too."""
     load_best_model_at_end: bool = False
     """The adapter of the evaluation with the best metric_for_best_model is the job's result, not that of its last step."""
-    metric_for_best_model: Literal["eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"] = "eval_loss"
+    metric_for_best_model: Literal["eval_loss", "eval_rewards/accuracies", "eval_rewards/margins", "eval_reward"] = (
+        "eval_loss"
+    )
     """Metric that decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better;
-    or, for pairs, how often and by how much the chosen completion has the higher reward."""
+    or, for pairs, how often and by how much the chosen completion has the higher reward; with a rollout the held-out reward."""
     early_stopping_patience: int | None = Field(None, ge=1, le=MOST_STEPS)
     """End the job after so many evaluations in a row that were no better than the best one before; null never does."""
     early_stopping_threshold: float = Field(0.0, ge=0, le=1e6)
@@ -261,10 +263,10 @@ class TrainConfig(Strict):
             raise ValueError(f"label_smoothing is {self.label_smoothing}; robust takes less than 0.5")
         if "discopop" not in types and self.discopop_tau is not None:
             raise ValueError("discopop_tau goes with loss_type discopop")
-        if self.metric_for_best_model != "eval_loss" and self.trainer not in ("dpo", "orpo"):
-            raise ValueError(
-                f"metric_for_best_model {self.metric_for_best_model} is of pairs, for trainer dpo and orpo"
-            )
+        metric, of_rewards = self.metric_for_best_model, self.metric_for_best_model == "eval_reward"
+        if metric != "eval_loss" and self.trainer not in (("grpo",) if of_rewards else ("dpo", "orpo")):
+            kind = "rewards, for trainer grpo" if of_rewards else "pairs, for trainer dpo and orpo"
+            raise ValueError(f"metric_for_best_model {metric} is of {kind}")
         return self
 
     @field_validator("lr_scheduler_kwargs")

@@ -105,6 +105,11 @@ class Sample:
         return [len(places) for places in self.groups()]
 
     @property
+    def label_groups(self) -> np.ndarray | None:
+        """Group [l] of each label, 0 to 2 as in `groups`; None of a sample without a preference."""
+        return None if self.preference is None else np.repeat(np.arange(3.0), self.group_counts)
+
+    @property
     def part_lengths(self) -> tuple[int, ...]:
         """Numbers of tokens of the sample's parts, which do not attend to each other."""
         return (len(self.ids),) if self.preference is None else self.preference.lengths

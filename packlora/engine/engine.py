@@ -1,22 +1,11 @@
-"""The engine: runs slots of microbatches and steps adapters, on one device or on one stage of a pipeline.
+"""The engine: runs slots of microbatches and steps adapters.
 
-A slot is a place in the order of microbatches. A pipeline of S stages never flushes between slots (1F1B). At place n stage s
-runs
+A slot is a place in the order of microbatches. Place n begins with the backward of slot n - ahead and the steps of slot
+n - lag; then slot n is asked for and begins. An adapter that steps after slot p has rows of its next global batch in slot
+p + lag or later (schedule/verify.py). Here both numbers are 1: a slot is done before the next one is asked for. The engine of a
+pipeline, whose stages run several slots at a time, is packlora/pipeline/engine.py.
 
-    backward   of slot n - (S - s). If adapters step after it, each stage adds what a step needs to what the stage above has
-               sent, and sends it on down: squares of the gradient, the loss
-    steps      of slot n - S. The first stage, whose backward is the last one, has all sums; they go up again as totals
-    forward    of slot n, which is asked for now
-
-The totals leave a stage before the hidden states of slot n do. So all stages clip by the same norm, take the same decisions
-from the same bits, and know of the same steps when they ask for a slot. An adapter that steps after slot p has rows of its next
-global batch in slot p + S or later (schedule/verify.py). One device is the case S = 1.
-
-A pipeline steps by what is known before the step: loss and norm. What a step has made of the parameters goes down with the sums
-of the adapter's next step, or is told when the pipeline is dry; both come before the next step.
-
-Replicas of the model run their own microbatches of a slot. They add up gradients before a step. The processes of a stage that
-is cut have the same microbatches and the same sums.
+Replicas of the model run their own microbatches of a slot. They add up gradients before a step.
 
 Errors: MemoryError where memory runs out and nothing is left that may be changed; ProcessError where another process ended.
 """
@@ -28,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -37,11 +26,6 @@ from packlora.engine.memory import TokenBudget, on_its_way, on_their_way
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import Executor, MicrobatchResult, run_microbatch
 from packlora.parallel.alone import Alone
-
-if TYPE_CHECKING:
-    from packlora.engine.stage_sums import StageSums
-    from packlora.parallel.pipeline import Links
-
 
 Refusal = Literal["loss", "norm", "gradient", "overflow"]
 
@@ -131,7 +115,7 @@ class Slots(Protocol):
     """Source of slots. All processes that train the same adapters answer alike, but for `is_asked`."""
 
     def next(self) -> Slot | None:
-        """Slot that enters now; None: run dry and return. The results of all slots up to S before it were handed out."""
+        """Slot that enters now; None: run dry and return. The results of all slots up to `lag` before it were handed out."""
 
     def peek(self) -> Parts:
         """Microbatch of this replica that `next` would most likely give, the same object; empty where that is not known."""
@@ -141,8 +125,9 @@ class Slots(Protocol):
 
 
 @dataclass(slots=True)
-class _Inside:
-    """A slot on its way. pending: its forward, on stages of a pipeline. found: by stepping parameter, see _agree."""
+class Inside:
+    """A slot on its way. pending: its forward, where other slots run before the backward. found: by stepping parameter, see
+    _agree."""
 
     slot: Slot
     pending: Any = None
@@ -162,15 +147,12 @@ class Engine:
         budget: tokens of a microbatch.
     """
 
+    lag = ahead = 1
+    """Number of slots that begin from a slot on until its steps are taken, and until its backward runs."""
+
     def __init__(self, executor: Executor, group: Alone, budget: TokenBudget) -> None:
         self.executor, self.group, self.budget = executor, group, budget
         self.adapters: Mapping[int, AdapterState] = {}
-        self._stages = self._stage_sums() if group.stages > 1 else None
-
-    def _stage_sums(self) -> StageSums:
-        from packlora.engine.stage_sums import StageSums
-
-        return StageSums(cast("Links", self.group), self.budget.device)
 
     def follow(self, adapters: Mapping[int, AdapterState]) -> None:
         """These adapters may own rows and step now. Between two runs."""
@@ -178,13 +160,12 @@ class Engine:
 
     def run(self, slots: Slots) -> Iterator[Done]:
         """Run slots until they run dry. Whoever iterates takes all of it: one Done a slot, in their order."""
-        stages, ahead = self.group.stages, self.group.stages - self.group.stage
-        inside: dict[int, _Inside] = {}
+        inside: dict[int, Inside] = {}
         end: int | None = None
         for number in itertools.count():
-            if (one := inside.get(number - ahead)) is not None:
+            if (one := inside.get(number - self.ahead)) is not None:
                 self._backward(one, slots)
-            if (one := inside.pop(number - stages, None)) is not None:
+            if (one := inside.pop(number - self.lag, None)) is not None:
                 yield self._finish(one, slots)
                 if one.lacking:
                     return
@@ -193,21 +174,17 @@ class Engine:
                     inside[number] = self._forward(slot)
                 else:
                     end = number
-            if end is not None and number >= end + stages - 1:
+            if end is not None and number >= end + self.lag - 1:
                 break
-        if self._stages is not None:
-            yield Done(Slot(), tuple(self._confirm(*one) for one in self._stages.dry()))
+        yield from self._run_dry()
 
     # --- forward and backward ----------------------------------------------------------------------------------------------
 
-    def _forward(self, slot: Slot) -> _Inside:
-        one = _Inside(slot)
-        if self.group.stages > 1 and slot.parts:
-            forward = partial(self.executor.forward, slot.parts)
-            one.pending = self.budget.attempt(num_tokens(slot.parts), forward, trains=True)
-        return one
+    def _forward(self, slot: Slot) -> Inside:
+        """Begin a slot. Here the forward runs with the backward."""
+        return Inside(slot)
 
-    def _backward(self, one: _Inside, slots: Slots) -> None:
+    def _backward(self, one: Inside, slots: Slots) -> None:
         slot, result = one.slot, None
         if slot.parts:
             result = self._run(one)
@@ -215,8 +192,7 @@ class Engine:
             self.executor.idle(backward=True)
         if slot.is_empty:
             return
-        if self.group.stages == 1 and self.group.processes > 1:
-            self._agree(one, slots)
+        self._agree(one, slots)
         if one.lacking:
             self._drop_gradients(slot)
             return
@@ -224,27 +200,25 @@ class Engine:
         if slot.wants_losses and result is not None:
             one.losses_L = on_its_way(result.losses_L)  # steps are launched before it is waited for
         if slot.steps:
-            states = [self.adapters[step.adapter] for step in slot.steps]
-            if one.found:
-                join_found(states, one.found)
-            if self._stages is None:
-                add_up(states, self.group)
-            else:
-                one.sums = self._stages.sums(states, slots.is_asked())
+            self._add_up(one, [self.adapters[step.adapter] for step in slot.steps], slots)
 
-    def _run(self, one: _Inside) -> MicrobatchResult | None:
+    def _run(self, one: Inside) -> MicrobatchResult | None:
         """None where memory ran out."""
-        parts, pending = one.slot.parts, one.pending
-        one.pending = None
-        run = partial(run_microbatch, self.executor, parts)
-        if self.group.stages > 1:
-            run = partial(self.executor.backward, pending)
-        result = self.budget.attempt(tokens := num_tokens(parts), run, trains=True)
+        run = partial(run_microbatch, self.executor, one.slot.parts)
+        result = self.budget.attempt(tokens := num_tokens(one.slot.parts), run, trains=True)
         one.lacking = tokens if result is None else 0
         return result
 
-    def _agree(self, one: _Inside, slots: Slots) -> None:
+    def _add_up(self, one: Inside, states: Sequence[AdapterState], slots: Slots) -> None:
+        """Add up what the steps after a slot need, over the processes."""
+        if one.found:
+            join_found(states, one.found)
+        add_up(states, self.group)
+
+    def _agree(self, one: Inside, slots: Slots) -> None:
         """The largest lacking of all processes, whether one was asked for something, and which parameters got gradients."""
+        if self.group.processes == 1:
+            return
         slot = one.slot
         found = [
             int(own)
@@ -255,8 +229,7 @@ class Engine:
         one.asked = bool(asked)
 
     def _drop_gradients(self, slot: Slot) -> None:
-        own = {part.adapter for part in slot.parts}
-        for adapter in self.adapters if self.group.exchanges else own:
+        for adapter in self.group.reached({part.adapter for part in slot.parts}, self.adapters):
             self.adapters[adapter].drop_gradients()
 
     def _collect(self, slot: Slot, result: MicrobatchResult | None) -> None:
@@ -267,30 +240,26 @@ class Engine:
                 self.adapters[adapter].collect(result.sums[adapter])
             else:
                 self.adapters[adapter].discard()
-        if self.group.exchanges:
-            self._collect_for_others(slot, here)
-
-    def _collect_for_others(self, slot: Slot, here: set[int]) -> None:
-        """Collect, where experts here have computed tokens of other replicas, gradients of adapters that own none here.
-        Experts compute the operands of all adapters, those without rows in the slot included."""
-        for adapter, state in self.adapters.items():
-            if adapter in here:
-                continue
+        for adapter in self.group.reached(here, self.adapters) - here:
+            state = self.adapters[adapter]
             if adapter in slot.counted:
                 state.collect(state.no_sums())
             state.drop_gradients()
 
     # --- steps -------------------------------------------------------------------------------------------------------------
 
-    def _finish(self, one: _Inside, slots: Slots) -> Done:
-        slot, events = one.slot, list[StepDone | Confirmed]()
-        if self._stages is not None:
-            if slot.steps:
-                events = self._step_by_totals(one, self._stages)
-        elif not one.lacking:
-            events = self.take_steps(slot.steps, lambda: self._prepare(slots.peek()))
+    def _finish(self, one: Inside, slots: Slots) -> Done:
+        events = [] if one.lacking else self._step(one, slots)
         losses_L = None if one.losses_L is None else one.losses_L()
-        return Done(slot, tuple(events), one.lacking, one.asked, losses_L)
+        return Done(one.slot, tuple(events), one.lacking, one.asked, losses_L)
+
+    def _run_dry(self) -> Iterator[Done]:
+        """What is left to tell when no slot is on its way."""
+        return iter(())
+
+    def _step(self, one: Inside, slots: Slots) -> list[StepDone | Confirmed]:
+        """Take the steps of a slot."""
+        return self.take_steps(one.slot.steps, lambda: self._prepare(slots.peek()))
 
     def _prepare(self, parts: Parts) -> None:
         if parts:
@@ -310,24 +279,6 @@ class Engine:
             out.append(done := self._judge(step, loss, norm))
             if done.refused is None:
                 out.append(self._confirm(step.adapter, largest, changed))
-        return out
-
-    def _step_by_totals(self, one: _Inside, stages: StageSums) -> list[StepDone | Confirmed]:
-        """Optimizer steps on a stage, whose device is waited for."""
-        states = [self.adapters[step.adapter] for step in one.slot.steps]
-        one.asked, totals = stages.totals(states, one.sums)
-        out: list[StepDone | Confirmed] = []
-        for step, state, total in zip(one.slot.steps, states, totals, strict=True):
-            if total.before is not None:
-                out.append(before := self._confirm(step.adapter, *total.before))
-                if before.reverted:
-                    state.discard()
-                    continue
-            state.sums, state.found_elsewhere = total.sums, total.found
-            made = state.step(step.lr, total.norm)
-            out.append(done := self._judge(step, total.loss, total.norm_value))
-            if done.refused is None:
-                stages.unconfirmed[step.adapter] = made[2:]
         return out
 
     def _judge(self, step: Step, loss: float, norm: float) -> StepDone:

@@ -6,8 +6,9 @@ one Shape share a graph; the last tokens of a row that is shorter are nobody's. 
 are brought up to date before a replay, where a job has stepped. The loss, a few launches, runs between the two replays without
 a graph (between.py), so the number of labels is no part of a shape.
 
-The first microbatch of a shape runs the same functions on the same buffers without a graph (`Body`), so a run has the same bits
-whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once.
+The first microbatches of a shape run the same functions on the same buffers without a graph (`Body`), so a run has the same
+bits whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once. So do microbatches with
+tokens of an adapter that the graphs do not know.
 
 Where each of several processes has a slice of every layer, their messages are recorded too. All of them record and replay at
 the same microbatches, since whatever decides that is the same for all but memory: where that runs out, the run ends.
@@ -31,7 +32,8 @@ from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.memory import free_memory
 from packlora.engine.parts import Parts, rows_of
 from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, one_error_for_memory
-from packlora.engine.recorded import Body, Buffers, Gradients, Recorder, Room, Shape
+from packlora.engine.recorded import STEPS, Body, Buffers, Gradients, Recorder, Room, Shape
+from packlora.engine.rows import NO_ADAPTER
 from packlora.errors import ProcessError
 
 MOST = 32
@@ -71,12 +73,14 @@ class GraphedDevice:
         budget: most tokens that microbatches are planned with.
         tell: is told once why there are no graphs.
         columns, routes: as of Body.
+        patience: microbatches of a shape that run without a graph before one is recorded.
+        steps: sizes, as of Shape.
     """
 
     def __init__(
         self, single: SingleDevice, buffers: Buffers, dropout: bool, budget: int,
         tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
-        columns: Mapping[str, torch.dtype] | None = None, routes: bool = False,
+        columns: Mapping[str, torch.dtype] | None = None, routes: bool = False, patience: int = 1, steps: int = STEPS,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
         self._alone = single.base.storage.is_whole
@@ -84,7 +88,8 @@ class GraphedDevice:
         self.why_not: str | None = None
         self._unfit: str | None = None
         """Why these adapters cannot have graphs."""
-        self._budget = budget
+        self._shape_of = lambda lengths: Shape.of(lengths, budget, steps)
+        self._patience = patience
         self._follow(buffers, dropout, columns, routes)
         self._new_recorder = recorder
         self._recorder: Any = None
@@ -106,7 +111,7 @@ class GraphedDevice:
         that are being taken. Of a job that may not take its step it has the values of that step, which is as well: what the
         job computes is discarded.
         """
-        if self.why_not is None and not self._waiting:
+        if self._takes(parts):
             self._ready = None  # what it has loaded is written over, also where this fails
             with suppress(Exception) if self._alone else nullcontext():
                 self._ready = self._load(parts)
@@ -116,11 +121,16 @@ class GraphedDevice:
     def forward(self, parts: Parts) -> Pending | Waiting:
         """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory. No job
         may step before that, whether it has tokens here or not: operands of all are packed together."""
-        if self.why_not is None and not self._waiting:
+        if self._takes(parts):
             pending = self._attempt(lambda: self._forward(parts))
             if pending is not None:
                 return pending
         return self.single.forward(parts)
+
+    def _takes(self, parts: Parts) -> bool:
+        """Whether a microbatch goes by a graph now."""
+        known = self.why_not is None and not self._waiting
+        return known and all(part.adapter in self.adapters or part.adapter == NO_ADAPTER for part in parts)
 
     def _attempt(self, compute: Callable[[], T]) -> T | None:
         """Result of `compute`; None where that goes without graphs alone. Nothing refers to the error then, nor to what it
@@ -153,7 +163,7 @@ class GraphedDevice:
 
     def _launch(self, ready: _Ready) -> Waiting:
         base, body, batch = self.single.base, ready.body, ready.batch
-        if body.ran and not body.recorded and self._checked > 1:
+        if body.runs >= self._patience and not body.recorded and self._checked > 1:
             self._recorder = self._recorder or self._new_recorder(base.device)
             body.record(self._recorder)
         with _nothing_waits(base.device, self._checked == 1):
@@ -206,7 +216,7 @@ class GraphedDevice:
         return self.single.plans()
 
     def _load(self, parts: Parts) -> _Ready:
-        body = self._body(Shape.of([n for row in rows_of(parts) for n in row.sample.part_lengths], self._budget))
+        body = self._body(self._shape_of([n for row in rows_of(parts) for n in row.sample.part_lengths]))
         batch = collate(parts, self.single.base.device, body.shape.tokens)
         body.load(batch)
         is_first, self._is_first = self._is_first, False
@@ -239,14 +249,31 @@ class GraphedDevice:
         """
         if why_not is not None and why_not != self._unfit:
             self.tell(f"{NO_GRAPHS}: {why_not}")
-        if self.why_not == self._unfit:
+        if (
+            self.why_not != SHORT and self._out_of_memory < TRIES
+        ):  # what could not be recorded was perhaps of one that has left
             self.why_not = why_not
         self._unfit = why_not
+        self._watch_anew()
         self._follow(buffers, dropout, columns, routes)
-        self._drop()
+        if self._bodies:
+            self._drop()
+
+    def layers_changed(self) -> None:
+        """Adapters that own no tokens have come onto the layers, or left them. Operands are packed anew, which a recording must
+        not see."""
+        self._watch_anew()
+        for shape in [shape for shape, body in self._bodies.items() if not body.recorded]:
+            del self._bodies[shape]
+
+    def _watch_anew(self) -> None:
+        """The next microbatch makes what a first one makes, for which the host may wait."""
+        self._checked = 0 if self._checked == 1 else self._checked
 
     def _follow(self, buffers: Buffers, dropout: bool, columns: Mapping[str, torch.dtype] | None, routes: bool) -> None:
         """These adapters may own tokens."""
+        self.adapters = frozenset(buffers)
+        """Adapters that the graphs know."""
         self._gradients = gradients = Gradients(buffers)
         self._between = Between(self.single, gradients.parameters)
         self._new_body: Callable[[Shape], Body] = lambda shape: Body(

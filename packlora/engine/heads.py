@@ -196,22 +196,25 @@ def head_losses(
 
     own = [weights for number, weights in on_head.items() if number in rows.adapters]
     parameters = [parameter for weights in own for parameter in weights.named_parameters().values()]
+    # only on a CPU can an adapter have the same bits whoever else is there
+    sizes = [stop - start for _, start, stop in rows.runs(rows.adapters)] if hidden_LD.device.type == "cpu" else None
 
     def losses(weights_L: torch.Tensor | None, weigh: Weigh | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return chunked_cross_entropy(
             hidden_LD, logits_of, parameters, len(head.base.weight), batch.labels_L, weights_L,
-            smoothing_L=batch.labels.get(SMOOTHING), weigh=weigh,
+            smoothing_L=batch.labels.get(SMOOTHING), weigh=weigh, sizes=sizes,
         )  # fmt: skip
 
-    known = {part.objective.weights for part in batch.parts} if torch.is_grad_enabled() else {"before"}
+    known, weigh = {part.objective.weights for part in batch.parts if torch.is_grad_enabled()}, None
     if "sample" in known:
         # weights of labels are known after a forward, the layer's gradients are made in it: so there are two
         with torch.no_grad():
             factors_L = judge(losses(weights_L)[0], batch).factors_L
         assert factors_L is not None
-        weights_L = factors_L if weights_L is None else factors_L * weights_L
-    by_row = "row" in known and "sample" not in known
-    losses_L, total = losses(weights_L, (lambda C, a, b: _weigh_rows(C, batch, a, b)) if by_row else None)
+        weigh = lambda _, start, stop: factors_L[start:stop]  # noqa: E731
+    elif "row" in known:
+        weigh = lambda losses_C, start, stop: _weigh_rows(losses_C, batch, start, stop)  # noqa: E731
+    losses_L, total = losses(weights_L, weigh)
     return Losses(losses_L, total, judge(losses_L, batch).sums)
 
 

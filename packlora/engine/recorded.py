@@ -31,10 +31,10 @@ class Shape(NamedTuple):
     samples: int
 
     @staticmethod
-    def of(lengths: Sequence[int], budget: int) -> Shape:
-        """Shape of samples of so many tokens. budget: most tokens that microbatches are planned with."""
+    def of(lengths: Sequence[int], budget: int, steps: int = STEPS) -> Shape:
+        """Shape of samples of so many tokens. budget: most tokens that microbatches are planned with, or 0. steps: as STEPS."""
         tokens = sum(lengths)
-        step = max(_power(max(tokens, budget)) // (2 * STEPS), LEAST_TOKENS // STEPS)
+        step = max(_power(max(tokens, budget)) // (2 * steps), LEAST_TOKENS // steps)
         total = max(-(-tokens // step) * step, LEAST_TOKENS)
         more = -(-(total - tokens) // max(lengths))  # samples of nobody's tokens
         return Shape(total, max(_power(len(lengths) + more), _power(total // BLOCK), LEAST_SAMPLES))
@@ -144,8 +144,8 @@ class Body:
         self._backward: Callable[[], None] | None = None
         self._reached: list[bool] = []
         """Parameters that the backward reaches."""
-        self.ran = False
-        """Both have run, so whatever is made at first calls is there."""
+        self.runs = 0
+        """How often both have run without a graph; after the first time whatever is made at first calls is there."""
 
     @property
     def recorded(self) -> bool:
@@ -191,7 +191,7 @@ class Body:
             self._reached = [grad is not None for grad in found]
             self.gradients.leave(self._reached, adapters)
             self.gradients.add(found)
-            self._outputs, self._d, self.ran = [], [], True
+            self._outputs, self._d, self.runs = [], [], self.runs + 1
         else:
             self.gradients.leave(self._reached, adapters)
             self._backward()

@@ -29,6 +29,7 @@ from packlora.engine.passes import one_error_for_memory
 from packlora.engine.recorded import Recorder
 from packlora.engine.rows import NO_ADAPTER
 from packlora.ops.attention.cached import Visible
+from packlora.ops.lora_linear.boundaries import ON_HOST
 from packlora.ops.lora_linear.frozen import FrozenLinear
 from packlora.ops.lora_linear.moving import MovingSegments
 
@@ -162,7 +163,7 @@ class _Body:
         self._every_R = torch.arange(R, device=where)
         self._moving = MovingSegments(R, shape.adapters) if shape.adapters else None
         nominal = self._moving.nominal if self._moving is not None else ()
-        self._owners = TokenOwners(R, nominal, moving=self._moving)
+        self._owners = TokenOwners(R, nominal, boundaries=self._moving or ON_HOST)
         self._flats = _flats(passes.model, shape.adapters)
         self._versions: list[int] = []
         """Of `_flats`, when the operands were brought up to date."""

@@ -44,9 +44,9 @@ class ExpertsForward(OwnForward):
     def __init__(self, layer: ParamWrapper, path: str, norms: RowNorms, outer: ExpertsForward | None) -> None:
         super().__init__(layer, path, norms)
         self.outermost: ExpertsForward = self if outer is None else outer.outermost
-        self.members: list[ExpertsForward] = []
+        self.wrappers: list[ExpertsForward] = []
         """Forwards of all ParamWrappers, of the outermost one: itself first."""
-        self.outermost.members.append(self)
+        self.outermost.wrappers.append(self)
 
     def install(self) -> None:
         if self.outermost is self:
@@ -58,8 +58,8 @@ class ExpertsForward(OwnForward):
             computed: torch.Tensor = self._compute(x, args, found)
             return computed
         if self.on:
-            for member in self.members:
-                member.calls.leave(found)
+            for wrapper in self.wrappers:
+                wrapper.calls.leave(found)
         return self.peft(x, *args, **kwargs)
 
     # --- what the wrappers compute now ---------------------------------------------------------------------------------
@@ -85,15 +85,15 @@ class ExpertsForward(OwnForward):
         """The adapters of the experts by weight, or the reason why PEFT must compute them."""
         own: dict[str, ExpertLowRank] = {}
         reason = ""
-        for member in self.members:
-            found = member.ready()
+        for wrapper in self.wrappers:
+            found = wrapper.ready()
             if not isinstance(found, str):
-                own[member.layer.parameter_name] = found
+                own[wrapper.layer.parameter_name] = found
             elif found not in ASKED_FOR:
                 return found
             reason = found if isinstance(found, str) else reason
-            if member is not self and observed(member.layer):
-                return why_called("base layer", member.layer)
+            if wrapper is not self and observed(wrapper.layer):
+                return why_called("base layer", wrapper.layer)
         if not own:
             return reason
         experts, (dtype, autocast) = self.layer.get_base_layer(), product_dtype(x)
@@ -131,11 +131,11 @@ class ExpertsForward(OwnForward):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compute(self, x: torch.Tensor, args: tuple[torch.Tensor, ...], own: dict[str, ExpertLowRank]) -> torch.Tensor:
         """The experts' forward, in compiled models outside of the graphs, as PEFT's is."""
-        for member in self.members:
-            if member.layer.parameter_name in own:
-                member.calls.served += 1
-            elif isinstance(reason := member.ready(), str):
-                member.calls.leave(reason)
+        for wrapper in self.wrappers:
+            if wrapper.layer.parameter_name in own:
+                wrapper.calls.served += 1
+            elif isinstance(reason := wrapper.ready(), str):
+                wrapper.calls.leave(reason)
         experts = self.layer.get_base_layer()
         chosen = ScaledRows.of(x, experts.num_experts) if is_scaled(experts) else None
         routing = Routing.of(args[0] if chosen is None else chosen.expert[:, None], experts.num_experts)

@@ -379,7 +379,7 @@ class LayerForward(OwnForward):
         return () if self.group is None else tuple(member.path for member in self._members())
 
     def _members(self) -> tuple[LayerForward, ...]:
-        return (self,) if self.group is None else self.group.members  # type: ignore[return-value]
+        return (self,) if self.group is None else self.group.siblings  # type: ignore[return-value]
 
     def planned(self, found: Mapping[str, object]) -> tuple[str, str]:
         calls = [call for member in self._members() if isinstance(call := found[member.path], LayerCall)]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from packlora.adapters.linear import AdaptedLinear
+from packlora.adapters.linear import AdaptedLinear, adapted_linear
 from packlora.adapters.sharded import Shard
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
@@ -63,7 +63,7 @@ class Placed:
         layer, module = self.layers[path], self.specs[name].modules[path]
         linear = self.linears.get(path)
         if linear is None:
-            linear = self.linears[path] = AdaptedLinear(_view(layer), layer_salt(path), self.owned, self.chooser)
+            linear = self.linears[path] = adapted_linear(_view(layer), layer_salt(path), self.owned, self.chooser)
         wide = torch.float64 if layer.tensor().dtype == torch.float64 else torch.float32
         shapes = parameter_shapes(module, linear.base)
         room = {key: torch.zeros(shape, dtype=wide, device=layer.tensor().device) for key, shape in shapes.items()}

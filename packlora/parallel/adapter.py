@@ -6,14 +6,13 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.expert_part import ExpertPart
 from packlora.adapters.flat import ROW, FlatLayout, Place, total_norm
 from packlora.parallel.collectives import add_up, all_of
 
@@ -29,17 +28,18 @@ def _split_name(name: str) -> tuple[str, str]:
     return path, leaf
 
 
-def _shard_of(adapter: Adapter, name: str) -> Any:
+def slice_of_parameter(adapter: Adapter, name: str) -> Any:
+    """Slice of the layer that a parameter of an adapter is of; None where the layer is whole."""
     return adapter.weights[_split_name(name)[0]].shard
 
 
 def _is_part(adapter: Adapter, name: str) -> bool:
-    shard = _shard_of(adapter, name)
+    shard = slice_of_parameter(adapter, name)
     return shard is not None and shard.is_part(_split_name(name)[1])
 
 
 def _is_slice(adapter: Adapter, name: str) -> bool:
-    shard = _shard_of(adapter, name)
+    shard = slice_of_parameter(adapter, name)
     return shard is not None and shard.is_slice(_split_name(name)[1])
 
 
@@ -60,7 +60,7 @@ class WholeGradient:
         self._summed = FlatLayout({name: whole[name] for name in self._parts})
         """Sums over the group; slices that several hold have their place in the whole."""
         slices = [name for name in shapes if _is_slice(adapter, name) and name not in self._parts]
-        self._slices = [name for name in slices if not is_repeated or isinstance(_shard_of(adapter, name), ExpertPart)]
+        self._slices = [name for name in slices if not is_repeated or slice_of_parameter(adapter, name).of_experts]
         self._here = FlatLayout({name: shapes[name] for name in self._slices})
         self._others = [name for name in shapes if name not in self._parts and name not in slices]
         self._same = FlatLayout({name: shapes[name] for name in self._others})
@@ -90,43 +90,6 @@ class WholeGradient:
         if names:
             torch._foreach_copy_(list(layout.views(flat).values()), [grads[name] for name in names])
         return flat
-
-
-class SharedGradient:
-    """Adds up the gradient of an adapter over replicas that hold experts together, once a step: parameters of experts over the
-    replicas with the same experts, all others over all replicas.
-
-    Args:
-        adapter: on a model that `shard_experts` has cut.
-        alike: the processes that have the same experts, None where it is one.
-    """
-
-    def __init__(self, adapter: Adapter, alike: dist.ProcessGroup | None) -> None:
-        self.adapter, self.alike = adapter, alike
-        on_experts = {name: isinstance(_shard_of(adapter, name), ExpertPart) for name in adapter.layout.places}
-        self._layouts = {
-            own: FlatLayout(
-                {name: place.shape for name, place in adapter.layout.places.items() if on_experts[name] == own}
-            )
-            for own in (False, True)
-        }
-
-    def add_up(self, gradient: torch.Tensor, add: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Add up in place. add: adds up tensors over all replicas."""
-        self._added(False, gradient, lambda flat: add([flat]))
-        if self.alike is not None:
-            alike = self.alike
-            self._added(True, gradient, lambda flat: add_up(flat, alike))
-
-    def _added(self, of_experts: bool, gradient: torch.Tensor, add: Callable[[torch.Tensor], None]) -> None:
-        layout, grads = self._layouts[of_experts], self.adapter.layout.views(gradient)
-        if not layout.places:
-            return
-        flat = gradient.new_zeros(layout.size)
-        views, own = list(layout.views(flat).values()), [grads[name] for name in layout.places]
-        torch._foreach_copy_(views, own)
-        add(flat)
-        torch._foreach_copy_(own, views)
 
 
 def _square(flat: torch.Tensor) -> torch.Tensor:

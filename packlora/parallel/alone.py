@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -72,21 +72,16 @@ class Alone:
 
     model: the processes that hold slices of layers or experts together with this one, those of its replica; None where it holds
     all of them. layers: of these the ones that hold slices of layers together, where others share experts alone; else the same.
-    is_repeated: whether some before these have the same slices. exchanges: whether those processes are several replicas, whose
-    tokens go to one another's experts. alike: then, the processes with the same experts, None where it is one. shards: those
+    is_repeated: whether some before these have the same slices. shards: those
     that hold the other rows of its weights, itself included, None where it holds all rows. base: those that hold the base model
     together with it, once; None where it is alone.
 
-    stages: of the pipeline that a replica is; 1: it is none. stage: of this process; is_first: whether it is the first. beside:
-    the processes of its stage, None where it is one.
+    is_first: whether the process is in the first stage of its replica, where that is a pipeline.
     """
 
-    rank, size, processes, leads, saves, exchanges, is_repeated = 0, 1, 1, True, True, False, False
-    stages, stage = 1, 0
-    beside: dist.ProcessGroup | None = None
+    rank, size, processes, leads, saves, is_repeated = 0, 1, 1, True, True, False
     model: dist.ProcessGroup | None = None
     layers: dist.ProcessGroup | None = None
-    alike: dist.ProcessGroup | None = None
     shards: dist.ProcessGroup | None = None
     base: dist.ProcessGroup | None = None
     holders: dist.ProcessGroup | None = None
@@ -106,6 +101,14 @@ class Alone:
     def add_losses(self, losses: torch.Tensor) -> None:
         """The same of losses, which a replica of several processes may have on some of them alone; on the CPU."""
         self.add([losses])
+
+    def reached(self, owners: set[int], adapters: Iterable[int]) -> set[int]:
+        """Adapters, out of all, to whose gradients a microbatch may add here.
+
+        Args:
+            owners: of tokens in this process's microbatch.
+        """
+        return owners
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest of each element over the processes of the replica; not finite where it is not on one of them."""

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from packlora.adapters.expert_part import part_of
-from packlora.adapters.sharded import ShardedLinear
+from packlora.adapters.slices import Slice, slice_of
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
 from packlora.base.model import Base, look_at, ready_base
@@ -24,17 +25,11 @@ from packlora.base.shape import check_row
 from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
-from packlora.ops.lora_linear.frozen import InMemory
+from packlora.ops.lora_linear.frozen import Storage
 from packlora.parallel.alone import Alone
-from packlora.parallel.experts import ExchangedExperts, ExpertSlices, exchange_rows, shard_experts
-from packlora.parallel.sharded import Shards, empty_model, fill_with, mesh_of, untie
-from packlora.parallel.tensor import shard
-
-
-class Slices(InMemory):
-    """The Storage of a model of which the process holds a slice of every layer. NCCL's messages are recorded like launches."""
-
-    is_whole = False
+from packlora.parallel.experts import ExchangedExperts, Slices, exchange_rows
+from packlora.parallel.sharded import Shards, empty_model, fill_by_rows, fill_with, mesh_of, untie
+from packlora.parallel.tensor import cut_model
 
 
 def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alone) -> Base:
@@ -57,20 +52,17 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
 
     whole = empty()
     check_row(whole, run.max_tokens_per_microbatch, path)
-    by_experts = run.parallel.expert > 1 and run.parallel.tensor == 1
     keys = keys_of(whole, files)
-    Shards(whole, mesh, files, keys, offload=run.parallel.offload_base)
+    fill_by_rows(whole, replica.base, device, files, keys, run.parallel.offload_base)
     looked_at = look_at(run, whole, path, longest)
     del whole
     gc.collect()  # its modules and their hooks refer to one another
 
     model = empty()
     untie(model, mesh, files, keys)
-    storage: Slices | Shards | ExpertSlices = ExpertSlices() if by_experts else Slices()
-    if by_experts:
-        notes = shard_experts(model, replica.model)
-    else:
-        notes = shard(model, replica.layers or replica.model, run.parallel.sequence_parallel, replica.model)
+    storage: Storage = Slices(can_record=run.parallel.expert == 1)
+    layers = replica.layers or replica.model
+    notes = cut_model(run.parallel, model, layers, replica.model)
     if replica.shards is None:
         fill(model, files, keys, device)
         model.to(device)
@@ -79,13 +71,14 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
         storage = Shards(model, rows, files, keys, partial(_part, model), run.parallel.offload_base)
     base = ready_base(run, model, tokenizer, device, path, longest, storage, looked_at)
     if run.parallel.exchanges:  # the proof was of the same tokens on all processes, which take the same decisions there
-        exchange_rows(model, replica.model, None if by_experts else replica.layers)
+        alike = None if layers is replica.model else layers
+        exchange_rows(model, replica.model, alike)
         exchanged = ExchangedExperts(model)
         base.storage = exchanged if replica.shards is None else storage
-        own = "each of these processes has" if by_experts else f"each {run.parallel.tensor} of these processes have"
-        notes.append(
-            f"{own} microbatches of {'its' if by_experts else 'their'} own, whose tokens go to the experts and back"
-        )
+        own = "of these processes has microbatches of its own"
+        if alike is not None:
+            own = f"{dist.get_world_size(alike)} of these processes have microbatches of their own"
+        notes.append(f"each {own}, whose tokens go to the experts and back")
     base.warnings[:0] = notes
     return base
 
@@ -109,14 +102,8 @@ def _part(model: PreTrainedModel, name: str) -> tuple[slice, ...]:
     """Rows, columns or experts of a parameter that is a slice; nothing for a whole one."""
     parent, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(parent)
-    if (experts := part_of(module)) is not None:
-        return (slice(experts.first, experts.first + experts.experts),)
     words = getattr(module, "vocabulary", None)
     if isinstance(words, VocabularyPart):
         return (slice(words.start, words.start + words.count),)
-    if not isinstance(module, ShardedLinear) or (leaf == "bias" and module.shard.dim):
-        return ()
-    dim, index = module.shard.dim, module.shard.index
-    size = getattr(module, leaf).shape[dim]
-    own = slice(index * size, (index + 1) * size)
-    return (own,) if dim == 0 else (slice(None), own)
+    own: Slice | None = part_of(module) or slice_of(module)
+    return () if own is None else own.place(leaf, getattr(module, leaf).shape)

@@ -36,17 +36,24 @@ APART = re.compile(r"\bexperts\.\d+\.")
 """Pattern in the path of a parameter of one expert."""
 
 
-class ExpertSlices(InMemory):
-    """The Storage of a model of which the process holds some of the experts."""
+class Slices(InMemory):
+    """The Storage of a model of which the process holds a slice of every layer, or some of the experts.
 
-    is_whole, can_record = False, False
+    NCCL's messages of slices are recorded like launches; experts' are decided on by the host.
+    """
+
+    is_whole = False
+
+    def __init__(self, can_record: bool = False) -> None:
+        self.can_record = can_record
 
 
-class ExchangedExperts(ExpertSlices):
+class ExchangedExperts(Slices):
     """The same where each process has tokens of its own. All processes of the group exchange rows in the same layers, in one
     order, or they wait for ever: every backward goes through all layers, and who has no microbatch runs tokens of nobody."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
         self.model = model
         model.get_input_embeddings().register_forward_hook(with_gradient)
 

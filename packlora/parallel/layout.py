@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from packlora.schedule.cost import CostModel
-from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed
 
 Wave = Sequence[Microbatch]
@@ -54,7 +52,12 @@ class Layout:
 
     @property
     def devices_per_replica(self) -> int:
-        return self.tensor * self.pipeline * (1 if self.exchange else self.expert)
+        return self.tensor * self.pipeline * self.experts_on
+
+    @property
+    def experts_on(self) -> int:
+        """Number of devices that compute the experts of a microbatch together."""
+        return 1 if self.exchange else self.expert
 
     @property
     def sharded(self) -> bool:
@@ -84,6 +87,15 @@ class Layout:
     def devices_per_job(self) -> int:
         """Processes of a group."""
         return self.split * self.devices_per_replica
+
+    @property
+    def words(self) -> list[str]:
+        """How devices hold the model together."""
+        words = [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        words += [f"shard {self.shard}"] if self.sharded else []
+        words += [f"pipeline of {self.pipeline}"] if self.pipeline > 1 else []
+        way = ", all_to_all" if self.exchange else ""
+        return words + ([f"experts on {self.expert}{way}"] if self.expert > 1 else [])
 
     def group_of(self, rank: int) -> int:
         return rank // self.devices_per_job
@@ -125,34 +137,28 @@ def layouts(
     return [Layout(place(work, replicas // size), size, tensor, pipeline, shard, expert, exchange) for size in sizes]
 
 
+def fewest(every: Sequence[Layout], asked: int | str) -> list[Layout]:
+    """Choose, of the layouts that have as many devices per job as is asked for, the first that leaves none without a job."""
+    own = [one for one in every if asked in ("auto", one.devices_per_job)]
+    return [one for one in own if all(one.groups)][:1]
+
+
 def predict(
-    layout: Layout, planned: Sequence[Sequence[Wave]], parts: Sequence[float], cost: Callable[[Microbatch], float],
-    staged: CostModel | None = None,
+    layout: Layout, planned: Sequence[Sequence[Wave]], parts: Sequence[float],
+    times: Callable[[Sequence[Wave]], tuple[float, float]],
 ) -> Prediction:  # fmt: skip
-    """Predict the times of a layout whose groups run these waves. A wave takes what its costliest microbatch does.
+    """Predict the times of a layout whose groups run these waves.
 
     Args:
         planned: by group, its waves, or those of its beginning.
         parts: by group, the part of its work that `planned` is.
-        staged: in the place of cost, where replicas are pipelines: of their stages.
+        times: of the waves of a group, until they are done, and the sum of what all devices do.
     """
-    if staged is None:
-        times = [sum(max(map(cost, wave)) for wave in own) / part for own, part in zip(planned, parts, strict=True)]
-        busy = [sum(cost(one) for wave in own for one in wave) / part for own, part in zip(planned, parts, strict=True)]
-    else:
-        taken = [_piped(own, staged) for own in planned]
-        times = [time / part for (time, _), part in zip(taken, parts, strict=True)]
-        busy = [work / part for (_, work), part in zip(taken, parts, strict=True)]
+    taken = [(*times(own), part) for own, part in zip(planned, parts, strict=True)]
     most = max(round(len(own) / part) for own, part in zip(planned, parts, strict=True))
-    return Prediction(layout, most, max(times), sum(busy))
-
-
-def _piped(waves: Sequence[Wave], cost: CostModel) -> tuple[float, float]:
-    """Until pipelines side by side are done, each with its microbatch of every wave; and the sum of what all stages do."""
-    each = [[[cost.both(one, stage) for one in wave] for wave in waves] for stage in range(cost.stages)]
-    slowest = [[(max(f for f, _ in wave), max(b for _, b in wave)) for wave in stage] for stage in each]
-    work = sum(f + b for stage in each for wave in stage for f, b in wave)
-    return max((ends[-1] for ends in end_times(slowest)[1] if ends), default=0.0), work
+    return Prediction(
+        layout, most, max(time / part for time, _, part in taken), sum(work / part for _, work, part in taken)
+    )
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction:

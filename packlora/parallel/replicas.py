@@ -1,7 +1,7 @@
 """Replicas of the model that train the same jobs: each runs its own microbatches, and at a job's step they add up its gradient.
 
-A replica is one process, or several that hold the model together (tensor.py, pipeline.py). All replicas hold the same adapters
-and optimizers, and take the same steps: what the processes decide by, they have agreed on.
+A replica is one process, or several that hold the model together (tensor.py, packlora/pipeline/). All replicas hold the same
+adapters and optimizers, and take the same steps: what the processes decide by, they have agreed on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from packlora.adapters.attach import Adapter
-from packlora.parallel.adapter import SharedGradient, WholeGradient, joined
+from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.alone import Alone
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh, as_bytes, from_bytes
@@ -35,14 +35,7 @@ class Replicas(Alone):
             every = layout.ranks(number)
             control = mesh.new_group(every, "gloo")
             replicas = [every[at : at + each] for at in range(0, len(every), each)]
-            models = [mesh.new_group(own) if each > 1 else None for own in replicas]
-            alike: list[dist.ProcessGroup | None] = [None]
-            if layout.exchange:
-                n = layout.slices
-                sets = [mesh.new_group(every[at : at + n]) for at in range(0, len(every), n)]
-                models = [one for one in sets for _ in range(layout.expert)]
-                if len(sets) > 1:
-                    alike = [mesh.new_group(every[at::n]) for at in range(n)]
+            models = self._models(mesh, layout, every, replicas)
             n, layers = layout.tensor, list[dist.ProcessGroup]()
             if n > 1 and layout.expert > 1:
                 layers = [mesh.new_group(every[at : at + n]) for at in range(0, len(every), n)]
@@ -61,9 +54,18 @@ class Replicas(Alone):
                     self.base, rows = bases[at // layout.devices_per_base]
                     self.shards = rows[at % layout.slices]
                 self._control, self._sums, self._first = control, sums[part], every[0]
-                self.exchanges, self.alike = layout.exchange, alike[at % len(alike)]
-                self.saves = self.rank < layout.expert if layout.exchange else self.rank == 0
+                self.saves = self.rank == 0
         self._mesh = mesh
+
+    def _models(
+        self, mesh: Mesh, layout: Layout, every: Sequence[int], replicas: Sequence[Sequence[int]]
+    ) -> Sequence[dist.ProcessGroup | None]:
+        """The processes that hold a model together, by replica. All processes call it.
+
+        Args:
+            every: ranks of a group; replicas: the same by replica.
+        """
+        return [mesh.new_group(own) if len(own) > 1 else None for own in replicas]
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         found = torch.tensor(list(numbers), dtype=torch.int64)
@@ -90,8 +92,6 @@ class Replicas(Alone):
             if holders is not None:
                 state.norm_of = WholeGradient(adapter, holders, self.is_repeated).norm
                 state.whole_of = partial(joined, adapter, holders)
-            if self.exchanges:
-                state.add_up = SharedGradient(adapter, self.alike).add_up
 
         return make
 

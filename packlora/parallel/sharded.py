@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.form import form_in
-from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, Gathered
+from packlora.ops.lora_linear.frozen import Dense, FrozenLinear, FrozenWeight
+from packlora.ops.stamp import version
 
 
 def load_sharded(
@@ -100,6 +101,19 @@ def empty_model(
     return model.requires_grad_(False).eval()
 
 
+class Gathered(Dense):
+    """A weight whose data are there only while its layer runs, at another address every time. It is one tensor object all the
+    time, and what fills it again moves no version counter."""
+
+    __slots__ = ()
+    stays = False
+
+    @property
+    def key(self) -> Hashable:
+        counted = version(self.weight)
+        return None if counted is None else (id(self.weight), counted)
+
+
 class Shards:
     """The Storage of a model that is sharded over the ranks of a mesh.
 
@@ -116,7 +130,7 @@ class Shards:
         InputError: a parameter cannot be shared, or the model has no weights beside its layers to tell its device by.
     """
 
-    is_whole, can_record, is_stage = False, False, False
+    is_whole, can_record = False, False
 
     def __init__(
         self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str],
@@ -216,6 +230,18 @@ class Shards:
     def idle(self, attached: Attached, backward: bool) -> None:
         """Gather what a microbatch gathers, for the other ranks: a forward, and a backward, of a few tokens of nobody."""
         run_nobody(self.model, self.device, attached, backward)
+
+
+def fill_by_rows(
+    model: PreTrainedModel, group: dist.ProcessGroup, device: torch.device, files: WeightFiles, keys: Mapping[str, str],
+    offload: bool = False,
+) -> None:  # fmt: skip
+    """Let the processes of a group share the rows of a model's weights, from which it gathers a layer when it computes it.
+
+    Args:
+        keys, offload: see Shards.
+    """
+    Shards(model, mesh_of(group, device), files, keys, offload=offload)
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from packlora.adapters.sharded import Shard, ShardedLinear, Through
+from packlora.config import ParallelConfig
 from packlora.errors import InputError
 from packlora.ops.modules import beside_decoder
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
@@ -127,8 +128,37 @@ def shard(
     return notes
 
 
-def check_cut(model: PreTrainedModel, degree: int, sequence: bool) -> None:
-    """Raises InputError where the plan or the sizes of a model, which may be without weights, are none that `shard` cuts."""
+def cut_model(
+    parallel: ParallelConfig, model: PreTrainedModel, layers: dist.ProcessGroup, experts: dist.ProcessGroup
+) -> list[str]:
+    """Cut a model, or a stage of one, as a run asks: over `layers`, or its experts alone, of which it may have none.
+
+    Args:
+        layers, experts: processes that share a layer, and those that share out the experts; see `shard`.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        InputError: see shard and shard_experts.
+    """
+    if parallel.tensor > 1:
+        return shard(model, layers, parallel.sequence_parallel, experts)
+    return shard_experts(model, experts) if experts_of(model) else []
+
+
+def check_cut(model: PreTrainedModel, parallel: ParallelConfig) -> None:
+    """Raises InputError where a model, which may be without weights, cannot be cut as a run asks: its plan or its sizes are
+    none that `shard` cuts, or see check_experts."""
+    shared = {"parallel.tensor": parallel.tensor, "parallel.expert": parallel.expert}
+    if parallel.tensor > 1:
+        _check_plan(model, parallel.tensor, parallel.sequence_parallel)
+    if parallel.expert > 1 or (parallel.tensor > 1 and experts_of(model)):
+        key = " times ".join(name for name, size in shared.items() if size > 1)
+        check_experts(model, parallel.tensor * parallel.expert, key)
+
+
+def _check_plan(model: PreTrainedModel, degree: int, sequence: bool) -> None:
     if EXPERTS in (model.tp_plan or {}).values() and not experts_of(model):
         check_experts(model, degree, "parallel.tensor")
     cuts = _cuts(model, degree)

@@ -109,7 +109,7 @@ class Case:
         """
         K = x.shape[-1]
         T = x.numel() // K
-        call = situation(layers, segments, T, moving)
+        call = situation(layers, segments, T, not moving)
         return Case.of(
             x.device, x.dtype, T, K, [layer.frozen.shape[0] for layer in layers],
             [[low.rank if (low := layer.adapters.get(segment.adapter)) else 0 for layer in layers] for segment in segments],

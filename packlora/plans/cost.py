@@ -215,11 +215,11 @@ def _forward(plan: Plan, s: _Shapes) -> Iterator[Step]:
             yield from (*products, base) if before else (base, *products)
             if wide:
                 yield Step("forward", "y in 16 bits", 0, s.e * 3 * T * N, waste=WASTE["pass"])
-        if adapters and s.case.composed and not s.case.base_dropped and plan.up in ("after", "before", "routed"):
-            yield Step("forward", "y = g z + bias", 0, s.e * 2 * T * N, waste=WASTE["pass"])
         if s.case.base_dropped:
             yield s.mm("forward", "xd W'", T, K, N)
             yield Step("forward", "y += (g - 1) xd W' + g S B'", 0, s.e * 5 * T * N, waste=WASTE["pass"])
+        elif adapters and s.case.composed and plan.up in ("after", "before", "routed"):
+            yield Step("forward", "y = g z + bias", 0, s.e * 2 * T * N, waste=WASTE["pass"])
 
 
 def _backward(plan: Plan, s: _Shapes) -> Iterator[Step]:

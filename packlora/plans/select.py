@@ -88,9 +88,10 @@ class PlanChooser:
         return plan
 
     def plan_of(
-        self, x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment], moving: bool = False
+        self, x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment], known: bool = True
     ) -> Plan:
-        """The plan for a call of ops.lora_linear.autograd.lora_group with these operands. moving: the segments are nominal.
+        """The plan for a call of ops.lora_linear.autograd.lora_group with these operands. known: whether the host knows the
+        boundaries of the segments (boundaries.py).
 
         Raises:
             ValueError: no plan computes segments that move, here.
@@ -98,12 +99,12 @@ class PlanChooser:
         T = x.numel() // x.shape[-1]
         who = tuple([(segment.adapter, segment.dropout > 0, segment.base_dropped) for segment in segments])
         covered = sum([segment.stop - segment.start for segment in segments]) == T  # noqa: C419
-        key = (x.dtype, T, covered, x.requires_grad, moving, who, *map(id, layers))
+        key = (x.dtype, T, covered, x.requires_grad, known, who, *map(id, layers))
         found = self._calls.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
             if len(self._calls) > 100_000:  # token counts differ from microbatch to microbatch
                 self._calls.clear()
-            found = self._calls[key] = (tuple(layers), self.plan_for(Case.of_call(x, layers, segments, moving)))
+            found = self._calls[key] = (tuple(layers), self.plan_for(Case.of_call(x, layers, segments, not known)))
         return found[1]
 
     def _choose(self, case: Case) -> Choice:
@@ -114,8 +115,9 @@ class PlanChooser:
             if reason is None:
                 return self._timed(Choice(given, "asked for"), case)
             reason = f"{self.ask.plan if isinstance(self.ask.plan, str) else given.name}: {reason}"
-            if not case.moving:
-                return Choice(Plan(keep_s=given.keep_s), "gave way", why_not=reason)
+            chain = Plan(keep_s=given.keep_s)
+            if why_not(chain, call) is None:
+                return Choice(chain, "gave way", why_not=reason)
         plans = legal_plans(case, self.ask.lossy)
         if not plans:
             raise ValueError(f"no plan computes {case.key}")

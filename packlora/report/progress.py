@@ -68,7 +68,7 @@ class _Shown:
     tokens: int
     recent: deque[tuple[float, Stepped]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     rate: float = 0.0
-    eval_loss: float | None = None
+    held_out: str = ""
 
     def take(self, event: Stepped, now: float, start: float) -> float:
         """Take a step. start: of training.
@@ -127,10 +127,11 @@ class Progress:
                     self._print(COMPILES)
             case Stepped():
                 self._stepped(event, logged)
-            case Evaluated(job, step, loss, _):
-                self.jobs[job].eval_loss = loss
+            case Evaluated(job, step, loss, more):
+                name, value = ("reward", more["eval_reward"]) if "eval_reward" in more else ("loss", loss)
+                self.jobs[job].held_out = "" if value is None else f"{value:.4f}"
                 if self.in_lines:
-                    self._print(f"{job}  step {step}  held-out loss {loss:.4f}")
+                    self._print(f"{job}  step {step}  held-out {name} {self.jobs[job].held_out}")
             case JobJoined(job, round_, steps, tokens):
                 self.jobs[job], self._ends[job] = _Shown(job, "running", 0, steps, tokens), math.inf
                 self._print(f"{job} joins at round {round_}, for {steps} steps")
@@ -214,7 +215,7 @@ class Progress:
             "step": f"{job.step}/{job.num_steps}",
             "progress": "",
             "loss": f"{last.loss:.4f}" if last else "",
-            "held-out": f"{job.eval_loss:.4f}" if job.eval_loss is not None else "",
+            "held-out": job.held_out,
             "lr": f"{last.lr:.3g}" if last else "",
             "grad norm": f"{last.grad_norm:.3g}" if last else "",
             "tokens/s": "failed" if job.status == "failed" else f"{job.rate:.0f}",

@@ -72,9 +72,8 @@ def _completions(run: RunFiles) -> str:
 def _pipeline(run: RunFiles, styles: dict[str, str]) -> str:
     if not (run.folder / PIPELINE).exists():
         return ""
-    from packlora.report import timeline
-
-    return timeline.section(run.folder, styles)
+    found: str = import_module("packlora.pipeline.page").section(run.folder, styles)
+    return found
 
 
 def base_of(run: RunFiles) -> str:

@@ -129,6 +129,17 @@ class RolloutConfig(Strict):
                 f"train.global_batch_size is {train.global_batch_size} completions, which are no whole groups of "
                 f"{self.num_generations} (rollout.num_generations)"
             )
+        if train.needs_evaluations and "metric_for_best_model" not in train.model_fields_set:
+            train.metric_for_best_model = "eval_reward"
+        if train.needs_evaluations and train.metric_for_best_model != "eval_reward":
+            raise ValueError(
+                f"train.metric_for_best_model is {train.metric_for_best_model}, which says nothing of rewards; set eval_reward"
+            )
+        if train.needs_evaluations and not self.reward_sources:
+            raise ValueError(
+                "rollout has a teacher alone, and held-out rewards are compared by load_best_model_at_end and "
+                "early_stopping_patience; set rollout.reward, or leave these out"
+            )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
             raise ValueError(
                 f"rollout.reward_weights has {len(self.reward_weights)} numbers for {len(self.rewards)} rewards"
@@ -139,8 +150,7 @@ class RolloutConfig(Strict):
                 "drawn; leave it out, or set 0"
             )
         taken = {
-            "data.streaming": data.streaming, "data.eval_path": data.eval_path, "data.eval_split": data.eval_split,
-            "train.objective": train.objective, "train.drop_last": train.drop_last,
+            "data.streaming": data.streaming, "train.objective": train.objective, "train.drop_last": train.drop_last,
         }  # fmt: skip
         for key, value in taken.items():
             if value:

@@ -63,7 +63,7 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Completions of a step. version: steps that the adapter had taken when it drew them. reward_hash: of the functions.
-    draw_seconds: that drawing took, with the completions of other jobs; 0 for those of a file."""
+    draw_seconds: that drawing took, with the completions of other jobs; 0 for those of a file, NaN for an evaluation's."""
 
     step: int
     version: int
@@ -88,13 +88,17 @@ class RolloutSamples(Sequence[Sample]):
         seed: of the order of prompts.
         steps: that the job is to take.
         longest: most tokens of a prompt.
+        held_out: prompts that are held out.
     """
 
     def __init__(
-        self, job: JobConfig, prompts: list[Prompt], folder: Path, seed: int, steps: int, longest: int = 2**31
-    ) -> None:
+        self, job: JobConfig, prompts: list[Prompt], folder: Path, seed: int, steps: int, longest: int = 2**31,
+        held_out: Sequence[Prompt] = (),
+    ) -> None:  # fmt: skip
         assert job.rollout is not None
-        self.longest = longest
+        self.longest, self.held_out = longest, list(held_out)
+        self.evaluated: tuple[int, list[Sample]] | None = None
+        """Step, and samples of the held-out prompts by the adapter that had taken so many steps."""
         self.name, self.prompts, self.folder, self.config = job.name, prompts, folder, job.rollout
         self.size, self.group = job.train.global_batch_size, job.rollout.num_generations
         self.make: Callable[[int], None] | None = None
@@ -123,6 +127,10 @@ class RolloutSamples(Sequence[Sample]):
         numbers: list[int] = self.order.samples(step).tolist()
         return numbers
 
+    def prompts_from(self, is_held_out: bool) -> list[Prompt]:
+        """Prompts that are trained on, or held out."""
+        return self.held_out if is_held_out else self.prompts
+
     def has(self, step: int) -> bool:
         """Whether a step's completions are known, here or in a file that is of this run."""
         if step not in self._held and (found := self._read(step)) is not None:
@@ -138,15 +146,25 @@ class RolloutSamples(Sequence[Sample]):
 
     def put(self, batch: Batch) -> None:
         """Take the completions of a step, and write them. Raises OSError."""
+        self._write(batch, self._file(batch.step))
+        self._hold(batch)
+
+    def put_held_out(self, batch: Batch) -> None:
+        """Take the completions of the held-out prompts, and write them. Raises OSError."""
+        self._write(batch, self.folder / f"held-out-{batch.step}.json")
+        gain = batch.gain
+        samples = [self.sample(one, batch, gain, self.held_out[one.prompt]) for one in batch.completions]
+        self.evaluated = batch.step, samples
+
+    def _write(self, batch: Batch, file: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         tree = {
             "step": batch.step, "version": batch.version, "reward_hash": batch.reward_hash,
             "completions": [_tree(one) for one in batch.completions],
         }  # fmt: skip
-        write_file(self._file(batch.step), lambda path: path.write_text(json.dumps(tree), encoding="utf-8"))
-        self._hold(batch)
+        write_file(file, lambda path: path.write_text(json.dumps(tree), encoding="utf-8"))
 
-    def sample(self, one: Completion, batch: Batch, gain: float) -> Sample:
+    def sample(self, one: Completion, batch: Batch, gain: float, prompt: Prompt) -> Sample:
         """A completion as a sample, with the columns of engine/objectives/policy.py and those of rl/objective.py."""
         columns = {
             "logprobs": np.array(one.logprobs), "advantages": self._advantages(one, gain), "reward": np.array(one.reward),
@@ -161,7 +179,7 @@ class RolloutSamples(Sequence[Sample]):
         if one.mask is not None:
             counted = ("turns", one.turns), ("calls", one.calls), ("failures", one.failures)
             columns |= {name: np.array(float(count)) for name, count in counted}
-        start = self.prompts[one.prompt].ids.tolist() if one.start is None else one.start
+        start = prompt.ids.tolist() if one.start is None else one.start
         return sample_of(start, one.ids, one.mask, columns)
 
     def _advantages(self, one: Completion, gain: float) -> np.ndarray:
@@ -203,7 +221,8 @@ class RolloutSamples(Sequence[Sample]):
 
     def _hold(self, batch: Batch) -> None:
         gain = batch.gain
-        self._held[batch.step] = batch, [self.sample(one, batch, gain) for one in batch.completions]
+        samples = [self.sample(one, batch, gain, self.prompts[one.prompt]) for one in batch.completions]
+        self._held[batch.step] = batch, samples
         for step in [own for own in self._held if own < batch.step - self.config.max_staleness - 2]:
             del self._held[step]
 
@@ -212,9 +231,14 @@ class RolloutSamples(Sequence[Sample]):
         return self._held[step][0]
 
     def _guess(self, number: int) -> Sample:
-        prompt, new = self.prompts[number // self.group].ids, max(1, self.config.max_new_tokens // 2)
-        ids = np.concatenate([prompt, np.full(new, prompt[-1])]).astype(np.int32)
-        return Sample(ids, np.arange(len(ids)) >= len(prompt))
+        return guess_of(self.prompts[number // self.group], self.config.max_new_tokens)
+
+
+def guess_of(prompt: Prompt, most: int) -> Sample:
+    """A sample that stands for a completion of a prompt, half as long as it may be."""
+    new = max(1, most // 2)
+    ids = np.concatenate([prompt.ids, np.full(new, prompt.ids[-1])]).astype(np.int32)
+    return Sample(ids, np.arange(len(ids)) >= len(prompt.ids))
 
 
 def sample_of(
@@ -271,7 +295,7 @@ class RolloutData(JobData):
         return sum(sample.num_labels for sample in self.rollouts.samples(step))
 
     def fingerprint(self, held_out: Sequence[Sample]) -> str:
-        return fingerprint(self.rollouts.prompts)
+        return fingerprint([*self.rollouts.prompts, *self.rollouts.held_out])
 
     def objective(self) -> Any:
         from packlora.rl.objective import RewardObjective

@@ -1,16 +1,15 @@
-"""Drawing of completions: prompts of all jobs in one batch, turn by turn where environments answer.
+"""Drawing of completions, turn by turn where environments answer.
 
-Turn k of all completions is drawn in one batch, then the environments of each job answer in a thread of its own. A turn goes on
-from all tokens before it.
+The drawing of a job's completions is a course (courses.py): a turn of all of them, then the answers of the environments, which
+are made in a thread of the job. A turn goes on from all tokens before it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from packlora.base.model import Base
 from packlora.config import JobConfig
@@ -21,12 +20,14 @@ from packlora.engine.passes import SingleDevice
 from packlora.engine.sampling import SampleRequest
 from packlora.errors import InputError
 from packlora.rl.conversation import Conversation, between, with_said
-from packlora.rl.data import RolloutData
+from packlora.rl.courses import Steps, Turn
+from packlora.rl.data import RolloutData, RolloutSamples
 from packlora.rl.environments import Answer, Environments, LostError
 from packlora.rl.prompts import Prompt, tokens_of
 from packlora.rl.rewards import Group
+from packlora.rl.room import sampler_room
 from packlora.rl.tools import Call, calls_of, message_of
-from packlora.rl.workers import Future, Worker
+from packlora.rl.workers import Worker
 from packlora.runtime.job import Job
 from packlora.seeding import stable_hash
 
@@ -35,16 +36,19 @@ from packlora.seeding import stable_hash
 class Drawn:
     """Completions of a step of a job, before they are judged.
 
-    prompts: number of the prompt of each group. talks: by completion. lost: by group, why its environments have failed. scores:
-    by group, rewards of its environments.
+    is_held_out: whether the prompts are those that are held out. prompts: number of the prompt of each group. talks: by
+    completion. lost: by group, why its environments have failed. scores: by group, rewards of its environments. seconds: in
+    which they were drawn, with those of other jobs.
     """
 
     job: Job
     step: int
+    is_held_out: bool
     prompts: list[int]
     talks: list[Conversation]
     lost: dict[int, str] = field(default_factory=dict)
     scores: dict[int, list[float]] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
     def size(self) -> int:
@@ -53,9 +57,24 @@ class Drawn:
 
     def prompt(self, group: int) -> Prompt:
         """Prompt of a group."""
+        return self.rollouts.prompts_from(self.is_held_out)[self.prompts[group]]
+
+    @property
+    def rollouts(self) -> RolloutSamples:
+        """Samples of the job."""
         data = self.job.data
         assert isinstance(data, RolloutData)
-        return data.rollouts.prompts[self.prompts[group]]
+        return data.rollouts
+
+    def seed(self, what: str, *more: int) -> int:
+        """Seed of a draw. Held-out prompts are drawn for alike at every step, and for them nothing of training is used up."""
+        seed = self.job.data.seed
+        found = (f"held-out {what}", seed, *more) if self.is_held_out else (what, seed, self.step, *more)
+        return stable_hash(*found)
+
+    def took(self, seconds: float) -> None:
+        """Add seconds of drawing."""
+        self.seconds += seconds
 
     def group(self, number: int) -> list[Conversation]:
         """Completions of a group."""
@@ -88,34 +107,51 @@ class _Room:
 
 
 class Drawing:
-    """Draws completions by the adapters as they are on the model."""
+    """Draws completions by the adapters as they are on the model.
 
-    def __init__(self, base: Base, single: SingleDevice, is_stopped: Callable[[], bool]) -> None:
-        self.base, self.single, self._is_stopped = base, single, is_stopped
+    Args:
+        rung: set when an environment has answered.
+    """
+
+    def __init__(self, base: Base, single: SingleDevice, rung: threading.Event) -> None:
+        self.base, self.single, self._rung = base, single, rung
         self._rooms: dict[str, _Room] = {}
         self._ends: dict[str | None, tuple[str | None, frozenset[int]]] = {}
-        self._sampler: Any = None
 
-    def draw(self, wanted: Sequence[tuple[Job, int]]) -> list[Drawn]:
-        """Completions of steps of jobs; none where a stop is asked for."""
-        drawn = [self._begun(job, step) for job, step in wanted]
-        self._in_threads(drawn, self._begin)
-        most = max((own.job.config.rollout.turns for own in drawn), default=0)
-        for turn in range(most):
-            if not any(not talk.is_over for own in drawn for talk in own.talks):
+    def sampler(self) -> Any:
+        """A sampler of the model."""
+        model = self.base.model
+        return sampler_for(model, self.single.attached, self.base.tokenizer, **sampler_room(model))[0]
+
+    def workers(self) -> list[Worker]:
+        """Workers that run environments."""
+        return [room.worker for room in self._rooms.values()]
+
+    def begun(self, job: Job, step: int, is_held_out: bool) -> Drawn:
+        """Completions of a job that are yet to be drawn."""
+        data = job.data
+        assert isinstance(data, RolloutData)
+        known, size = data.rollouts.prompts_from(is_held_out), job.config.rollout.num_generations
+        numbers = list(range(len(known))) if is_held_out else data.rollouts.prompts_of(step)
+        prompts = [known[number] for number in numbers for _ in range(size)]
+        talks = [Conversation(prompt.ids.tolist(), prompt.said) for prompt in prompts]
+        return Drawn(job, step, is_held_out, numbers, talks)
+
+    def course(self, drawn: Drawn) -> Steps:
+        """Draw completions."""
+        yield from self._in_thread(drawn, self._begin)
+        for turn in range(drawn.job.config.rollout.turns):
+            if all(talk.is_over for talk in drawn.talks):
                 break
-            if not self._turn(drawn, turn):
-                return []
-            for talk in (talk for own in drawn for number in own.lost for talk in own.group(number)):
+            yield Turn(list(self._requests(drawn, turn)))
+            for talk in (talk for number in drawn.lost for talk in drawn.group(number)):
                 talk.is_over = True
-            self._in_threads(drawn, self._answer)
-        self._in_threads(drawn, self._end)
-        for own in drawn:
-            tokenizer = self._room(own.job).tokenizer
-            for talk in own.talks:
-                talk.text = str(tokenizer.decode(talk.ids, skip_special_tokens=True))
-                talk.is_over = True
-        return drawn
+            yield from self._in_thread(drawn, self._answer)
+        yield from self._in_thread(drawn, self._end)
+        tokenizer = self._room(drawn.job).tokenizer
+        for talk in drawn.talks:
+            talk.text = str(tokenizer.decode(talk.ids, skip_special_tokens=True))
+            talk.is_over = True
 
     def has_reward(self, job: Job) -> bool:
         """Whether the environments of a job give rewards."""
@@ -133,13 +169,6 @@ class Drawing:
             "failures": talk.failures,
         }  # fmt: skip
 
-    def _begun(self, job: Job, step: int) -> Drawn:
-        data = job.data
-        assert isinstance(data, RolloutData)
-        numbers, size = data.rollouts.prompts_of(step), job.config.rollout.num_generations
-        prompts = [data.rollouts.prompts[number] for number in numbers for _ in range(size)]
-        return Drawn(job, step, numbers, [Conversation(prompt.ids.tolist(), prompt.said) for prompt in prompts])
-
     def _room(self, job: Job) -> _Room:
         if job.name not in self._rooms:
             tokenizer, config = templated(self.base.tokenizer, job.chat_template), job.config
@@ -148,76 +177,48 @@ class Drawing:
                 ends = frozenset(answer_ends(tokenizer, getattr(settings, "eos_token_id", None)))
                 self._ends[job.chat_template] = None if taught is None else str(tokenizer.decode([taught])), ends
             environments = Environments(config.rollout, job.name) if config.rollout.has_environment else None
-            worker = Worker(config.rollout.reward_timeout)
+            worker = Worker(config.rollout.reward_timeout, self._rung)
             self._rooms[job.name] = _Room(tokenizer, *self._ends[job.chat_template], environments, worker, config)
         return self._rooms[job.name]
 
     # --- a turn --------------------------------------------------------------------------------------------------------------
-
-    def _turn(self, drawn: Sequence[Drawn], turn: int) -> bool:
-        """Draw the next turn of all completions that are not over. False where a stop is asked for."""
-        if self._sampler is None:
-            self._sampler, _ = sampler_for(self.base.model, self.single.attached, self.base.tokenizer)
-        sampler, places = self._sampler, dict[int, list[Conversation]]()
-        for own in drawn:
-            for request, talks in self._requests(own, turn):
-                places[sampler.submit(request)] = talks
-        with torch.no_grad():
-            while sampler.waiting:
-                if self._is_stopped():
-                    for ticket in places:
-                        sampler.cancel(ticket)
-                    return False
-                for token in sampler.step():
-                    talk = places[token.ticket][token.sample]
-                    talk.take(token.id, token.logprob)
-                    if token.reason is not None:
-                        talk.turns += 1
-                        talk.is_cut = token.reason == "length"
-        sampler.free()
-        return True
 
     def _requests(self, drawn: Drawn, turn: int) -> Iterator[tuple[SampleRequest, list[Conversation]]]:
         """Requests of a job: the first turn of a group in one request where its prompts are the same."""
         job, room = drawn.job, self._room(drawn.job)
         config = job.config.rollout
         for group in range(len(drawn.prompts)):
-            seed = "rollout", job.data.seed, drawn.step, group
             talks = [(at, talk) for at, talk in enumerate(drawn.group(group)) if not talk.is_over]
             if turn == 0 and talks and all(talk.start == talks[0][1].start for _, talk in talks):
                 prompt, own = tuple(talks[0][1].start), [talk for _, talk in talks]
                 yield SampleRequest(
-                    prompt, job.adapter.number, config.max_new_tokens, len(own), seed=stable_hash(*seed),
+                    prompt, job.adapter.number, config.max_new_tokens, len(own), seed=drawn.seed("rollout", group),
                     stop_tokens=room.ends, temperature=config.temperature,
                 ), own  # fmt: skip
                 continue
             for at, talk in talks:
                 left = config.max_new_tokens - len(talk.ids)
                 yield SampleRequest(
-                    (*talk.start, *talk.ids), job.adapter.number, left, seed=stable_hash(*seed, turn, at),
+                    (*talk.start, *talk.ids), job.adapter.number, left, seed=drawn.seed("rollout", group, turn, at),
                     stop_tokens=room.ends, temperature=config.temperature,
                 ), [talk]  # fmt: skip
 
     # --- environments --------------------------------------------------------------------------------------------------------
 
-    def _in_threads(self, drawn: Sequence[Drawn], method: Callable[[Drawn, int], Any]) -> None:
-        """Do something for each group that is not lost, the jobs beside one another.
+    def _in_thread(self, drawn: Drawn, method: Callable[[Drawn, int], Any]) -> Steps:
+        """Do something for each group that is not lost.
 
         Args:
             method: gives for a group what is run in the job's thread, and what is done with the result here; None: nothing.
         """
-        asked = list[tuple[Drawn, list[int], list[Any], list[Any], list[Future[Any]]]]()
-        for own in drawn:
-            numbers = [number for number in range(len(own.prompts)) if number not in own.lost]
-            steps = [(number, found) for number in numbers if (found := method(own, number)) is not None]
-            if steps:
-                actions = [_caught(found[0]) for _, found in steps]
-                futures = self._room(own.job).worker.ask(actions)
-                asked.append((own, [number for number, _ in steps], [found[1] for _, found in steps], actions, futures))
-        for own, numbers, takes, actions, futures in asked:
-            results = self._room(own.job).worker.take(actions, futures)
-            for number, take, result in zip(numbers, takes, results, strict=True):
-                self._took(own, number, take, result)
+        numbers = [number for number in range(len(drawn.prompts)) if number not in drawn.lost]
+        steps = [(number, found) for number in numbers if (found := method(drawn, number)) is not None]
+        if not steps:
+            return
+        futures = self._room(drawn.job).worker.ask([_caught(found[0]) for _, found in steps])
+        yield futures
+        for (number, (_, take)), future in zip(steps, futures, strict=True):
+            self._took(drawn, number, take, future.result)
 
     def _took(self, drawn: Drawn, group: int, take: Callable[[Any], None], result: Any) -> None:
         """Use what a group's environments have given, or lose the group."""
@@ -238,16 +239,15 @@ class Drawing:
         environments = self._room(drawn.job).environments
         if environments is None:
             return None
-        prompt, data = drawn.prompt(group), drawn.job.data
-        assert isinstance(data, RolloutData)
+        prompt, longest = drawn.prompt(group), drawn.rollouts.longest
         row = {**prompt.columns, "prompt": prompt.said}
-        seed = stable_hash("environment", data.seed, drawn.step, group)
+        seed = drawn.seed("environment", group)
 
         def take(found: Sequence[tuple[Any, Any]]) -> None:
             for talk, (environment, said) in zip(drawn.group(group), found, strict=True):
                 talk.environment = environment
                 if said is not None:
-                    self._open(talk, said, drawn.job, data.rollouts.longest)
+                    self._open(talk, said, drawn.job, longest)
 
         return lambda: [environments.begin(row, seed) for _ in range(drawn.size)], take
 

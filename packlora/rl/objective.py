@@ -26,9 +26,10 @@ KINDS = {
 
 
 class RewardObjective(PolicyObjective):
-    """A loss of policies whose samples have a reward. rewards: names of its parts."""
+    """A loss of policies whose samples have a reward. rewards: names of its parts. group: completions of a prompt."""
 
     rewards: Sequence[str] = ()
+    group: int = 1
 
     @staticmethod
     def of(train: TrainConfig, rollout: RolloutConfig) -> RewardObjective:
@@ -42,7 +43,7 @@ class RewardObjective(PolicyObjective):
         own = RewardObjective(name, clip, beta, over, rollout.max_new_tokens, kl)  # type: ignore[arg-type]
         if rollout.temperature != 1:
             own.terms = (Temperature(rollout.temperature),)
-        own.rewards = names_of(rollout.reward_sources)
+        own.rewards, own.group = names_of(rollout.reward_sources), rollout.num_generations
         return own
 
     def facts(self, batch: Sequence[Sample]) -> Facts:
@@ -56,11 +57,14 @@ class RewardObjective(PolicyObjective):
         found = {
             "reward": float(judged.mean()) if len(judged) else np.nan,
             "reward_std": float(judged.std(ddof=1)) if len(judged) > 1 else np.nan,
+            "reward_stderr": standard_error(rewards, lost, self.group),
             "frac_reward_zero_std": float(np.mean(idle)), "completions/mean_length": float(lengths.mean()),
             "completions/clipped_ratio": float(by_name["cut"].mean()), "rollout/lost": float(lost.mean()),
-            "rollout/staleness": float(by_name["staleness"].mean()), "rollout/seconds": float(by_name["seconds"].max()),
             "sampling/sampling_logp_difference/mean": float(by_name["drift"].mean()),
         }  # fmt: skip
+        if not np.isnan(by_name["seconds"]).any():  # those of an evaluation are not counted
+            found["rollout/staleness"] = float(by_name["staleness"].mean())
+            found["rollout/seconds"] = float(by_name["seconds"].max())
         if away:
             found["teacher/reverse_kl"] = float(np.mean(away))
         if "turns" in batch[0].columns:
@@ -74,6 +78,16 @@ class RewardObjective(PolicyObjective):
         """Means over the labels of the global batch, and those of `facts`."""
         told = {name: value for name, value in facts.items() if name not in ("units", "samples")}
         return told | super().report(sums, facts)
+
+
+def standard_error(rewards: np.ndarray, lost: np.ndarray, group: int) -> float:
+    """Standard error of the mean reward over prompts, as completions of one prompt are alike; NaN for fewer than two.
+
+    Args:
+        rewards, lost: of all completions [N], those of a prompt together. group: completions of a prompt.
+    """
+    means = rewards.reshape(-1, group).mean(1)[lost.reshape(-1, group)[:, 0] == 0]
+    return float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else np.nan
 
 
 COLUMNS = ("reward", "drift", "cut", "lost", "staleness", "seconds")

@@ -11,9 +11,9 @@ from packlora.data.dataset import configured_steps
 from packlora.data.encode import Encoded
 from packlora.data.tokens import check_vocabulary
 from packlora.errors import InputError
-from packlora.rl.data import FOLDER, RolloutData, RolloutSamples
+from packlora.rl.data import FOLDER, RolloutData, RolloutSamples, guess_of
 from packlora.rl.environments import Environments
-from packlora.rl.prompts import read_prompts
+from packlora.rl.prompts import read_both
 from packlora.rl.rewards import Rewards
 from packlora.rl.teacher import check_teacher
 from packlora.rl.tools import check_calls_are_read
@@ -27,15 +27,13 @@ def check_run(run: Run, processes: int) -> None:
         raise InputError(
             f"job {names[0]!r}: rollout generates on one process in this version, and {processes} were started; start one"
         )
-    if names and run.sweep is not None:
-        raise InputError(f"job {names[0]!r}: rollout does not go with a sweep in this version; leave one of them out")
 
 
 def rollout_data(
     run: Run, job: JobConfig, spec: AdapterSpec, tokenizer: Any, vocabulary: int, budget: int, longest: int,
     max_steps: int | None, told: Told,
-) -> tuple[RolloutData, Encoded, int, list[str]]:  # fmt: skip
-    """Data of a job, a few samples as they may be, the most tokens of one, and notes.
+) -> tuple[RolloutData, Encoded, Encoded, int, list[str]]:  # fmt: skip
+    """Data of a job, a few samples as they may be, such ones of held-out prompts, the most tokens of one, and notes.
 
     Args:
         budget: most tokens of a microbatch.
@@ -61,13 +59,16 @@ def rollout_data(
         check_environments(job, tokenizer)
     if job.rollout.teacher is not None:
         check_teacher(job.rollout.teacher, tokenizer, job.name)
-    prompts, notes = read_prompts(job, tokenizer, most - new, told)
-    check_vocabulary(job.name, (prompt.ids for prompt in prompts), vocabulary, tokenizer)
-    seed, steps = run.seed_of(job), configured_steps(job.train, len(prompts) * job.rollout.num_generations)
-    samples = RolloutSamples(job, prompts, Path(run.output_dir) / job.name / FOLDER, seed, steps, most - new)
+    seed = run.seed_of(job)
+    prompts, held_out, notes = read_both(job, tokenizer, most - new, told, seed)
+    every = [*prompts, *held_out]
+    check_vocabulary(job.name, (prompt.ids for prompt in every), vocabulary, tokenizer)
+    steps = configured_steps(job.train, len(prompts) * job.rollout.num_generations)
+    samples = RolloutSamples(job, prompts, Path(run.output_dir) / job.name / FOLDER, seed, steps, most - new, held_out)
     data = RolloutData(job.name, samples, job.train, seed, max_steps)
-    few = [sample for sample, _ in zip(samples, range(64), strict=False)]
-    return data, Encoded(few), max(len(prompt.ids) for prompt in prompts) + new, notes
+    few = Encoded([sample for sample, _ in zip(samples, range(64), strict=False)])
+    judged = Encoded([guess_of(prompt, new) for prompt in held_out])
+    return data, few, judged, max(len(prompt.ids) for prompt in every) + new, notes
 
 
 def check_environments(job: JobConfig, tokenizer: Any) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from packlora.config import JobConfig
+from packlora.config import DataSource, JobConfig
 from packlora.data.places import prompt_text
 from packlora.data.prompts import prompt_ids
 from packlora.data.readers import files_of, values_of
@@ -19,6 +19,7 @@ from packlora.data.rows import How, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
+from packlora.seeding import stable_hash
 from packlora.terminal import Told
 
 FORMATS = "a row has a prompt, a text or a list of messages, or messages up to the one that is to be answered"
@@ -35,21 +36,53 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
+def read_both(
+    job: JobConfig, tokenizer: Any, longest: int, told: Told, seed: int
+) -> tuple[list[Prompt], list[Prompt], list[str]]:
+    """Prompts that a job is trained on, those that are held out, and what should be known of them.
+
+    Args:
+        seed: draws the share of the prompts that `data.eval_split` holds out.
+
+    Raises:
+        InputError: as read_prompts; or one of both would be without a prompt.
+    """
+    prompts, notes = read_prompts(job, tokenizer, longest, told)
+    if job.data.eval_path is not None:
+        held_out, more = read_prompts(job, tokenizer, longest, told, sources=job.data.eval_sources)
+        return prompts, held_out, notes + more
+    if job.data.eval_split is None:
+        return prompts, [], notes
+    count = int(job.data.eval_split * len(prompts) + 0.5)
+    if not 0 < count < len(prompts):
+        left = "none is held out" if count == 0 else "none is left to train on"
+        share = f"data.eval_split {job.data.eval_split:g}"
+        raise InputError(f"job {job.name!r}: of {len(prompts)} prompts {share} is {count}, so {left}; change it")
+    generator = np.random.Generator(np.random.Philox(stable_hash("eval_split", seed)))
+    numbers = set(generator.permutation(len(prompts))[:count].tolist())
+    kept = [prompt for number, prompt in enumerate(prompts) if number not in numbers]
+    split_off = [prompt for number, prompt in enumerate(prompts) if number in numbers]
+    notes.append(f"job {job.name!r}: eval_split holds out {count} of {len(prompts)} prompts")
+    return kept, split_off, notes
+
+
 def read_prompts(
-    job: JobConfig, tokenizer: Any, longest: int, told: Told, most: int | None = None
-) -> tuple[list[Prompt], list[str]]:
+    job: JobConfig, tokenizer: Any, longest: int, told: Told, most: int | None = None,
+    sources: Sequence[DataSource] | None = None,
+) -> tuple[list[Prompt], list[str]]:  # fmt: skip
     """Prompts of a job in the order of its data, and what should be known of them.
 
     Args:
         longest: most tokens of a prompt.
         most: rows that are read; None: all.
+        sources: of the rows; None: those that are trained on.
 
     Raises:
         InputError: a file is missing or malformed, a row is no prompt or too long, or there are none.
     """
     out, skipped, dropped = list[Prompt](), list[str](), 0
     tools = tools_of(job)
-    for where, value in itertools.islice(_values(job), most):
+    for where, value in itertools.islice(_values(job, sources or job.data.train_sources), most):
         try:
             if isinstance(value, InputError):
                 raise value
@@ -76,8 +109,8 @@ def read_prompts(
     return out, [f"job {job.name!r}: {note}" for note in notes]
 
 
-def _values(job: JobConfig) -> Iterator[tuple[str, Any]]:
-    for source in job.data.train_sources:
+def _values(job: JobConfig, sources: Sequence[DataSource]) -> Iterator[tuple[str, Any]]:
+    for source in sources:
         how = How(source.columns, fields=True, subset=source.subset, split=source.split)
         left = source.max_samples
         for name in files_of(source.path, job.name):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,12 +66,15 @@ class Rewards:
     Args:
         job: its name.
         has_own: whether its environments give a reward, which stands last and has weight 1, as in TRL.
+        rung: set when a group has been judged.
 
     Raises:
         InputError: a function is not there.
     """
 
-    def __init__(self, config: RolloutConfig, job: str, has_own: bool = False) -> None:
+    def __init__(
+        self, config: RolloutConfig, job: str, has_own: bool = False, rung: threading.Event | None = None
+    ) -> None:  # fmt: skip
         self.names = names_of(config.reward_sources)[: len(config.rewards) + has_own]
         weights = config.reward_weights or [1.0] * len(config.rewards)
         self.weights = np.array([*weights, 1.0][: len(self.names)])
@@ -79,20 +83,16 @@ class Rewards:
             self._asked = [_ask_of(spec, config.reward_timeout) for spec in config.rewards]
         except InputError as error:
             raise InputError(f"job {job!r}: {error}") from None
-        self._worker = Worker(config.reward_timeout)
+        self.worker = Worker(config.reward_timeout, rung or threading.Event())
 
     def ask(self, groups: Sequence[Group]) -> list[Future[Judged]]:
         """Begin to judge groups; the results come in their order."""
-        return self._worker.ask(self._actions(groups))
+        return self.worker.ask([lambda group=group: self._judge(group) for group in groups])  # type: ignore[misc]
 
-    def take(self, groups: Sequence[Group], futures: Sequence[Future[Judged]]) -> list[Judged]:
-        """Wait for the results of `ask`. One that takes too long is lost."""
-        found = self._worker.take(self._actions(groups), futures)
+    def judged(self, groups: Sequence[Group], futures: Sequence[Future[Judged]]) -> list[Judged]:
+        """Results of `ask`, all of which are there. One that took too long is lost."""
         late = f"took more than {self._timeout:g} seconds"
-        return [own or self._lost(group, late) for group, own in zip(groups, found, strict=True)]
-
-    def _actions(self, groups: Sequence[Group]) -> list[Callable[[], Judged]]:
-        return [lambda group=group: self._judge(group) for group in groups]  # type: ignore[misc]
+        return [future.result or self._lost(group, late) for group, future in zip(groups, futures, strict=True)]
 
     def _judge(self, group: Group) -> Judged:
         count = len(group.completions)

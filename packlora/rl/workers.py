@@ -1,13 +1,14 @@
 """Threads that run a user's functions, each call within a time limit: rewards and environments.
 
-A call that takes too long leaves its thread behind, which no program waits for at its end.
+Nothing here waits: results come as futures, and `rung` is set whenever one has come. A call that takes too long leaves its
+thread behind, which no program waits for at its end.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -15,71 +16,90 @@ T = TypeVar("T")
 
 
 class Future(Generic[T]):
-    """A result that a worker is to give."""
+    """Result of an action. result: None where it took too long, and until it is done."""
 
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._done = threading.Event()
-        self._result: T | None = None
+    def __init__(self, action: Callable[[], T]) -> None:
+        self.action = action
+        self.began = 0.0
+        self.is_done = False
+        self.result: T | None = None
 
-    def run(self, action: Callable[[], T]) -> None:
-        self._began = time.monotonic()
-        self._result = action()
-        self._done.set()
-
-    def wait(self, seconds: float) -> T | None:
-        """The result; None where it takes longer than so many seconds from when it began."""
-        while not self._done.wait(0.05 if self._began is None else max(0.0, self._began + seconds - time.monotonic())):
-            if self._began is not None and time.monotonic() > self._began + seconds:
-                return None
-        return self._result
+    def finish(self, result: T | None) -> None:
+        """Set the result."""
+        self.result, self.is_done = result, True
 
 
 class Worker:
-    """A thread of one job that runs actions one after the other. seconds: that each may take."""
+    """Runs actions of one job one after the other, in a thread.
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._thread: _Thread | None = None
-
-    def ask(self, actions: Sequence[Callable[[], T]]) -> list[Future[T]]:
-        """Begin to run actions, which raise nothing; the results come in their order."""
-        if self._thread is None or self._thread.is_stuck:
-            self._thread = _Thread()
-        return [self._thread.submit(action) for action in actions]
-
-    def take(self, actions: Sequence[Callable[[], T]], futures: Sequence[Future[T]]) -> list[T | None]:
-        """Wait for the results of `ask`. One that takes too long gives None; its thread is left behind, and later actions are
-        begun anew."""
-        out: list[T | None] = []
-        while len(out) < len(actions):
-            found = futures[len(out)].wait(self._seconds)
-            out.append(found)
-            if found is None:
-                assert self._thread is not None
-                self._thread.is_stuck = True
-                futures = [*futures[: len(out)], *self.ask(actions[len(out) :])]
-        return out
-
-
-class _Thread:
-    """A thread that does one thing after the other, and holds no program up that ends.
-
-    is_stuck: set where what it does takes too long; nothing that waits is done then.
+    Args:
+        seconds: that each may take.
+        rung: set when a result has come.
     """
 
-    def __init__(self) -> None:
-        self.is_stuck = False
-        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="packlora-reward", daemon=True).start()
+    def __init__(self, seconds: float, rung: threading.Event) -> None:
+        self._seconds, self._rung = seconds, rung
+        self._changed = threading.Condition()
+        self._waiting = deque[Future[Any]]()
+        self._current: Future[Any] | None = None
+        self._thread: threading.Thread | None = None
+        """The one that takes what waits; an earlier one may hang in a call."""
 
-    def submit(self, action: Callable[[], T]) -> Future[T]:
-        future = Future[T]()
-        self._waiting.put((future, action))
-        return future
+    def ask(self, actions: Sequence[Callable[[], T]]) -> list[Future[T]]:
+        """Begin to run actions, which raise nothing."""
+        futures = [Future(action) for action in actions]
+        with self._changed:
+            self._waiting += futures
+            self._begin()
+            self._changed.notify_all()
+        return futures
+
+    def give_up(self) -> None:
+        """Leave a call that takes too long behind, and go on with what waits."""
+        with self._changed:
+            late = self._current
+            if late is None or time.monotonic() < late.began + self._seconds:
+                return
+            self._current = self._thread = None
+            late.finish(None)
+            self._begin()
+
+    @property
+    def deadline(self) -> float | None:
+        """Time (of time.monotonic) at which the present call is given up; None where there is none."""
+        with self._changed:
+            return None if self._current is None else self._current.began + self._seconds
+
+    def close(self) -> None:
+        """Take nothing any more."""
+        with self._changed:
+            self._waiting.clear()
+            self._current = self._thread = None
+            self._changed.notify_all()
+
+    def _begin(self) -> None:
+        """Start a thread where something waits and there is none."""
+        if self._waiting and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="packlora-reward", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
-        while not self.is_stuck:
-            future, action = self._waiting.get()
-            if not self.is_stuck:
-                future.run(action)
+        own = threading.current_thread()
+        while (future := self._next(own)) is not None:
+            result = future.action()
+            with self._changed:
+                if self._thread is not own:  # given up meanwhile
+                    return
+                future.finish(result)
+                self._current = None
+            self._rung.set()
+
+    def _next(self, own: threading.Thread) -> Future[Any] | None:
+        """The next action; None for a thread that is not wanted any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._thread is not own)
+            if self._thread is not own:
+                return None
+            self._current = self._waiting.popleft()
+            self._current.began = time.monotonic()
+            return self._current

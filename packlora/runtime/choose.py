@@ -6,21 +6,19 @@ them find the same layout. It is good for comparing jobs and microbatches, and f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import numpy as np
 import torch
 
 from packlora.base.device import choose_device
-from packlora.base.shape import decoder_layers
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
-from packlora.parallel.experts import check_experts
 from packlora.parallel.layout import Layout, Prediction, Wave
-from packlora.parallel.stage_checks import check_stages
-from packlora.runtime import estimate, profiler, profiles
-from packlora.runtime.prepared_job import PreparedJob, trainable_parameters
+from packlora.runtime import estimate, profiler, profiles, shared_experts
+from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
 from packlora.runtime.wholeness import needs_whole_base
@@ -38,24 +36,17 @@ class Work:
     """Predicted times of a run's samples: layers and a job's own adapter by tokens, attention by the squares of lengths, the
     output layer by label tokens.
 
-    samples: by job, of each of its samples. fixed: of a microbatch, however little is in it.
+    samples: by job, of each of its samples. fixed: of a microbatch, however little is in it. cost: of tokens.
 
     Args:
         experts_on: devices that hold the experts together.
     """
 
     def __init__(self, prepared: PreparedRun, experts_on: int = 1) -> None:
-        cost = estimate.planning_cost(prepared.run, prepared, experts_on=experts_on)
+        self.cost = cost = estimate.planning_cost(prepared.run, prepared, experts_on)
         self.fixed = cost.fixed * (1 + cost.backward_ratio)
         self.samples = {job.data.name: _seconds(prepared, job, experts_on) for job in prepared.jobs}
         self._prepared = prepared
-
-    def staged(self, layout: Layout) -> CostModel | None:
-        """Profile of the stages of a layout's pipelines; None where it has none."""
-        if layout.pipeline == 1:
-            return None
-        experts_on = 1 if layout.exchange else layout.expert
-        return estimate.planning_cost(self._prepared.run, self._prepared, layout.pipeline, experts_on)
 
     def jobs(self) -> dict[str, float]:
         """Seconds by job of all its samples on one device, with its share of what is fixed for a microbatch."""
@@ -79,12 +70,48 @@ class Work:
 
 def _seconds(prepared: PreparedRun, job: PreparedJob, experts_on: int) -> np.ndarray:
     """Seconds of each sample of a job."""
-    cost = estimate.planning_cost(prepared.run, replace(prepared, jobs=[job]), experts_on=experts_on)
+    cost = estimate.planning_cost(prepared.run, replace(prepared, jobs=[job]), experts_on)
     lengths = job.data.planned.lengths.astype(np.float64)
     layers = cost.per_token * lengths + cost.per_token_squared * lengths**2
     head = cost.head_per_token / job.data.label_share * job.data.num_labels
     seconds: np.ndarray = layers * (1 + cost.backward_ratio) + head * (1 + cost.head_backward_ratio)
     return seconds
+
+
+class Replica:
+    """A replica of the model in a layout, as its time and memory are predicted: its devices run one microbatch at a time, all
+    layers of it. A pipeline is another one (packlora/pipeline/layouts.py).
+
+    lag, cost: its microbatches are planned with, see Planner. largest: share of the layers on the device that has the most.
+    """
+
+    lag = 1
+    cost: CostModel | None = None
+    largest = 1.0
+
+    def times(
+        self, waves: Sequence[Wave], seconds: Callable[[Microbatch], float], cost: CostModel
+    ) -> tuple[float, float]:
+        """Seconds until replicas side by side have run waves, and the sum of what all of them do. A wave takes what its
+        costliest microbatch does.
+
+        Args:
+            seconds: of a microbatch.
+            cost: the same of a device by itself, of which stages are made.
+        """
+        return sum(max(map(seconds, wave)) for wave in waves), sum(seconds(one) for wave in waves for one in wave)
+
+    def at_ends(self, names: Collection[str]) -> int:
+        """Parameters of jobs that one device may have all of, where layers are shared."""
+        return 0
+
+
+def replica_of(prepared: PreparedRun, layout: Layout) -> Replica:
+    """A replica of a layout."""
+    if layout.pipeline == 1:
+        return Replica()
+    found: Replica = import_module("packlora.pipeline.layouts").StagedReplica(prepared, layout)
+    return found
 
 
 @dataclass(slots=True)
@@ -95,6 +122,7 @@ class Spread:
     """
 
     layout: Layout
+    replica: Replica
     waves: list[list[Wave]]
     parts: list[float]
 
@@ -103,9 +131,9 @@ class Spread:
         """Tokens of the fullest microbatch by group; 0 where it has no jobs."""
         return [max((one.num_tokens for wave in own for one in wave), default=0) for own in self.waves]
 
-    def predict(self, cost: Callable[[Microbatch], float], staged: CostModel | None = None) -> Prediction:
-        """See layout.predict."""
-        return layouts.predict(self.layout, self.waves, self.parts, cost, staged)
+    def predict(self, seconds: Callable[[Microbatch], float], cost: CostModel) -> Prediction:
+        """See layout.predict and Replica.times."""
+        return layouts.predict(self.layout, self.waves, self.parts, lambda own: self.replica.times(own, seconds, cost))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +154,7 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
         InputError: devices_per_job does not divide so many devices.
     """
     parallel = prepared.run.parallel
-    work = Work(prepared, 1 if parallel.exchanges else parallel.expert)
+    work = Work(prepared, parallel.experts_on)
     found, sharded = candidates(prepared, devices, work.jobs()), sharded_layouts(prepared, devices, work.jobs())
     if not found:
         raise InputError(
@@ -145,9 +173,7 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
         if taken is not None:
             return taken
     planned = fitting or planned
-    return _choose_as_asked(
-        [own.predict(work.of, work.staged(own.layout)) for own in planned], parallel.devices_per_job
-    )
+    return _choose_as_asked([own.predict(work.of, work.cost) for own in planned], parallel.devices_per_job)
 
 
 def _as_asked(prepared: PreparedRun) -> str:
@@ -175,7 +201,7 @@ def _choose_in_parts(
     if not less:
         return None
     times = {
-        own.layout: own.predict(seconds_of(prepared, own.layout, work.of), work.staged(own.layout)).time
+        own.layout: own.predict(seconds_of(prepared, own.layout, work.of), work.cost).time
         for own in [own for own in less if known.has_room(needed[own.layout])] or less
     }
     taken, tensor = min(times, key=times.__getitem__), prepared.run.parallel.tensor
@@ -192,7 +218,7 @@ def _choose_in_parts(
 
 def _words(layout: Layout) -> str:
     if not layout.sharded:
-        return f"a pipeline of {layout.pipeline}"
+        return f"a {layout.words[0]}"
     return "a sharded base" if layout.shard == layout.replicas else f"a base sharded over {layout.shard}"
 
 
@@ -263,57 +289,14 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
     """
     parallel = prepared.run.parallel
     asked = devices if parallel.shard_base is True else parallel.devices_per_job
-    found = layouts.layouts(
-        work, devices, parallel.tensor, parallel.stages, parallel.shards(devices), parallel.expert, parallel.exchanges
-    )
+    found = layouts.layouts(work, devices, **parallel.degrees(devices))
     return [own for own in found if asked in ("auto", own.devices_per_job)]
 
 
 def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
-    """Pipelines of every length that the run file allows and the model can be cut into, where that is left to us; each job on
-    as few of them as leave none without a job.
-
-    Args:
-        work: by job, what it is predicted to take.
-    """
-    parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.pipeline == "auto" and parallel.in_parts is None and not parallel.is_sharded
-    if not asked or prepared.form is not None or encoder is None or needs_whole_base(prepared, staged=True):
-        return []
-    try:
-        check_stages(encoder.skeleton, prepared.shape.layers, prepared.adapted)
-    except InputError:
-        return []
-    out = []
-    for stages in range(2, min(devices, prepared.shape.layers) + 1):
-        if devices % stages == 0:
-            out += _fewest(layouts.layouts(work, devices, pipeline=stages), parallel.devices_per_job)
-    return out
-
-
-def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
-    """Layouts whose devices hold the experts together, where the run file does not ask for it but the model could be shared out
-    so: of each number, in both ways, the one whose jobs share the fewest devices and leave none without a job.
-
-    Args:
-        work: by job, what it is predicted to take.
-    """
-    parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.in_parts is not None or parallel.is_sharded
-    if asked or prepared.form is not None or encoder is None:
-        return []
-    out = []
-    for degree in range(2, devices + 1):
-        if devices % degree or any(count % degree for count in prepared.shape.experts) or not prepared.shape.experts:
-            continue
-        try:
-            check_experts(encoder.skeleton, degree)
-        except InputError:
-            continue
-        for exchange in (False, True):
-            every = layouts.layouts(work, devices, expert=degree, exchange=exchange)
-            out += _fewest(every, parallel.devices_per_job)
-    return out
+    """Pipelines; see packlora/pipeline/layouts.py."""
+    found: list[Layout] = import_module("packlora.pipeline.layouts").candidates(prepared, devices, work)
+    return found
 
 
 def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
@@ -330,14 +313,8 @@ def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
     out, replicas = [], devices // parallel.tensor
     for shard in (size for size in range(replicas, 1, -1) if replicas % size == 0):
         every = layouts.layouts(work, devices, parallel.tensor, shard=shard)
-        out += _fewest(every, parallel.devices_per_job)
+        out += layouts.fewest(every, parallel.devices_per_job)
     return out
-
-
-def _fewest(every: list[Layout], asked: int | str) -> list[Layout]:
-    """Choose, of the layouts that have as many devices per job as is asked for, the first that leaves none without a job."""
-    own = [one for one in every if asked in ("auto", one.devices_per_job)]
-    return [one for one in own if all(one.groups)][:1]
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
@@ -356,8 +333,7 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     if first and prepared.run.max_tokens_per_microbatch == "auto" and choose_device(prepared.run.device).type == "cuda":
         smallest = profiler.budgets(prepared)[0]
     layout, experts = own.layout, own.layout.expert
-    largest = estimate.largest_stage(prepared.run, prepared, layout.pipeline)
-    known = estimate.sharing_experts(known, prepared.run, prepared, experts, layout.exchange)
+    known = shared_experts.profile(known, prepared, layout)
     needed, (base, gathered), elsewhere = 0, base_bytes(prepared), elsewhere_bytes(prepared, layout)
     base, gathered = base - elsewhere, gathered - 2 * elsewhere // prepared.shape.layers
     here = base // (layout.tensor * layout.shard) - host_bytes(prepared, layout)  # stages have a part of that
@@ -367,22 +343,9 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
         tokens = fullest if smallest is None else min(fullest, smallest)
         others -= round((1 - 1 / experts) * sum(job.on_experts for job in prepared.jobs if job.data.name not in names))
         kept = known.kept_bytes - estimate.TRAINABLE_BYTES * others
-        ends = estimate.TRAINABLE_BYTES * _at_ends(prepared, names) if layout.pipeline > 1 else 0
-        needed = max(needed, round((kept - base + here - ends) * largest + ends + each * tokens))
+        ends = estimate.TRAINABLE_BYTES * own.replica.at_ends(names)
+        needed = max(needed, round((kept - base + here - ends) * own.replica.largest + ends + each * tokens))
     return needed + gathered // layout.tensor if layout.sharded else needed
-
-
-def _at_ends(prepared: PreparedRun, names: Collection[str]) -> int:
-    """Parameters of jobs that are in no layer, of which one stage of a pipeline may have all."""
-    if prepared.encoder is None:
-        return 0
-    skeleton, total = prepared.encoder.skeleton, 0
-    inside = tuple(f"{path}." for path in decoder_layers(skeleton))
-    for job in prepared.jobs:
-        if job.data.name in names:
-            own = {path: module for path, module in job.spec.modules.items() if not path.startswith(inside)}
-            total += trainable_parameters(replace(job.spec, modules=own), skeleton)
-    return total
 
 
 def base_bytes(prepared: PreparedRun) -> tuple[int, int]:
@@ -409,11 +372,12 @@ def _expert_bytes(prepared: PreparedRun) -> int:
 
 def spread(prepared: PreparedRun, layout: Layout) -> Spread:
     """Plan what the groups of a layout run."""
-    planned = [_waves(prepared, names, layout) for names in layout.groups]
-    return Spread(layout, [waves for waves, _ in planned], [part for _, part in planned])
+    replica = replica_of(prepared, layout)
+    planned = [_waves(prepared, names, layout.split, replica) for names in layout.groups]
+    return Spread(layout, replica, [waves for waves, _ in planned], [part for _, part in planned])
 
 
-def _waves(prepared: PreparedRun, names: tuple[str, ...], layout: Layout) -> tuple[list[Wave], float]:
+def _waves(prepared: PreparedRun, names: tuple[str, ...], split: int, replica: Replica) -> tuple[list[Wave], float]:
     """Waves of the jobs of a group, and the part of their tokens that they are."""
     jobs = [job.data for job in prepared.jobs if job.data.name in names]
     if not jobs:
@@ -421,10 +385,8 @@ def _waves(prepared: PreparedRun, names: tuple[str, ...], layout: Layout) -> tup
     method = "solo" if prepared.run.schedule.method == "solo" else "greedy"
     out: list[Wave] = []
     samples = tokens = 0
-    stages, split = layout.pipeline, layout.split
-    cost = estimate.planning_cost(prepared.run, prepared, stages) if stages > 1 else None
-    budget = layouts.planned(prepared.budget, split)
-    for window in Planner([job.planned for job in jobs], budget, stages=stages, method=method, cost=cost).windows():
+    budget, orders = layouts.planned(prepared.budget, split), [job.planned for job in jobs]
+    for window in Planner(orders, budget, lag=replica.lag, method=method, cost=replica.cost).windows():
         out += layouts.waves(window.microbatches, split, prepared.budget)
         samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
         tokens += sum(microbatch.num_tokens for microbatch in window.microbatches)

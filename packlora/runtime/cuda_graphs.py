@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,12 +12,15 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
 from packlora.config import Run
+from packlora.engine.adapters import AdapterState
 from packlora.engine.graphs import NO_GRAPHS, GraphedDevice
 from packlora.engine.heads import has_head_loss
 from packlora.engine.passes import Executor, SingleDevice
 from packlora.engine.recorded import LEAST_TOKENS, Buffers
 from packlora.errors import InputError
-from packlora.runtime.job import Job
+
+if TYPE_CHECKING:
+    from packlora.runtime.job import Job
 
 LAUNCHED = ("nf4", "fp4", "int8")
 """Methods of quantisation whose weights are made by launches alone."""
@@ -41,16 +45,15 @@ def graphed(
         return single
     assert isinstance(single, SingleDevice)
     dropout = any(job.dropout_key is not None for job in jobs)
-    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, columns=columns_of(jobs), routes=route(jobs))
+    buffers = buffers_of([job.state for job in jobs])
+    return GraphedDevice(single, buffers, dropout, budget, tell, columns=columns_of(jobs), routes=route(jobs))
 
 
-def buffers_of(jobs: Sequence[Job]) -> Buffers:
-    """Buffers in which the gradients of jobs are added up, see Gradients."""
+def buffers_of(states: Iterable[AdapterState]) -> Buffers:
+    """Buffers in which the gradients of adapters are added up, see Gradients."""
     return {
-        job.adapter.number: [
-            (job.state.parameters[name], buffer) for name, buffer in job.state.gradient_buffers().items()
-        ]
-        for job in jobs
+        state.adapter.number: [(state.parameters[name], buffer) for name, buffer in state.gradient_buffers().items()]
+        for state in states
     }
 
 
@@ -67,6 +70,18 @@ def route(jobs: Sequence[Job]) -> bool:
 
 def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     """Reason against graphs that is known beforehand; None where microbatches are tried."""
+    if (reason := why_base_has_none(run, base)) is not None:
+        return reason
+    if len(jobs) > LEAST_TOKENS:
+        return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
+    for job in jobs if len(jobs) > 1 else ():
+        if has_two_products(job.adapter.spec):
+            return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
+    return None
+
+
+def why_base_has_none(run: Run, base: Base) -> str | None:
+    """Reason against graphs of a base model, whatever is trained on it."""
     if base.device.type != "cuda":
         return f"there are none on {base.device.type}"
     if base.form is not None and base.form.method not in LAUNCHED:
@@ -86,15 +101,9 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
 
         if (reason := why_host_waits(base.model)) is not None:
             return reason
-    if len(jobs) > LEAST_TOKENS:
-        return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
-    for job in jobs if len(jobs) > 1 else ():
-        if has_two_products(job.adapter.spec):
-            return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
     return None
 
 
 def has_two_products(spec: AdapterSpec) -> bool:
     """Whether an adapter is DoRA with dropout on base products of linear layers, which no kernel computes where owners move."""
-    linears = [own for own in spec.modules.values() if is_linear(own)]
-    return any(own.use_dora and own.dropout and own.base_dropped for own in linears)
+    return any(own.scales_dropped for own in spec.modules.values() if is_linear(own))

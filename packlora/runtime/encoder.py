@@ -117,10 +117,10 @@ class Encoder:
     def _rewarded(self, job: JobConfig, spec: AdapterSpec, budget: int, told: Told) -> tuple[PreparedJob, list[str]]:
         """Prepare a job whose samples are generated in training; see `job`."""
         tokenizer, vocabulary = self.tokenizer_of(job), self.skeleton.get_input_embeddings().weight.shape[0]
-        data, few, most, notes = import_module("packlora.rl.prepare").rollout_data(
+        data, few, held_out, most, notes = import_module("packlora.rl.prepare").rollout_data(
             self.run, job, spec, tokenizer, vocabulary, budget, self.longest, self.max_steps, told
         )
-        return self._prepared(job, data, few, Encoded([]), spec, most, notes)
+        return self._prepared(job, data, few, held_out, spec, most, notes)
 
     def _prepared(
         self, job: JobConfig, data: JobData, encoded: Encoded, held_out: Encoded, spec: AdapterSpec, most: int,

@@ -1,14 +1,11 @@
-"""Estimates of what a microbatch costs in time and memory: products and bytes are counted, on one device, on stages of a
-pipeline, or on devices that share out experts. Neither a GPU nor the weights are needed; one short matrix product tells how
-fast the machine is.
+"""Estimates of what a microbatch costs in time and memory: products and bytes are counted, on one device, or on devices that
+share out experts. Neither a GPU nor the weights are needed; one short matrix product tells how fast the machine is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -23,7 +20,7 @@ from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
-from packlora.schedule.cost import CostModel, balance
+from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
 PRODUCTS_SHARE = {"cuda": 0.8, "cpu": 0.55, "mps": 0.8}
@@ -62,91 +59,24 @@ def estimate(run: Run, prepared: PreparedRun) -> Profile:
     least, many, twice = (sum(memory_parts(run, prepared, tokens).values()) for tokens in (1, 2**16, 2**17))
     per_token = (twice - many) / 2**16  # no fewer tokens have more each, so that the line is nowhere below the parts
     kept = least - per_token
-    cost = analytic_cost(run, prepared, *_speed(run))
+    cost = analytic_cost(run, prepared, *speed(run))
     return Profile("estimated", cost, kept, per_token, memory_room(device))
 
 
-def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
-    """Profile of a pipeline of so many devices like the known one: memory is that of one of them, with as many microbatches in
-    flight."""
-    cost = replace(known.cost, stage_shares=_work_on_stages(run, prepared, stages))
-    return replace(known, cost=cost, kept_bytes=known.kept_bytes * largest_stage(run, prepared, stages))
+def planning_cost(run: Run, prepared: PreparedRun, experts_on: int = 1) -> CostModel:
+    """Cost of a microbatch for the planner and for the choice of a layout: the same on every machine, so that all processes
+    of a run find the same, and a resumed run too."""
+    return analytic_cost(run, prepared, PLANNED_FLOPS[choose_device(run.device).type], experts_on=experts_on)
 
 
-def stage_layers(run: Run, prepared: PreparedRun, stages: int) -> tuple[int, ...]:
-    """Layers of each stage of a pipeline, so that the slowest one is as fast as it can be; the last one has the output layer
-    and the loss too, by what was measured of them (head_cost.py), else by their operations. A layer costs by the weights that a
-    token meets there, of experts those that it goes to."""
-    shape = prepared.shape
-    mean = sum(active for _, active in shape.layer_numbers) / max(1, len(shape.layer_numbers))
-    costs = [active / mean for _, active in shape.layer_numbers] if mean else []
-    return balance(stages, shape.layers, head_in_layers(run, prepared), costs)
-
-
-def head_in_layers(run: Run, prepared: PreparedRun) -> float:
-    """How many layers of the run, adapters included, the output layer and the loss take as long as."""
-    forward, backward, head = _operations(run, prepared)
-    return 2 * head / ((forward + backward) / prepared.shape.layers)
-
-
-def largest_stage(run: Run, prepared: PreparedRun, stages: int) -> float:
-    """Share of the layers' parameters, all experts included, on the stage that has the most."""
-    return max(_on_stages(run, prepared, stages, [held for held, _ in prepared.shape.layer_numbers]))
-
-
-def _work_on_stages(run: Run, prepared: PreparedRun, stages: int) -> tuple[float, ...]:
-    """Share of the layers' work on each stage."""
-    return _on_stages(run, prepared, stages, [active for _, active in prepared.shape.layer_numbers])
-
-
-def _on_stages(run: Run, prepared: PreparedRun, stages: int, numbers: Sequence[int]) -> tuple[float, ...]:
-    """The part that each stage has of numbers that belong to the layers; where these are not known, all layers are alike."""
-    until = [0, *accumulate(numbers if any(numbers) else [1] * prepared.shape.layers)]
-    ends = [0, *accumulate(stage_layers(run, prepared, stages))]
-    return tuple((until[end] - until[start]) / until[-1] for start, end in pairwise(ends))
-
-
-def planning_cost(run: Run, prepared: PreparedRun, stages: int = 1, experts_on: int = 1) -> CostModel:
-    """Cost of a microbatch on each stage, for the planner and for the choice of a layout: the same on every machine, so that
-    all processes of a run find the same, and a resumed run too."""
-    flops = PLANNED_FLOPS[choose_device(run.device).type]
-    return analytic_cost(run, prepared, flops, stages=stages, experts_on=experts_on)
-
-
-def sharing_experts(
-    known: Profile, run: Run, prepared: PreparedRun, devices: int, exchange: bool = False
-) -> Profile:  # fmt: skip
-    """Profile of one of so many devices like the known one that hold the experts together and run the same microbatches; or
-    with `exchange` their own, of which each device computes as much as it has, messages not counted."""
-    if devices == 1:
-        return known
-    whole, shared = (
-        analytic_cost(run, prepared, *_speed(run), experts_on=count) for count in (1, 1 if exchange else devices)
-    )
-    cost = replace(
-        known.cost,
-        per_token=known.cost.per_token * shared.per_token / whole.per_token,
-        backward_ratio=known.cost.backward_ratio * shared.backward_ratio / whole.backward_ratio,
-    )
-    shape, width, less = prepared.shape, getattr(torch, run.dtype).itemsize, 1 - 1 / devices
-    layers = 1 if run.gradient_checkpointing else shape.layers
-    return replace(
-        known,
-        cost=cost,
-        kept_bytes=known.kept_bytes
-        - less * (width * shape.expert_parameters + TRAINABLE_BYTES * sum(job.on_experts for job in prepared.jobs)),
-        bytes_per_token=known.bytes_per_token - (0 if exchange else less * width * shape.routed_width * layers),
-    )
-
-
-def _speed(run: Run) -> tuple[float, float]:
+def speed(run: Run) -> tuple[float, float]:
     """Speed of the machine at a model's matrix products and in memory: FLOP/s, and bytes that are read or written a second."""
     device = choose_device(run.device)
     return machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], machine_bandwidth(device)
 
 
 def analytic_cost(
-    run: Run, prepared: PreparedRun, flops: float, bandwidth: float = math.inf, *, stages: int = 1, experts_on: int = 1
+    run: Run, prepared: PreparedRun, flops: float, bandwidth: float = math.inf, *, experts_on: int = 1
 ) -> CostModel:
     """Seconds of a microbatch on machines of so many FLOP/s.
 
@@ -159,7 +89,7 @@ def analytic_cost(
         experts_on: devices that hold the experts together.
     """
     shape, device = prepared.shape, choose_device(run.device)
-    forward, backward, head = _operations(run, prepared, experts_on)
+    forward, backward, head = operations(run, prepared, experts_on)
     width, routed = getattr(torch, run.dtype).itemsize, shape.routed_width / experts_on
     moved = shape.outputs + shape.layers * (2 * shape.hidden + shape.attention + shape.inner + routed)
     there, back = (passes * width * moved / bandwidth for passes in PASSES)
@@ -174,12 +104,11 @@ def analytic_cost(
         fixed=shape.layers * LAYER_SECONDS[device.type],
         head_per_token=head / flops,
         backward_ratio=backward / forward,
-        stage_shares=_work_on_stages(run, prepared, stages),
         head_backward_ratio=1.0,
     )
 
 
-def _operations(run: Run, prepared: PreparedRun, experts_on: int = 1) -> tuple[float, float, float]:
+def operations(run: Run, prepared: PreparedRun, experts_on: int = 1) -> tuple[float, float, float]:
     """Operations of a token in all layers, forward and backward, and in the output layer."""
     shape = prepared.shape
     lengths = [job.data.planned.lengths.astype(np.int64) for job in prepared.jobs]

@@ -17,14 +17,14 @@ from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
 from packlora.engine.memory import memory_room
 from packlora.errors import InputError
-from packlora.form import is_stored
+from packlora.form import LIGHTER, choices
+from packlora.form import chosen as values_of
 from packlora.given import given
 from packlora.runtime.estimate import memory_parts
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import BUDGETS
 from packlora.runtime.profiles import MEASURES, ROOM_SHARE
 
-QUANTIZATION = (None, "int8", "nf4")
 GIB = 2**30
 MICROBATCH = "max_tokens_per_microbatch"
 
@@ -34,26 +34,25 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
     chosen, and what is predicted, is in its `fit` and in a warning.
 
     Args:
-        again: prepares the run once more, with a quantised base.
+        again: prepares the run once more, with another form of the base (form.py).
     """
     room, run = memory_room(device), prepared.run
-    known: dict[str | None, PreparedRun] = {None: prepared}
+    known: dict[tuple[Any, ...], PreparedRun] = {(): prepared}
     first: tuple[dict[str, Any], int] | None = None
-    for own in _settings(prepared):
-        method = own.get("quantization")
-        if method not in known:
+    for form, keys in _settings(prepared):
+        name, own = tuple(form.items()), keys | form
+        if name not in known:
             try:
-                known[method] = again(run.with_chosen({"quantization": quantization(method)}))
+                known[name] = again(run.with_chosen(values_of(form)))
             except InputError:  # not on this device, or not beside something else of the run
                 continue
         changed = run.model_copy(update={key: own[key] for key in MEASURES})
-        taken, size = own, predicted(changed, known[method], own[MICROBATCH])
+        taken, out, size = own, known[name], predicted(changed, known[name], own[MICROBATCH])
         first = first or (own, size)
         if size <= ROOM_SHARE * room:
             break
     assert first is not None
-    chosen = {key: value for key, value in taken.items() if value != first[0][key]}
-    out = known[taken.get("quantization")]
+    chosen = {key: value for key, value in taken.items() if value != first[0].get(key)}
     if measures := {key: chosen[key] for key in MEASURES if key in chosen}:
         out.run = out.run.with_chosen(measures)
     out.budget = chosen.get(MICROBATCH, out.budget)
@@ -67,20 +66,18 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
     return out
 
 
-def _settings(prepared: PreparedRun) -> Iterator[dict[str, Any]]:
-    """Settings that may be taken: first those of the run file and the defaults, then what costs more and needs less."""
+def _settings(prepared: PreparedRun) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Settings that may be taken: first those of the run file and the defaults, then what costs more and needs less. Each is
+    keys of the base's form and the others."""
     run, budget, longest = prepared.run, prepared.budget, prepared.longest
-    budgets, methods = [budget], list[str | None]([None])
+    budgets = [budget]
     if run.leaves(MICROBATCH):
         between = {own for own in BUDGETS if longest < own < budget and filled(prepared, own) == own}
         budgets = sorted({budget, longest} | between, reverse=True)
     elif run.max_tokens_per_microbatch == "auto":
         budgets = [longest]  # larger ones are measured
-    if run.fit == "auto" and run.leaves("quantization") and _can_quantise(prepared):
-        methods = list(QUANTIZATION)
-    for method, measures, tokens in product(methods, measures_of(run, _possible(prepared)), budgets):
-        own: dict[str, Any] = {MICROBATCH: tokens, **measures}
-        yield own if run.fit != "auto" else {**own, "quantization": method}
+    for form, measures, tokens in product(_forms(prepared), measures_of(run, _possible(prepared)), budgets):
+        yield form, {MICROBATCH: tokens, **measures}
 
 
 def measures_of(run: Run, possible: Mapping[str, bool]) -> list[dict[str, bool]]:
@@ -116,22 +113,11 @@ def _can_offload(prepared: PreparedRun) -> bool:
     )
 
 
-def _can_quantise(prepared: PreparedRun) -> bool:
-    """Whether the base is saved as floats, and nothing that is written speaks against codes."""
-    if prepared.encoder is None or given().model is not None or is_stored(prepared.encoder.skeleton.config):
-        return False
-    try:
-        prepared.run.check_quantized("fit: auto", made=True)
-    except ValueError:
-        return False
-    return True
-
-
-def quantization(method: str | None) -> Any:
-    """Value of the key for a method."""
-    from packlora.config import QuantizationConfig
-
-    return None if method is None else QuantizationConfig(method=method)  # type: ignore[arg-type]
+def _forms(prepared: PreparedRun) -> list[dict[str, Any]]:
+    """Forms of the base that may be taken, as keys of the run: first its own. A model that was handed over keeps it."""
+    if prepared.run.fit != "auto" or prepared.encoder is None or given().model is not None:
+        return [{}]
+    return [{}, *choices(prepared.run, prepared.encoder.skeleton.config)]
 
 
 def predicted(run: Run, prepared: PreparedRun, tokens: int) -> int:
@@ -170,8 +156,8 @@ def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any
             fits = f"Predicted to fit, {_of(size, room)}: {own}; fit: memory takes it where that is left out"
             return f"{' or '.join(remedies)}. {fits}"
     remedies += ["set offload_embedding: true"] * (not run.offload_embedding and _can_offload(prepared))
-    quantise = ["set quantization: nf4"] if prepared.form is None else ["take a smaller base model"]
-    return " or ".join([*remedies, *quantise, "shorten the samples (data.max_length)"])
+    remedies.append(LIGHTER if prepared.form is None else "take a smaller base model")
+    return " or ".join([*remedies, "shorten the samples (data.max_length)"])
 
 
 # --- words -----------------------------------------------------------------------------------------------------------------
@@ -190,7 +176,8 @@ def _of(size: int, room: int) -> str:
 
 
 def _why(chosen: Mapping[str, Any], first: tuple[Mapping[str, Any], int], size: int, room: int) -> str:
-    cost = "no number changes" if "quantization" not in chosen else "the base is rounded, so numbers change"
+    same = chosen.keys() <= {MICROBATCH, *MEASURES}
+    cost = "no number changes" if same else "the base is rounded, so numbers change"
     more = "" if size <= ROOM_SHARE * room else "; this may be too much, and nothing else is left to choose"
     return (
         f"fit: {words(chosen)}, which needs {_of(size, room)} by the estimate, since {words(first[0])} needs "

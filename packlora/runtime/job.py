@@ -249,6 +249,11 @@ class Job:
         """Whether the job has yet to step on this global batch: not after a failure, nor beyond the steps asked for."""
         return self.status != "failed" and self.step <= batch < self.data.num_steps
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether steps follow, in this session or, where its `max_steps` are done, in one that resumes it."""
+        return self.step < (self.data.configured_steps if self.stopped is None else self.data.num_steps)
+
     def loss_units(self, step: int) -> int:
         """Units of the objective in the global batch of a step, which its loss is divided by."""
         return self.learning.units(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packlora.adapters.linear import Attached
 from packlora.base.model import Base, load_base
@@ -15,6 +15,7 @@ from packlora.parallel.alone import ALONE, Alone, OneProcess
 from packlora.parallel.layout import Layout
 from packlora.result import Result
 from packlora.runtime.events import Emitter
+from packlora.runtime.flow import Flow
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
 
@@ -41,10 +42,8 @@ class Placement:
 
     def __init__(self, run: Run, mesh: OneProcess, prepared: PreparedRun) -> None:
         self.run, self.mesh, self.prepared = run, mesh, prepared
-        self.layout, self.group = self._share_out()
-
-    def _share_out(self) -> tuple[Layout, Alone]:
-        return Layout.of_one_device(job.data.name for job in self.prepared.jobs), ALONE
+        self.layout: Layout = Layout.of_one_device(job.data.name for job in prepared.jobs)
+        self.group: Alone = ALONE
 
     def own(self) -> PreparedRun:
         """Jobs of this process."""
@@ -68,9 +67,9 @@ class Placement:
         """
         return known
 
-    def pipeline(self, own: PreparedRun, known: Profile, passes: Passes) -> dict[str, Any]:
-        """Arguments `cost` and `times` of the loop where stages share the model."""
-        return {}
+    def flow(self, own: PreparedRun, known: Profile, passes: Passes) -> Flow:
+        """Flow of slots. known: of a device with its part of the model."""
+        return Flow()
 
     def train(self, trainer: Trainer | None, logged: int, listen: Listen, sample: Callable[[Trainer], None]) -> Result:
         """Train this process's jobs.

@@ -105,7 +105,7 @@ def prepare(
         run, tokenizer, budget, shape, jobs, warnings + _of_tokenizer(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
         form, encoder, modality, known_head(run, shape, device),
     )  # fmt: skip
-    if run.parallel.in_parts or run.parallel.is_sharded or form is not None:
+    if run.parallel.divided or form is not None:
         from packlora.runtime.wholeness import check_parallel
 
         check_parallel(prepared, skeleton)
@@ -294,7 +294,7 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
     if job.adapter.expert_rank != "r":
         config = divided_ranks(config, skeleton, job.name)
     keys = [] if job.adapter.init_from is None else stored_keys(job.adapter.init_from)
-    spec = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft", keys)
+    spec = resolve(config, skeleton, job.name, keys).with_base_dropped(job.adapter.dora_dropout == "peft")
     embedding = next((path for path, own in spec.modules.items() if own.kind == "embedding"), None)
     if embedding is not None and job.train.loraplus_lr_ratio is not None:
         raise InputError(

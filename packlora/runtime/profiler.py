@@ -126,7 +126,7 @@ def predict(prepared: PreparedRun, known: Profile, budget: int, method: str = "g
     window = Planner([job.data.planned for job in prepared.jobs], budget, method=method).window(0)
     fullest = max(microbatch.num_tokens for microbatch in window.microbatches)
     return Prediction(
-        budget, known.cost.stages, len(window.microbatches), sum(mb.num_tokens for mb in window.microbatches),
+        budget, known.cost.devices, len(window.microbatches), sum(mb.num_tokens for mb in window.microbatches),
         sum(known.seconds(microbatch) for microbatch in window.microbatches), known.bytes(fullest), known.fits(fullest),
     )  # fmt: skip
 

@@ -81,11 +81,11 @@ class Profile:
 
     def seconds(self, microbatch: Microbatch) -> float:
         """Seconds of forward and backward, all stages together."""
-        return sum(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
+        return sum(self.cost.by_stage(microbatch))
 
     def pace(self, microbatch: Microbatch) -> float:
         """Seconds from one microbatch to the next like it: those of the slowest stage."""
-        return max(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
+        return max(self.cost.by_stage(microbatch))
 
 
 class ProfileCache:

@@ -9,17 +9,18 @@ import re
 from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from packlora.adapters.files import WEIGHTS
 from packlora.base.fingerprint import Fingerprint
 from packlora.changes import new_jobs, plugin, whole_run
-from packlora.config import QuantizationConfig, Run
+from packlora.config import Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY, digest, put_back
+from packlora.form import chosen
 from packlora.given import given
 from packlora.report.follow import Line
 from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
@@ -56,23 +57,26 @@ class _SavedModel(BaseModel):
 
 
 class _SavedFit(BaseModel):
-    """Choices of `fit`, before and while the run trained; None: none was made."""
+    """Choices of `fit`, before and while the run trained; None: none was made. More keys: of the base's form (form.py)."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     max_tokens_per_microbatch: int | None = Field(None, ge=1, le=2**31)
     gradient_checkpointing: bool | None = None
     offload_embedding: bool | None = None
     activation_offloading: bool | None = None
-    quantization: Literal["int8", "nf4"] | None = None
     predicted_bytes: int | None = None
 
     @property
     def keys(self) -> dict[str, Any]:
         """Values of the keys of a run that are more than the size of microbatches."""
         out: dict[str, Any] = {key: getattr(self, key) for key in MEASURES}
-        out["quantization"] = None if self.quantization is None else QuantizationConfig(method=self.quantization)
-        return {key: value for key, value in out.items() if value is not None}
+        return {key: value for key, value in out.items() if value is not None} | chosen(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _known_form(self) -> _SavedFit:
+        chosen(self.model_extra or {})
+        return self
 
 
 class SavedRun(BaseModel):

@@ -158,10 +158,10 @@ class Session:
         changes = self._changes(prepared, base, executor, writer)
         if run.generates:
             changes = import_module("packlora.rl.changes").RolloutChanges(
-                changes, base, executor, self.single, events, jobs
+                changes, base, executor, self.single, events, jobs, run.compares
             )
-        more = self.placement.pipeline(own, known, self.single)
-        return Trainer(*loop, changes=changes, tokens_of_gone=tokens, **more)
+        flow = self.placement.flow(own, known, self.single)
+        return Trainer(*loop, changes=changes, tokens_of_gone=tokens, flow=flow)
 
     def _share_out(self, prepared: PreparedRun) -> PreparedRun:
         """Choose which process trains which jobs. Returns what this one trains."""
@@ -327,9 +327,9 @@ def _placement(run: Run, mesh: OneProcess, prepared: PreparedRun) -> Placement:
     """Placement of a run on the processes that were started; all of them call it."""
     if mesh.size == 1:
         return Placement(run, mesh, prepared)
-    from packlora.runtime.several import OverProcesses
+    from packlora.runtime.several import placed
 
-    return OverProcesses(run, mesh, prepared)
+    return placed(run, mesh, prepared)
 
 
 def choose_budget(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from packlora.engine.engine import Slot
 from packlora.engine.memory import TokenBudget, memory_now, utilisation_now
 from packlora.events import MicrobatchDone
+from packlora.runtime.flow import Flow
 from packlora.runtime.job import Job
 from packlora.runtime.profiles import Profile
 from packlora.schedule.types import Microbatch, Window
-
-if TYPE_CHECKING:
-    from packlora.runtime.pipeline_times import PipelineTimes
 
 MEASURED_EVERY = 1.0
 """Seconds between two looks at memory and at how busy the GPU is."""
@@ -27,14 +24,14 @@ class Tally:
         profile: predicts the time of microbatches.
         logged: microbatches that earlier sessions have told of.
         elapsed: seconds since the run began.
-        times: of a pipeline; None where there is none.
+        flow: hears of the slots that enter.
     """
 
     def __init__(
         self, jobs: Mapping[str, Job], budget: TokenBudget, profile: Profile, logged: int, elapsed: Callable[[], float],
-        times: PipelineTimes | None = None,
+        flow: Flow,
     ) -> None:  # fmt: skip
-        self.jobs, self.budget, self.profile, self.logged, self.times = jobs, budget, profile, logged, times
+        self.jobs, self.budget, self.profile, self.logged, self.flow = jobs, budget, profile, logged, flow
         self.tokens = 0
         self.began: dict[str, float] = {}
         """When the global batch that a job is in began."""
@@ -44,8 +41,7 @@ class Tally:
 
     def entered(self, window: Window, own: Microbatch | None, due: Sequence[Job]) -> None:
         """A slot enters. own: the microbatch of this replica, if it runs one. due: jobs whose samples count."""
-        if self.times is not None:
-            self.times.entered(window.first_round, own)
+        self.flow.entered(window.first_round, own)
         self._start = self._elapsed()
         for job in due:
             self.began.setdefault(job.name, self._start)

@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,7 +27,7 @@ from packlora.base.model import Base
 from packlora.base.packing import checkpoint_layers
 from packlora.changes import Changes
 from packlora.config import Run
-from packlora.engine.engine import Done, Engine, StepDone
+from packlora.engine.engine import Done, StepDone
 from packlora.engine.memory import TokenBudget, free_memory, peak_memory
 from packlora.engine.passes import Executor
 from packlora.errors import InputError, ProcessError, WriteError, reason_of
@@ -51,6 +51,7 @@ from packlora.report.metrics import told_in
 from packlora.result import JobResult, Result
 from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter, StopRequest
+from packlora.runtime.flow import Flow
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job, keep_if_best, take_best
@@ -63,10 +64,6 @@ from packlora.runtime.stream import Stream
 from packlora.runtime.tally import Tally
 from packlora.runtime.team import Team
 from packlora.runtime.windows import Plan, last_round, planned_windows, window_of
-from packlora.schedule.cost import CostModel
-
-if TYPE_CHECKING:
-    from packlora.runtime.pipeline_times import PipelineTimes
 
 
 class Trainer:
@@ -76,7 +73,7 @@ class Trainer:
         self, run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], profile: Profile,
         folder: OutputFolder, events: Emitter, notes: Sequence[str] = (), left_out: Mapping[str, JobResult] | None = None,
         group: Alone = ALONE, logged: int = 0, changes: Changes | None = None, tokens_of_gone: int = 0,
-        cost: CostModel | None = None, times: PipelineTimes | None = None,
+        flow: Flow | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -89,8 +86,7 @@ class Trainer:
             logged: microbatches that earlier sessions have logged.
             changes: who joins and leaves; None where nobody does.
             tokens_of_gone: that jobs were trained on which are off the model.
-            cost: of a microbatch on each stage of a pipeline, for the planner; the same on every process and in every session.
-            times: of a pipeline.
+            flow: of slots; None: on one device.
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
@@ -99,13 +95,15 @@ class Trainer:
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         self.budget = _budget(run, prepared, base)
-        self.evaluator = Evaluator(Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every)
-        self.engine, self.cost, self.times = Engine(executor, group, self.budget), cost, times
+        forwards = Forwards(base.device, executor, self.budget, self.team)
+        self.evaluator = Evaluator(forwards, jobs, run.eval_every, self.changes)
+        self.flow = flow or Flow()
+        self.engine = self.flow.engine(executor, group, self.budget)
         self.by_name: dict[str, Job] = {}
         self.by_number: dict[int, Job] = {}
         """Jobs by the numbers of their adapters."""
         self._follow()
-        self.tally = Tally(self.by_name, self.budget, profile, logged, self._elapsed, times)
+        self.tally = Tally(self.by_name, self.budget, profile, logged, self._elapsed, self.flow)
         self.tokens_of_gone = tokens_of_gone
         self.start = time.perf_counter()
         self.elapsed_before = max((line["elapsed"] for job in jobs for line in job.log_history), default=0.0)
@@ -147,7 +145,7 @@ class Trainer:
         """Train on the windows that are left, or until they must be planned again because microbatches are too large."""
         group, budget, capacity, settings = self.team.group, self.budget, self.budget.tokens, self.budget.settings
         parts = (self.run, self.jobs, planned(capacity, group.size), self.profile, self.events, group)
-        with planned_windows(*parts, self.changes, self.cost) as plan:
+        with planned_windows(*parts, self.changes, self.flow) as plan:
             stream = Stream(plan, self.by_name, self.team, capacity, self.evaluator, self.tally)
             while self._goes_on() and budget.settings == settings:
                 assert not plan.has_ended, "the plan has ended, but a job has not"
@@ -155,11 +153,10 @@ class Trainer:
 
     def run_slots(self, stream: Stream) -> None:
         """Run slots until the stream lets the engine run dry; then do what waits for a quiet moment."""
-        if self.times is not None:
-            self.times.begin()
+        self.flow.begin()
         for done in self.engine.run(stream):
             self._take(done, stream)
-        if self.times is not None and (told := self.times.told(self.by_name)) is not None:
+        if (told := self.flow.ran(self.by_name)) is not None:
             self.events.emit(told)
         self.team.agree()
         self._after_steps(stream.take_waiting())
@@ -205,6 +202,8 @@ class Trainer:
         running = [job for job in self.jobs if job.status == "running"]
         changed = self.changes.change(given, self.jobs, self.budget)
         _tell_failures(running, self.folder, self.events)
+        if plan is not None:
+            plan.follow()
         if changed is None:
             return
         self._follow()
@@ -213,8 +212,6 @@ class Trainer:
         for job in (own for own in changed.left if own.status == "running"):
             self.folder.save_checkpoint(job)
         self._settle(self.jobs)
-        if plan is not None:
-            plan.follow()
         for job in self.changes.take_off(self.jobs, given):
             self.left_out[job.name] = self._result_of(job)
             self.tokens_of_gone += job.tokens_seen
@@ -261,8 +258,8 @@ class Trainer:
     def _settle(self, jobs: Sequence[Job]) -> None:
         """Make the evaluations that are due and write the results of jobs that have taken their last step."""
         _end_between_steps(self._evaluate(jobs), self.stop, self.events, self.folder)
-        for job in jobs:
-            if job.status == "running" and job.step >= job.data.num_steps and not self.stop.asked:
+        for job in [own for own in jobs if own.step >= own.data.num_steps and not self.evaluator.is_due(own)]:
+            if job.status == "running" and not self.stop.asked:
                 self.folder.finish(job)  # its last checkpoint is of its last step, whatever its result is
                 job.status = "done"
                 if (note := take_best(job)) is not None:
@@ -379,7 +376,7 @@ def _result(
 def _judge(job: Job, stop: StopRequest) -> None:
     """After an evaluation: keep a job's adapter if it is the best, or let the job end if too many were no better."""
     reason = keep_if_best(job) if job.step > 0 else None
-    if reason is not None and job.step < job.data.num_steps:
+    if reason is not None and job.goes_on:
         stop.jobs.setdefault(job.name, reason)
 
 
@@ -394,7 +391,7 @@ def _end_as_asked(stepped: Sequence[Job], stop: StopRequest, events: Emitter) ->
     ended = set()
     for job in stepped:
         reason = stop.jobs.pop(job.name, None)
-        if reason is not None and job.status == "running" and job.step < job.data.num_steps:
+        if reason is not None and job.status == "running" and job.goes_on:
             events.emit(Note(f"job {job.name!r} ends at step {job.step} of {job.data.num_steps}, as asked by {reason}"))
             job.stop(reason)
             ended.add(job.name)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.kinds import PARAMETERS, is_linear
-from packlora.adapters.sharded import is_known_linear
+from packlora.adapters.kinds import PARAMETERS, is_known_linear, is_linear
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
-from packlora.config import CUT_OPTIMS
 from packlora.errors import InputError
-from packlora.parallel.experts import check_experts, experts_of
-from packlora.parallel.stage_checks import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -22,49 +19,37 @@ from packlora.runtime.prepared_run import PreparedRun
 
 def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the model cannot be divided as the run file asks."""
-    parallel, layers = prepared.run.parallel, prepared.shape.layers
-    asked = {
-        "parallel.tensor": parallel.tensor > 1, "parallel.pipeline": parallel.stages > 1,
-        "parallel.shard_base": parallel.is_sharded, "parallel.expert": parallel.expert > 1,
-        "quantization": prepared.form is not None,
-    }  # fmt: skip
-    for key in (key for key, is_asked in asked.items() if is_asked):
+    parallel = prepared.run.parallel
+    asked = [f"parallel.{key}" for key in parallel.ways if key != "pipeline"]
+    for key in asked + ["quantization"] * (prepared.form is not None):
         for job in prepared.jobs:
-            if key == "parallel.pipeline":
-                found = tied_in_stages(job.spec)
-            elif key == "quantization":
-                found = copied_alone(job.spec, skeleton)
+            if key == "quantization":
+                refuse(job, key, copied_alone(job.spec, skeleton), takes_more=True)
             else:
-                found = whole_alone(job.spec, skeleton)
-            if found and key != "parallel.expert":
-                raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
-            if key != "quantization" and job.beside_texts:
-                raise InputError(
-                    f"job {job.config.name!r}: its data has {job.beside_texts}, which {key} does not take in this version; "
-                    "leave it out"
-                )
+                refuse(job, key, None if key == "parallel.expert" else whole_alone(job.spec, skeleton))
+    if parallel.stages > 1:
+        import_module("packlora.pipeline.checks").check(prepared, skeleton)
     if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
         prepared.warnings.append(
             "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"
         )
-    if parallel.tensor > 1:
-        check_cut(skeleton, parallel.tensor, parallel.sequence_parallel)
-    shared = {"parallel.tensor": parallel.tensor, "parallel.expert": parallel.expert}
-    key = " times ".join(name for name, size in shared.items() if size > 1)
-    if parallel.expert > 1 or (parallel.tensor > 1 and experts_of(skeleton)):
-        check_experts(skeleton, parallel.tensor * parallel.expert, key)
-    if parallel.stages > layers:
+    check_cut(skeleton, parallel)
+
+
+def refuse(job: PreparedJob, key: str, found: str | None, takes_more: bool = False) -> None:
+    """Raises InputError where a key of the run file does not take a job.
+
+    Args:
+        found: part of the job that it does not take; None where there is nothing such.
+        takes_more: whether it takes data that has more than texts.
+    """
+    name = job.config.name
+    if found is not None:
+        raise InputError(f"job {name!r}: {found}, which {key} does not take; leave one of them out")
+    if job.beside_texts and not takes_more:
         raise InputError(
-            f"parallel.pipeline is {parallel.stages}, but the model has {layers} layers; give at most {layers}"
+            f"job {name!r}: its data has {job.beside_texts}, which {key} does not take in this version; leave it out"
         )
-    if parallel.stages > 1:
-        check_stages(skeleton, layers, prepared.adapted)
-
-
-def tied_in_stages(spec: AdapterSpec) -> str | None:
-    """Part of a job that needs both ends of a base model on one device; None where there is nothing such."""
-    tied = next((path for path, own in spec.modules.items() if own.kind == "tied"), None)
-    return None if tied is None else f"it trains rows of the embedding, to which {tied} is tied on another stage"
 
 
 def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel) -> str | None:
@@ -107,20 +92,15 @@ def _of_another_type(path: str, module: torch.nn.Module) -> str | None:
     return None
 
 
-def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
-    """Whether a job takes the whole base model on every device. staged: or all of its layers."""
-    return any(needs_whole(job, prepared, staged) is not None for job in prepared.jobs)
+def needs_whole_base(prepared: PreparedRun) -> bool:
+    """Whether a job, or a key of the run file, takes the whole base model on every device."""
+    if prepared.run.offload_embedding or prepared.run.activation_offloading:
+        return True
+    return any(needs_whole(job, prepared) is not None for job in prepared.jobs)
 
 
-def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool) -> str | None:
-    """Part of a job that takes the whole base model on every device; None where a part does. staged: a part that is some
-    layers."""
+def needs_whole(job: PreparedJob, prepared: PreparedRun) -> str | None:
+    """Part of a job that takes the whole base model on every device; None where a part does."""
     if job.beside_texts:
         return f"its data has {job.beside_texts}"
-    if staged and job.config.train.optim not in CUT_OPTIMS:
-        return (
-            f"its train.optim is {job.config.train.optim}, which steps whole jobs ({', '.join(CUT_OPTIMS)} step parts)"
-        )
-    if prepared.encoder is None:
-        return None
-    return tied_in_stages(job.spec) if staged else whole_alone(job.spec, prepared.encoder.skeleton)
+    return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton)

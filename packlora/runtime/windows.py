@@ -18,12 +18,11 @@ from packlora.config import Run
 from packlora.events import Note, WindowPlanned
 from packlora.parallel.alone import Alone
 from packlora.runtime.events import Emitter
+from packlora.runtime.flow import Flow
 from packlora.runtime.job import Job
 from packlora.runtime.profiles import Profile
 from packlora.schedule.background import BackgroundPlanner
-from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner
-from packlora.schedule.simulate import makespan
 from packlora.schedule.types import Window
 
 
@@ -42,7 +41,8 @@ class Plan:
     border: int | None = None
     has_ended: bool = False
     _present: Window | None = None
-    _known: set[str] = field(default_factory=set)
+    _known: dict[str, int] = field(default_factory=dict)
+    """Jobs of the planner, and the round in which each has joined."""
     _gone: set[str] = field(default_factory=set)
 
     def following(self) -> Window | None:
@@ -58,13 +58,16 @@ class Plan:
         return self._present
 
     def follow(self) -> None:
-        """Windows that are yet to be handed out hold the jobs that have joined, and not those that have left."""
+        """Windows that are yet to be handed out hold the jobs that have joined, and not those that have left; of a job that
+        stands in a later round than before they hold its next global batch there."""
         if self.planner is None:
             return
         for job in self.jobs:
             if job.name not in self._known:
                 self.planner.add(job.data.planned, job.joined)
-                self._known.add(job.name)
+            elif self._known[job.name] != job.joined:
+                self.planner.put_off(job.name, job.joined)
+            self._known[job.name] = job.joined
             if job.left is not None and job.name not in self._gone:
                 self.planner.remove(job.name, job.left)
                 self._gone.add(job.name)
@@ -73,7 +76,7 @@ class Plan:
 @contextmanager
 def planned_windows(
     run: Run, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone, changes: Changes,
-    cost: CostModel | None = None,
+    flow: Flow,
 ) -> Iterator[Plan]:  # fmt: skip
     """Windows from the slowest job's on.
 
@@ -83,12 +86,12 @@ def planned_windows(
         profile: predicts the time of microbatches.
         group: of processes that train the same windows; its first one plans them.
         changes: of the jobs.
-        cost: of a microbatch on each stage of a pipeline.
+        flow: of the slots.
     """
     if not group.leads:
         yield Plan(_received(group), None, jobs, changes)
         return
-    planner = _planner(run, budget, cost)
+    planner = _planner(run, budget, flow)
     plan = Plan(iter(()), planner, jobs, changes)
     plan.follow()
     if run.generates:
@@ -103,20 +106,19 @@ def planned_windows(
 def window_of(run: Run, round_: int) -> range:
     """The rounds of the window that a round is in. A resumed run plans from the slowest job's window on, and so plans what it
     planned before."""
-    planner = _planner(run, 2**31)
+    planner = _planner(run, 2**31, Flow())
     start = planner.window_start(round_)
     return range(start, start + planner.window_rounds)
 
 
-def _planner(run: Run, budget: int, cost: CostModel | None = None) -> Planner:
+def _planner(run: Run, budget: int, flow: Flow) -> Planner:
     more: dict[str, Any] = {}
     if run.compares and run.eval_every:
         more["window_rounds"] = min(run.eval_every, WINDOW_ROUNDS)
     if run.generates:
         more["window_rounds"] = 1
-    stages, schedule = 1 if cost is None else cost.stages, run.schedule
     return Planner(
-        [], budget, stages=stages, method=_method(run), time_limit_s=schedule.time_limit_s, cost=cost, **more
+        [], budget, lag=flow.lag, method=_method(run), time_limit_s=run.schedule.time_limit_s, cost=flow.cost, **more
     )
 
 
@@ -150,7 +152,7 @@ def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emit
 
             group.told(WINDOW.dump_python(window, mode="json"))
         report = window.report
-        predicted = makespan(window.microbatches, profile.cost)
+        predicted = profile.cost.makespan(window.microbatches)
         events.emit(
             WindowPlanned(
                 window.first_round, window.num_rounds, report.method, budget, report.microbatches, report.noops,

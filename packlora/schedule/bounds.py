@@ -48,19 +48,19 @@ def opened_bound(lengths: Sequence[int], capacity: int, room: int, fill: int) ->
     return max(least, big_items_bound([*lengths, capacity - room], capacity) - 1)
 
 
-def window_bound(batches: Sequence[Sequence[Sequence[int]]], capacity: int, stages: int = 1, solo: bool = False) -> int:
+def window_bound(batches: Sequence[Sequence[Sequence[int]]], capacity: int, lag: int = 1, solo: bool = False) -> int:
     """Fewest slots of a window, no-ops included: by volume, by big samples, and by the order of each job's batches.
 
     Args:
         batches: per job, per global batch, the lengths of its samples.
         capacity: tokens of a microbatch.
-        stages: batch b + 1 of a job starts `stages` slots or more after the last one of batch b.
+        lag: batch b + 1 of a job starts `lag` slots or more after the last one of batch b.
         solo: jobs never share a microbatch.
     """
     total = sum(sum(batch) for job in batches for batch in job)
     alone = [[big_items_bound(batch, capacity) for batch in job] for job in batches]
     together = big_items_bound([length for job in batches for batch in job for length in batch], capacity)
-    chain = max((sum(job) + (stages - 1) * (len(job) - 1) for job in alone if job), default=0)
+    chain = max((sum(job) + (lag - 1) * (len(job) - 1) for job in alone if job), default=0)
     shared = sum(map(sum, alone)) if solo else 0
     return max(volume_bound(total, capacity), together, chain, shared)
 

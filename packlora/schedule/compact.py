@@ -19,21 +19,22 @@ REACH = 12
 class _Spans:
     """Slots that hold samples of each job's global batches."""
 
-    def __init__(self, slots: Sequence[Sequence[Item]]) -> None:
+    def __init__(self, slots: Sequence[Sequence[Item]], lag: int) -> None:
+        self.lag = lag
         self.slots: dict[tuple[int, int], Counter[int]] = {}
         for slot, items in enumerate(slots):
             for item in items:
                 self.slots.setdefault((item.job, item.batch), Counter())[slot] += 1
 
-    def may_enter(self, item: Item, slot: int, stages: int) -> bool:
+    def may_enter(self, item: Item, slot: int) -> bool:
         """Whether the slot is late enough for the sample, given where the job's batch before it ends."""
         before = self.slots.get((item.job, item.batch - 1))
-        return before is None or max(before) + stages <= slot
+        return before is None or max(before) + self.lag <= slot
 
-    def may_stay(self, item: Item, slot: int, stages: int) -> bool:
+    def may_stay(self, item: Item, slot: int) -> bool:
         """Whether the slot is early enough for the sample, given where the job's batch after it begins."""
         after = self.slots.get((item.job, item.batch + 1))
-        return after is None or slot + stages <= min(after)
+        return after is None or slot + self.lag <= min(after)
 
     def move(self, item: Item, old: int, new: int) -> None:
         slots = self.slots[item.job, item.batch]
@@ -43,24 +44,24 @@ class _Spans:
             del slots[old]
 
 
-def compact(slots: list[list[Item]], capacity: int, stages: int) -> None:
+def compact(slots: list[list[Item]], capacity: int, lag: int) -> None:
     """Fill up each slot in turn from the ones behind it, in place; slots may become empty.
 
     Args:
         slots: with their samples.
         capacity: tokens a slot is filled to.
-        stages: of the pipeline.
+        lag: see verify.py.
     """
-    spans = _Spans(slots)
+    spans = _Spans(slots, lag)
     loads = [sum(item.length for item in items) for items in slots]
     for here in range(len(slots)):
         for there in range(here + 1, min(here + 1 + REACH, len(slots))):
             if loads[here] >= capacity:
                 break
-            coming = [item for item in slots[there] if spans.may_enter(item, here, stages)]
+            coming = [item for item in slots[there] if spans.may_enter(item, here)]
             if not coming:
                 continue
-            going = [item for item in slots[here] if spans.may_stay(item, there, stages)]
+            going = [item for item in slots[here] if spans.may_stay(item, there)]
             staying = loads[here] - sum(item.length for item in going)
             union = going + coming
             chosen = set(best_subset([item.length for item in union], capacity - staying))

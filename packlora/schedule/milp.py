@@ -123,13 +123,14 @@ class _Assignment:
 
     def __init__(self, problem: Problem, bins: int, bound: int, emptiest: bool) -> None:
         self.problem, self.bins, self.bound, self.emptiest = problem, bins, bound, emptiest
-        self.members: dict[tuple[int, bool], list[int]] = {}
+        classes: dict[tuple[int, bool], list[int]] = {}
         for index in sorted(range(len(problem.lengths)), key=lambda i: (-problem.lengths[i], i)):
             length = problem.lengths[index]
             if length <= problem.capacity:
                 may = problem.room > 0 and (problem.allowed is None or problem.allowed[index])
-                self.members.setdefault((length, may), []).append(index)
-        self.classes = sorted(self.members, key=lambda key: (-key[0], key[1]))
+                classes.setdefault((length, may), []).append(index)
+        self.classes = dict(sorted(classes.items(), key=lambda one: (-one[0][0], one[0][1])))
+        """Samples by length and by whether they may go into the open bin."""
         self.places = bins + 1
         self.first_u = len(self.classes) * self.places
         self.size = self.first_u + (0 if emptiest else bins)
@@ -146,8 +147,8 @@ class _Assignment:
         upper[self.first_u :] = 1
         seen = 0
         alike = self.bins - 1 if self.emptiest else self.bins  # the last one is not, where it is to be emptied
-        for c, (length, may) in enumerate(self.classes):
-            count = len(self.members[self.classes[c]])
+        for c, ((length, may), samples) in enumerate(self.classes.items()):
+            count = len(samples)
             seen += count
             for b in range(self.places):
                 fits = (may and length <= self.problem.room) if b == 0 else (b <= seen or b > alike)
@@ -169,8 +170,8 @@ class _Assignment:
     def _rows(self) -> list[tuple[list[tuple[int, float]], float, float]]:
         """(variable, factor) of each row, and the least and most of their sum."""
         rows: list[tuple[list[tuple[int, float]], float, float]] = []
-        for c, key in enumerate(self.classes):
-            count = float(len(self.members[key]))
+        for c, samples in enumerate(self.classes.values()):
+            count = float(len(samples))
             rows.append(([(self.y(c, b), 1.0) for b in range(self.places)], count, count))
         for b in range(self.places):
             load = self._load(b)
@@ -202,8 +203,8 @@ class _Assignment:
     def contents(self, values: Any) -> list[list[int]] | None:
         """Samples of every bin; None where the values fit within the solver's tolerances, but not in whole numbers."""
         contents: list[list[int]] = [[] for _ in range(self.places)]
-        for c, key in enumerate(self.classes):
-            waiting = list(self.members[key])
+        for c, samples in enumerate(self.classes.values()):
+            waiting = list(samples)
             for b in range(self.places):
                 count = round(values[self.y(c, b)])
                 contents[b] += waiting[:count]

@@ -1,6 +1,6 @@
 """Windows of microbatches for a set of jobs: the scheduler's front door.
 
-    planner = Planner(jobs, capacity=4096, stages=4)
+    planner = Planner(jobs, capacity=4096)
     for window in planner.windows():
         for microbatch in window.microbatches: ...
 
@@ -42,11 +42,10 @@ class Planner:
     Args:
         jobs: in the order in which their samples stand in a microbatch.
         capacity: most tokens of a microbatch.
-        stages: of the pipeline; 1: no pipeline.
+        lag: least number of slots from a job's batch to its next one: 1 on one device, the stages of a pipeline.
         method: one of METHODS.
         time_limit_s: for one integer program, as an emergency brake: what it stops is reported, and the greedy result taken.
-        cost: what a microbatch costs on each stage; with it, the schedule of a pipeline has the shortest simulated time, and
-            microbatches may be filled less than they could be; without it, schedules have the fewest slots.
+        cost: of a microbatch on each stage of a pipeline; see rules.py.
         window_rounds: rounds planned at once. Windows begin at its multiples.
 
     Raises:
@@ -58,7 +57,7 @@ class Planner:
         jobs: Sequence[JobBatches],
         capacity: int,
         *,
-        stages: int = 1,
+        lag: int = 1,
         method: str = "auto",
         time_limit_s: float = 10.0,
         cost: CostModel | None = None,
@@ -66,15 +65,15 @@ class Planner:
     ) -> None:
         if method not in METHODS:
             raise ScheduleError(f"schedule method {method!r} is not known; there are {', '.join(METHODS)}")
-        least = {"stages": stages, "capacity": capacity, "window_rounds": window_rounds}
+        least = {"lag": lag, "capacity": capacity, "window_rounds": window_rounds}
         for name, value in least.items():
             if value < 1:
                 raise ScheduleError(f"schedule: {name} is {value}, but must be 1 or more")
         if time_limit_s <= 0:
             raise ScheduleError(f"schedule: time_limit_s is {time_limit_s:g}, but must be above 0")
-        if cost is not None and cost.stages != stages:
-            raise ScheduleError(f"schedule: the cost model is of {cost.stages} stages, the pipeline has {stages}")
-        self.capacity, self.stages, self.method = capacity, stages, method
+        if cost is not None and (own := cost.devices) != lag:
+            raise ScheduleError(f"schedule: the cost model is of {own} stages, the pipeline has {lag}")
+        self.capacity, self.lag, self.method = capacity, lag, method
         self.time_limit_s, self.cost, self.window_rounds = time_limit_s, cost, window_rounds
         self._members: dict[str, _Member] = {}
         self._given = 0  # rounds below this are in windows that were handed out
@@ -96,6 +95,10 @@ class Planner:
             raise ScheduleError(f"job {job.name!r} is in the plan already; names are unique")
         self._not_given(job.name, at_round)
         self._members[job.name] = _Member(job, at_round)
+
+    def put_off(self, name: str, at_round: int) -> None:
+        """A job takes the batches that were not handed out later, as if its batch 0 was in round `at_round`."""
+        self._members[name].joined = at_round
 
     def remove(self, name: str, at_round: int) -> None:
         """A job leaves: from round `at_round` on none of its batches is taken.
@@ -154,7 +157,7 @@ class Planner:
                 )
                 jobs.append(JobRounds(name, start - member.joined, start, batches))
         return Task(
-            first_round, end - first_round, tuple(jobs), self.capacity, self.stages, self.method, self.time_limit_s,
+            first_round, end - first_round, tuple(jobs), self.capacity, self.lag, self.method, self.time_limit_s,
             NODE_LIMIT, self.cost,
         )  # fmt: skip
 

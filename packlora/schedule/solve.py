@@ -1,8 +1,7 @@
 """Solution of one window from start to end: group, lay out, compare, and prove. A pure function of its task.
 
-Several groupings, and for a pipeline several fills of a microbatch, are laid out by heuristics; the one with the shortest
-simulated time (the fewest slots where there is no cost model) is taken. Only that one is laid out again with integer programs,
-where the method asks for them.
+Several groupings, and whatever else the rules (rules.py) name, are laid out by heuristics; the best one by the rules is taken.
+Only that one is laid out again with integer programs, where the method asks for them.
 """
 
 from __future__ import annotations
@@ -16,18 +15,13 @@ from packlora.schedule import bounds
 from packlora.schedule.bins import Packing, pack, repack
 from packlora.schedule.compact import compact
 from packlora.schedule.cost import CostModel
-from packlora.schedule.group import JobShape, groupings
-from packlora.schedule.simulate import makespan
+from packlora.schedule.rules import JobShape, rules_of
 from packlora.schedule.stream import Item, Packer, Room, SlotLayout, Unit, lay_out, slot_tokens
 from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Window, WindowReport
 from packlora.schedule.verify import carry_after, check, with_noops
 
-FILLS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.42, 0.35, 0.29, 0.24, 0.2, 0.16, 0.13, 0.11)
-"""Parts of the capacity that are tried for a pipeline, which waits less where microbatches are smaller and more alike."""
 CLOSE = 100
 """Slots for one of which above the bound no other grouping is tried."""
-PATIENCE = 2
-"""Fills in a row that bring nothing before the search stops."""
 SMALL = 250
 """Samples times microbatches up to which `auto` tries an integer program for a global batch that is above its bound. In larger
 ones heuristics are within a thousandth of what programs find (benchmarks/LOG.md)."""
@@ -51,7 +45,7 @@ class Task:
     num_rounds: int
     jobs: tuple[JobRounds, ...]
     capacity: int
-    stages: int = 1
+    lag: int = 1
     method: str = "auto"
     time_limit_s: float = 10.0
     node_limit: int = 2000
@@ -63,7 +57,7 @@ def solve_window(task: Task) -> Window:
     begun = time.perf_counter()
     _check_task(task)
     lengths = [[[length for _, length in batch] for batch in job.batches] for job in task.jobs]
-    bound = bounds.window_bound(lengths, task.capacity, task.stages, task.method == "solo")
+    bound = bounds.window_bound(lengths, task.capacity, task.lag, task.method == "solo")
     best: _Candidate | None = None
     stopped = "all candidates tried"
     for candidate in _candidates(task, lengths):
@@ -96,12 +90,12 @@ def finish(window: Window, task: Task, carry: Carry | None) -> Window:
     Raises:
         ScheduleError: it is not, which is a defect of this program; nothing may be trained with it.
     """
-    microbatches = with_noops(window.microbatches, task.stages, carry)
+    microbatches = with_noops(window.microbatches, task.lag, carry)
     wanted = {job.name: {job.first_batch + n: batch for n, batch in enumerate(job.batches)} for job in task.jobs}
-    check(microbatches, task.stages, wanted, task.capacity, carry)
+    check(microbatches, task.lag, wanted, task.capacity, carry)
     report = replace(window.report, noops=sum(mb.is_noop for mb in microbatches))
     return replace(
-        window, microbatches=tuple(microbatches), report=report, carry=carry_after(microbatches, task.stages, carry)
+        window, microbatches=tuple(microbatches), report=report, carry=carry_after(microbatches, task.lag, carry)
     )
 
 
@@ -120,36 +114,26 @@ class _Candidate:
     score: tuple[float, int]
     merge: bool
 
+    @property
+    def fullest(self) -> int:
+        return max(slot_tokens(slot) for slot in self.layout.slots)
+
 
 def _candidates(task: Task, lengths: list[list[list[int]]]) -> Iterator[_Candidate]:
     present = [number for number, job in enumerate(task.jobs) if job.batches]
     if not present:
         return
+    rules = rules_of(task.lag, task.cost)
     if task.method == "solo":
         grouped = [[[job] for job in present]]
     else:
         grouped = [
             [[present[job] for job in group] for group in groups]
-            for groups in groupings([JobShape.of(lengths[job]) for job in present], task.capacity, task.stages)
+            for groups in rules.groupings([JobShape.of(lengths[job]) for job in present], task.capacity)
         ]
     for groups in grouped:
-        queues = _queues(task, groups)
-        best, worse, fullest = None, 0, task.capacity + 1
-        for part in FILLS if task.stages > 1 and task.cost is not None else FILLS[:1]:
-            fill = max(int(task.capacity * part), 1)
-            if fill >= fullest:  # nothing was filled so far: the layout would be the same
-                continue
-            candidate = _lay_out(task, groups, queues, fill, partial(_greedy, fill))
-            fullest = max(slot_tokens(slot) for slot in candidate.layout.slots)
-            yield candidate
-            if best is None or candidate.score < best:
-                best, worse = candidate.score, 0
-            else:
-                worse += 1
-            if worse == PATIENCE:
-                break
-        if task.method != "solo" and len(groups) > 1 and task.stages > 1 and task.cost is not None:
-            yield _lay_out(task, groups, queues, task.capacity, partial(_greedy, task.capacity), merge=False)
+        lay_out = partial(_lay_out_greedily, task, groups, _queues(task, groups))
+        yield from rules.candidates(task.capacity, 0 if task.method == "solo" else len(groups), lay_out)
 
 
 def _queues(task: Task, groups: Sequence[Sequence[int]]) -> list[list[Unit]]:
@@ -180,28 +164,31 @@ def _lay_out(
 ) -> _Candidate:
     """The better of the layout and the layout compacted. merge: whether groups may share a microbatch."""
     shared = merge and task.method != "solo"
-    layout = lay_out(queues, fill, task.stages, shared, packer)
+    layout = lay_out(queues, fill, task.lag, shared, packer)
     best = _scored(task, groups, fill, layout, merge)
     if shared and len(layout.slots) > 1:
         slots = [list(slot) for slot in layout.slots]
-        compact(slots, fill, task.stages)
+        compact(slots, fill, task.lag)
         best = min(
             best, _scored(task, groups, fill, SlotLayout(slots, layout.packs), merge), key=lambda each: each.score
         )
     return best
 
 
+def _lay_out_greedily(
+    task: Task, groups: list[list[int]], queues: list[list[Unit]], fill: int, merge: bool
+) -> _Candidate:
+    return _lay_out(task, groups, queues, fill, partial(_greedy, fill), merge)
+
+
 def _scored(task: Task, groups: list[list[int]], fill: int, layout: SlotLayout, merge: bool) -> _Candidate:
-    """Score: time, or slots without a cost model; then microbatches. The no-ops that a window like this would need behind
-    this one count as well."""
-    microbatches = with_noops(to_microbatches(task, layout), task.stages)
+    """Score: length by the rules, then microbatches. The no-ops that a window like this would need behind this one count as
+    well."""
+    microbatches = with_noops(to_microbatches(task, layout), task.lag)
     noops = sum(microbatch.is_noop for microbatch in microbatches)
     count = len(microbatches)
-    again = len(with_noops(microbatches, task.stages, carry_after(microbatches, task.stages)))
-    if task.stages > 1 and task.cost is not None:
-        score = makespan(microbatches, task.cost) * again / count, count - noops
-    else:
-        score = float(again), count - noops
+    again = len(with_noops(microbatches, task.lag, carry_after(microbatches, task.lag)))
+    score = rules_of(task.lag, task.cost).length(microbatches, again), count - noops
     return _Candidate(groups, fill, layout, microbatches, noops, again - count + noops, score, merge)
 
 

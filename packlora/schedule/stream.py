@@ -54,7 +54,7 @@ Packer = Callable[[Unit, Room], tuple[Packing, int, str]]
 """Bins of a unit, a lower bound of the new ones, and why nothing better was sought."""
 
 
-def lay_out(queues: Sequence[Sequence[Unit]], capacity: int, stages: int, merge: bool, packer: Packer) -> SlotLayout:
+def lay_out(queues: Sequence[Sequence[Unit]], capacity: int, lag: int, merge: bool, packer: Packer) -> SlotLayout:
     """Slots for all units.
 
     Args:
@@ -73,7 +73,7 @@ def lay_out(queues: Sequence[Sequence[Unit]], capacity: int, stages: int, merge:
         if not waiting:
             return layout
         ready = {
-            group: max((last[job] + stages for job in queues[group][heads[group]].jobs if job in last), default=0)
+            group: max((last[job] + lag for job in queues[group][heads[group]].jobs if job in last), default=0)
             for _, group in waiting
         }
         now = [group for _, group in sorted(waiting) if ready[group] <= len(slots)]
@@ -81,7 +81,7 @@ def lay_out(queues: Sequence[Sequence[Unit]], capacity: int, stages: int, merge:
         unit = queues[group][heads[group]]
         heads[group] += 1
         slots.extend([] for _ in range(ready[group] - len(slots)))
-        room = _room(slots, unit, capacity, stages, last) if merge else Room()
+        room = _room(slots, unit, capacity, lag, last) if merge else Room()
         packing, bound, stopped = packer(unit, room)
         if packing.opened:
             slots[-1].extend(unit.items[index] for index in packing.opened)
@@ -94,14 +94,14 @@ def lay_out(queues: Sequence[Sequence[Unit]], capacity: int, stages: int, merge:
         layout.packs.append(PackReport(unit.round, group, bound, len(packing.bins), stopped))
 
 
-def _room(slots: list[list[Item]], unit: Unit, capacity: int, stages: int, last: dict[int, int]) -> Room:
+def _room(slots: list[list[Item]], unit: Unit, capacity: int, lag: int, last: dict[int, int]) -> Room:
     if not slots or not slots[-1]:
         return Room()
     left = capacity - slot_tokens(slots[-1])
     if left <= 0:
         return Room()
     at = len(slots) - 1
-    early = {job for job in unit.jobs if job in last and last[job] + stages > at}
+    early = {job for job in unit.jobs if job in last and last[job] + lag > at}
     if len(early) == len(unit.jobs):
         return Room()
     return Room(left, tuple(item.job not in early for item in unit.items) if early else None)

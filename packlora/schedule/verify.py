@@ -1,7 +1,8 @@
-"""Proof that a schedule is valid, and the no-ops that make it so: for one job, |slot of batch b + 1 - slot of batch b| >= S.
+"""Proof that a schedule is valid, and the no-ops that make it so: for one job, slot of batch b + 1 - slot of batch b >= lag.
 
-1F1B on the first of S stages runs the forward in slot q after the backward of slot q - S. So a job's batch b + 1 sees the
-weights that its batch b left behind if and only if its first slot is at least S after the last slot of batch b.
+The engine hands out the results of slot q - lag before slot q enters; the lag is 1 on one device, and the number of stages of a
+pipeline. So a job's batch b + 1 sees the weights that its batch b left behind if and only if its first slot is at least `lag`
+after the last slot of batch b.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Batches = Mapping[str, Mapping[int, Sequence[tuple[int, int]]]]
 """Samples (sample number, length) by job and global batch."""
 
 
-def with_noops(microbatches: Sequence[Microbatch], stages: int, carry: Carry | None = None) -> list[Microbatch]:
+def with_noops(microbatches: Sequence[Microbatch], lag: int, carry: Carry | None = None) -> list[Microbatch]:
     """The microbatches in the same order, with no-ops right before each one that would come too early; the fewest possible."""
     last = {job: -1 - since for job, since in (carry.slots_since if carry else {}).items()}
     current: dict[str, int] = {}
@@ -30,7 +31,7 @@ def with_noops(microbatches: Sequence[Microbatch], stages: int, carry: Carry | N
                 current[job] = batch
                 if job in last:
                     before[job] = last[job]
-        earliest = max((before[job] + stages for job in enters if job in before), default=0)
+        earliest = max((before[job] + lag for job in enters if job in before), default=0)
         out += [NOOP] * (earliest - len(out))
         for job in enters:
             last[job] = len(out)
@@ -38,18 +39,18 @@ def with_noops(microbatches: Sequence[Microbatch], stages: int, carry: Carry | N
     return out
 
 
-def carry_after(microbatches: Sequence[Microbatch], stages: int, carry: Carry | None = None) -> Carry:
-    """State for the next window: jobs whose last slot is less than S - 1 slots before the end."""
+def carry_after(microbatches: Sequence[Microbatch], lag: int, carry: Carry | None = None) -> Carry:
+    """State for the next window: jobs whose last slot is less than lag - 1 slots before the end."""
     since = {job: slots + len(microbatches) for job, slots in (carry.slots_since if carry else {}).items()}
     for slot, microbatch in enumerate(microbatches):
         for placed in microbatch.samples:
             since[placed.job] = len(microbatches) - 1 - slot
-    return Carry({job: slots for job, slots in since.items() if slots < stages - 1})
+    return Carry({job: slots for job, slots in since.items() if slots < lag - 1})
 
 
 def check(
     microbatches: Sequence[Microbatch],
-    stages: int,
+    lag: int,
     batches: Batches | None = None,
     capacity: int | None = None,
     carry: Carry | None = None,
@@ -58,7 +59,7 @@ def check(
 
     Args:
         microbatches: in the order of slots.
-        stages: of the pipeline.
+        lag: least number of slots from one batch of a job to the next.
         batches: what must be scheduled, each sample once; None: not checked.
         capacity: most tokens of a microbatch; None: not checked.
         carry: the slots before.
@@ -90,10 +91,10 @@ def check(
                 if job in last:
                     ended[job] = last[job]
                 current[job] = batch
-            if job in ended and slot - ended[job] < stages:
+            if job in ended and slot - ended[job] < lag:
                 raise ScheduleError(
                     f"job {job!r}: batch {batch} enters in slot {slot}, only {slot - ended[job]} after slot {ended[job]} of "
-                    f"the batch before it; with {stages} stages it takes {stages} or more"
+                    f"the batch before it; with {lag} stages it takes {lag} or more"
                 )
             if (job, batch) in done:
                 raise ScheduleError(

@@ -54,7 +54,8 @@ class Wanted:
         """Resolve it on a model without weights. path: of the base model. Raises Refused, in words."""
         try:
             adapter = AdapterConfig.model_validate(self._with_targets(skeleton))
-            spec = resolve(peft_config(adapter, path, None), skeleton, "model", adapter.dora_dropout == "peft")
+            spec = resolve(peft_config(adapter, path, None), skeleton, "model")
+            spec.with_base_dropped(adapter.dora_dropout == "peft")
             if spec.of_weights:
                 check_starts(spec, skeleton, "model")
         except ValidationError as error:

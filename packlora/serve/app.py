@@ -31,7 +31,7 @@ from packlora.serve.errors import Refused
 from packlora.serve.fields import text_of
 from packlora.serve.logs import LOG
 from packlora.serve.page import PAGE
-from packlora.serve.rest import Rest
+from packlora.serve.rest import OPTIMIZER, Rest
 from packlora.serve.served import ServedModels
 
 API = "/api/v1"
@@ -182,7 +182,7 @@ class Door:
         return JSONResponse(
             {
                 "type": "get_info", "model_id": tenant.id, "model_data": data, "is_lora": True, "lora_rank": tenant.wanted.rank,
-                "model_name": facts.name,
+                "model_name": facts.name, "optimizer_config": OPTIMIZER,
             }
         )  # fmt: skip
 

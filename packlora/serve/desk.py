@@ -19,7 +19,7 @@ from packlora.serve.adapters import Wanted, wanted
 from packlora.serve.errors import Failed, Refused
 from packlora.serve.fields import check_switches, checked_seq, metadata_of, number_of, seconds_of, text_of
 from packlora.serve.host import Host
-from packlora.serve.journal import add_request, as_json, insert
+from packlora.serve.journal import add_request, as_json
 from packlora.serve.logs import log
 from packlora.serve.losses import work_of
 from packlora.serve.messages import message, read_forward_backward
@@ -89,7 +89,8 @@ class Models(Promises):
         spec = as_json(own.as_dict())
         row = (model, owner, session, host.facts.name, now, now, spec, as_json(metadata), None, None, "open")
         found = {"model_id": model, "type": kind, **result}
-        promise, is_new = self.promise(owner, key, kind, digest, b"", found, lambda db: insert(db, "models", row))
+        make = self._unless_ended(session, "models", row)
+        promise, is_new = self.promise(owner, key, kind, digest, b"", found, make)
         if is_new:
             stored = self.journal.one("select * from models where id = ?", model)
             self.service.add_tenant(stored, host)
@@ -223,7 +224,8 @@ class Models(Promises):
         request.id, is_new = self.promise(owner, key, request.kind, digest, request.payload, failure, **more)
         if is_new:
             request.state = "waiting" if failure is None else "failed"
-            self.service.queue.put(request)
+            if not self.service.queue.put(request) and failure is None:  # the model was closed meanwhile
+                self.service.refuse_unloaded([request.id])
         return request.id
 
     def _close_number(
@@ -261,7 +263,8 @@ class Desk(Models):
             time.time(), "open",
         )  # fmt: skip
         found = {"sampling_session_id": sampler}
-        self.promise(owner, key, "create_sampling_session", digest, b"", found, lambda db: insert(db, "samplers", own))
+        make = self._unless_ended(session, "samplers", own)
+        self.promise(owner, key, "create_sampling_session", digest, b"", found, make)
         return sampler
 
     def sampler(self, owner: str, sampler: Any) -> sqlite3.Row:

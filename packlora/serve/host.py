@@ -27,7 +27,7 @@ from packlora.engine.engine import Engine
 from packlora.engine.generate import sampler_for
 from packlora.engine.memory import TokenBudget, free_memory
 from packlora.engine.parts import Part, Parts, num_tokens
-from packlora.engine.passes import MicrobatchResult, SingleDevice
+from packlora.engine.passes import Executor, MicrobatchResult, SingleDevice
 from packlora.engine.rows import Row
 from packlora.engine.sampling import SampleRequest, Sampling, check_request
 from packlora.errors import InputError
@@ -38,6 +38,8 @@ from packlora.runtime.prepared_job import AUTO_BUDGET
 from packlora.runtime.starts import float_weights
 from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Refused
+from packlora.serve.graphs import graphs_of
+from packlora.serve.seats import SEAT_SECONDS, Seats, restart
 
 TAKEN = ("parallel", "jobs", "sweep", "output_dir", "base_model")
 """Keys of a run file that the service sets itself, or does not take."""
@@ -97,7 +99,10 @@ class Host:
         self.attached, _ = attach(model, {}, 0, storage=self.base.storage)
         self.chooser = PlanChooser(self.base.device)
         self.attached.choosers = (self.chooser,)
-        self.executor = SingleDevice(self.base, self.attached)
+        single = SingleDevice(self.base, self.attached)
+        self.graphs = graphs_of(run, self.base, single)
+        self.executor: Executor = self.graphs or single
+        self.seats = None if self.graphs is None else Seats(self.graphs)
         asked, usual = run.max_tokens_per_microbatch, AUTO_BUDGET[self.base.device.type]
         tokens = budget or (usual if asked == "auto" else int(asked))
         self.budget = TokenBudget(tokens, 1, asked == "auto", self.base.device)
@@ -145,35 +150,66 @@ class Host:
         except InputError as error:
             raise Refused(str(error)) from None
 
+    def seat(self, name: str, spec: AdapterSpec, seed: int) -> Adapter:
+        """Put an adapter that is to be trained onto the model, in a seat that is empty or a new one. Raises as attach."""
+        adapter = None if self.seats is None else self.seats.take(spec)
+        if adapter is None:
+            return self.attach(name, spec, seed)
+        restart(self.base.model, self.attached, adapter, name, spec, seed)
+        self._begin(adapter, seed)
+        return adapter
+
     def attach(self, name: str, spec: AdapterSpec, seed: int) -> Adapter:
         """Put an adapter onto the model. Raises MemoryError where there is no room."""
         number, self._number = self._number, self._number + 1
         choosers: Mapping[str, PlanChooser] = dict.fromkeys(spec.modules, self.chooser)
         try:
             adapter = attach_one(self.base.model, self.attached, name, number, spec, seed, choosers)
-            if spec.of_weights:
-                begin(self.base.model, adapter, seed, lambda: float_weights(self.run))
+            self._begin(adapter, seed)
         except BaseException as error:
             detach_one(self.base.model, number)
             if isinstance(error, torch.OutOfMemoryError):
                 free_memory(self.device)
+                if self.tidy(0):
+                    return self.attach(name, spec, seed)
                 raise MemoryError(f"out of memory on {self.device} for another adapter") from error
             raise
+        finally:
+            self._layers_changed()
         return adapter
+
+    def _begin(self, adapter: Adapter, seed: int) -> None:
+        if adapter.spec.of_weights:
+            begin(self.base.model, adapter, seed, lambda: float_weights(self.run))
+
+    def _layers_changed(self) -> None:
+        if self.graphs is not None:
+            self.graphs.layers_changed()
 
     def detach(self, adapter: Adapter) -> None:
         """Take an adapter off the model."""
+        if self.states.pop(adapter.number, None) is not None:
+            self.engine.follow(self.states)
+        if self.seats is None or not self.seats.leave(adapter):
+            self._take_off(adapter)
+
+    def _take_off(self, adapter: Adapter) -> None:
         detach_one(self.base.model, adapter.number)
-        self.stop_training(adapter)
+        self._layers_changed()
+
+    def tidy(self, seconds: float = SEAT_SECONDS) -> bool:
+        """Take off what nobody has used for so long. Returns whether there was anything."""
+        left = [] if self.seats is None else self.seats.clear(seconds)
+        for adapter in left:
+            self._take_off(adapter)
+        return bool(left)
 
     def train(self, adapter: Adapter, state: AdapterState) -> None:
         """Let an adapter own rows and step."""
         self.states[adapter.number] = state
         self.engine.follow(self.states)
-
-    def stop_training(self, adapter: Adapter) -> None:
-        if self.states.pop(adapter.number, None) is not None:
-            self.engine.follow(self.states)
+        if self.seats is not None:
+            self.seats.hold(state)
 
     def evaluate(self, parts: Parts) -> MicrobatchResult | None:
         """Losses of rows without gradients; None where memory ran out and a smaller microbatch may fit."""

@@ -208,7 +208,8 @@ def sample_response(
     """SampleResponse.
 
     Args:
-        last: log-probabilities of so many tokens of the prompt are wanted, others are NaN; None: of all.
+        last: log-probabilities and likeliest tokens at so many tokens of the prompt are wanted, others are NaN or empty;
+            None: of all.
         length: tokens of the prompt.
     """
     out = message("SampleResponse")()
@@ -230,8 +231,9 @@ def sample_response(
         out.prompt_logprobs = found.astype("<f4").tobytes()
     if scores is not None and scores.top is not None:
         k = scores.top.ids.shape[1]
-        ids = np.concatenate([np.zeros((1, k), np.int32), scores.top.ids])
-        logprobs = np.concatenate([np.full((1, k), EMPTY, np.float32), scores.top.logprobs])
+        wanted = (np.arange(1, length) >= length - (length if last is None else last))[:, None]
+        ids = np.concatenate([np.zeros((1, k), np.int32), np.where(wanted, scores.top.ids, 0)])
+        logprobs = np.concatenate([np.full((1, k), EMPTY), np.where(wanted, scores.top.logprobs, EMPTY)])
         _set_likeliest(out.topk_prompt_logprobs, ids, logprobs)
     if scores is not None and scores.targets is not None:
         out.target_prompt_logprobs.dense = scores.targets.astype("<f4").tobytes()

@@ -342,7 +342,7 @@ async def _chat(backend: Backend, owner: str, request: Request) -> Response:
     model = await _served(backend, owner, fields.model)
     if not model.tokenizer.chat_template:
         raise _Problem(f"model: {model.name!r} has no chat template; use /v1/completions", 400, "model")
-    ids = await run_in_threadpool(prompt_ids, fields.plain_messages(), model.tokenizer)
+    ids = await run_in_threadpool(fields.ids, model.tokenizer)
     asked = _Asked(model, [ids], fields)
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": fields.model}
     if fields.stream:

@@ -5,10 +5,14 @@ clients send in numbers, are ignored.
 from __future__ import annotations
 
 import secrets
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from packlora.config.data import OF_RENDERING
+from packlora.data.prompts import prompt_ids
+from packlora.data.template import set_clock
 from packlora.errors import quoted
 
 MOST_CHOICES, MOST_PROMPTS, MOST_STOPS, MOST_LIKELIEST = 128, 64, 16, 20
@@ -16,7 +20,10 @@ Ids = list[Annotated[int, Field(ge=0)]]
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "logit_bias": (None, {}), "tools": (None, []),
     "functions": (None, []), "response_format": (None, {"type": "text"}), "suffix": (None, ""), "best_of": (None, 1),
-    "audio": (None,), "prediction": (None,), "guided_json": (None,), "repetition_penalty": (None, 1, 1.0),
+    "audio": (None,), "prediction": (None,), "guided_json": (None,), "repetition_penalty": (None, 1),
+    "min_p": (None, 0), "min_tokens": (None, 0), "ignore_eos": (None, False), "stop_token_ids": (None, []),
+    "bad_words": (None, []), "length_penalty": (None, 1), "use_beam_search": (None, False), "chat_template": (None,),
+    "continue_final_message": (None, False), "add_generation_prompt": (None, True), "modalities": (None, ["text"]),
 }  # fmt: skip
 """Fields that are not served, with the values that change nothing."""
 
@@ -88,9 +95,12 @@ class _Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[Any] | None = None
 
     @model_validator(mode="after")
     def _of_texts(self) -> _Message:
+        if self.tool_calls:
+            raise ValueError("tool_calls are not served; leave the message out, or say what was called in its text")
         if isinstance(self.content, list):
             other = [block.get("type") for block in self.content if not isinstance(block.get("text"), str)]
             if other:
@@ -112,6 +122,14 @@ class ChatFields(Fields):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] = 0
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as enable_thinking."""
+
+    @model_validator(mode="after")
+    def _of_the_template(self) -> ChatFields:
+        if odd := next((key for key in self.chat_template_kwargs if key in OF_RENDERING), None):
+            raise ValueError(f"chat_template_kwargs: {quoted(odd)} is no variable of a chat template; leave it out")
+        return self
 
     @property
     def most_tokens(self) -> int | None:
@@ -123,9 +141,10 @@ class ChatFields(Fields):
         """Likeliest tokens that are wanted at each place."""
         return self.top_logprobs if self.logprobs else 0
 
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """The conversation as chat templates take it."""
-        return [message.plain() for message in self.messages]
+    def ids(self, tokenizer: Any) -> list[int]:
+        """Tokens of the conversation, by the chat template, at the present time. Raises InputError."""
+        set_clock(tokenizer, datetime.now())
+        return prompt_ids([message.plain() for message in self.messages], tokenizer, (), self.chat_template_kwargs)
 
 
 class CompletionFields(Fields):

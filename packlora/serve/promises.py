@@ -7,7 +7,7 @@ import json
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,6 +89,16 @@ class Promises:
             raise Refused(f"session_id: the session {session} has ended ({row['ended']}); open another one", 410)
         self._heard[session] = time.monotonic()
         return row
+
+    def _unless_ended(self, session: str, table: str, row: Sequence[Any]) -> Callable[[sqlite3.Connection], None]:
+        """A write of a row of a session, which raises Refused where the session has ended since it was looked at."""
+
+        def make(db: sqlite3.Connection) -> None:
+            if db.execute("select ended from sessions where id = ?", (session,)).fetchone()["ended"] is not None:
+                raise Refused(f"session_id: the session {session} has ended; open another one", 410)
+            insert(db, table, row)
+
+        return make
 
     def finish_session(self, owner: str, session: str, reason: str) -> None:
         """End a session and unload its models; its checkpoints stay."""

@@ -134,15 +134,14 @@ class Publisher(Core):
         if tenant is None:
             return
         left = self.queue.close(model)
-        self._refuse_unloaded([own.id for own in left])
+        self.refuse_unloaded([own.id for own in left])
         self.samplers.end_of(model, "the model was unloaded")
         tenant.sleep()
         tenant.forget()
-        self.tell([own.id for own in left])
         log("model closed", model=model, steps=tenant.steps, dropped=len(left))
 
-    def _refuse_unloaded(self, requests: Sequence[str]) -> None:
-        """Answer requests whose model is over."""
+    def refuse_unloaded(self, requests: Sequence[str]) -> None:
+        """Answer requests whose model is over. Any thread may call it."""
         text = json.dumps({"error": "the model was unloaded before this request", "category": "user"}).encode()
 
         def refuse(db: sqlite3.Connection) -> None:
@@ -150,6 +149,7 @@ class Publisher(Core):
                 set_result(db, own, text, True)
 
         self.commit(refuse)
+        self.tell(list(requests))
 
 
 def request_of(row: sqlite3.Row) -> Request:

@@ -181,14 +181,15 @@ class Queue:
             self.bytes -= sum(len(request.payload) for request in left)
             return left
 
-    def put(self, request: Request) -> None:
-        """Add a request to its lane."""
+    def put(self, request: Request) -> bool:
+        """Add a request to its lane. Returns whether there is one."""
         with self.changed:
             lane = self.lanes.get(request.model)
             if lane is not None:
                 lane.put(request)
                 self.bytes += 0 if request.is_replayed else len(request.payload)
                 self._notify()
+            return lane is not None
 
     def pop(self, lane: Lane, request: Request) -> None:
         """A request was carried out."""

@@ -24,6 +24,10 @@ TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 EXPIRES = 3600.0
 """Seconds for which the address of a file is good."""
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+OPTIMIZER = {"type": "adamw"}
+"""Optimizer of every model, as the protocol names it."""
+REASONS = ("success", "errored", "interrupted")
+"""Reasons for which a client ends its session."""
 PAGE = 1000
 """Most things of one listing."""
 
@@ -47,9 +51,7 @@ class Rest:
                 more = {} if row["path"] is None else {"model_path": row["path"]}
                 return {"sampler_id": sampler, "base_model": row["base"], **more}
             case "POST", ["sessions", session, "finish"]:
-                reason = body.get("reason")
-                kind = reason.get("type") if isinstance(reason, Mapping) else None
-                return self.desk.finish_session(owner, session, str(kind or "finished")[:40])
+                return self.desk.finish_session(owner, session, _reason(body.get("reason")))
             case "GET", ["sessions"]:
                 rows = self._page("sessions", owner, query)
                 return {"sessions": [row["id"] for row in rows]}
@@ -104,7 +106,7 @@ class Rest:
         samplers = self.journal.all("select id from samplers where session = ?", session)
         return {
             "training_run_ids": [own["id"] for own in models], "sampler_ids": [own["id"] for own in samplers],
-            "user_metadata": body.get("user_metadata"), "display_name": body.get("display_name"),
+            "user_metadata": _texts(body.get("user_metadata")), "display_name": body.get("display_name"),
         }  # fmt: skip
 
     def _found(self, owner: str, row: sqlite3.Row) -> Any:
@@ -117,10 +119,6 @@ class Rest:
         }  # fmt: skip
 
     def _run(self, row: sqlite3.Row) -> Any:
-        metadata = {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in json.loads(row["metadata"]).items()
-        }
         spec = json.loads(row["spec"])
         last = {
             f"last_{'' if kind == TRAINING else 'sampler_'}checkpoint": _checkpoint(found)
@@ -130,7 +128,7 @@ class Rest:
         return {
             "training_run_id": row["id"], "base_model": row["base"], "model_owner": row["owner"], "is_lora": True,
             "lora_rank": spec["adapter"]["r"], "last_request_time": _iso(row["used"]), "corrupted": False,
-            "user_metadata": metadata, **last,
+            "user_metadata": _texts(json.loads(row["metadata"])), **last,
         }  # fmt: skip
 
     def _newest(self, model: str, kind: str) -> sqlite3.Row | None:
@@ -207,7 +205,8 @@ class Rest:
     def _weights_info(self, row: sqlite3.Row) -> Any:
         spec = json.loads(row["spec"])
         return {
-            "base_model": row["base"], "is_lora": True, "lora_rank": spec["adapter"]["r"], **spec["parts"],
+            "base_model": row["base"], "is_lora": True, "lora_rank": spec["adapter"]["r"], "optimizer_config": OPTIMIZER,
+            **spec["parts"],
         }  # fmt: skip
 
     def _copy(self, owner: str, body: Mapping[str, Any]) -> Any:
@@ -240,9 +239,22 @@ def _checkpoint(row: sqlite3.Row) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{row['kind']}/{row['name']}", "checkpoint_type": TYPES[row["kind"]], "time": _iso(row["created"]),
         "tinker_path": row["path"], "size_bytes": row["bytes"], "public": bool(row["public"]),
-        "user_metadata": json.loads(row["metadata"] or "null"),
+        "user_metadata": None if row["metadata"] is None else _texts(json.loads(row["metadata"])),
         "expires_at": None if row["expires"] is None else _iso(row["expires"]),
     }  # fmt: skip
+
+
+def _texts(metadata: Mapping[str, Any] | None) -> dict[str, str]:
+    """user_metadata as clients read it: what is no text is JSON."""
+    return {key: own if isinstance(own, str) else json.dumps(own) for key, own in (metadata or {}).items()}
+
+
+def _reason(given: Any) -> str:
+    """Reason for which a session ends. Raises Refused."""
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if kind is not None and kind not in REASONS:
+        raise Refused(f"reason.type: {quoted(kind)} is none of {', '.join(REASONS)}")
+    return kind or "finished"
 
 
 def _iso(seconds: float) -> str:

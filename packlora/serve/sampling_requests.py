@@ -28,7 +28,8 @@ def request_of(body: Mapping[str, Any], facts: Facts, limits: Limits, adapter: i
     if body.get("prompt_alt_tokens_k"):
         raise Refused("prompt_alt_tokens_k: it is not served; topk_prompt_logprobs is")
     check_switches(body, "prompt_logprobs", "record_stability_info")
-    _whole(body, "prompt_logprobs_last_n", 0, 1 << 31, None)
+    if (last := body.get("prompt_logprobs_last_n")) is not None:
+        _check_last(last, bool(body.get("prompt_logprobs")), len(prompt))
     found = SampleRequest(
         prompt=prompt,
         adapter=adapter,
@@ -48,6 +49,17 @@ def request_of(body: Mapping[str, Any], facts: Facts, limits: Limits, adapter: i
     if body.get("record_stability_info"):
         raise Failed("record_stability_info: stable_reinforce is not served; use loss_fn=importance_sampling|ppo|cispo")
     return found
+
+
+def _check_last(last: Any, is_scored: bool, length: int) -> None:
+    """Raises Refused where the last tokens of a prompt are not as many as it can be scored at, or it is not to be scored."""
+    field = "prompt_logprobs_last_n"
+    if not is_scored:
+        raise Refused(f"{field}: it needs prompt_logprobs: true")
+    if type(last) is not int or not 1 <= last < length:
+        raise Refused(
+            f"{field}: {quoted(last)} is no whole number from 1 to {length - 1}, as the prompt has {length} tokens"
+        )
 
 
 def _prompt(prompt: Any) -> tuple[int, ...]:

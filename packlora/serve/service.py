@@ -88,7 +88,7 @@ class Service(Publisher):
         unloaded = "select id from models where state = 'closed'"
         left = self.journal.all(f"select id from requests where state = 'waiting' and model in ({unloaded})")
         if left:  # the end came between the promise to unload and its work
-            self._refuse_unloaded([row["id"] for row in left])
+            self.refuse_unloaded([row["id"] for row in left])
         samplers = self.journal.all("select folder from samplers where state = 'open' and folder is not null")
         self.stores.clean(self.tenants, [row["folder"] for row in samplers])
         self.samplers.restore()
@@ -152,6 +152,8 @@ class Service(Publisher):
         if not did or time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS  # one at a time: others wait while its snapshot is written
             did |= self._put_aside()
+            for host in self.hosts.values():
+                did |= host.tidy()
         return did
 
     def _prepare(self, lane: Lane) -> bool:

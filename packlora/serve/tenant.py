@@ -99,7 +99,7 @@ class Tenant:
             return self.adapter, self.state
         if self.spec is None:
             self.spec = self.wanted.spec(self.host.skeleton, self.host.facts.path)
-        self.adapter = self.host.attach(self.id, self.spec, self.wanted.seed)
+        self.adapter = self.host.seat(self.id, self.spec, self.wanted.seed)
         try:
             self.state = AdapterState(self.adapter, FIRST, 1, LossScale() if self.host.is_scaled else None)
             self.steps = self.drawn = self.tokens = 0
@@ -121,13 +121,11 @@ class Tenant:
         self.adapter = self.state = None
 
     @property
-    def kind(self) -> tuple[frozenset[str], bool] | None:
-        """Modules that it adapts, and whether with dropout, on a CPU; models of one kind share microbatches. The rounding of a
-        row's gradient there depends on which layers and dropouts the microbatch computes together, and bits must not depend on
-        who else is there. None: any may share."""
-        if self.host.device.type != "cpu" or self.spec is None:
-            return None
-        return frozenset(self.spec.modules), self.dropout_key is not None
+    def kind(self) -> frozenset[str] | None:
+        """Modules that it adapts, on a CPU; models of one kind share microbatches. The rounding of a row's gradient depends on
+        which layers that read one tensor are computed by one call, and bits must not depend on who else is there. None: any may
+        share."""
+        return None if self.host.device.type != "cpu" or self.spec is None else frozenset(self.spec.modules)
 
     @property
     def has_gradient(self) -> bool:

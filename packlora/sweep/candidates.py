@@ -36,15 +36,19 @@ from packlora.sweep.page import BEST, name_of
 
 MOST_TRIED = 100
 """Candidates that are prepared before training to see that they can be."""
-TRAINERS = {"eval_rewards/margins": ("dpo", "orpo", "kto"), "eval_rewards/accuracies": ("dpo", "orpo")}
-"""Trainers whose evaluations have a metric; eval_loss all have."""
+TRAINERS = {
+    "eval_rewards/margins": ("dpo", "orpo", "kto"), "eval_rewards/accuracies": ("dpo", "orpo"), "eval_reward": ("grpo",),
+    "reward": ("grpo",),
+}  # fmt: skip
+"""Trainers that have a metric; eval_loss all have."""
 NEEDS_OPTUNA = "sweep.method: optuna needs the package optuna: pip install 'packlora[sweep]'; or use random"
 
 
 @dataclass(slots=True)
 class Trial:
     """A candidate. joined: round of its first global batch. num_steps: that it is to take. evals: cost by step, rising; of a
-    failed step infinite. reason: why it ended early. metric: what is compared.
+    failed step infinite. reason: why it ended early. metric: what is compared. every: steps between comparisons, which a metric
+    of training is a mean over.
     """
 
     number: int
@@ -58,17 +62,33 @@ class Trial:
     has_left: bool = False
     reason: str = ""
     metric: str = "eval_loss"
+    every: int = 1
 
     def see(self, step: int, status: str, num_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
         """How it stands now. Of its log history, what came since the last look is read."""
-        new = list(itertools.takewhile(lambda line: line["step"] >= self.step, reversed(history)))
+        before = self.step
+        new = list(itertools.takewhile(lambda line: line["step"] >= before, reversed(history)))
         self.step, self.status, self.num_steps = step, status, num_steps
         if status == "failed":  # which may have taken a step back
             self.evals = {at: cost for at, cost in self.evals.items() if at <= step}
+        if not self.metric.startswith("eval_"):
+            self._see_training(before, history)
+            return
         for line in reversed(new):
             if "eval_loss" in line:
-                value = line.get(self.metric)
-                self.evals[line["step"]] = math.inf if value is None else sign_of(self.metric) * value
+                self._count(line["step"], line.get(self.metric))
+
+    def _see_training(self, before: int, history: Sequence[Mapping[str, Any]]) -> None:
+        """Take means of a metric of training, up to each step of a comparison and up to the last one."""
+        recent = itertools.takewhile(lambda line: line["step"] > before - self.every, reversed(history))
+        known = {line["step"]: line[self.metric] for line in recent if line.get(self.metric) is not None}
+        for step in range(max(before, 1), self.step + 1):
+            if step % self.every == 0 or step == self.num_steps:
+                values = [known[own] for own in range(step - self.every + 1, step + 1) if own in known]
+                self._count(step, statistics.fmean(values) if values else None)
+
+    def _count(self, step: int, value: float | None) -> None:
+        self.evals[step] = math.inf if value is None else sign_of(self.metric) * value
 
     def has_ended(self, given: int) -> bool:
         """Whether it had taken its last step before round `given`. Of a failed one, which may have taken a step back, this is
@@ -178,7 +198,7 @@ class Sweep:
             if change.by == "sweep" and change.join is not None and change.join.name not in self.trials:
                 name, number = change.join.name, len(self.trials)
                 self.trials[name] = Trial(
-                    number, name, dict(change.parameters), change.round, metric=self.config.metric
+                    number, name, dict(change.parameters), change.round, metric=self.config.metric, every=self.every
                 )
         for name, change in leaves(changes).items():
             if name in self.trials:

@@ -15,6 +15,8 @@ from packlora.config.shared import MOST_STEPS, Strict
 from packlora.errors import quoted
 
 MOST_CANDIDATES = 100_000
+OF_ROLLOUTS = ("eval_reward", "reward")
+"""Metrics of jobs with a rollout."""
 RESERVED_BY_SWEEPS = {"best", SHOWN}
 """Names that no job of a run with a sweep may have."""
 
@@ -107,9 +109,12 @@ class SweepConfig(Strict):
     """Candidates, with random and optuna."""
     concurrent: int = Field(8, ge=1, le=10_000)
     """Candidates that train at the same time; when one ends, the next one takes its place."""
-    metric: Literal["eval_loss", "eval_rewards/margins", "eval_rewards/accuracies"] = "eval_loss"
-    """Metric by which candidates are compared: the held-out loss; or, for preferences, the held-out rewards, of which the
-    higher are the better. The latter may be given without eval_, as in transformers."""
+    metric: Literal["eval_loss", "eval_rewards/margins", "eval_rewards/accuracies", "eval_reward", "reward"] = (
+        "eval_loss"
+    )
+    """Metric by which candidates are compared: the held-out loss; for preferences, also the held-out rewards, which may be
+    given without eval_, as in transformers. For a job with a rollout eval_reward, or without held-out prompts reward, its mean
+    in training. Of rewards the higher are the better."""
     stopping: StoppingConfig = Field(default_factory=StoppingConfig)
     """Rule by which candidates end early."""
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -139,8 +144,6 @@ class SweepConfig(Strict):
                 f"the grid has {self.combinations:,} combinations, and at most {MOST_CANDIDATES:,} are taken; leave values "
                 "out, or use method: random with num_trials"
             )
-        if self.metric == "eval_loss" and self.stopping.target is not None and self.stopping.target <= 0:
-            raise ValueError(f"stopping.target is {self.stopping.target:g}; a held-out loss is above 0")
         if self.method != "grid" and self.num_trials is None:
             raise ValueError(f"method {self.method} needs num_trials, the number of candidates")
         if self.method == "grid" and self.num_trials is not None:
@@ -166,10 +169,7 @@ class SweepConfig(Strict):
         if template is None:
             names = ", ".join(job.name for job in run.jobs)
             raise ValueError(f"sweep.job: there is no job {quoted(self.job)}; there are {names}")
-        if not template.data.holds_out:
-            raise ValueError(
-                f"sweep: job {template.name!r} has no data.eval_path or data.eval_split, by which candidates are compared"
-            )
+        self._check_metric(template)
         moved = [key for key in self.parameters if key == "seed" or key.partition(".")[0] == "data"]
         if template.data.eval_split is not None and moved:
             raise ValueError(
@@ -180,12 +180,25 @@ class SweepConfig(Strict):
             raise ValueError("sweep.stopping: evaluations decide, and eval_every is 0; set how often they are made")
         self._check_compared(template, run.eval_every)
 
+    def _check_metric(self, template: JobConfig) -> None:
+        """Whether candidates of the job have the metric, which follows from the job where none is written."""
+        if template.rollout is not None and "metric" not in self.model_fields_set:
+            self.metric = "eval_reward" if template.data.holds_out else "reward"
+        if template.rollout is not None and self.metric not in OF_ROLLOUTS:
+            raise ValueError(f"sweep.metric: {self.metric} does not compare rewards; use {' or '.join(OF_ROLLOUTS)}")
+        if not template.data.holds_out and self.metric != "reward":
+            raise ValueError(
+                f"sweep: job {template.name!r} has no data.eval_path or data.eval_split, by which candidates are compared"
+            )
+        if self.metric == "eval_loss" and self.stopping.target is not None and self.stopping.target <= 0:
+            raise ValueError(f"sweep.stopping: target is {self.stopping.target:g}; a held-out loss is above 0")
+
     def _check_compared(self, template: JobConfig, every: int) -> None:
         """Whether candidates of the job are evaluated where its stopping rule compares them, as far as no value is swept."""
         own, method, name = template.train.eval_steps, self.stopping.method, template.name
         if method == "none" or "train.eval_steps" in self.parameters:
             return
-        if own is not None and (own == 0 or (every % own and own % every)):
+        if self.metric != "reward" and own is not None and (own == 0 or (every % own and own % every)):
             raise ValueError(
                 f"sweep.stopping: candidates are compared at multiples of eval_every, {every}, where train.eval_steps {own} "
                 f"of job {name!r} makes few evaluations or none; leave it out"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -100,9 +101,9 @@ class Members:
         if self._has_graphs and jobs:
             from packlora.runtime.cuda_graphs import buffers_of, columns_of, route, why_no_graphs
 
-            dropout = any(job.dropout_key is not None for job in jobs)
+            buffers, dropout = buffers_of([job.state for job in jobs]), any(job.dropout_key is not None for job in jobs)
             cast("GraphedDevice", self.executor).change(
-                buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), columns_of(jobs), route(jobs)
+                buffers, dropout, why_no_graphs(self.run, self.base, jobs), columns_of(jobs), route(jobs)
             )
 
     @property
@@ -119,6 +120,12 @@ class Members:
         self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget
     ) -> list[PreparedJob]:
         self.check_names(configs)
+        for config in configs:
+            if config.rollout is not None and not self.run.generates:
+                raise InputError(
+                    f"job {config.name!r}: this run has begun without a job with a rollout, and plans ahead of what would be "
+                    "generated; add the job to its run file and resume, or train it in a run of its own"
+                )
         most = (
             budget.tokens if self.run.max_tokens_per_microbatch == "auto" else int(self.run.max_tokens_per_microbatch)
         )
@@ -132,20 +139,8 @@ class Members:
                         f"job {item.config.name!r}: DoRA with dropout beside other jobs has no CUDA graphs, and cuda_graphs is "
                         "true; set adapter.dora_dropout: low_rank, or lora_dropout: 0"
                     )
-        storage = self.base.storage
-        if not storage.is_whole:
-            from packlora.runtime.wholeness import needs_whole
-
-            for item in items:
-                if found := needs_whole(item, self.prepared, storage.is_stage):
-                    raise InputError(
-                        f"job {item.config.name!r}: {found}, but every device has a part of the base model; leave that out"
-                    )
-        if storage.is_stage and self.prepared.encoder is not None:
-            from packlora.parallel.stage_checks import check_stages
-
-            adapted = {item.config.name: list(item.spec.modules) for item in items}
-            check_stages(self.prepared.encoder.skeleton, self.prepared.shape.layers, adapted)
+        if not self.base.storage.is_whole:  # jobs join on one device, or on the stages of a pipeline
+            import_module("packlora.pipeline.checks").check_new(self.prepared, items)
         return items
 
     def check_names(self, configs: Sequence[JobConfig]) -> None:

@@ -44,7 +44,7 @@ def copied_from(folder: Path) -> str:
 
 def name_of(metric: str) -> str:
     """Name of the compared metric, for people."""
-    return "held-out " + metric.removeprefix("eval_")
+    return "held-out " + metric.removeprefix("eval_") if metric.startswith("eval_") else f"{metric} in training"
 
 
 def section(folder: Path, styles: Mapping[str, str]) -> str:

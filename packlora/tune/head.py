@@ -23,8 +23,8 @@ from packlora.engine.memory import synchronize
 from packlora.engine.parts import Part
 from packlora.engine.rows import Row
 from packlora.parallel.sharded import empty_model
-from packlora.parallel.stage_checks import layer_chain
-from packlora.parallel.stages import Elsewhere, NoEmbedding, Stage
+from packlora.pipeline.checks import layer_chain
+from packlora.pipeline.stages import Elsewhere, NoEmbedding, Stage
 from packlora.runtime.head_cost import HeadCost
 from packlora.runtime.prepared_job import ModelShape
 

@@ -99,8 +99,8 @@ LARGER_EXPERTS: dict[str, tuple[int, Tree]] = {
 }
 
 
-BEST: Tree = {"load_best_model_at_end": True, "eval_steps": 1, "learning_rate": 0.5}
-"""A job whose result is the adapter of its best evaluation, not the last one."""
+BEST: Tree = {"load_best_model_at_end": True, "eval_steps": 1, "learning_rate": 0.25}
+"""A job whose result is the adapter of its best evaluation, not the last one. Larger steps would magnify roundings."""
 EARLY: Tree = {"early_stopping_patience": 2, "early_stopping_threshold": 10.0, "eval_steps": 1, "max_steps": 5}
 """A job that ends after its third step, since no evaluation is better by so much than the first one."""
 LAYER_0, LAYER_2 = {"layers_to_transform": [0]}, {"layers_to_transform": [2]}
@@ -385,10 +385,10 @@ def by_own_norm(original: Any) -> Any:
 
 
 FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
-    ("pipeline", "packlora.engine.stage_passes.StageDevice._send_down", halved),
+    ("pipeline", "packlora.pipeline.passes.StageDevice._send_down", halved),
     ("shared jobs", "packlora.parallel.replicas.Replicas.add", nothing),
     ("tensor", "packlora.parallel.adapter.WholeGradient.norm", without_parts),
-    ("exchanged", "packlora.parallel.adapter.SharedGradient._added", nothing),
+    ("exchanged", "packlora.parallel.expert_replicas.SharedGradient._added", nothing),
 ]
 MORE_FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("pipeline", "packlora.runtime.restoring._restore_optimizer", nothing),

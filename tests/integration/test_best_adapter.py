@@ -136,6 +136,15 @@ def test_patience_and_the_best_adapter_are_the_same_wherever_a_run_is_broken_off
     result, whole = packlora.train(tree), tmp_path / "whole"
     assert (result.jobs["a"].step, result.jobs["a"].eval_after) == (7, 2.0)
     assert same(whole / "a", whole / "a" / "checkpoint-4") and not same(whole / "a", whole / "a" / "checkpoint-7")
+    for step in (6, 7):  # after the step that no patience outlasts, a session that was to end there has ended the job
+        parts = {**tree, "output_dir": str(tmp_path / f"max_steps-{step}")}
+        assert packlora.train(parts, max_steps=step).jobs["a"].step == step
+        again, out = packlora.train(parts, resume=True).jobs["a"], tmp_path / f"max_steps-{step}"
+        assert (again.status, again.step, again.eval_after) == ("done", 7, 2.0), step
+        assert same(out / "a", whole / "a") and not (out / "a" / "checkpoint-8").exists()
+        assert json.loads((out / "a" / "checkpoint-7" / "trainer_state.json").read_text())["stopped"].startswith(
+            "early"
+        )
     for step in (4, 6, 7):
         out = tmp_path / str(step)
         shutil.copytree(whole, out)

@@ -454,7 +454,7 @@ def test_the_owners_of_experts_tokens_follow_segments_that_move() -> None:
     """As in a CUDA graph: in one tensor, whose values the next microbatch replaces. The second job has nothing on experts."""
     model, attached, _, _ = with_adapters("qwen3_moe", {"lora": THREE["lora"]})
     moving = MovingSegments(T, (0, 1))
-    with attached.active(TokenOwners(T, moving.nominal, moving=moving)):
+    with attached.active(TokenOwners(T, moving.nominal, boundaries=moving)):
         owned = Owned.of(model.model.layers[0].mlp.experts, T, torch.device("cpu"))
     assert list(owned.numbers) == [0] and owned.count == 2 and owned.owner is not None
     for own in ([(0, 2, 9)], [(0, 0, 3), (1, 3, T)], [(1, 0, T)]):

@@ -244,10 +244,10 @@ def test_the_first_settings_that_fit_on_a_card_are_chosen_and_nothing_that_is_wr
 
 
 def test_a_base_that_cannot_be_quantised_here_is_not(card: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(method: str | None) -> Any:
+    def refuse(keys: Any) -> Any:
         raise InputError("bitsandbytes is not installed")
 
-    monkeypatch.setattr(fit, "quantization", refuse)
+    monkeypatch.setattr(fit, "values_of", refuse)
     made = card(12, fit="auto")
     assert "quantization" not in made.fit and "may be too much" in made.warnings[0]
 

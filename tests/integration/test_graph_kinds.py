@@ -42,8 +42,8 @@ class Routed(PlanChooser):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
 
-    def plan_of(self, x: Any, layers: Any, segments: Any, moving: bool = False) -> Plan:
-        return ROUTED if moving else CHAIN
+    def plan_of(self, x: Any, layers: Any, segments: Any, known: bool = True) -> Plan:
+        return CHAIN if known else ROUTED
 
 
 @pytest.fixture(autouse=True)

@@ -35,13 +35,13 @@ class Fixed(PlanChooser):
         super().__init__(torch.device("cpu"))
         self.plan = plan
 
-    def plan_of(self, x: Any, layers: Any, segments: Any, moving: bool = False) -> Plan:
-        return self.plan if moving else CHAIN
+    def plan_of(self, x: Any, layers: Any, segments: Any, known: bool = True) -> Plan:
+        return CHAIN if known else self.plan
 
 
 class Always(Fixed):
-    def plan_of(self, x: Any, layers: Any, segments: Any, moving: bool = False) -> Plan:
-        assert not moving
+    def plan_of(self, x: Any, layers: Any, segments: Any, known: bool = True) -> Plan:
+        assert known
         return self.plan
 
 

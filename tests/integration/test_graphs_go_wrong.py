@@ -29,7 +29,7 @@ from packlora.engine.passes import MicrobatchResult, SingleDevice, run_microbatc
 from packlora.engine.recorded import Body, Shape
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.moving import MovingSegments
-from packlora.parallel.cut import Slices
+from packlora.parallel.experts import Slices
 from packlora.runtime.cuda_graphs import why_no_graphs
 
 WEIGHTS = np.array([0.01, 0.02, 0.03])
@@ -162,7 +162,7 @@ def test_where_other_processes_take_part_memory_that_runs_out_is_no_reason_to_go
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would wait for messages of the shape that was recorded, and are told by the end of this process."""
-    run.executor.single.base.storage = Slices()
+    run.executor.single.base.storage = Slices(can_record=True)
     run.executor = GraphedDevice(run.executor.single, run.buffers, True, 64, run.told.append, Pretended)
     train(run, samples(50))
     once(monkeypatch, Body, "_run_forward", torch.OutOfMemoryError)
@@ -228,7 +228,7 @@ def reason(
 ) -> str | None:
     model = tiny_model(family)
     config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=[target])
-    spec = resolve(config, model, "a", base_dropped=dora_dropout == "peft")
+    spec = resolve(config, model, "a").with_base_dropped(dora_dropout == "peft")
     job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec))
     base: Any = SimpleNamespace(
         device=torch.device("cuda"),

@@ -57,7 +57,7 @@ def tree(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Tre
     monkeypatch.setattr(Recorder, "record", lambda self, function: RECORDED.append(function) or replay_of(function))
     monkeypatch.setattr(recorded, "LEAST_TOKENS", 32)
     monkeypatch.setattr(
-        PlanChooser, "plan_of", lambda self, x, layers, segments, moving=False: ROUTED if moving else CHAIN
+        PlanChooser, "plan_of", lambda self, x, layers, segments, known=True: CHAIN if known else ROUTED
     )
     return {"base_model": str(base), "device": "cpu", "max_tokens_per_microbatch": 60, "save_every": 1, "jobs": jobs}
 

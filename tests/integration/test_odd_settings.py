@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from terminals import Tty
 from typer.testing import CliRunner
 
 import packlora
@@ -184,12 +185,7 @@ def test_a_plan_of_a_million_epochs_is_made_of_its_first_windows(make: Make, mon
     assert max(done for done, total in heard if total) < 1000
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Closed(Terminal):
+class Closed(Tty):
     tried = 0
 
     def write(self, text: str) -> int:
@@ -198,7 +194,7 @@ class Closed(Terminal):
 
 
 def test_on_a_terminal_one_line_moves_and_is_wiped_at_the_end() -> None:
-    stream = Terminal()
+    stream = Tty()
     with Activity(stream) as told:
         told("reading \x1b[2J", 1)
         told("reading \x1b[2J", 2)  # too soon to be of use

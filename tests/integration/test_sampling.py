@@ -369,8 +369,8 @@ def test_a_model_whose_cache_is_another_is_found_before_anything_is_sampled(monk
 class Routed(PlanChooser):
     """Kernels that read boundaries from the device where segments move, else torch's products."""
 
-    def plan_of(self, x: Any, layers: Any, segments: Any, moving: bool = False) -> Plan:
-        return ROUTED if moving else CHAIN
+    def plan_of(self, x: Any, layers: Any, segments: Any, known: bool = True) -> Plan:
+        return CHAIN if known else ROUTED
 
 
 def test_passes_by_graphs_draw_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from terminals import Tty
 from typer.testing import CliRunner
 
 import packlora
@@ -22,15 +22,10 @@ from packlora.errors import InputError, ProcessError
 from packlora.terminal import Activity
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_training_tells_on_a_terminal_what_it_does_before_the_first_step(
     tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    screen = Terminal()
+    screen = Tty()
     monkeypatch.setattr(sys, "stderr", screen)
     base = tiny_base("llama")
     job = {"name": "first", "data": {"path": write_rows("rows", 4)}, "train": {"max_steps": 1}}
@@ -43,7 +38,7 @@ def test_training_tells_on_a_terminal_what_it_does_before_the_first_step(
 
 @pytest.mark.parametrize("stream", [None, "closed"])
 def test_work_goes_on_in_a_process_without_standard_error(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = None if stream is None else Terminal()
+    gone = None if stream is None else Tty()
     if gone is not None:
         gone.close()
     monkeypatch.setattr(sys, "stderr", gone)
@@ -56,7 +51,7 @@ def test_work_goes_on_in_a_process_without_standard_error(stream: str | None, mo
 
 
 def test_what_is_said_takes_the_place_of_the_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Terminal()
+    screen = Tty()
     monkeypatch.setattr(sys, "stderr", screen)
     with Activity() as told:
         told("reading", 1)

@@ -17,12 +17,14 @@ from ranks import Ranks
 from tensor_runs import BOUND, PATIENCE, WRONG, Case, assert_exact
 
 from packlora.adapters.expert_part import ExpertPart
+from packlora.config import ParallelConfig
 from packlora.errors import InputError
 from packlora.ops.lora_experts.routing import Routing
 from packlora.parallel import adapter as parallel_adapter
 from packlora.parallel import experts as parallel_experts
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.collectives import add_up
+from packlora.parallel.expert_replicas import ExchangingReplicas
 from packlora.parallel.experts import check_experts, experts_of
 from packlora.parallel.layout import Layout
 from packlora.parallel.replicas import Replicas
@@ -116,12 +118,12 @@ def mesh_of(rank: int) -> Any:
 def test_processes_that_share_experts_beside_cut_layers_are_grouped(exchange: bool) -> None:
     """Eight processes, of which two and two hold the same experts, and each two a slice of the other layers."""
     layout = Layout((("job",),), 4 if exchange else 2, tensor=2, expert=2, exchange=exchange)
-    found = [Replicas(mesh_of(rank), layout) for rank in range(8)]
+    found = [(ExchangingReplicas if exchange else Replicas)(mesh_of(rank), layout) for rank in range(8)]
     for rank, own in enumerate(found):
         first, place = rank - rank % 4, rank % 4
         assert own.model == own.base == [first, first + 1, first + 2, first + 3]
         assert own.layers == [rank - rank % 2, rank - rank % 2 + 1] and own.is_repeated == (place > 1)
-        assert own.alike == ([place, place + 4] if exchange else None)
+        assert not exchange or own.alike == [place, place + 4]
         assert own._sums == (list(range(rank % 2, 8, 2)) if exchange else [place, place + 4])
         assert (own.rank, own.saves) == (rank // 2 if exchange else rank // 4, rank < 4)
 
@@ -206,9 +208,10 @@ def test_faults_beside_layers_that_are_cut_would_be_seen(ranks: Pool) -> None:
 
 @pytest.mark.parametrize("family", UNCUT)
 def test_tokens_are_not_shared_where_no_layer_is_cut(family: str) -> None:
+    asked = ParallelConfig(tensor=2, sequence_parallel=True)
     with pytest.raises(InputError, match=r"nothing is cut between whose parts parallel\.sequence_parallel could share"):
-        check_cut(tiny_experts(family), 2, True)
-    check_cut(tiny_experts("qwen3_moe"), 2, True)
+        check_cut(tiny_experts(family), asked)
+    check_cut(tiny_experts("qwen3_moe"), asked)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next", "gpt_oss"])

@@ -33,10 +33,10 @@ from packlora.commands.plan_layouts import LayoutFigures, sentences
 from packlora.config import Run
 from packlora.engine.engine import Engine
 from packlora.errors import InputError
-from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.alone import Alone
 from packlora.parallel.cut import load_cut
-from packlora.runtime import estimate
+from packlora.parallel.expert_replicas import SharedGradient
+from packlora.pipeline.estimate import largest_stage, planning_cost, stage_layers
 from packlora.runtime.prepare import prepare
 
 Groups = Callable[[int], Ranks]
@@ -285,7 +285,7 @@ def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str
         return found.rows, sentences(found, 4)
 
     def experts(row: LayoutFigures) -> int:
-        return row.expert
+        return row.layout.expert
 
     (alone,), _ = rows(1)
     (shared,), said = rows(2, expert=2)
@@ -298,7 +298,7 @@ def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str
     inside = 2 * 2 * (64 + 64 + 32 + 64)  # layers, experts a token, what goes into and comes out of both weights
     tokens = 90
     saved = (8 * of_experts + 20 * on_experts + 8 * inside * tokens) / 2
-    assert (shared.expert, shared.devices_per_job, shared.taken) == (2, 2, True)
+    assert (shared.layout.expert, shared.layout.devices_per_job, shared.taken) == (2, 2, True)
     assert alone.bytes - shared.bytes == pytest.approx(saved, rel=0.02)
     assert 0.3 * alone.seconds < shared.seconds < alone.seconds
     assert said[0].startswith("training takes 2 with experts on 2, so each job is shared by 2 devices")
@@ -307,7 +307,7 @@ def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str
     (exchanged,), _ = rows(2, expert=2, ep_implementation="all_to_all")
     assert exchanged.taken and exchanged.status == "taken, experts on 2, all_to_all"
     assert exchanged.waves < shared.waves and exchanged.bytes > shared.bytes
-    assert not any(row.taken for row in more if row.expert > 1)
+    assert not any(row.taken for row in more if row.layout.expert > 1)
 
 
 def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
@@ -323,15 +323,18 @@ def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any], to
         assert found is not None
         return found.rows
 
-    found = {(row.shard, row.pipeline, row.expert) for row in rows()}
+    found = {(row.layout.shard, row.layout.pipeline, row.layout.expert) for row in rows()}
     assert found >= {(1, 1, 1), (4, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
     (piped,), (staged, _) = rows(expert=2, pipeline=2), rows(pipeline=2)
-    assert (piped.status, piped.devices_per_job) == ("taken, pipeline of 2, experts on 2", 4)
+    assert (piped.status, piped.layout.devices_per_job) == ("taken, pipeline of 2, experts on 2", 4)
     assert piped.bytes < staged.bytes and piped.seconds < 2 * staged.seconds
     (both,), (_, replicas) = rows(expert=2, shard_base=True), rows(expert=2)
-    assert (both.status, both.taken, both.devices_per_job) == ("taken, shard 2, experts on 2", True, 4)
+    assert (both.status, both.taken, both.layout.devices_per_job) == ("taken, shard 2, experts on 2", True, 4)
     (cut,) = rows(tensor=2, expert=2)
-    assert (cut.status, cut.devices_per_job) == ("taken, tensor 2, experts on 2", 4) and cut.bytes < replicas.bytes
+    assert (cut.status, cut.layout.devices_per_job) == (
+        "taken, tensor 2, experts on 2",
+        4,
+    ) and cut.bytes < replicas.bytes
     model = tiny_experts("qwen3_moe", **shape)
     in_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.ndim > 1)
     held = 8 * (in_layers - sum(p.numel() for p in model.parameters() if p.ndim == 3) / 2)
@@ -343,9 +346,9 @@ def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any], to
         prepared.shape, layers=4, vocabulary=1, layer_numbers=((100, 90), (100, 10), (100, 10), (100, 10))
     )
     unlike = replace(prepared, shape=few_numbers)
-    assert estimate.stage_layers(prepared.run, unlike, 2) == (1, 3)
-    assert estimate.planning_cost(prepared.run, unlike, 2).stage_shares == (0.75, 0.25)
-    assert estimate.largest_stage(prepared.run, unlike, 2) == 0.75
+    assert stage_layers(prepared.run, unlike, 2) == (1, 3)
+    assert planning_cost(prepared.run, unlike, 2).stage_shares == (0.75, 0.25)
+    assert largest_stage(prepared.run, unlike, 2) == 0.75
     few = tiny_experts("qwen3_moe", **shape).model.layers
     numbers = [(sum(p.numel() for p in layer.parameters()), linear_of(layer)) for layer in few]
     assert prepared.shape.layer_numbers == tuple(numbers)

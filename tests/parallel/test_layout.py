@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ from packlora.config import Run, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.parallel.layout import Layout, Prediction, choose, layouts, place, predict, waves
+from packlora.pipeline import layouts as pipelines
+from packlora.pipeline.checks import needs_all_layers
+from packlora.pipeline.layouts import StagedReplica
 from packlora.runtime import choose as choosing
 from packlora.runtime import estimate, profiler, profiles
-from packlora.runtime.choose import Work, base_bytes
+from packlora.runtime.choose import Replica, Work, base_bytes
 from packlora.runtime.choose import choose as chosen
 from packlora.runtime.prepare import prepare
-from packlora.runtime.wholeness import needs_whole
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch, Placed
@@ -54,6 +56,10 @@ def microbatch(*samples: tuple[str, int, int], completes: tuple[tuple[str, int],
 
 def tokens(one: Microbatch) -> float:
     return float(one.num_tokens)
+
+
+def at_once(waves: Sequence[Sequence[Microbatch]]) -> tuple[float, float]:
+    return Replica().times(waves, tokens, CostModel())
 
 
 # --- jobs on groups ----------------------------------------------------------------------------------------------------
@@ -82,7 +88,7 @@ def test_processes_that_hold_the_model_together_are_laid_out_as_one_device() -> 
     assert [(own.split, own.devices_per_job) for own in found] == [(1, 2), (2, 4), (3, 6), (6, 12)]
     assert [found[1].group_of(rank) for rank in (0, 3, 4, 11)] == [0, 0, 1, 2] and found[1].ranks(1) == range(4, 8)
     planned = [[[microbatch(("a", 0, 9))]], *[[] for _ in range(5)]]
-    assert predict(found[0], planned, [1.0] * 6, tokens).idle == 1 - 9 / (9 * 6)
+    assert predict(found[0], planned, [1.0] * 6, at_once).idle == 1 - 9 / (9 * 6)
 
 
 def test_no_placement_takes_over_four_thirds_of_the_best() -> None:
@@ -165,19 +171,21 @@ def test_a_wave_takes_what_its_costliest_microbatch_does() -> None:
     long, short = microbatch(("a", 0, 9)), microbatch(("a", 0, 3), completes=(("a", 0),))
     other = microbatch(("b", 0, 8), completes=(("b", 0),))
     layout = Layout((("a",), ("b",)), 2)
-    found = predict(layout, [[[long, short], [short]], [[other]]], [0.5, 1.0], tokens)
+    found = predict(layout, [[[long, short], [short]], [[other]]], [0.5, 1.0], at_once)
     assert (found.time, found.busy, found.waves) == (24.0, 30.0 + 8.0, 4)  # of a one half was planned
     assert found.idle == 1 - 38 / (24 * 4)
-    nothing = predict(Layout((("a",), ()), 1), [[[long]], []], [1.0, 1.0], tokens)
+    nothing = predict(Layout((("a",), ()), 1), [[[long]], []], [1.0, 1.0], at_once)
     assert (nothing.time, nothing.idle) == (9.0, 0.5)
 
 
-def test_pipelines_side_by_side_wait_for_the_slowest_stage_of_each_wave() -> None:
+def test_pipelines_side_by_side_wait_for_the_slowest_stage_of_each_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages, two waves: forwards of 4 and 1, backwards alike; and one where another replica has none."""
-    staged = CostModel(per_token=1.0, stage_shares=(0.5, 0.5))
+    replica, cost = StagedReplica.__new__(StagedReplica), CostModel(per_token=1.0)
+    monkeypatch.setattr(pipelines, "on_stages", lambda cost, *_: replace(cost, stage_shares=(0.5, 0.5)))
+    replica.prepared, replica.lag = mock.MagicMock(), 2
     layout = Layout((("a",),), 2, pipeline=2)
     waves = [[microbatch(("a", 0, 8)), microbatch(("a", 0, 2))], [microbatch(("a", 0, 2))]]
-    found = predict(layout, [waves], [0.5], tokens, staged)
+    found = predict(layout, [waves], [0.5], lambda own: replica.times(own, tokens, cost))
     # stage 0: forwards to 4, 5; stage 1: 4 to 8 and back to 12, 13 and 14; stage 0: back from 12 to 16, then to 17
     assert (found.time, found.busy, found.waves) == (34.0, 48.0, 4)
     assert found.idle == 1 - 48 / (34 * 4)
@@ -223,16 +231,16 @@ def planned(tree: dict[str, Any], gpus: int) -> PlannedRun:
 
 def test_equal_jobs_are_whole_on_a_device_each_and_one_large_job_is_shared(make: Callable[..., dict[str, Any]]) -> None:
     equal = planned(make((8, 2), (8, 2), (8, 2), (8, 2)), 4).layouts
-    assert equal is not None and [row.devices_per_job for row in equal.rows] == [1, 2, 4, 4, 2, 2]
-    assert [row.shard for row in equal.rows] == [1, 1, 1, 4, 2, 1]
-    assert [row.pipeline for row in equal.rows] == [1, 1, 1, 1, 1, 2]  # the model has two layers
-    assert equal.taken.devices_per_job == 1 and equal.taken.speedup > 2
+    assert equal is not None and [row.layout.devices_per_job for row in equal.rows] == [1, 2, 4, 4, 2, 2]
+    assert [row.layout.shard for row in equal.rows] == [1, 1, 1, 4, 2, 1]
+    assert [row.layout.pipeline for row in equal.rows] == [1, 1, 1, 1, 1, 2]  # the model has two layers
+    assert equal.taken.layout.devices_per_job == 1 and equal.taken.speedup > 2
     assert equal.taken.idle < 0.02  # of equal samples; ranks are 2 to 5
-    assert sorted(equal.taken.groups) == [("job0",), ("job1",), ("job2",), ("job3",)]
+    assert sorted(equal.taken.layout.groups) == [("job0",), ("job1",), ("job2",), ("job3",)]
     large = planned(make((200, 200), max_tokens_per_microbatch=160), 4).layouts
-    assert large is not None and large.taken.devices_per_job == 4 and large.taken.speedup > 2
+    assert large is not None and large.taken.layout.devices_per_job == 4 and large.taken.speedup > 2
     assert large.taken.idle < 0.3 < large.rows[0].idle == 0.75
-    assert large.rows[0].groups == (("job0",), (), (), ())
+    assert large.rows[0].layout.groups == (("job0",), (), (), ())
 
 
 def test_the_plan_names_the_layout_that_training_takes(
@@ -245,8 +253,8 @@ def test_the_plan_names_the_layout_that_training_takes(
         ranks(2).run(trained, tree)
         record = json.loads((tmp_path / f"out{number}" / "run.json").read_text())["schedule"]["layout"]
         assert (record["split"], record["groups"]) == (
-            found.taken.devices_per_job,
-            [list(own) for own in found.taken.groups],
+            found.taken.layout.devices_per_job,
+            [list(own) for own in found.taken.layout.groups],
         )
 
 
@@ -269,9 +277,9 @@ def test_a_long_run_is_scaled_up_from_its_beginning(
     part = planned(tree, 2).layouts
     assert whole is not None and part is not None
     for one, other in zip(whole.rows, part.rows, strict=True):
-        if one.pipeline > 1:  # one job outlasts the other, and leaves it waiting: not so at the beginning
+        if one.layout.pipeline > 1:  # one job outlasts the other, and leaves it waiting: not so at the beginning
             continue
-        assert other.groups == one.groups
+        assert other.layout.groups == one.layout.groups
         assert (other.waves, other.seconds, other.idle) == pytest.approx(
             (one.waves, one.seconds, one.idle), rel=0.15, abs=0.05
         )
@@ -357,8 +365,8 @@ def test_what_cannot_be_planned_is_refused_with_a_reason(
 
 def test_devices_per_job_of_the_run_file_goes(make: Callable[..., dict[str, Any]]) -> None:
     found = planned(make((8, 2), (8, 2), parallel={"devices_per_job": 2}), 4).layouts
-    assert found is not None and found.taken.devices_per_job == 2 and "devices_per_job is 2" in found.reason
-    assert [(row.sharded, row.pipeline) for row in found.rows] == [(False, 1), (True, 1), (False, 2)]
+    assert found is not None and found.taken.layout.devices_per_job == 2 and "devices_per_job is 2" in found.reason
+    assert [(row.layout.sharded, row.layout.pipeline) for row in found.rows] == [(False, 1), (True, 1), (False, 2)]
     alone = planned(make((8, 2), (8, 2)), 1).layouts
     assert alone is not None and [row.speedup for row in alone.rows] == [pytest.approx(1, rel=0.05)]
 
@@ -418,12 +426,12 @@ def trained_in(rank: int, tree: dict[str, Any], room: int) -> str:
         return packlora.train(tree).status
 
 
-def test_auto_shares_no_rows_where_a_job_needs_them_whole_and_takes_no_stages_for_optimizers_of_whole_jobs(
+def test_auto_shares_nothing_that_a_job_or_a_key_needs_whole_and_takes_no_stages_for_optimizers_of_whole_jobs(
     make: Callable[..., dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    def parts(**keys: Any) -> tuple[bool, bool]:
-        tree = make((8, 2), (8, 2))
+    def parts(of_run: dict[str, Any] | None = None, **keys: Any) -> tuple[bool, bool]:
+        tree = make((8, 2), (8, 2)) | (of_run or {})
         tree["jobs"][1] = {**tree["jobs"][1], **keys}
         prepared = prepare(Run.model_validate(tree))
         return bool(choosing.sharded_layouts(prepared, 2, {"job0": 1.0, "job1": 1.0})), bool(
@@ -437,6 +445,10 @@ def test_auto_shares_no_rows_where_a_job_needs_them_whole_and_takes_no_stages_fo
     preferring = {"data": pairs, "train": {"trainer": "orpo", "global_batch_size": 2}}
     assert parts(sample_prompts=["one"], **preferring) == (True, True)
     assert parts(train={"optim": "adafactor", "global_batch_size": 2}) == (True, False)
+    checkpoints = {"gradient_checkpointing": True}
+    assert parts(checkpoints) == (True, True)
+    assert parts({"activation_offloading": True} | checkpoints) == (False, False)
+    assert parts({"offload_embedding": True}) == (False, False)
 
 
 def test_a_job_whose_optimizer_steps_whole_jobs_does_not_join_stages(make: Callable[..., dict[str, Any]]) -> None:
@@ -444,7 +456,7 @@ def test_a_job_whose_optimizer_steps_whole_jobs_does_not_join_stages(make: Calla
     tree = make((8, 2), (8, 2))
     tree["jobs"][1]["train"] = {"optim": "adafactor", "global_batch_size": 2}
     prepared = prepare(Run.model_validate(tree))
-    found = [needs_whole(job, prepared, staged=True) for job in prepared.jobs]
+    found = [needs_all_layers(job) for job in prepared.jobs]
     assert found[0] is None and "its train.optim is adafactor, which steps whole jobs" in str(found[1])
 
 
@@ -458,7 +470,7 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
         job["data"] = {"path": write_rows(f"rows of {job['name']}", 2, seed=3, longest=4)}
     tree = config(str(tmp_path / "deep"), tmp_path / "out", write_rows, jobs, max_tokens_per_microbatch=48)
     free = planned(tree, 2).layouts
-    assert free is not None and not free.taken.sharded
+    assert free is not None and not free.taken.layout.sharded
     whole, sharded = min(row.bytes for row in free.rows[:2]), free.rows[2].bytes
     assert sharded < whole
 
@@ -466,7 +478,9 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
     monkeypatch.setattr(estimate, "memory_room", lambda device: room - 1)
     tree |= {"parallel": {"pipeline": 1}}
     tight = planned(tree, 2).layouts
-    assert tight is not None and tight.taken.sharded and tight.taken.fits and "is estimated to take" in tight.reason
+    assert (
+        tight is not None and tight.taken.layout.sharded and tight.taken.fits and "is estimated to take" in tight.reason
+    )
     assert [row.fits for row in tight.rows] == [False, False, True]
     assert ranks(2).run(trained_in, tree, room) == ["done", "done"]
     record = json.loads((tmp_path / "out" / "run.json").read_text())
@@ -483,11 +497,11 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
 
     for changes in ({"shard_base": False, "pipeline": 1}, {"devices_per_job": 1}):
         kept = planned({**tree, "parallel": changes}, 2).layouts
-        assert kept is not None and not kept.taken.sharded and not kept.taken.fits
+        assert kept is not None and not kept.taken.layout.sharded and not kept.taken.fits
     staged = {**tree, "parallel": "auto", "output_dir": str(tmp_path / "staged")}
     piped = planned(staged, 2).layouts
-    assert piped is not None and piped.taken.pipeline == 2 and piped.taken.fits and 0 < piped.taken.idle < 1
-    assert piped.taken.status == "taken, pipeline of 2" and piped.taken.groups == (("a", "b"),)
+    assert piped is not None and piped.taken.layout.pipeline == 2 and piped.taken.fits and 0 < piped.taken.idle < 1
+    assert piped.taken.status == "taken, pipeline of 2" and piped.taken.layout.groups == (("a", "b"),)
     assert "is estimated to take" in piped.reason and "a sharded base takes 1." in piped.reason
     assert ranks(2).run(trained_in, staged, room) == ["done", "done"]
     record = json.loads((tmp_path / "staged" / "run.json").read_text())
@@ -495,9 +509,9 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
     assert f"parallel.pipeline is 2: {piped.reason}" in record["warnings"]
     monkeypatch.setattr(estimate, "memory_room", lambda device: room)
     enough = planned(tree, 2).layouts
-    assert enough is not None and not enough.taken.sharded and enough.taken.fits
+    assert enough is not None and not enough.taken.layout.sharded and enough.taken.fits
     asked = planned({**tree, "parallel": {"shard_base": True}}, 2).layouts
-    assert asked is not None and asked.taken.sharded and asked.reason == "parallel.shard_base is true"
+    assert asked is not None and asked.taken.layout.sharded and asked.reason == "parallel.shard_base is true"
 
 
 def test_auto_shares_the_base_over_as_many_devices_as_it_takes_and_the_plan_lists_all(
@@ -509,8 +523,14 @@ def test_auto_shares_the_base_over_as_many_devices_as_it_takes_and_the_plan_list
     monkeypatch.setattr(choosing, "base_bytes", lambda prepared: (base, base // 8))  # as of a model of many layers
     monkeypatch.setattr(profiler, "profile", larger(profiler.profile, base))
     free = planned(tree, 4).layouts
-    assert free is not None and not free.taken.sharded
-    assert [(row.devices_per_job, row.shard) for row in free.rows] == [(1, 1), (2, 1), (4, 1), (4, 4), (2, 2)]
+    assert free is not None and not free.taken.layout.sharded
+    assert [(row.layout.devices_per_job, row.layout.shard) for row in free.rows] == [
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (4, 4),
+        (2, 2),
+    ]
     whole, (four, two) = min(row.bytes for row in free.rows[:3]), free.rows[3:]
     assert four.bytes < two.bytes < whole
     for room, shard in ((two.bytes, 2), (four.bytes, 4)):
@@ -519,7 +539,7 @@ def test_auto_shares_the_base_over_as_many_devices_as_it_takes_and_the_plan_list
         assert (
             tight is not None
             and tight.taken.fits
-            and (tight.taken.shard, "is estimated to take" in tight.reason) == (shard, True)
+            and (tight.taken.layout.shard, "is estimated to take" in tight.reason) == (shard, True)
         )
         assert tight.taken.status == f"taken, shard {shard}"
 

@@ -20,20 +20,22 @@ import torch
 from ranks import RankFailed, Ranks
 from seeds import SOAK, some
 from steps import change_steps
-from test_replicas import heard, lines, on_ranks, refused_on_all
+from test_replicas import heard, lines, on_ranks, refused_on_all, whole
 from test_tensor_train import five_jobs, same, saved_base
 from test_training import adapter, distance, steps, train
 
 import packlora
 from packlora.commands.plan import make_plan
 from packlora.config import Run
-from packlora.engine.stage_passes import StageDevice
+from packlora.pipeline.passes import StageDevice
+from packlora.pipeline.timeline import end_times
 from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
 from packlora.runtime.stream import Stream
 from packlora.runtime.trainer import Trainer
-from packlora.schedule.cost import CostModel
-from packlora.schedule.simulate import end_times
+from packlora.schedule.planner import Planner
+
+__all__ = ["whole"]
 
 Groups = Callable[[int], Ranks]
 
@@ -41,13 +43,6 @@ Groups = Callable[[int], Ranks]
 @pytest.fixture(scope="module")
 def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return five_jobs(tmp_path_factory.mktemp("pipeline"), tokenizer, num_hidden_layers=5)
-
-
-@pytest.fixture(scope="module")
-def whole(tree: dict[str, Any]) -> Path:
-    """The run on one device."""
-    train(tree)
-    return Path(tree["output_dir"])
 
 
 @pytest.mark.parametrize(
@@ -362,7 +357,10 @@ def test_a_job_fails_alike_on_all_stages_and_the_others_go_on(
 
 
 def planned_for_one_stage(rank: int, tree: dict[str, Any]) -> str:
-    with mock.patch("packlora.runtime.estimate.planning_cost", return_value=CostModel()):
+    def for_one(*args: Any, **settings: Any) -> Planner:
+        return Planner(*args, **settings | {"lag": 1, "cost": None})
+
+    with mock.patch("packlora.runtime.windows.Planner", for_one):
         return packlora.train(tree).status
 
 
@@ -395,7 +393,7 @@ def test_plan_predicts_what_is_trained(tree: dict[str, Any], ranks: Groups, tmp_
     asked = {**tree, "jobs": tree["jobs"][1:3], "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
     plan = make_plan(Run.model_validate(asked))
     used = plan.methods[-1]
-    assert (plan.stages, plan.to_json()["stages"]) == (2, 2)
+    assert (plan.known.cost.devices, plan.to_json()["stages"]) == (2, 2)
     assert 0 < used.bubble < 1 and used.seconds > 0
     ranks(2).run(on_ranks, asked, {})
     windows = lines(tmp_path / "out", "windows")
@@ -410,5 +408,8 @@ def test_plan_predicts_what_is_trained(tree: dict[str, Any], ranks: Groups, tmp_
     with pytest.raises(packlora.InputError, match=r"parallel\.pipeline is 2, but 3 processes were started"):
         make_plan(Run.model_validate(asked), gpus=3)
     found = make_plan(Run.model_validate(asked), gpus=4).layouts
-    assert found is not None and [(row.pipeline, row.devices_per_job) for row in found.rows] == [(2, 2), (2, 4)]
-    assert found.taken.pipeline == 2 and 0 < found.taken.idle < 1 and found.taken.seconds > 0
+    assert found is not None and [(row.layout.pipeline, row.layout.devices_per_job) for row in found.rows] == [
+        (2, 2),
+        (2, 4),
+    ]
+    assert found.taken.layout.pipeline == 2 and 0 < found.taken.idle < 1 and found.taken.seconds > 0

@@ -93,7 +93,7 @@ def test_the_plan_counts_the_codes_of_a_device(runs: Callable[[str], dict[str, A
         for parallel in ({"devices_per_job": 2, "shard_base": False}, {"shard_base": True})
     )
     assert whole.layouts is not None and shared.layouts is not None
-    (one,), (part,) = ([row for row in plan.layouts.rows if row.pipeline == 1] for plan in (whole, shared))
+    (one,), (part,) = ([row for row in plan.layouts.rows if row.layout.pipeline == 1] for plan in (whole, shared))
     numbers, codes = whole.prepared.in_codes
     floats = 8 * (whole.prepared.shape.parameters - numbers)
     layers = 2 * codes // whole.prepared.shape.layers  # that are gathered at a time

@@ -20,10 +20,10 @@ from packlora.base.weight_files import WeightFiles
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.layout import Layout
-from packlora.parallel.pipeline import Links
-from packlora.parallel.stage_checks import check_stages, ends_of, layer_chain
-from packlora.parallel.stages import Stage, load_stage
 from packlora.parallel.start import started
+from packlora.pipeline.checks import check_stages, ends_of, layer_chain
+from packlora.pipeline.links import Links
+from packlora.pipeline.stages import Stage, load_stage
 
 MORE = {
     **MORE_FAMILIES,
@@ -152,7 +152,7 @@ def test_a_layer_that_mixes_samples_is_found_on_whatever_stage_it_is(
 
 def mixing(rank: int, folder: str) -> str:
     """Of a model that mixes the tokens of a row on the first stage."""
-    import packlora.parallel.stages as stages
+    import packlora.pipeline.stages as stages
 
     prepare = stages.prepare_model
 

@@ -42,7 +42,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from packlora.adapters import linear
 from packlora.adapters.attach import Adapter
 from packlora.adapters.files import load_adapter, save_adapter
-from packlora.adapters.sharded import ShardedLinear
+from packlora.adapters.sharded import AdaptedSlice, ShardedLinear
 from packlora.adapters.weights import AdapterWeights
 from packlora.base.packing import prepare_model
 from packlora.base.proof import check_packing, own_logits
@@ -189,7 +189,7 @@ def test_a_cut_model_passes_the_proof_of_packing_with_the_logits_of_the_whole_on
 
 
 def masks_from_feature_0() -> Any:
-    return mock.patch.object(linear.AdaptedLinear, "first_feature", 0)
+    return mock.patch.object(AdaptedSlice, "first_feature", 0)
 
 
 def gradients_of_inputs_added_up_twice() -> Any:
@@ -214,8 +214,8 @@ def biases_before_the_sum() -> Any:
             y = with_biases(self, y, owners)
         return y
 
-    with_biases = linear.AdaptedLinear._with_biases
-    return mock.patch.object(linear.AdaptedLinear, "_with_biases", early)
+    with_biases = AdaptedSlice._with_biases
+    return mock.patch.object(AdaptedSlice, "_with_biases", early)
 
 
 def drawn_by_slices() -> Any:

@@ -18,8 +18,8 @@ from conftest import FAMILIES, rows_into, tiny_model
 from ranks import RankFailed, Ranks
 from steps import change_steps
 from tensor_runs import MORE_FAMILIES
-from test_replicas import heard, refused_on_all, same_run
-from test_training import JOBS, adapter, config, distance, train
+from test_replicas import heard, refused_on_all, same_run, whole
+from test_training import JOBS, adapter, config, distance
 from torch.distributed.tensor import DTensor
 
 import packlora
@@ -35,6 +35,8 @@ from packlora.runtime import estimate, profiles
 from packlora.runtime.choose import base_bytes
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
+
+__all__ = ["whole"]
 
 Groups = Callable[[int], Ranks]
 BIASED = {
@@ -63,13 +65,6 @@ def five_jobs(folder: Path, tokenizer: Any, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return five_jobs(tmp_path_factory.mktemp("tensor"), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def whole(tree: dict[str, Any]) -> Path:
-    """The run on one device."""
-    train(tree)
-    return Path(tree["output_dir"])
 
 
 def same(out: Path, whole: Path) -> None:
@@ -186,7 +181,7 @@ def test_the_plan_predicts_time_and_memory_of_devices_that_hold_a_layer_together
     one = make_plan(Run.model_validate(tree), gpus=1).layouts
     assert any("--gpus shows those of the devices" in note for note in plan.to_json()["notes"])
     assert plan.layouts is not None and one is not None and two is not None
-    assert [(row.devices_per_job, row.tensor, row.shard) for row in plan.layouts.rows] == [
+    assert [(row.layout.devices_per_job, row.layout.tensor, row.layout.shard) for row in plan.layouts.rows] == [
         (2, 2, 1),
         (4, 2, 1),
         (4, 2, 2),
@@ -202,7 +197,7 @@ def test_the_plan_predicts_time_and_memory_of_devices_that_hold_a_layer_together
     room = int((slow.rows[1].bytes - base // 8) / profiles.ROOM_SHARE)
     monkeypatch.setattr(estimate, "memory_room", lambda device: room)
     tight = make_plan(Run.model_validate(tree | {"parallel": {"tensor": 2, "devices_per_job": 4}}), gpus=4).layouts
-    assert tight is not None and tight.taken.shard == 2 and "(parallel.tensor) is estimated" in tight.reason
+    assert tight is not None and tight.taken.layout.shard == 2 and "(parallel.tensor) is estimated" in tight.reason
     with pytest.raises(packlora.InputError, match=r"parallel.tensor is 2, but 3 processes were started"):
         make_plan(run, gpus=3)
 
@@ -223,7 +218,8 @@ def distributed_tensors() -> list[DTensor]:
 
 def loaded(rank: int, folder: str, wrong: bool) -> tuple[list[str], float, bool]:
     """Names of parameters that are not the slices of the whole model; the part of its bytes that is here; whether tied."""
-    run = Run(base_model=folder, device="cpu", output_dir="unused", jobs=[{"name": "a", "data": {"path": "unused"}}])
+    jobs = [{"name": "a", "data": {"path": "unused"}}]
+    run = Run(base_model=folder, device="cpu", output_dir="unused", jobs=jobs, parallel={"tensor": 2})
     own = cut._part
 
     def misread(model: Any, name: str) -> tuple[slice, ...]:

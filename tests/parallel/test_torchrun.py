@@ -19,8 +19,10 @@ import yaml
 from conftest import rows_into
 from forked import Forks
 from seeds import SOAK, some
-from test_replicas import same_run
+from test_replicas import same_run, whole
 from test_training import config, train
+
+__all__ = ["whole"]
 
 HERE = Path(__file__).parent
 
@@ -30,12 +32,6 @@ def tree(tiny_base: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     folder = tmp_path_factory.mktemp("torchrun")
     out = config(tiny_base(), folder / "whole", rows_into(folder), dtype="float64", max_tokens_per_microbatch=70)
     return out | {"save_every": 1}
-
-
-@pytest.fixture(scope="module")
-def whole(tree: dict[str, Any]) -> Path:
-    train(tree)
-    return Path(tree["output_dir"])
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,10 @@ from schedule_cases import (
 from seeds import SOAK
 
 from benchmarks.planning import check_causality
+from packlora.pipeline.timeline import makespan, simulate
 from packlora.schedule import bounds, milp
 from packlora.schedule.bins import Packing, best_subset, pack
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import makespan, simulate
 from packlora.schedule.types import NOOP, Carry, Microbatch, Placed, ScheduleError, Window
 from packlora.schedule.verify import carry_after, check, with_noops
 from packlora.schedule.worker import TASK, WINDOW
@@ -58,7 +58,7 @@ def some_planner(draw: random.Random, method: str | None = None) -> Planner:
     return Planner(
         jobs,
         capacity,
-        stages=stages,
+        lag=stages,
         method=method,
         cost=cost,
         window_rounds=draw.randint(1, 5),
@@ -81,7 +81,7 @@ def test_every_sample_once_nothing_over_capacity_and_no_stale_weights(seed: int)
     planner = some_planner(random.Random(seed))
     plan = slots(list(planner.windows()))
     assert wrong_contents(plan, jobs_of(planner), planner.capacity) is None
-    assert broken_rule(plan, planner.stages) is None
+    assert broken_rule(plan, planner.lag) is None
 
 
 @cases(700)
@@ -89,7 +89,7 @@ def test_on_no_stage_a_forward_begins_before_the_step_that_it_needs(seed: int) -
     draw = random.Random(seed)
     planner = some_planner(draw)
     plan = slots(list(planner.windows()))
-    cost = some_cost(draw, planner.stages)
+    cost = some_cost(draw, planner.lag)
     timeline = simulate(plan, cost)
     start = {(span.stage, span.microbatch): span.start for span in timeline.spans if span.kind == "forward"}
     end = {(span.stage, span.microbatch): span.end for span in timeline.spans if span.kind == "backward"}
@@ -98,10 +98,10 @@ def test_on_no_stage_a_forward_begins_before_the_step_that_it_needs(seed: int) -
         (earlier, later, stage)
         for later, earlier in itertools.product(range(len(plan)), repeat=2)
         if any((job, batch - 1) in holds[earlier] for job, batch in holds[later])
-        for stage in range(planner.stages)
+        for stage in range(planner.lag)
     ]
     assert all(start[stage, later] >= end[stage, earlier] - 1e-6 for earlier, later, stage in pairs)
-    check_causality(timeline, plan, planner.stages)
+    check_causality(timeline, plan, planner.lag)
     if pairs:  # the check refuses one that begins before
         earlier, later, stage = draw.choice(pairs)
         spans = [
@@ -111,7 +111,7 @@ def test_on_no_stage_a_forward_begins_before_the_step_that_it_needs(seed: int) -
             for span in timeline.spans
         ]
         with pytest.raises(ScheduleError, match=f"on stage {stage} the forward of batch"):
-            check_causality(replace(timeline, spans=tuple(spans)), plan, planner.stages)
+            check_causality(replace(timeline, spans=tuple(spans)), plan, planner.lag)
 
 
 @cases(500)
@@ -135,7 +135,7 @@ def test_jobs_that_join_and_leave_take_exactly_their_rounds(seed: int) -> None:
             joined = planner._members[name].joined
             planner.remove(name, at)
             wanted[name] = wanted[name][: max(at - joined, 0)]
-    assert broken_rule(slots(plan), planner.stages) is None
+    assert broken_rule(slots(plan), planner.lag) is None
     left = [Lengths(name, batches) for name, batches in wanted.items()]
     assert wrong_contents(slots(plan), left, planner.capacity) is None
     with pytest.raises(ScheduleError, match="handed out already"):
@@ -155,7 +155,7 @@ def test_a_plan_begun_at_any_round_has_the_same_microbatches_from_its_window_on(
     assert [window.first_round for window in resumed] == [window.first_round for window in whole[skipped:]]
     for one, other in zip(whole[skipped:], resumed, strict=True):
         assert [mb for mb in one.microbatches if not mb.is_noop] == [mb for mb in other.microbatches if not mb.is_noop]
-    assert broken_rule(slots(resumed), planner.stages) is None
+    assert broken_rule(slots(resumed), planner.lag) is None
 
 
 @cases(300)
@@ -239,7 +239,7 @@ def test_integer_programs_pack_as_validly_as_heuristics_do(seed: int) -> None:
     planner = some_planner(draw, draw.choice(["auto", "milp"]))
     plan = slots(list(planner.windows()))
     assert wrong_contents(plan, jobs_of(planner), planner.capacity) is None
-    assert broken_rule(plan, planner.stages) is None
+    assert broken_rule(plan, planner.lag) is None
 
 
 @cases(600)

@@ -25,11 +25,11 @@ from packlora.data.template import Template
 from packlora.engine.objectives import RowsView
 from packlora.engine.rows import Row
 from packlora.errors import InputError
-from packlora.rl.changes import reward_hash
 from packlora.rl.config import RolloutConfig
 from packlora.rl.conversation import rendered_between
 from packlora.rl.data import sample_of
 from packlora.rl.environments import Environments
+from packlora.rl.judging import reward_hash
 from packlora.rl.objective import RewardObjective
 from packlora.rl.tools import Call, calls_of, message_of, run_calls
 

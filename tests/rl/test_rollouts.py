@@ -20,6 +20,8 @@ from test_training import adapter, distance, steps, train
 import packlora
 from packlora.errors import InputError
 from packlora.report.page import whole_page
+from packlora.rl.courses import Turn
+from packlora.rl.drawing import Drawing
 
 REWARDS = """
 import math, time
@@ -160,21 +162,16 @@ def test_a_sampler_that_is_not_the_model_ends_the_job(
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one with another adapter than the one that is trained."""
-    from packlora.rl import changes
+    original = Drawing.course
 
-    original = changes.RolloutChanges._draw
+    def wrong(self: Any, drawn: Any) -> Any:
+        for found in original(self, drawn):
+            factor = 1.5 if drawn.step > 0 and isinstance(found, Turn) else 1.0
+            drawn.job.adapter.flat.mul_(factor)
+            yield found
+            drawn.job.adapter.flat.div_(factor)
 
-    def wrong(self: Any, wanted: Any) -> Any:
-        if any(step > 0 for _, step in wanted):
-            for own, _ in wanted:
-                own.adapter.flat.mul_(1.5)
-            found = original(self, wanted)
-            for own, _ in wanted:
-                own.adapter.flat.div_(1.5)
-            return found
-        return original(self, wanted)
-
-    monkeypatch.setattr(changes.RolloutChanges, "_draw", wrong)
+    monkeypatch.setattr(Drawing, "course", wrong)
     asked = job("brief", files, learning_rate=0.1)
     result = train(tree(tiny_base("llama"), tmp_path / "out", asked))
     assert result["brief"].status == "failed" and "more than rounding" in str(result["brief"].failure)
@@ -288,7 +285,7 @@ def test_a_teacher_with_other_tokens_is_refused(
         ({"rollout": {"max_new_tokens": 5000}}, "lower the one or raise the other"),
         ({"rollout": {"max_new_token": 5}}, "max_new_tokens"),
         ({"rollout": None}, "set rollout"),
-        ({"data": {"eval_split": 0.5}}, "data.eval_split does not go with rollout"),
+        ({"data": {"eval_split": 0.01}}, "of 6 prompts data.eval_split 0.01 is 0, so none is held out"),
         ({"rows": '{"completion": "x"}'}, "line 1: its messages is missing; a row has a prompt"),
         ({"rows": '{"messages": [{"role": "assistant", "content": "x"}]}'}, "has been answered already"),
         ({"rows": '{"prompt": ["x"]}'}, "no text and no messages"),

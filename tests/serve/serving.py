@@ -6,11 +6,12 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import uvicorn
 from safetensors.torch import load_file
@@ -157,3 +158,8 @@ def forward_backward_body(
             field.dense, field.dtype = values.tobytes(), 1 if values.dtype.kind == "f" else 2
             field.shape.extend(values.shape)
     return bytes(out.SerializeToString())
+
+
+@pytest.fixture(scope="module")
+def host(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), budget=64)

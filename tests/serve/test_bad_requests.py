@@ -9,26 +9,21 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from seeds import SEED, SOAK, some
-from serving import datum, forward_backward_body, leave
-from two_owners import BAD, PROTO, World, changed, check_refused, equal
+from serving import datum, forward_backward_body
+from two_owners import BAD, PROTO, World, changed, check_refused, equal, world
 
 from packlora.serve.messages import message
 
+__all__ = ["world"]
+
 REQUESTS = 100_000 if SOAK else 300
-
-
-@pytest.fixture(scope="module")
-def world(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    found = World(tiny_base("llama"), tmp_path_factory.mktemp("serve"))
-    yield found
-    leave(found.service)
 
 
 def test_fuzzed_bodies_are_refused_in_words_and_change_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:

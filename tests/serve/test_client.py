@@ -148,6 +148,41 @@ def test_what_is_not_served_is_refused_in_words_and_the_client_goes_on(client: A
         model(client, rank=100000)
 
 
+def test_the_last_tokens_of_a_prompt_are_scored_and_no_others(client: Any) -> None:
+    sampler = model(client).save_weights_and_get_sampling_client().result()
+
+    def ask(last: int | None) -> Any:
+        params, prompt = types.SamplingParams(max_tokens=1, seed=1), types.ModelInput.from_ints(IDS)
+        more = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_logprobs_last_n": last}
+        return sampler.sample(prompt=prompt, num_samples=1, sampling_params=params, **more).result()
+
+    part, whole = ask(3), ask(None)
+    none = [None] * (len(IDS) - 3)
+    assert part.prompt_logprobs == none + whole.prompt_logprobs[-3:]
+    assert (
+        part.topk_prompt_logprobs == none + whole.topk_prompt_logprobs[-3:]
+        and None not in whole.topk_prompt_logprobs[1:]
+    )
+    with pytest.raises(tinker.BadRequestError, match="prompt_logprobs_last_n: 12 is no whole number from 1 to 11"):
+        ask(len(IDS))
+
+
+def test_metadata_of_any_kind_is_listed_as_the_client_reads_it(client: Any) -> None:
+    with tinker.ServiceClient(
+        base_url=client.holder._base_url, api_key="tml-local",
+        user_metadata={"run": "exp-7", "seed": 3, "tags": ["a"]},
+    ) as other:  # fmt: skip
+        own = model(other, user_metadata={"packlora": {"lora_alpha": 8}})
+        rest, (session, _, _) = other.create_rest_client(), own.model_id.partition(":")
+        assert rest.get_session(session).result().user_metadata == {"run": "exp-7", "seed": "3", "tags": '["a"]'}
+        path = own.save_state("first").result().path
+        (run,) = (
+            one for one in rest.list_training_runs().result().training_runs if one.training_run_id == own.model_id
+        )
+        assert run.user_metadata == {"packlora": '{"lora_alpha": 8}'} and run.last_checkpoint.tinker_path == path
+        assert own.get_info().optimizer_config == rest.get_weights_info_by_tinker_path(path).result().optimizer_config
+
+
 def test_the_example_that_learns_from_a_rule_runs(
     client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

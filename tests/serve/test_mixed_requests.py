@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from seeds import SOAK
 from serving import Talk, datum, host_of, leave
 
+from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
 from packlora.serve.host import Host
 from packlora.serve.messages import Datum
 from packlora.serve.service import Service
@@ -28,8 +29,7 @@ from packlora.serve.service import Service
 BUDGET = 48
 """Tokens of a microbatch: a request of six rows needs several."""
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-LAYERS = (["q_proj", "down_proj"], ["q_proj", "k_proj", "v_proj"], None)
-MODULES = (*LAYERS, ["v_proj", "lm_head"])
+MODULES = (["q_proj", "down_proj"], ["q_proj", "k_proj", "v_proj"], None, ["v_proj", "lm_head"])
 
 
 def cases(count: int) -> Any:
@@ -72,13 +72,15 @@ class Wish:
         return found
 
 
-def some_tenants(draw: random.Random, modules: Sequence[list[str] | None] = MODULES) -> list[Wish]:
-    """Two or three; the first two adapt the same modules, and so share microbatches."""
-    modules = [draw.choice(modules)] * 2 + [draw.choice(modules)]
+def some_tenants(draw: random.Random, dropout: bool = False) -> list[Wish]:
+    """Two or three; the first two adapt the same modules, and so share microbatches. dropout: whether some have it."""
+    modules = [draw.choice(MODULES)] * 2 + [draw.choice(MODULES)]
     tenants = []
     for own in modules[: draw.choice((2, 3, 3))]:
         adapter = {"rank": draw.randint(1, 8), "seed": draw.randint(1, 99), "use_dora": draw.random() < 0.4}
         adapter |= {"lora_alpha": draw.randint(1, 16), "use_rslora": draw.random() < 0.3}
+        if dropout and draw.random() < 0.5:
+            adapter["lora_dropout"] = draw.choice((0.1, 0.4))
         wish = Wish(adapter if own is None else adapter | {"target_modules": own}, [])
         for _ in range(draw.randint(1, 2)):
             loss = draw.choice(LOSSES)
@@ -176,12 +178,13 @@ def narrow(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFac
 def test_a_tenant_has_the_same_bits_for_the_same_cut_whoever_else_is_there_and_however_requests_arrive(
     narrow: Host, tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
-    """Of adapters in the layers: the rows of an output layer are cut into chunks with those of others."""
     draw, folder = random.Random(seed), tmp_path_factory.mktemp("bits")
-    tenants = some_tenants(draw, LAYERS)
-    mixed = life(narrow, tenants, folder / "mixed", draw)
-    for number, (wish, got) in enumerate(zip(tenants, mixed, strict=True)):
-        (want,) = life(narrow, [wish], folder / f"alone {number}")
+    tenants = some_tenants(draw, dropout=True)
+    with pytest.MonkeyPatch.context() as patch:  # the rows of an output layer are cut into chunks of 32, or not
+        patch.setitem(CHUNK_BYTES, "cpu", draw.choice((1, CHUNK_BYTES["cpu"])))
+        mixed = life(narrow, tenants, folder / "mixed", draw)
+        alone = [life(narrow, [wish], folder / f"alone {number}")[0] for number, wish in enumerate(tenants)]
+    for wish, got, want in zip(tenants, mixed, alone, strict=True):
         assert got.norms == want.norms and got.losses == want.losses and min(want.norms) > 0
         assert all(map(np.array_equal, got.logprobs, want.logprobs))
         assert got.tensors.keys() == want.tensors.keys()

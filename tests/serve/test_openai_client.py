@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
+import re
 import time
 import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,12 @@ import pytest
 import torch
 from peft import PeftModel
 from serving import NAME, host_of, served
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from packlora.data.template import set_clock
 from packlora.serve import openai as endpoint
 from packlora.serve import samplers
+from packlora.serve.openai_fields import ChatFields
 
 tinker = pytest.importorskip("tinker")
 openai = pytest.importorskip("openai")
@@ -165,6 +170,37 @@ def test_calls_of_open_webui_are_answered(world: World) -> None:
         "metadata": {"task": "title"},
     }
     assert json.loads(world.post(title))["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_a_chat_is_rendered_with_its_variables_and_the_present_date(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{{ strftime_now('%Y') }} {{ mood }} {{ messages[-1]['content'] }}"
+    set_clock(own, datetime(1999, 1, 1))  # of an earlier rendering
+    fields = ChatFields.model_validate({"model": "m", "messages": TALK, "chat_template_kwargs": {"mood": "brown"}})
+    assert own.decode(fields.ids(own)) == f"{datetime.now():%Y} brown {TALK[0]['content']}"
+
+
+def test_what_would_change_an_answer_and_is_not_served_is_refused_by_name(world: World) -> None:
+    called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for more, words in (
+        ({"messages": [*TALK, {"role": "assistant", "tool_calls": [called]}]}, "tool_calls are not served"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "'chat_template' is no variable"),
+        ({"chat_template_kwargs": {"messages": []}}, "'messages' is no variable"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template: .* is not served"),
+        ({"min_p": 0.1}, "min_p: 0.1 is not served"),
+        ({"ignore_eos": True}, "ignore_eos: True is not served"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            world.post({"model": NAME, "messages": TALK, "max_tokens": 1} | more)
+        said = json.load(refused.value)["error"]
+        assert refused.value.code == 400 and re.search(words, said["message"]), said
+    harmless = {
+        "min_p": 0,
+        "ignore_eos": False,
+        "modalities": ["text"],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert json.loads(world.post({"model": NAME, "messages": TALK, "max_tokens": 1} | harmless))["choices"]
 
 
 def test_an_adapter_that_is_not_its_trainers_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

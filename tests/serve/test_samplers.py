@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from serving import NAME, Talk, datum, host_of, leave
+from serving import NAME, Talk, datum, host, leave
 
 from packlora.engine.drift import drift_of
 from packlora.serve import samplers
@@ -20,10 +19,7 @@ from packlora.serve.limits import Limits
 from packlora.serve.proof import Scored
 from packlora.serve.service import Service
 
-
-@pytest.fixture(scope="module")
-def host(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), budget=64)
+__all__ = ["host"]
 
 
 def sampler_of(talk: Talk, model: str, **more: Any) -> str:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from serving import NAME, datum, forward_backward_body, leave
-from two_owners import LORA, PROTO, World
+from serving import NAME, datum, forward_backward_body
+from two_owners import LORA, PROTO, World, world
 
 from packlora.serve.messages import Datum
 
-
-@pytest.fixture(scope="module")
-def world(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    found = World(tiny_base("llama"), tmp_path_factory.mktemp("serve"))
-    yield found
-    leave(found.service)
-
+__all__ = ["world"]
 
 ZSTD = {"content-encoding": "zstd"}
+CRASH = {"reason": {"type": "crash"}}
 
 
 def of_model(world: World, **more: Any) -> dict[str, Any]:
@@ -49,6 +44,11 @@ def again(world: World) -> Any:
     return other
 
 
+def sample(world: World, **more: Any) -> Any:
+    body = {"seq_id": 10**6, "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "sampling_params": {"max_tokens": 2}}
+    return world.post("asample", {"sampling_session_id": world.ids[0]["sampler"], **body, **more})
+
+
 def weighted(value: float, length: int = 9) -> Any:
     return [datum(1, 9, weights=np.full(length, value))]
 
@@ -72,6 +72,8 @@ BAD_INPUT: list[tuple[str, int, str, Callable[[World], Any]]] = [
     ("full fine-tuning", 400, "lora_config: full fine-tuning", lambda w: make(w, lora_config=None)),
     ("another optimizer", 400, "adamw is", lambda w: make(w, optimizer_config={"type": "dimuon", "version": 1})),
     ("a session that has ended", 410, "has ended", lambda w: make(w, session_id=w.ids[0]["over"])),
+    ("an end for no reason", 400, "success, errored", lambda w: w.post(f"sessions/{w.ids[0]['session']}/finish", CRASH)),
+    ("a prompt's last tokens unscored", 400, "prompt_logprobs: true", lambda w: sample(w, prompt_logprobs_last_n=2)),
     ("another owner's session", 404, "of yours", lambda w: make(w, session_id=w.ids[1]["session"])),
     ("a body above the limit", 413, "body_bytes", lambda w: w.post("optim_step", b"x" * 20_001)),
     ("a compressed body", 415, "content-encoding: 'zstd'", lambda w: w.post("telemetry", b"", headers=ZSTD)),

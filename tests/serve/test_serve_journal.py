@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from serving import Killed, Talk, datum, host_of, leave
+from serving import NAME, Killed, Talk, datum, host, leave
 
 from packlora.serve import tenant
 from packlora.serve.errors import Refused
 from packlora.serve.host import Host
 from packlora.serve.service import Service
 
-
-@pytest.fixture(scope="module")
-def host(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), budget=64)
+__all__ = ["host"]
 
 
 class Story:
@@ -118,6 +114,38 @@ def test_what_waits_of_a_model_that_was_unloaded_just_before_the_end_is_refused(
     assert "unloaded" in again.result(promise)["error"] and model not in again.service.tenants
     leave(again.service)
     again.service.journal.close()
+
+
+def test_a_request_that_meets_the_end_of_its_model_or_session_is_answered(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end comes between the look at the model, or session, and the promise."""
+    talk = Talk(Service({host.facts.name: host}, tmp_path))
+    session, other = talk.session("one"), talk.session("other")
+    model = talk.model(session, 0)
+    original, ends = talk.desk.promise, [lambda: talk.desk.unload(talk.owner, {"model_id": model})]
+
+    def late(*own: Any, **more: Any) -> Any:
+        while ends:
+            ends.pop()()
+            talk.run()
+        return original(*own, **more)
+
+    monkeypatch.setattr(talk.desk, "promise", late)
+    promise = talk.forward_backward(model, [datum(1, 9)])
+    assert "unloaded" in talk.result(promise)["error"] and not talk.service.queue.waiting
+    body = {"session_id": other, "base_model": NAME}
+    lora = {"model_seq_id": 0, "lora_config": {"rank": 4, "seed": 1}}
+    ends.append(lambda: talk.desk.finish_session(talk.owner, other, "success"))
+    with pytest.raises(Refused, match="has ended"):
+        talk.desk.create_model(talk.owner, body | lora)
+    third = talk.session("third")
+    ends.append(lambda: talk.desk.finish_session(talk.owner, third, "success"))
+    with pytest.raises(Refused, match="has ended"):
+        talk.desk.create_sampling_session(talk.owner, body | {"session_id": third, "sampling_session_seq_id": 0})
+    assert not talk.service.tenants and not talk.service.journal.all("select * from samplers where state = 'open'")
+    leave(talk.service)
+    talk.service.journal.close()
 
 
 def test_a_retry_gets_the_first_promise_and_another_request_under_its_number_is_refused(

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from serving import NAME, Talk, datum, forward_backward_body, host_of, leave
+from serving import NAME, Talk, datum, forward_backward_body, host, host_of, leave
 from starlette.testclient import TestClient
 
 from packlora.engine.loss_scale import LossScale
@@ -24,13 +24,10 @@ from packlora.serve.app import Keys, application
 from packlora.serve.host import Host
 from packlora.serve.service import Service
 
+__all__ = ["host"]
+
 PROTO = {"content-type": "application/x-protobuf", "x-api-key": "tml-one"}
 DAY = 86400.0
-
-
-@pytest.fixture(scope="module")
-def host(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), budget=64)
 
 
 def end(talk: Talk) -> None:

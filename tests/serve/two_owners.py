@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from serving import NAME, Talk, host_of
+from serving import NAME, Talk, host_of, leave
 from starlette.testclient import TestClient
 
 from packlora.serve.app import Keys, application
@@ -246,3 +247,10 @@ def equal(before: Any, after: Any) -> bool:
         for (_, a), (_, b) in zip(flats, flats_after, strict=False)
     )
     return tables == tables_after and same and [id for id, _ in flats] == [id for id, _ in flats_after]
+
+
+@pytest.fixture(scope="module")
+def world(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    found = World(tiny_base("llama"), tmp_path_factory.mktemp("serve"))
+    yield found
+    leave(found.service)

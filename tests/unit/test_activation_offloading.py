@@ -43,14 +43,15 @@ class Watched(Offloading):
         return x
 
 
-def gradient(model: Any, length: int, backward: bool = True) -> torch.Tensor:
-    """Of the embeddings' output, through the decoder."""
+def gradient(model: Any, length: int, backward: bool = True, stride: int | None = None) -> torch.Tensor:
+    """Of the embeddings' output, through the decoder. stride: of that output's first dimension, whose size is 1."""
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(3, 300, (length,), generator=generator)
     made: list[torch.Tensor] = []
 
     def leaf(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        made.append(output.detach().requires_grad_())
+        strides = output.stride() if stride is None else (stride, *output.stride()[1:])
+        made.append(output.detach().as_strided(output.shape, strides).requires_grad_())
         return made[-1]
 
     hook = model.get_input_embeddings().register_forward_hook(leaf)
@@ -78,6 +79,27 @@ def test_gradients_are_those_of_checkpoints_to_the_bit(family: str, monkeypatch:
     assert len(watched.all) == 4 * LAYERS and watched.most == AHEAD + 1 < LAYERS
     del watched.all
     assert len(watched._free) <= 2 * (LAYERS - 1)
+
+
+def test_an_input_comes_back_with_its_strides() -> None:
+    """By which torch chooses a product and what it saves, so that a layer that is computed again saves the same."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    prepare_model(model, True)
+    want = gradient(model, 40, stride=1)
+    offload_inputs(model, CPU, "llama", True)
+    assert torch.equal(gradient(model, 40, stride=1), want)
+    offloading = Offloading(CPU, 3)
+    for x in (
+        torch.randn(3, 4).t(),
+        torch.randn(1, 6, 2).as_strided((1, 6, 2), (1, 2, 1)),
+        torch.randn(2, 1).expand(2, 3),
+    ):
+        kept = offloading.keep(x, 0)
+        offloading.keep(x, 1)
+        offloading.keep(x, 2)
+        back = offloading.take(kept)
+        assert torch.equal(back, x) and back.data_ptr() != x.data_ptr()
+        assert back.stride() == torch.empty_like(x).stride()
 
 
 def test_a_buffer_is_filled_again_when_its_input_was_asked_for() -> None:

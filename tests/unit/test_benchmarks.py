@@ -8,7 +8,7 @@ import json
 import random
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,30 @@ def test_labels_of_all_cases_differ_and_the_first_contender_is_the_one_to_compar
             assert labels and len(set(labels)) == len(labels), name
             json.dumps([dict(one.values) for one in bench.cases(options)])
         assert len(set(bench.contenders)) == len(bench.contenders), name
+
+
+def test_a_case_in_parts_ends_between_two_of_them_and_is_measured_again(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def measure(one: harness.Case, names: list[str], options: Options) -> Iterator[harness.Row]:
+        row: harness.Row = {"failed": {}}
+        for number, name in enumerate(names, 1):
+            done.append(name)
+            row = row | {name: number}
+            yield row | ({"unfinished": names[number:]} if names[number:] else {})
+
+    bench = Benchmark(lambda _: [case("a")], measure, lambda _: {}, "how", ["x", "y"], by_case=True, where="any")
+    out = tmp_path / "toy.json"
+
+    def rows(**asked: Any) -> list[harness.Row]:
+        done.clear()
+        assert harness.run("toy", bench, out, quick=True, device="cpu", **asked) == 0
+        found: list[harness.Row] = json.loads(out.read_text())["rows"]
+        return [{key: value for key, value in row.items() if key != "measured"} for row in found]
+
+    assert rows(seconds=-1.0) == [{"case": "a", "failed": {}, "x": 1, "unfinished": ["y"]}] and done == ["x"]
+    assert rows(resume=True) == [{"case": "a", "failed": {}, "x": 1, "y": 2}] and done == ["x", "y"]
+    assert rows(resume=True) and not done
 
 
 def test_figures_of_result_files_are_those_of_their_rows() -> None:

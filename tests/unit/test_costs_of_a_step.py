@@ -32,6 +32,7 @@ from packlora.report.screen import Screen
 from packlora.report.trackers import Tracker
 from packlora.runtime.evaluate import Evaluator
 from packlora.runtime.events import Emitter, StopRequest
+from packlora.runtime.flow import Flow
 from packlora.runtime.sampling import Sampler
 from packlora.runtime.stream import Stream
 from packlora.runtime.tally import Tally
@@ -88,7 +89,7 @@ def trainer_of(jobs: list[Any], save_every: int = 1, executor: Any = None, group
     trainer: Any = Trainer.__new__(Trainer)
     trainer.jobs, trainer.by_name, trainer.by_number = jobs, {}, {}
     trainer.run, trainer.folder = SimpleNamespace(save_every=save_every, eval_every=0), mock.MagicMock()
-    trainer.events, trainer.times, trainer.members = Emitter(), None, None
+    trainer.events, trainer.flow, trainer.members = Emitter(), Flow(), None
     trainer.team = Team(group, trainer.events.stop, jobs)
     trainer.stop = trainer.team.stop
     trainer.evaluator = Evaluator(SimpleNamespace(over=None), (), 0)  # type: ignore[arg-type]
@@ -96,7 +97,7 @@ def trainer_of(jobs: list[Any], save_every: int = 1, executor: Any = None, group
     budget.attempt = lambda tokens, compute, **how: compute()
     trainer.engine = Engine(executor, group, budget)
     trainer._follow()
-    trainer.tally = Tally(trainer.by_name, budget, mock.MagicMock(), 0, lambda: 0.0)
+    trainer.tally = Tally(trainer.by_name, budget, mock.MagicMock(), 0, lambda: 0.0, trainer.flow)
     return trainer
 
 

@@ -16,9 +16,10 @@ from packlora.engine.engine import Done, Engine, Slot, Step
 from packlora.engine.parts import Part
 from packlora.engine.passes import MicrobatchResult
 from packlora.parallel.alone import Alone
+from packlora.pipeline.engine import StageEngine
+from packlora.pipeline.timeline import end_times
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import end_times
 
 UP = {"send hidden": "receive hidden", "send totals": "receive totals"}
 DOWN = {"send gradient": "receive gradient", "send sums": "receive sums"}
@@ -59,10 +60,9 @@ class Recorded:
         self._summing = self._stepping = -1
 
     def run(self) -> list[Action]:
-        group: Any = Links(self) if self.stages > 1 else Alone()
-        engine = Engine(
-            self, group, mock.MagicMock(attempt=lambda tokens, run, **how: run(), device=torch.device("cpu"))
-        )  # type: ignore[arg-type]
+        budget: Any = mock.MagicMock(attempt=lambda tokens, run, **how: run(), device=torch.device("cpu"))
+        own: Any = self
+        engine = StageEngine(own, Links(self), budget) if self.stages > 1 else Engine(own, Alone(), budget)
         engine.follow({0: State(self)})  # type: ignore[dict-item]
         for done in engine.run(self):
             self.done.append(done)
@@ -304,7 +304,7 @@ def test_a_pipeline_that_ends_early_ends_before_the_same_slot_on_all_stages() ->
 def test_the_simulator_s_order_is_that_of_the_actions() -> None:
     """Ends of forwards and backwards, computed from the lists of actions by whoever waits for whom."""
     jobs = [_Job(name, 3) for name in "ab"]
-    window = Planner(jobs, 300, stages=3, method="greedy").window(0)
+    window = Planner(jobs, 300, lag=3, method="greedy").window(0)
     cost = CostModel(per_token=1.0, head_per_token=0.2, stage_shares=(0.4, 0.3, 0.3))
     times = [[cost.both(microbatch, stage) for microbatch in window.microbatches] for stage in range(3)]
     assert any(microbatch.is_noop for microbatch in window.microbatches)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from packlora.cli import app
 from packlora.config import Run
-from packlora.runtime import estimate
+from packlora.pipeline.estimate import head_in_layers, planning_cost, stage_layers
 from packlora.runtime.head_cost import HeadCost, known_head, remember
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import ModelShape
@@ -70,21 +70,21 @@ def test_a_measured_head_cuts_and_is_said_and_a_resumed_run_keeps_it(tree: dict[
     prepared = prepare(Run.model_validate(tree))
     run, shape = prepared.run, prepared.shape
     assert prepared.head_in_layers is None
-    estimated = estimate.head_in_layers(run, prepared)
+    estimated = head_in_layers(run, prepared)
     remember(run, shape, CPU, HeadCost(512, 0.5, 1.5))
     assert known_head(run, shape, CPU) == 3.0
     assert known_head(run, replace(shape, vocabulary=shape.vocabulary + 1), CPU) is None
     measured = prepare(run)
     share = prepared.jobs[0].data.label_share
     assert measured.head_in_layers == 3.0
-    assert estimate.head_in_layers(run, measured) == pytest.approx(3.0 * share, rel=0.2), "adapters make layers slower"
-    assert estimate.head_in_layers(run, measured) < 3.0 * share and estimated != estimate.head_in_layers(run, measured)
+    assert head_in_layers(run, measured) == pytest.approx(3.0 * share, rel=0.2), "adapters make layers slower"
+    assert head_in_layers(run, measured) < 3.0 * share and estimated != head_in_layers(run, measured)
     heavy = replace(measured, head_in_layers=3.0 / share)
-    assert (estimate.stage_layers(run, heavy, 2), estimate.stage_layers(run, prepared, 2)) == ((4, 2), (3, 3))
-    cost = estimate.planning_cost(run, heavy, 2)
+    assert (stage_layers(run, heavy, 2), stage_layers(run, prepared, 2)) == ((4, 2), (3, 3))
+    cost = planning_cost(run, heavy, 2)
     assert cost.stage_shares == pytest.approx((4 / 6, 2 / 6))
     assert cost.head_per_token * 2 == pytest.approx(
-        estimate.head_in_layers(run, heavy) * cost.per_token * (1 + cost.backward_ratio) / 6
+        head_in_layers(run, heavy) * cost.per_token * (1 + cost.backward_ratio) / 6
     )
 
     train(tree, max_steps=1)

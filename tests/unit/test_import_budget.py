@@ -15,7 +15,7 @@ LINES_OF_TRAIN, LINES_OF_ACCELERATE = 31_360, 8_590
 """Most lines of packlora, comments and docstrings included. Lower them with what goes; never raise them."""
 PLUGINS = (
     "packlora.megatron", "packlora.tune", "packlora.commands", "packlora.export", "packlora.answers", "packlora.images",
-    "packlora.codes", "packlora.sweep", "packlora.rl", "packlora.api", "packlora.serve",
+    "packlora.codes", "packlora.sweep", "packlora.rl", "packlora.api", "packlora.serve", "packlora.pipeline",
 )  # fmt: skip
 OF_JOBS = ("packlora.adapters.linear", "packlora.adapters.weights", "packlora.adapters.attach", "packlora.config")
 """Modules of layers that jobs train, which a model of PEFT has no use for."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from seeds import SEED
 
 from packlora.ops.cross_entropy import rows, torch_path
 from packlora.ops.cross_entropy.linear_cross_entropy import chunk_rows, linear_cross_entropy
+from packlora.ops.cross_entropy.owners import chunk_rows_of_owners
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.cross_entropy.reference import cross_entropy as plain
 
@@ -48,6 +51,20 @@ def test_losses_and_gradient_are_those_of_the_written_out_logits_in_float64(
     torch.testing.assert_close(gradient, want_gradient, rtol=1e-11, atol=1e-12)
     assert (losses[labels == IGNORE] == 0).all()
     assert (gradient[labels == IGNORE] == 0).all()
+
+
+def test_rows_of_an_owner_are_cut_as_if_there_were_no_others() -> None:
+    draw = random.Random(SEED)
+    for _ in range(200):
+        sizes = [draw.choice((1, 9, 15, 16, 33, 100, 131)) for _ in range(draw.randint(1, 6))]
+        chunks = chunk_rows_of_owners(sizes, 10, torch.float32, 40 * 40)
+        assert sum(chunks) == sum(sizes) and max(chunks) < 40 + 2 * 16 and (min(chunks) >= 16 or sum(sizes) < 16)
+        ends, start = set(itertools.accumulate(chunks)), 0
+        for size in sizes:
+            alone = {start + end for end in itertools.accumulate(chunk_rows(size, 10, torch.float32, 40 * 40))}
+            assert {end for end in ends if start < end < start + size} <= alone, "no cut is made for others"
+            start += size
+        assert chunk_rows_of_owners(sizes[:1], 10, torch.float32, 1600) == chunk_rows(sizes[0], 10, torch.float32, 1600)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

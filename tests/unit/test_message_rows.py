@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -57,13 +56,6 @@ def refusal(tmp_path: Path, tokenizer: Any, row: dict[str, Any]) -> str:
     text = str(caught.value)
     assert text.startswith(f"job 'first': {tmp_path}/rows.jsonl, line 1: ")
     return text
-
-
-def learnt(tokenizer: Any, sample: Sample) -> list[str]:
-    groups = itertools.groupby(
-        zip(sample.ids.tolist(), sample.is_label.tolist(), strict=True), key=lambda item: item[1]
-    )
-    return [tokenizer.decode([token for token, _ in group]) for is_label, group in groups if is_label]
 
 
 # --- weight ------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_plans_that_slice_segments_do_not_compute_segments_that_move() -> None:
     for _, plan, _ in PLANS:
         if not plan.reads_tables:
             with pytest.raises(ValueError, match="boundaries on the host"):
-                lora_group(x, layers, nominal, plan=plan, moving=moving)
+                lora_group(x, layers, nominal, plan=plan, boundaries=moving)
     known = Case.of_call(x, layers, nominal, moving=True)
     assert CHAIN not in legal_plans(known) and "moving" in known.key
     assert all(plan.reads_tables for plan in legal_plans(known))
@@ -96,4 +96,4 @@ def test_plans_that_slice_segments_do_not_compute_segments_that_move() -> None:
 def test_segments_that_no_plan_moves_are_refused() -> None:
     case = make_case(64, 32, [32], [[4]], [0.0], False, SEED)
     with pytest.raises(ValueError, match="no plan computes"):
-        PlanChooser(torch.device("cpu")).plan_of(case.x, case.layers, [Segment(0, 0, 64)], moving=True)
+        PlanChooser(torch.device("cpu")).plan_of(case.x, case.layers, [Segment(0, 0, 64)], known=False)

@@ -14,7 +14,7 @@ from packlora.commands.plan import figures
 from packlora.config import TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
-from packlora.report.gantt import draw
+from packlora.pipeline.picture import draw
 from packlora.runtime.profiles import Profile
 from packlora.schedule.cost import CostModel
 
@@ -37,7 +37,7 @@ def known(stages: int = 1, **cost: float) -> Profile:
 
 def test_a_pipeline_has_a_bubble() -> None:
     run = prepared({"a": ([10] * 40, 4), "b": ([12] * 40, 4)}, 48)
-    piped, shown = figures(run, known(stages=3), "auto", stages=3)
+    piped, shown = figures(run, known(stages=3), "auto")
     assert 0 < piped.bubble < 1
     assert piped.noops == sum(microbatch.is_noop for microbatch in shown)
     assert piped.tokens == 880
@@ -63,7 +63,7 @@ def test_64_jobs_of_100_000_samples_are_planned_in_seconds() -> None:
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_the_picture_shows_every_job_and_stage(kind: str, tmp_path: Path) -> None:
     run = prepared({"left": ([10] * 8, 4), "right": ([20] * 8, 4)}, 50)
-    _, shown = figures(run, known(stages=2), "auto", stages=2)
+    _, shown = figures(run, known(stages=2), "auto")
     draw(shown, known(stages=2).cost, "a title", tmp_path / f"plan.{kind}")
     content = (tmp_path / f"plan.{kind}").read_bytes()
     assert len(content) > 5000

@@ -100,7 +100,8 @@ def test_the_plan_of_a_card_agrees_with_what_was_measured_on_cards(tmp_path: Pat
         tokens = 2048 if row["part"] == "least" else taken.get("max_tokens_per_microbatch", 4096)
         (tmp_path / "config.json").write_text(json.dumps(SHAPES[f"Qwen3-{row['shape']}"]))
         measures = {key: True for key in MEASURES if taken.get(key)}
-        settings = settings_of(str(tmp_path), 80 * GIB, length=tokens, forms=(FORMS[row["form"]],)).settings
+        form = {} if (asked := FORMS[row["form"]]) is None else {"quantization": asked.model_dump()}
+        settings = settings_of(str(tmp_path), 80 * GIB, length=tokens, forms=(form,)).settings
         (planned,) = (
             one for one in settings if {key: own for key, own in one.keys.items() if key in MEASURES} == measures
         )

@@ -3,7 +3,6 @@ and the samples themselves; the base model has config.json and a tokenizer alone
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import TINY
 from PIL import Image as pillow
+from terminals import Tty
 from test_image_rows import CHAT as IMAGE_CHAT
 from test_image_rows import Vision
 from test_learnt_as_in_trl import CONVERSATIONS, FILES, headers_of, judged, tokenizer_of
@@ -226,11 +226,6 @@ def test_without_a_terminal_marks_stand_around_what_is_learnt_and_json_is_an_obj
     assert invoke(tree([{"text": 5}]), tmp_path).exit_code == 2
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_on_a_terminal_what_is_learnt_is_in_colour_and_data_sends_no_sequences(
     tree: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +235,7 @@ def test_on_a_terminal_what_is_learnt_is_in_colour_and_data_sends_no_sequences(
     monkeypatch.delenv("NO_COLOR", raising=False)
     run = run_from(tree([{"messages": chat("the\x1b[2J", "fox")}]))
     for no_colour in (False, True):
-        terminal = _Terminal()
+        terminal = Tty()
         monkeypatch.setattr("packlora.commands.preview.standard_output", lambda terminal=terminal: terminal)
         if no_colour:
             monkeypatch.setenv("NO_COLOR", "1")

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from packlora.files import lock_folder
-from packlora.report import charts, timeline
+from packlora.pipeline import page as pipeline_page
+from packlora.report import charts
 from packlora.report.cells import duration
 from packlora.report.page import STYLE
 from packlora.report.report import write_report
@@ -610,5 +611,5 @@ def test_a_pipeline_that_went_on_with_another_number_of_stages_is_shown_by_the_n
 
     lines = [window(before, 8.0), window(3, 2.0), window(3, 2.0)]
     (tmp_path / "pipeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = timeline.section(tmp_path, {})
+    found = pipeline_page.section(tmp_path, {})
     assert found.count("<th scope='row'>") == 3 and "empty 2 times, and ran for 4 s" in found

@@ -8,9 +8,11 @@ import random
 import pytest
 
 from benchmarks.planning import check_causality, cost_of_model
-from packlora.schedule.cost import CostModel, balance
-from packlora.schedule.group import JobShape, groupings, keeps_apart, pair_up
-from packlora.schedule.simulate import simulate
+from packlora.pipeline.estimate import balance
+from packlora.pipeline.rules import keeps_apart
+from packlora.pipeline.timeline import simulate
+from packlora.schedule.cost import CostModel
+from packlora.schedule.rules import JobShape, pair_up, rules_of
 from packlora.schedule.types import NOOP, Microbatch, Placed, ScheduleError
 
 
@@ -93,8 +95,8 @@ def test_groups_must_fill_the_slots_between_two_batches_of_any_one_of_them() -> 
     assert not keeps_apart([[0, 1], [2, 3]], shapes, 400, 4)
     assert keeps_apart([[0], [1], [2], [3]], shapes, 400, 4)
     assert not keeps_apart([[0], [1], [2], [3]], [JobShape(100.0, 400.0, 100.0)] * 4, 400, 4)
-    assert groupings(shapes, 400, 3)[0] == [[0, 3], [1, 2]]
-    assert groupings(shapes[:1], 400, 4) == [[[0]]]
+    assert rules_of(3, None).groupings(shapes, 400)[0] == [[0, 3], [1, 2]]
+    assert rules_of(4, None).groupings(shapes[:1], 400) == [[[0]]]
 
 
 def test_a_pipeline_of_equal_microbatches_has_the_bubble_of_1f1b() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from schedule_cases import Lengths, broken_rule, wrong_contents
 
+from packlora.pipeline.timeline import makespan, simulate
 from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import makespan, simulate
 from packlora.schedule.types import ScheduleError, Window
 
 pytestmark = pytest.mark.usefixtures("planning_process")
@@ -61,10 +61,10 @@ def test_a_global_batch_without_samples_and_a_sample_without_tokens_are_refused(
     ("settings", "words"),
     [
         ({"method": "cbc"}, "method 'cbc' is not known; there are auto, greedy, milp, solo"),
-        ({"stages": 0}, "stages is 0"),
+        ({"lag": 0}, "lag is 0"),
         ({"window_rounds": 0}, "window_rounds is 0"),
         ({"time_limit_s": 0}, "time_limit_s is 0"),
-        ({"stages": 2, "cost": CostModel()}, "the cost model is of 1 stages, the pipeline has 2"),
+        ({"lag": 2, "cost": CostModel()}, "the cost model is of 1 stages, the pipeline has 2"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -93,7 +93,7 @@ def test_one_to_sixty_four_jobs_of_different_numbers_of_batches(jobs: int, stage
         )
         for n in range(jobs)
     ]
-    planner = Planner(some, 1000, stages=stages, window_rounds=7)
+    planner = Planner(some, 1000, lag=stages, window_rounds=7)
     plan = [mb for window in planner.windows() for mb in window.microbatches]
     assert wrong_contents(plan, some, 1000) is None
     assert broken_rule(plan, stages) is None
@@ -101,11 +101,11 @@ def test_one_to_sixty_four_jobs_of_different_numbers_of_batches(jobs: int, stage
 
 def test_one_job_in_a_pipeline_waits_between_its_batches_and_smaller_microbatches_shorten_that() -> None:
     job = Lengths("a", [[100] * 16 for _ in range(8)])
-    fewest = list(Planner([job], 800, stages=4).windows())
+    fewest = list(Planner([job], 800, lag=4).windows())
     assert [mb.is_noop for mb in fewest[0].microbatches] == ([False] * 2 + [True] * 3) * 7 + [False] * 2
     assert fewest[0].report.gap == 0
     cost = CostModel(1.0, 0.0, 20.0, 0.0, 1.0, (0.25,) * 4)
-    (quick,) = Planner([job], 800, stages=4, cost=cost).windows()
+    (quick,) = Planner([job], 800, lag=4, cost=cost).windows()
     assert quick.report.tokens_per_microbatch < 800
     assert makespan(quick.microbatches, cost) < 0.8 * makespan(fewest[0].microbatches, cost)
 
@@ -118,7 +118,7 @@ def test_microbatches_are_made_smaller_as_long_as_that_is_faster() -> None:
         for name in "ab"
     ]
     cost = CostModel(1.0, 0.0, 20.0, 0.0, 1.0, (0.5, 0.5))
-    (window,) = Planner(jobs, 1000, stages=2, cost=cost).windows()
+    (window,) = Planner(jobs, 1000, lag=2, cost=cost).windows()
     assert simulate(window.microbatches, cost).bubble < 0.05
 
 

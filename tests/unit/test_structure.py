@@ -35,6 +35,7 @@ MAY_USE: dict[str, set[str]] = {
 MAY_USE["codes"] = {"ops", "base", "live"}
 MAY_USE["images"] = {"ops", "adapters", "base", "data"}
 MAY_USE["sweep"] = {*MAY_USE["runtime"], "runtime"}
+MAY_USE["pipeline"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["rl"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["serve"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["tune"] = {*MAY_USE}

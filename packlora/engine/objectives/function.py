@@ -151,8 +151,8 @@ class FunctionObjective(Objective):
         """Values of a column [l] of a sample."""
         if name == REFERENCE:
             return np.zeros(sample.num_labels) if self._references is None else self._references[id(sample)]
-        if name == GROUP and sample.preference is not None:
-            return np.repeat(np.arange(3.0), sample.group_counts)
+        if name == GROUP and (groups := sample.label_groups) is not None:
+            return groups
         return np.broadcast_to(sample.columns[name], sample.num_labels)
 
     def learn(self, samples: Sequence[Sample], held_out: Sequence[Sample], evaluate: Evaluate) -> bool:
@@ -238,7 +238,7 @@ class _Asked(Mapping[str, torch.Tensor]):
 
 def _has(sample: Sample, name: str) -> bool:
     """Whether a sample has a column, with a number for all of its labels or for each."""
-    if name == REFERENCE or (name == GROUP and sample.preference is not None):
+    if name == REFERENCE or (name == GROUP and sample.label_groups is not None):
         return True
     found = sample.columns.get(name)
     return found is not None and (found.ndim == 0 or found.shape == (sample.num_labels,))

@@ -31,6 +31,7 @@ def chunked_cross_entropy(
     chunk_bytes: int | None = None,
     smoothing_L: torch.Tensor | None = None,
     weigh: Weigh | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses of logits_of(hidden); softmax in float32 at least.
 
@@ -42,6 +43,7 @@ def chunked_cross_entropy(
         vocabulary: V.
         labels_L, weights_L, chunk_bytes, smoothing_L: as of linear_cross_entropy.
         weigh: gives more factors of the gradient [C], from the losses of rows start to stop; None: there are none.
+        sizes: rows of each owner, whose sums are not to depend on others (owners.py); None: rows are cut evenly.
 
     Returns:
         As linear_cross_entropy. A parameter that no row has reached gets no gradient.
@@ -51,6 +53,10 @@ def chunked_cross_entropy(
         weights_L = torch.ones(len(labels_L), device=hidden_LD.device)
     budget = chunk_bytes or CHUNK_BYTES.get(hidden_LD.device.type, 2**26)
     rows = chunk_rows(len(labels_L), vocabulary, hidden_LD.dtype, budget)
+    if sizes is not None:
+        from packlora.ops.cross_entropy.owners import chunk_rows_of_owners
+
+        rows = chunk_rows_of_owners(sizes, vocabulary, hidden_LD.dtype, budget)
     needed = torch.is_grad_enabled()
     losses_L, total = _Chunked.apply(
         hidden_LD, logits_of, weigh, labels_L, weights_L.detach().to(wide), rows, needed,

@@ -117,16 +117,16 @@ def linear_cross_entropy(
 
 
 def chunk_rows(L: int, V: int, dtype: torch.dtype, budget: int, copied: bool = True) -> list[int]:
-    """Rows of each chunk: as few chunks as the bytes allow, as equal as they can be, so that none is tiny.
-
-    Args:
-        copied: whether a copy of logits in 16 bits is made in float32.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    of_a_row = V * (dtype.itemsize + wide.itemsize * (copied and wide != dtype))
-    most = max(2 * ROWS_WITH_EQUAL_BITS, budget // of_a_row)
-    number = math.ceil(L / most)
+    """Rows of each chunk: as few chunks as the bytes allow, as equal as they can be, so that none is tiny. copied: whether a
+    copy of logits in 16 bits is made in float32."""
+    number = math.ceil(L / most_rows(V, dtype, budget, copied))
     return [L // number + (index < L % number) for index in range(number)] if number else []
+
+
+def most_rows(V: int, dtype: torch.dtype, budget: int, copied: bool = True) -> int:
+    """Most rows of a chunk. Arguments as of chunk_rows."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return max(2 * ROWS_WITH_EQUAL_BITS, budget // (V * (dtype.itemsize + wide.itemsize * (copied and wide != dtype))))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

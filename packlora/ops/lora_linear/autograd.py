@@ -18,8 +18,9 @@ import torch
 
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON, is_elsewhere, on_device
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients
-from packlora.ops.lora_linear.moving import MovingSegments
+from packlora.ops.lora_linear.composed import dropped_rows
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
 from packlora.ops.lora_linear.temporary import forget
@@ -36,7 +37,7 @@ def lora_group(
     plan: Plan = CHAIN,
     state: GroupState | None = None,
     recompute: Recompute | None = None,
-    moving: MovingSegments | None = None,
+    boundaries: Boundaries = ON_HOST,
 ) -> tuple[torch.Tensor, ...]:
     """Outputs y [..., N] of every layer, in the dtype of x.
 
@@ -52,15 +53,15 @@ def lora_group(
         plan: how to compute it; the plain chain takes its place where it does not compute this call (plan.legal).
         state: kept by the caller from call to call, so that unchanged layers are not checked and packed again.
         recompute: how x is recomputed in the backward; it is then not kept. Of no use, and left aside, under checkpointing.
-        moving: whose nominal segments these are, the true ones being on the device; the operands are then those of its last
-            `refresh`.
+        boundaries: of the segments. Where they move (moving.py) these are nominal, the true ones are on the device, and the
+            operands are those of the last `refresh`.
 
     Raises:
         ValueError: an operand does not fit; the message names it. The plan does not compute segments that move.
     """
     if is_elsewhere(x.device):
         with on_device(x.device):
-            return lora_group(x, layers, segments, keys_T2, salt, plan, state, recompute, moving)
+            return lora_group(x, layers, segments, keys_T2, salt, plan, state, recompute, boundaries)
     layers, segments = tuple(layers), tuple(segments)
     if x.ndim > 2 and not x.is_contiguous():
         x = x.contiguous()
@@ -68,11 +69,8 @@ def lora_group(
     if not HAS_TRITON and plan.needs_triton:
         raise ValueError(f"plan {plan.name} needs triton, which is not installed")
     prepared = (state or GroupState()).prepared(x, layers, plan)
-    call = prepared.call(x, segments, salt, plan, moving if moving is not None and moving.moves else None)
-    if moving is None:
-        prepared.refresh(call)
-    else:
-        moving.serve(prepared)
+    call = prepared.call(x, segments, salt, plan, boundaries.settled)
+    boundaries.ready(prepared, call)
     if not torch.is_grad_enabled():  # no gradients are needed: no node, and nothing is kept
         x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
         return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
@@ -93,7 +91,7 @@ def lora_group(
 
     def make() -> Sequence[torch.Tensor]:
         # under a frozen magnitude x is dropped once more here, rather than kept dropped
-        return outputs_of(prepared, call, x_TK, call.dropped(x_TK, keys_T2), S, x.shape, False)[0]
+        return outputs_of(prepared, call, x_TK, dropped_rows(call, x_TK, keys_T2), S, x.shape, False)[0]
 
     return Outputs.apply(make, *placeholders)  # type: ignore[no-any-return]
 
@@ -153,7 +151,7 @@ def made_S(
 ) -> tuple[torch.Tensor, Dropped, torch.Tensor | None]:
     """x as [T, K], what outputs read of it dropped, and S [T, width] where the plan makes one."""
     x_TK = rows_of(x)
-    dropped = call.dropped(x_TK, keys_T2)
+    dropped = dropped_rows(call, x_TK, keys_T2)
     S = None if call.plan.up == "merged" else call.down.down(call, prepared.operands, x_TK, keys_T2, dropped)
     return x_TK, dropped, S
 
@@ -178,7 +176,7 @@ def outputs_of(
         if y.ndim != len(shape):  # no view: autograd lets nobody write into views that a node of ours made
             y.resize_(*shape[:-1], y.shape[1])
         outputs.append(y)
-        kept.append(None if index not in trained else y if call.from_y[index] else z)
+        kept.append(None if index not in trained else y if z is None else z)
     return outputs, kept
 
 

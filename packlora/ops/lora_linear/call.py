@@ -306,9 +306,6 @@ class Call:
         assert keys_T2 is not None
         return masked(x_tK, segment.of(keys_T2), self.salt, segment.dropout, launches=self.launches)
 
-    def dropped(self, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> Dropped:
-        return {segment: self.drop(segment.of(x_TK), keys_T2, segment) for segment in self.base_dropped}
-
     def blocks(self, S: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """S, or dS, by Part.stack and Part.block: few views, which cost the host time."""
         return [

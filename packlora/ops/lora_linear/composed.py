@@ -3,17 +3,48 @@ inputs, which PEFT's DoRA has, is made here and nowhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from packlora.ops.dropout.keys import dropout_factor
-from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Launches, Operands, Sums, Wanted
+from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Launches, Operands, Part, Stack, Sums, Wanted
 from packlora.ops.lora_linear.products import write_mm
 from packlora.ops.lora_linear.tables import gaps
-from packlora.ops.lora_linear.types import Segment, rows_of
+from packlora.ops.lora_linear.types import Layer, Segment, rows_of
 
 Optional = torch.Tensor | None
+
+
+def composed_of(
+    layers: Sequence[Layer], segments: Sequence[Segment]
+) -> tuple[dict[int, tuple[tuple[Segment, bool, bool], ...]], tuple[Segment, ...]]:
+    """Call.composed and Call.base_dropped of these layers and segments."""
+    found = {}
+    for index, layer in enumerate(layers):
+        own = tuple(
+            (segment, low.magnitude is not None, low.bias is not None)
+            for segment in segments
+            if (low := layer.adapters.get(segment.adapter)) is not None and not low.plain
+        )
+        if own:
+            found[index] = own
+    return found, tuple(dict.fromkeys(one[0] for own in found.values() for one in own if drops_base(*one)))
+
+
+def dropped_rows(call: Call, x_TK: torch.Tensor, keys_T2: Optional) -> Dropped:
+    """Rows of these segments with dropped elements 0."""
+    return {segment: call.drop(segment.of(x_TK), keys_T2, segment) for segment in call.base_dropped}
+
+
+def parts_with_base(call: Call, index: int) -> tuple[Part, ...]:
+    """Parts of a layer whose S B' is added to the base product. That of the others g scales apart from it: the sum, rounded,
+    would be scaled back."""
+    parts = call.parts[index]
+    if not call.base_dropped:
+        return parts
+    apart = {segment for segment, *has in call.composed[index] if drops_base(segment, *has)}
+    return tuple(part for part in parts if part.segment not in apart)
 
 
 def compose_by_segment(
@@ -89,7 +120,14 @@ def magnitude(
     return e_TN, sums
 
 
-def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Optional:
+def base_gradients(call: Call, e: Gradients, d: Gradients) -> Gradients:
+    """Gradients that the base products of all layers take."""
+    if not call.base_dropped:
+        return e
+    return [_base_gradient(call, index, e[index], d[index]) for index in range(len(e))]
+
+
+def _base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Optional:
     """Gradient that the base product takes for all tokens: e, but d in the rows of base-dropped segments."""
     if e_TN is None or d_TN is None or e_TN is d_TN:
         return e_TN
@@ -104,8 +142,23 @@ def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Opt
     return out
 
 
-def add_scaled(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], d: Gradients) -> None:
-    """Add (g - 1) d c W of every layer whose base product is dropped to dS A [t, K] of each segment, before that is dropped."""
+def scaled_low_rank_dx(
+    call: Call, own: Operands, d: Gradients, low_rank_dx: Callable[[Stack], torch.Tensor]
+) -> dict[Segment, torch.Tensor]:
+    """dS A [t, K] of segments with dropout, before it is dropped, to which (g - 1) d c W of every layer is added whose base
+    product is dropped. Of all segments at once: each layer's weight is read once for all. Empty where there is no such layer.
+
+    Args:
+        low_rank_dx: gives dS A of a segment.
+    """
+    if not call.base_dropped:
+        return {}
+    low = {stack.segment: low_rank_dx(stack) for stack in call.stacked if stack.segment.dropout}
+    _add_scaled(call, own, low, d)
+    return low
+
+
+def _add_scaled(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], d: Gradients) -> None:
     for index, composed in call.composed.items():
         d_TN = None if (own_d := d[index]) is None else rows_of(own_d)
         for segment, has_magnitude, has_bias in composed if d_TN is not None else ():

@@ -1,9 +1,10 @@
 """Interface of a frozen weight W [N, K] to the operator; it hides how the weight is stored.
 
-`Dense` lies in memory in the layout in which it is multiplied; `Gathered` lies there only while its layer runs. The weights of
-codes/weight.py are codes, from which a tensor is made where it is read. A further implementation of `FrozenWeight` needs no
-change of the operator: plans that read W as a tensor are not legal where there is none (`has_tensor`). `FrozenLinear` is a
-layer with such a weight. `Storage` describes how the weights of a whole model are stored.
+`Dense` lies in memory in the layout in which it is multiplied. The weights of codes/weight.py are codes, from which a tensor is
+made where it is read; those of a model that devices share (parallel/sharded.py) are there only while their layer runs. A
+further implementation of `FrozenWeight` needs no change of the operator: plans that read W as a tensor are not legal where
+there is none (`has_tensor`). `FrozenLinear` is a layer with such a weight. `Storage` describes how the weights of a whole model
+are stored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.nn.functional import linear
 
 from packlora.ops.gpu import rounds_before_adding
-from packlora.ops.stamp import stamps, version
+from packlora.ops.stamp import stamps
 
 
 class FrozenWeight(Protocol):
@@ -61,6 +62,10 @@ class FrozenWeight(Protocol):
         """W [N, K] itself, where it lies in memory as a tensor."""
 
     @property
+    def stays(self) -> bool:
+        """Whether what `dense` gives lies in memory at one place all the time."""
+
+    @property
     def has_tensor(self) -> bool:
         """Whether `tensor` gives one."""
 
@@ -74,6 +79,7 @@ class Products:
 
     __slots__ = ()
     has_tensor = True
+    stays = True
 
     def _made(self) -> torch.Tensor:
         raise NotImplementedError
@@ -148,18 +154,6 @@ class Dense(Products):
     _made = dense
 
 
-class Gathered(Dense):
-    """A weight whose data are there only while its layer runs, at another address every time. It is one tensor object all the
-    time, and what fills it again moves no version counter."""
-
-    __slots__ = ()
-
-    @property
-    def key(self) -> Hashable:
-        counted = version(self.weight)
-        return None if counted is None else (id(self.weight), counted)
-
-
 class FrozenLinear(torch.nn.Linear):
     """A frozen linear layer whose parameter `weight` is not W [N, K] but what W is made of.
 
@@ -185,6 +179,10 @@ class Storage(Protocol):
     def is_whole(self) -> bool:
         """Whether all weights are here all the time. If not, a forward of the model takes all processes that have some."""
 
+    @property
+    def can_record(self) -> bool:
+        """Whether a forward may be recorded as CUDA graphs: all that it reads and sends stays at one place."""
+
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         """The paths of modules, each while the weights that lie in its module, or above it in its layer, are here."""
 
@@ -197,14 +195,6 @@ class Storage(Protocol):
     def holds(self, path: str) -> bool:
         """Whether adapters on the module at this path of the model are trained on this process, if the module is here."""
 
-    @property
-    def can_record(self) -> bool:
-        """Whether a forward may be recorded as CUDA graphs: all that it reads and sends stays at one place."""
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether these are the weights of some layers, a stage of a pipeline."""
-
     def idle(self, context: Any, backward: bool) -> None:
         """Take part in a forward of the other processes, and in its backward, where they need this one for weights or tokens.
 
@@ -216,9 +206,7 @@ class Storage(Protocol):
 class InMemory:
     """The Storage of a model that is whole on its device."""
 
-    is_whole = True
-    can_record = True
-    is_stage = False
+    is_whole, can_record = True, True
 
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         return iter(paths)

@@ -4,7 +4,7 @@ A call that is settled for them (settle.py) reads who owns which tokens from tab
 is recorded once serves any boundaries. It leaves the operands as they are; whoever replays it brings them up to date first.
 
     owners = MovingSegments(T, adapters)
-    with capture:                      # calls with moving=owners, over `owners.nominal`
+    with capture:                      # calls with boundaries=owners, over `owners.nominal`
         ...
     owners.write(boundaries)           # for every microbatch
     owners.refresh()
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
-from packlora.ops.lora_linear.tables import SegmentTables
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.types import Segment
 from packlora.ops.stamp import Unchanged
 
@@ -62,11 +63,33 @@ class _Copies:
                     torch._foreach_copy_(places, sources)
 
 
-class MovingSegments:
-    """Segments of `total` tokens: at most one for each of `adapters`, with tokens without an adapter between them. A single
-    adapter is given all tokens, also those without an adapter: calls then need no look-up of boundaries, and are as fast as
-    without them.
+class KeptTensor:
+    """A tensor of an adapter, as DoRA's norm, in a buffer that graphs read. It is computed outside of them, once the adapter
+    changed.
+
+    Args:
+        get: gives the tensor: the same object while the adapter is what it was.
     """
+
+    def __init__(self, get: Callable[[], torch.Tensor]) -> None:
+        self._get, self._seen = get, get()
+        self.kept = self._seen.clone()
+        """The tensor as it was when boundaries were written last."""
+
+    def write(self, segments: Sequence[Segment]) -> None:
+        """Bring it up to date."""
+        if (now := self._get()) is not self._seen:
+            self.kept.copy_(now)
+            self._seen = now
+
+
+class MovingSegments:
+    """The Boundaries of `total` tokens whose segments move: at most one for each of `adapters`, with tokens without an adapter
+    between them. A single adapter is given all tokens, also those without an adapter: calls then need no look-up of boundaries,
+    and are as fast as without them.
+    """
+
+    replayed = True
 
     def __init__(self, total: int, adapters: Sequence[int]) -> None:
         self.total, self.adapters = total, tuple(adapters)
@@ -77,21 +100,26 @@ class MovingSegments:
         )
         """(adapter, start, stop) in the place of the boundaries that are not known yet: equal shares, the rest for the last."""
         self._boundaries = self.nominal
-        self._tables: dict[Hashable, tuple[tuple[Segment, ...], SegmentTables]] = {}
+        self._tables: dict[Hashable, tuple[tuple[Segment, ...], Any]] = {}
         self._operands: dict[int, Operands] = {}
         self._copies: dict[int, _Copies] = {}
 
     @property
-    def moves(self) -> bool:
-        """Whether calls must read boundaries from the device."""
-        return len(self.adapters) != 1
+    def known(self) -> bool:
+        """See Boundaries: a single adapter has all tokens."""
+        return len(self.adapters) == 1
+
+    @property
+    def settled(self) -> Boundaries:
+        """See Boundaries."""
+        return ON_HOST if self.known else self
 
     @property
     def most(self) -> int:
         """Largest number of parts that segments and the tokens between them may make."""
         return 2 * len(self.adapters) + 1
 
-    def tables(self, key: Hashable, segments: tuple[Segment, ...], make: Callable[[], SegmentTables]) -> SegmentTables:
+    def tables(self, key: Hashable, segments: tuple[Segment, ...], make: Callable[[], Any]) -> Any:
         """Tables for nominal segments and for whatever else is in `key`, made once; from then on `write` fills them."""
         found = self._tables.get((key, segments))
         if found is None:
@@ -106,8 +134,13 @@ class MovingSegments:
         for segments, tables in self._tables.values():
             tables.write(self._placed(segments))
 
-    def serve(self, operands: Operands) -> None:
-        """These take part: they are up to date now, and after each `refresh`."""
+    def kept(self, key: Hashable, get: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """See Boundaries."""
+        kept: torch.Tensor = self.tables((KeptTensor, key), (), partial(KeptTensor, get)).kept
+        return kept
+
+    def ready(self, operands: Operands, call: object = None) -> None:
+        """See Boundaries: they are up to date now, and after each `refresh`."""
         if id(operands) in self._operands:
             return
         operands.refresh()

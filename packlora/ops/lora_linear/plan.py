@@ -280,7 +280,7 @@ class Situation(NamedTuple):
     dense: bool = True
     """A kernel or a sum can read all weights as tensors (frozen.FrozenWeight.has_tensor)."""
     moving: bool = False
-    """The boundaries of its segments are on the device alone (moving.MovingSegments)."""
+    """The boundaries of its segments are on the device alone (see Boundaries.known)."""
     target: Target | None = None
     """Device and sizes where the plan is carried out. None for a plan that the caller gives by its parts: it is replaced only
     where it would not compute the call at all."""
@@ -346,7 +346,7 @@ def legal(plan: Plan, call: Situation) -> Plan:
     Raises:
         ValueError: neither computes a call whose segments move.
     """
-    reason = why_not(plan, call)
-    if reason is not None and call.moving:
+    reason, chain = why_not(plan, call), Plan(keep_s=plan.keep_s)
+    if reason is not None and why_not(chain, call) is not None:
         raise ValueError(f"plan {plan.name}: {reason}")
-    return plan if reason is None else Plan(keep_s=plan.keep_s)
+    return plan if reason is None else chain

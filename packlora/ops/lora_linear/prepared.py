@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from packlora.ops.gpu import HAS_TRITON, runs_triton
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import Call, Operands, Scales
 from packlora.ops.lora_linear.layout import Layout, Place, make_layout
-from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.settle import settle
 from packlora.ops.lora_linear.tables import GroupTables, make_group_tables
@@ -143,10 +143,10 @@ class Prepared:
         return len(layers) == len(self.layers) and all(map(_same_layer, layers, self.layers))
 
     def call(
-        self, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan, moving: MovingSegments | None = None
+        self, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan, boundaries: Boundaries = ON_HOST
     ) -> Call:  # fmt: skip
-        """Call for such tokens, cached for the next one like it. moving: owner of these nominal segments."""
-        key = (segments, x.shape[:-1], salt, plan, x.is_contiguous() and x.data_ptr() % 16 == 0, moving)
+        """Call for such tokens, cached for the next one like it. boundaries: of the segments, as a call is settled for."""
+        key = (segments, x.shape[:-1], salt, plan, x.is_contiguous() and x.data_ptr() % 16 == 0, boundaries)
         last = self._last
         if last is not None and last[0] == key:
             return last[1]
@@ -163,7 +163,7 @@ class Prepared:
                 segments,
                 salt,
                 plan,
-                moving,
+                boundaries,
             ),
         )
         self._last = key, call

@@ -9,24 +9,22 @@ import torch
 from packlora.ops.dropout.keys import dropout_factor, dropout_threshold, signed
 from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear import torch_path
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import AddDropped, Call, Part, Path, ScaleRows, Slot, Stack
-from packlora.ops.lora_linear.composed import add_dropped, drops_base, scale_rows
+from packlora.ops.lora_linear.composed import add_dropped, composed_of, scale_rows
 from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.layout import Layout
-from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
 from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
 from packlora.ops.lora_linear.types import Layer, Segment, owns_all, situation
-from packlora.ops.recent import Recent
 
-_SEGMENT_TABLES: Recent[SegmentTables] = Recent(64)
 TORCH: Path = torch_path
 
 
 def settle(
     layers: tuple[Layer, ...], layout: Layout, slots: Sequence[tuple[int, int, str]], tables: GroupTables | None,
     num_adapters: int, wide: torch.dtype, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan,
-    moving: MovingSegments | None = None,
+    boundaries: Boundaries = ON_HOST,
 ) -> Call:  # fmt: skip
     """The call over tokens like x that `segments` of the group's adapters own.
 
@@ -35,15 +33,14 @@ def settle(
         num_adapters: one more than the largest adapter number of the group.
         wide: dtype of the parameters.
         plan: asked for; the plain chain takes its place where it does not compute such calls (plan.legal).
-        moving: whose nominal segments these are.
+        boundaries: of the segments.
     """
     K, dtype, device = x.shape[-1], x.dtype, x.device
     T = x.numel() // K
-    plan = ordered(legal(plan, situation(layers, segments, T, moving is not None)), x.element_size())
-    composed = _composed(layers, segments)
-    base_dropped = tuple(dict.fromkeys(one[0] for own in composed.values() for one in own if drops_base(*one)))
+    plan = ordered(legal(plan, situation(layers, segments, T, boundaries.known)), x.element_size())
+    composed, apart = composed_of(layers, segments)
     on_every = (
-        moving is None
+        boundaries.known
         and owns_all(segments, T)
         and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
     )
@@ -58,12 +55,12 @@ def settle(
         kernels = triton_path
         if device.type == "cuda":
             rows = triton_path.scale_rows, triton_path.add_dropped
-        segment_tables = _tables(segments, T, device, dtype, num_adapters, moving)
+        segment_tables = _tables(segments, T, device, dtype, num_adapters, boundaries)
         fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x, layers)
         if not fused:
             plan_up = ["routed" if each == "fused" else each for each in plan_up]
     up = tuple(
-        kernels if each in ("routed", "epilogue", "fused") or (index in composed and not base_dropped) else TORCH
+        kernels if each in ("routed", "epilogue", "fused") or (index in composed and not apart) else TORCH
         for index, each in enumerate(plan_up)
     )
     parts = tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers))
@@ -71,8 +68,8 @@ def settle(
     return Call(
         layout=layout, plan=plan, segments=segments, salt=salt, lead=x.shape[:-1], T=T, K=K, dtype=dtype, device=device,
         slots=_slots(layout, slots, segments), stacked=stacked, parts=parts, composed=composed, plan_up=tuple(plan_up),
-        from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
-        base_dropped=base_dropped,
+        from_y=tuple(layer.keep_output and not _any_bias(layer) and not apart for layer in layers),
+        base_dropped=apart,
         wide=wide,
         shape=(layout, K, dtype),
         sums_dtype=wide if device.type == "cuda" and wide == torch.float32 else dtype,
@@ -90,44 +87,28 @@ def settle(
         unread=_one_element(dtype, device),
         tables=tables,
         segment_tables=segment_tables,
-        moving=moving is not None,
+        moving=not boundaries.known,
     )  # fmt: skip
 
 
 def _tables(
     segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int,
-    moving: MovingSegments | None,
+    boundaries: Boundaries,
 ) -> SegmentTables:  # fmt: skip
     """Tables of the segments, shared by all groups with the same number of adapters."""
     from packlora.ops.lora_linear import triton_path
 
     known = tuple(segment for segment in segments if segment.adapter < num_adapters)  # others are of other layers
-    most = None if moving is None else moving.most
 
     def make() -> SegmentTables:
-        return triton_path.segment_tables(known, T, device, dtype, num_adapters, most)
+        return triton_path.segment_tables(known, T, device, dtype, num_adapters, boundaries.most)
 
-    key = (device, sizes_for(dtype, device), num_adapters)
-    return _SEGMENT_TABLES.get((known, T, *key), make) if moving is None else moving.tables(key, known, make)
+    found: SegmentTables = boundaries.tables((T, device, sizes_for(dtype, device), num_adapters), known, make)
+    return found
 
 
 def _any_bias(layer: Layer) -> bool:
     return layer.bias is not None or any(low.bias is not None for low in layer.adapters.values())
-
-
-def _composed(
-    layers: Sequence[Layer], segments: Sequence[Segment]
-) -> dict[int, tuple[tuple[Segment, bool, bool], ...]]:
-    found = {}
-    for index, layer in enumerate(layers):
-        own = tuple(
-            (segment, low.magnitude is not None, low.bias is not None)
-            for segment in segments
-            if (low := layer.adapters.get(segment.adapter)) is not None and not low.plain
-        )
-        if own:
-            found[index] = own
-    return found
 
 
 def _part(layout: Layout, segment: Segment, T: int, column: int, padded: int, factor: float) -> Part:

@@ -12,11 +12,19 @@ Shapes: T tokens, K inputs, N outputs, r rank, R rank over all layers; xd = drop
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn.functional import linear
 
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Part, Stack, Sums, Wanted
-from packlora.ops.lora_linear.composed import add_scaled, base_gradient, compose_by_segment, drops_base, magnitude
+from packlora.ops.lora_linear.composed import (
+    base_gradients,
+    compose_by_segment,
+    magnitude,
+    parts_with_base,
+    scaled_low_rank_dx,
+)
 from packlora.ops.lora_linear.frozen import accumulator_dtype
 from packlora.ops.lora_linear.products import add_mm, by_itself, scaled_mm, sum_mm, summed_mm, write_mm
 from packlora.ops.lora_linear.tables import gaps
@@ -53,11 +61,7 @@ def up(
     if index not in call.composed:
         return base_and_low_rank(call, own, x_TK, S, index, own.biases[index]), None
     assert S is not None
-    parts = call.parts[index]
-    if call.base_dropped:  # g scales their S B' apart from this base product: the sum, rounded, would be scaled back
-        apart = {segment for segment, *has in call.composed[index] if drops_base(segment, *has)}
-        parts = tuple(part for part in parts if part.segment not in apart)
-    z_TN = base_and_low_rank(call, own, x_TK, S, index, None, parts)
+    z_TN = base_and_low_rank(call, own, x_TK, S, index, None, parts_with_base(call, index))
     return compose_by_segment(call, own, dropped, S, index, z_TN, keep_z)
 
 
@@ -162,9 +166,7 @@ def inputs(
     dA = stacked_dA(call, x_TK, keys_T2, dS) if wanted.A and call.plan.dA == "dS" and dS is not None else None
     if not wanted.x:
         return None, dA
-    base: Gradients = e
-    if call.base_dropped:
-        base = [base_gradient(call, index, e[index], d[index]) for index in range(len(e))]
+    base = base_gradients(call, e, d)
     if plan_dx == "merged":
         dx: Optional = None
         for index, d_TN in enumerate(base):
@@ -175,10 +177,7 @@ def inputs(
                 dx = own.frozen[index].matmul_t(d_TN, dx)
         return dx, dA
     assert dS is not None
-    low = dict[Segment, torch.Tensor]()
-    if call.base_dropped:  # all segments at once: each layer's weight is read once for all of them
-        low = {stack.segment: _low_rank_dx(call, own, dS, stack) for stack in call.stacked if stack.segment.dropout}
-        add_scaled(call, own, low, d)
+    low = scaled_low_rank_dx(call, own, d, partial(_low_rank_dx, call, own, dS))
     if plan_dx == "before" and (whole := call.whole) is not None:  # the base product accumulates onto what is dropped
         low_TK = low.pop(whole.segment) if whole.segment in low else _low_rank_dx(call, own, dS, whole)
         return base_dx(own, base, call.drop(low_TK, keys_T2, whole.segment)), dA

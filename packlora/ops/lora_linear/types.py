@@ -86,8 +86,8 @@ def owns_all(segments: Sequence[Segment], num_tokens: int) -> bool:
     return len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, num_tokens)
 
 
-def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int, moving: bool = False) -> Situation:
-    """Properties of a call of lora_group that decide which plans compute it. moving: the segments are nominal (moving.py)."""
+def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int, known: bool = True) -> Situation:
+    """Properties of a call of lora_group that decide which plans compute it. known: see Boundaries."""
     low_rank = dropped = composed = base_dropped = False
     for segment in segments:
         for layer in layers:
@@ -100,8 +100,8 @@ def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: 
             base_dropped |= segment.dropout > 0 and segment.base_dropped and low.magnitude is not None
     double = any(layer.frozen.dtype == torch.float64 for layer in layers)
     dense = all(layer.frozen.has_tensor for layer in layers)
-    single = owns_all(segments, num_tokens) and not moving
-    return Situation(single, low_rank, dropped, composed, base_dropped, double, dense, moving)
+    single = owns_all(segments, num_tokens) and known
+    return Situation(single, low_rank, dropped, composed, base_dropped, double, dense, not known)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

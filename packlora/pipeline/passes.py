@@ -19,7 +19,7 @@ from packlora.engine.heads import Losses, token_losses
 from packlora.engine.objectives import CarriedSums
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import MicrobatchResult, one_error_for_memory, with_carried
-from packlora.parallel.stages import Stage
+from packlora.pipeline.stages import Stage
 
 
 @dataclass(slots=True)

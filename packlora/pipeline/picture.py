@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from packlora.errors import needed
+from packlora.pipeline.timeline import simulate
 from packlora.report.charts import LIGHT
 from packlora.schedule.cost import CostModel
-from packlora.schedule.simulate import simulate
 from packlora.schedule.types import Microbatch
 
 BACKWARD = 0.55
@@ -43,7 +43,7 @@ def draw(microbatches: Sequence[Microbatch], cost: CostModel, title: str, path: 
         for placed in microbatch.samples:
             tokens[placed.job] = tokens.get(placed.job, 0) + placed.length
         shares.append({name: count / max(microbatch.num_tokens, 1) for name, count in tokens.items()})
-    figure, axis = pyplot.subplots(figsize=(14, 1.6 + 0.7 * cost.stages), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(14, 1.6 + 0.7 * cost.devices), layout="constrained")
     for span in timeline.spans:
         bottom = span.stage - 0.4
         for name, share in shares[span.microbatch].items():
@@ -52,7 +52,7 @@ def draw(microbatches: Sequence[Microbatch], cost: CostModel, title: str, path: 
                 alpha=1.0 if span.kind == "forward" else BACKWARD, edgecolor="white", linewidth=0.3,
             )  # fmt: skip
             bottom += 0.8 * share
-    axis.set_yticks(range(cost.stages), [f"stage {number}" for number in range(cost.stages)])
+    axis.set_yticks(range(cost.devices), [f"stage {number}" for number in range(cost.devices)])
     axis.invert_yaxis()
     axis.set_xlim(0, timeline.makespan)
     axis.set_xlabel("seconds")

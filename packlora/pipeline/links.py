@@ -77,13 +77,15 @@ class Links(Replicas):
     A stage is one process, or several that hold its layers together (tensor.py) or their experts (experts.py). Each of these
     sends to the one in its own place in the next stage: these are a chain.
 
-    stage: of this process. part: its place in the stage.
+    stage: of this process. part: its place in the stage. beside: the processes of its stage, None where it is one.
 
     Args:
         mesh: of all processes.
         layout: its groups.
         device: of the tensors that pass between stages.
     """
+
+    beside: dist.ProcessGroup | None = None
 
     def __init__(self, mesh: Mesh, layout: Layout, device: torch.device) -> None:
         super().__init__(mesh, layout)

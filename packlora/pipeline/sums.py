@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from packlora.engine.adapters import AdapterState, add_up, join_found
-from packlora.parallel.pipeline import Links
+from packlora.pipeline.links import Links
 
 SQUARE, FOUND, LOSS, LARGEST, CHANGED = 0, 1, 2, -2, -1
 

@@ -37,7 +37,7 @@ class Timeline:
 
 def simulate(microbatches: Sequence[Microbatch], cost: CostModel) -> Timeline:
     """Run the microbatches, no-ops included, on the stages of the cost model. Messages take no time."""
-    stages = cost.stages
+    stages = cost.devices
     times = [[cost.both(microbatch, stage) for microbatch in microbatches] for stage in range(stages)]
     forward, backward = end_times(times)
     spans = []
@@ -54,7 +54,7 @@ def simulate(microbatches: Sequence[Microbatch], cost: CostModel) -> Timeline:
 
 def makespan(microbatches: Sequence[Microbatch], cost: CostModel) -> float:
     """Time from the first start to the last end."""
-    times = [[cost.both(microbatch, stage) for microbatch in microbatches] for stage in range(cost.stages)]
+    times = [[cost.both(microbatch, stage) for microbatch in microbatches] for stage in range(cost.devices)]
     return max((ends[-1] for ends in end_times(times)[1] if ends), default=0.0)
 
 

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from packlora.base.demo_model import base_path
@@ -39,11 +38,10 @@ from packlora.config import Run
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.parallel.alone import OneProcess
 from packlora.parallel.cut import fill
-from packlora.parallel.experts import experts_of, shard_experts
-from packlora.parallel.pipeline import Links
-from packlora.parallel.sharded import Shards, empty_model, mesh_of
-from packlora.parallel.stage_checks import check_layers, ends_of, layer_chain
-from packlora.parallel.tensor import shard
+from packlora.parallel.sharded import empty_model, fill_by_rows
+from packlora.parallel.tensor import cut_model
+from packlora.pipeline.checks import check_layers, ends_of, layer_chain
+from packlora.pipeline.links import Links
 
 
 class Stage(InMemory):
@@ -55,7 +53,7 @@ class Stage(InMemory):
         width, dtype: of the hidden states.
     """
 
-    is_whole, can_record, is_stage = False, False, True
+    is_whole, can_record = False, False
 
     def __init__(self, links: Links, layers: range, width: int, dtype: torch.dtype) -> None:
         self.links, self.layers, self.width, self.dtype = links, layers, width, dtype
@@ -225,7 +223,7 @@ def load_stage(
         mesh.together(lambda: fill(model, files, keys, device))
         model.to(device)
     else:  # held against a stage that is sharded by rows, as in cut.py
-        mesh.together(lambda: Shards(model, mesh_of(beside, device), files, keys))
+        mesh.together(lambda: fill_by_rows(model, beside, device, files, keys))
     sums = dict(zip(model.state_dict(), word_sums([*model.state_dict().values()]), strict=True))
     every = {name: value for one in links.gather(sums) for name, value in one.items()}
     known = fingerprint_of(held, every, path, run.revision)
@@ -240,7 +238,7 @@ def load_stage(
         gc.collect()  # its modules and their hooks refer to one another
         model, stage, keys, _ = mesh.together(empty)
         layers = links.layers if links.layers is not None and run.parallel.expert > 1 else beside
-        notes += mesh.together(lambda: _share(run, model, beside, layers))
+        notes += mesh.together(lambda: cut_model(run.parallel, model, layers, beside))
         mesh.together(lambda: fill(model, files, keys, device))
         model.to(device)
     with stage.in_step(model):
@@ -248,13 +246,6 @@ def load_stage(
         replaced = mesh.together(lambda: use_liger(model, run.liger))
         fused_loss = check_packing(model, own, path, longest, notes, partial(stage.crosses, model))
     return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=stage, fingerprint=known)
-
-
-def _share(run: Run, model: PreTrainedModel, beside: ProcessGroup, layers: ProcessGroup) -> list[str]:
-    """Cut a stage over its processes, or sets of these, and share out its experts, of which it may have none."""
-    if run.parallel.tensor > 1:
-        return shard(model, layers, run.parallel.sequence_parallel, beside)
-    return shard_experts(model, beside) if experts_of(model) else []
 
 
 def _keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:

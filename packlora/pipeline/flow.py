@@ -1,4 +1,4 @@
-"""When forwards and backwards ran on the stages of a pipeline, and what was predicted: report/timeline.py shows it.
+"""Flow of slots through the stages of a pipeline: when forwards and backwards ran, and what was predicted. page.py shows it.
 
 On a GPU they are timed by events; the device is not waited for until the pipeline is dry.
 """
@@ -10,46 +10,59 @@ from typing import Any
 
 from packlora.base.device import choose_device
 from packlora.config import Run
-from packlora.engine.memory import peak_memory
-from packlora.engine.stage_passes import Span, StageClock
+from packlora.engine.engine import Engine
+from packlora.engine.memory import TokenBudget, peak_memory
+from packlora.engine.passes import Executor
 from packlora.events import PipelineRan
-from packlora.parallel.pipeline import Links
+from packlora.parallel.alone import Alone
+from packlora.pipeline.engine import StageEngine
+from packlora.pipeline.links import Links
+from packlora.pipeline.passes import Span, StageClock
+from packlora.pipeline.timeline import simulate
 from packlora.runtime.estimate import model_flops
+from packlora.runtime.flow import Flow
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_flops
 from packlora.runtime.prepared_job import ModelShape
 from packlora.schedule.cost import CostModel
-from packlora.schedule.simulate import simulate
 from packlora.schedule.types import Microbatch
 
 DRAWN = 48
 """Slots of a timeline that are kept."""
 
 
-class PipelineTimes:
-    """Report of the first stage on a pipeline each time that it has run dry.
+class StageFlow(Flow):
+    """Flow through a stage. The first stage reports each time that the pipeline has run dry.
 
     Args:
         clock: of the stage.
-        cost: predicts the time of microbatches on each stage.
+        predicted: time of microbatches on each stage.
+        cost: see Flow.
     """
 
-    def __init__(self, run: Run, shape: ModelShape, links: Links, clock: StageClock, cost: CostModel) -> None:
-        self.run, self.shape, self.links, self.clock, self.cost = run, shape, links, clock, cost
+    def __init__(
+        self, run: Run, shape: ModelShape, links: Links, clock: StageClock, predicted: CostModel, cost: CostModel
+    ) -> None:
+        self.run, self.shape, self.links, self.clock, self.predicted = run, shape, links, clock, predicted
+        self.lag, self.cost = links.stages, cost
         self._longest = 0
         self._slots: list[tuple[int, Microbatch | None]] = []
 
+    def engine(self, executor: Executor, group: Alone, budget: TokenBudget) -> Engine:
+        """See Flow."""
+        return StageEngine(executor, self.links, budget)
+
     def begin(self) -> None:
-        """Forget the slots, while the pipeline is dry."""
+        """See Flow: forget the slots."""
         self._slots.clear()
         self.clock.begin()
 
     def entered(self, window: int, microbatch: Microbatch | None) -> None:
-        """A slot enters: the first round of its window, and the microbatch of this replica, if it runs one."""
+        """See Flow."""
         self._slots.append((window, microbatch))
 
-    def told(self, jobs: Mapping[str, Job]) -> PipelineRan | None:
-        """None where nothing ran, and but for the first process. All processes of a chain call it."""
+    def ran(self, jobs: Mapping[str, Job]) -> PipelineRan | None:
+        """See Flow. None where nothing ran, and but for the first process."""
         microbatches, spans = [own or Microbatch() for _, own in self._slots], self._spans()
         is_longest, self._longest = len(spans) > self._longest, max(self._longest, len(spans))
         busy = sum(end - start for *_, start, end in spans)
@@ -65,7 +78,7 @@ class PipelineTimes:
             tokens=sum(one.num_tokens for one in microbatches), seconds=seconds, busy=tuple(own for own, *_ in told),
             bubble=1 - sum(own for own, *_ in told) / (stages * seconds), peak_memory=tuple(own for _, own, *_ in told),
             mfu=model_flops(self.shape, jobs, microbatches) / (seconds * stages * speed),
-            **timelines(microbatches, self.cost, [own for *_, own in told], begin),
+            **timelines(microbatches, self.predicted, [own for *_, own in told], begin),
         )  # fmt: skip
 
     def _spans(self) -> list[Span]:

@@ -1,0 +1,172 @@
+"""From completions to samples: the course of a job's completions through their drawing, their rewards and their scores.
+
+Log-probabilities of the sampler are held against those of the trainer for every batch: where they differ by more than rounding
+the job is to end, as what it would learn from is not what its adapter says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from packlora.base.model import Base
+from packlora.engine.drift import drift_of, why_apart
+from packlora.engine.passes import SingleDevice
+from packlora.engine.rows import NO_ADAPTER
+from packlora.events import Note
+from packlora.rl.config import RolloutConfig
+from packlora.rl.courses import Steps
+from packlora.rl.data import Batch, Completion, sample_of
+from packlora.rl.drawing import Drawing, Drawn
+from packlora.rl.rewards import Judged, Rewards
+from packlora.rl.teacher import BASE, Teacher
+from packlora.rl.workers import Worker
+from packlora.runtime.events import Emitter
+from packlora.runtime.forwards import Forwards
+from packlora.runtime.job import Job
+
+TINY = 1e-4
+"""Added to a standard deviation, as TRL does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Log-probabilities [l] of each completion's tokens: by the trainer, and where asked for by the base model, to which the
+    divergence is counted, and by the teacher."""
+
+    own: list[np.ndarray]
+    base: list[np.ndarray] | None
+    teacher: list[np.ndarray] | None
+
+
+class Judging:
+    """Draws and judges completions.
+
+    Args:
+        single: for its adapters.
+        rung: set when an environment or a reward has answered.
+    """
+
+    def __init__(self, base: Base, single: SingleDevice, events: Emitter, rung: threading.Event) -> None:
+        self.base, self.events, self._rung = base, events, rung
+        self.drawing = Drawing(base, single, rung)
+        self.apart: dict[str, str] = {}
+        """Jobs whose sampler is not their trainer, and what is wrong."""
+        self._teachers: dict[str, Teacher] = {}
+        self._rewards: dict[str, Rewards] = {}
+
+    def load_teacher(self, job: Job) -> None:
+        """Load the teacher of a job, if it has one. Raises InputError."""
+        source = None if job.config.rollout is None else job.config.rollout.teacher
+        if source is not None and source not in (BASE, *self._teachers):
+            self._teachers[source] = Teacher(source, self.base.model.dtype, self.base.device, job.name)
+
+    def course(self, drawn: Drawn, forwards: Forwards) -> Steps:
+        """Draw and judge the completions of a step of a job. Where a stop is asked for meanwhile, nothing comes of it."""
+        yield from self.drawing.course(drawn)
+        rewards, groups = self._rewards_of(drawn.job), drawn.groups()
+        futures = rewards.ask(groups)
+        scores = self._scores(drawn, forwards)
+        if scores is None:
+            return
+        yield futures
+        self._put(drawn, rewards.judged(groups, futures), scores)
+
+    def workers(self) -> list[Worker]:
+        """Workers that run functions of users."""
+        return [*self.drawing.workers(), *(rewards.worker for rewards in self._rewards.values())]
+
+    def _rewards_of(self, job: Job) -> Rewards:
+        if job.name not in self._rewards:
+            self._rewards[job.name] = Rewards(job.config.rollout, job.name, self.drawing.has_reward(job), self._rung)
+        return self._rewards[job.name]
+
+    # --- what is learnt ----------------------------------------------------------------------------------------------------
+
+    def _scores(self, drawn: Drawn, forwards: Forwards) -> _Scores | None:
+        """Score each completion's tokens. None where a stop is asked for."""
+        job, name = drawn.job, drawn.job.name
+        samples = [sample_of(talk.start, talk.ids, talk.mask) for talk in drawn.talks]
+        own = forwards.over({name: samples}, {name: job.adapter.number}, [name], job.learning.objective.terms)
+        if own is None:
+            return None
+        base, teacher = None, job.config.rollout.teacher
+        has_reference = bool(getattr(job.learning.objective, "kl", 0.0))
+        if has_reference or teacher == BASE:
+            found = forwards.over({name: samples}, {name: NO_ADAPTER}, [name], job.learning.objective.terms)
+            if found is None:
+                return None
+            base = found[name].logps
+        taught = (
+            base
+            if teacher == BASE
+            else None
+            if teacher is None
+            else self._teachers[teacher].logps(samples, job.config.rollout.temperature)
+        )
+        return _Scores(own[name].logps, base if has_reference else None, taught)
+
+    def _put(self, drawn: Drawn, judged: Sequence[Judged], scores: _Scores) -> None:
+        job, config = drawn.job, drawn.job.config.rollout
+        rewards, names = self._rewards_of(job), self._rewards_of(job).names
+        for one in judged:
+            if one.lost is not None:
+                self.events.emit(Note(f"job {job.name!r}, {_where(drawn)}: {one.lost}; {_cost(drawn)}"))
+        totals = [np.zeros(config.num_generations) if own.lost is not None else rewards.total(own) for own in judged]
+        advantages = advantages_of(totals, [own.lost is not None for own in judged], config.scale_rewards)
+        logps, base, taught = scores.own, scores.base, scores.teacher
+        completions, drifts = [], []
+        for at, talk in enumerate(drawn.talks):
+            group, place = divmod(at, config.num_generations)
+            drifts.append(drift_of(logps[at], talk.logprobs))
+            values = {name: judged[group].rewards[number, place] for number, name in enumerate(names)}
+            completions.append(Completion(
+                drawn.prompts[group], talk.ids, logps[at].tolist(), float(advantages[group][place]),
+                float(totals[group][place]), drifts[-1],
+                {name: None if np.isnan(value) else float(value) for name, value in values.items()},
+                None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(), talk.text,
+                talk.is_cut, judged[group].lost is not None, **self.drawing.more_of(drawn, at),
+            ))  # fmt: skip
+        tokens_of = f"the completions of {_where(drawn)}"
+        if (apart := why_apart(float(np.mean(drifts)), self.base.model.dtype, tokens_of)) is not None:
+            self.apart[job.name] = apart
+            return
+        seconds = np.nan if drawn.is_held_out else drawn.seconds
+        batch = Batch(drawn.step, job.step, reward_hash(config), tuple(completions), seconds)
+        (drawn.rollouts.put_held_out if drawn.is_held_out else drawn.rollouts.put)(batch)
+
+
+def _where(drawn: Drawn) -> str:
+    return f"evaluation at step {drawn.step}" if drawn.is_held_out else f"step {drawn.step + 1}"
+
+
+def _cost(drawn: Drawn) -> str:
+    return "its completions are not counted" if drawn.is_held_out else "its completions teach nothing"
+
+
+def advantages_of(totals: Sequence[np.ndarray], lost: Sequence[bool], scale: str) -> list[np.ndarray]:
+    """Advantages by group and completion: a reward less the mean of its group, over a standard deviation; 0 for groups that are
+    lost. totals: [G] by group."""
+    kept = [own for own, gone in zip(totals, lost, strict=True) if not gone]
+    whole = float(np.concatenate(kept).std(ddof=1)) if kept else 0.0
+    out = []
+    for own, gone in zip(totals, lost, strict=True):
+        away = np.zeros_like(own) if gone else own - own.mean()
+        if scale != "none":
+            away = away / ((float(own.std(ddof=1)) if scale == "group" else whole) + TINY)
+        out.append(away)
+    return out
+
+
+def reward_hash(config: RolloutConfig) -> str:
+    """Hash of the files of rewards, environments and tools, by which a resumed run tells that they have changed."""
+    digest = hashlib.blake2b(digest_size=8)
+    for spec in (*config.reward_sources, *config.tool_specs):
+        path = Path(spec.rpartition(":")[0])
+        digest.update(spec.encode() + (path.read_bytes() if path.is_file() else b""))
+    return digest.hexdigest()

@@ -1,0 +1,36 @@
+"""CUDA graphs of a service: a microbatch of any mix of its models is two replays, as those of a run are.
+
+What is recorded holds all models that are on the base (seats.py). A recording takes as long as several microbatches without, so
+the first ones of each size go without. Requests come in any number of tokens: sizes are few, and small ones cost little.
+"""
+
+from __future__ import annotations
+
+from packlora.base.model import Base
+from packlora.config import Run
+from packlora.engine.graphs import NO_GRAPHS, GraphedDevice
+from packlora.engine.passes import SingleDevice
+from packlora.errors import InputError
+from packlora.runtime.cuda_graphs import why_base_has_none
+from packlora.serve.logs import LOG
+
+PATIENCE = 3
+"""Microbatches of a size that run without a graph before it is recorded."""
+SIZES = 4
+"""Numbers of tokens from a power of two to the next that have graphs of their own."""
+
+
+def graphs_of(run: Run, base: Base, single: SingleDevice) -> GraphedDevice | None:
+    """The executor with graphs, of no model yet; None where there are none.
+
+    Raises:
+        InputError: the run must have graphs, and cannot.
+    """
+    reason = why_base_has_none(run, base)
+    if run.cuda_graphs is True and reason is not None:
+        raise InputError(f"cuda_graphs: true cannot be met: {reason}")
+    if run.cuda_graphs is False or reason is not None:
+        if reason is not None and base.device.type == "cuda":
+            LOG.warning("%s: %s", NO_GRAPHS, reason)
+        return None
+    return GraphedDevice(single, {}, False, 0, LOG.warning, patience=PATIENCE, steps=SIZES)

@@ -1,0 +1,187 @@
+"""Held-out prompts of jobs that learn from rewards: what is told of them, and what they decide."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import WORDS
+from test_rollouts import files, job, tree
+from test_training import adapter, distance, steps, train
+
+import packlora
+from packlora.errors import InputError
+from packlora.rl.objective import standard_error
+
+assert callable(files)  # a fixture
+
+
+@pytest.fixture
+def held_out(tmp_path: Path) -> str:
+    path = tmp_path / "held-out.jsonl"
+    lines = [{"prompt": " ".join(WORDS[n : n + 2]), "word": WORDS[n]} for n in (2, 5, 7)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def judged(
+    name: str, files: tuple[str, str], held_out: str | None, reward: str = "later", **keys: Any
+) -> dict[str, Any]:
+    made = job(name, files, reward, **{"eval_steps": 2} | keys)
+    made["data"] |= {} if held_out is None else {"eval_path": held_out}
+    return made
+
+
+def evals(out: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "evals.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "elapsed"} for line in lines if line["job"] == name]
+
+
+def completions(out: Path, name: str, file: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((out / name / "rollouts" / f"{file}.json").read_text())["completions"]
+    return found
+
+
+def test_held_out_rewards_are_those_of_what_was_drawn_and_cost_training_no_bit(
+    files: tuple[str, str], held_out: str, tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    base = tiny_base("llama")
+    own, plain = judged("own", files, held_out), judged("own", files, None)
+    beside = judged("beside", files, held_out, "brevity", seed=2, loss_type="grpo", beta=0.1)
+    train(tree(base, tmp_path / "plain", plain))
+    train(tree(base, tmp_path / "alone", own))
+    both = tree(base, tmp_path / "both", own, beside)
+    assert train(both).status == "done"
+    parts = both | {"output_dir": str(tmp_path / "parts")}
+    train(parts, max_steps=2)
+    train(parts, resume=True)
+    for out in ("alone", "both", "parts"):
+        assert distance(adapter(tmp_path / out, "own"), adapter(tmp_path / "plain", "own")) == 0
+        assert evals(tmp_path / out, "own") == evals(tmp_path / "alone", "own")
+    assert evals(tmp_path / "parts", "beside") == evals(tmp_path / "both", "beside")
+
+    lines = {line["step"]: line for line in evals(tmp_path / "both", "own")}
+    assert sorted(lines) == [0, 2, 4]
+    for step, line in lines.items():
+        drawn = completions(tmp_path / "both", "own", f"held-out-{step}")
+        assert [one["prompt"] for one in drawn] == [0] * 4 + [1] * 4 + [2] * 4
+        rewards = np.array([one["text"].count("o") for one in drawn], float)
+        means = rewards.reshape(3, 4).mean(1)
+        assert line["eval_reward"] == pytest.approx(rewards.mean())
+        assert line["eval_reward_stderr"] == pytest.approx(np.sqrt(((means - means.mean()) ** 2).sum() / 2 / 3))
+        assert line["eval_rewards/later/mean"] == pytest.approx(rewards.mean())
+        assert line["eval_completions/mean_length"] == pytest.approx(np.mean([len(one["ids"]) for one in drawn]))
+        assert line["eval_sampling/sampling_logp_difference/mean"] < 1e-4 and abs(line["eval_loss"]) < 10
+    assert lines[0]["eval_reward"] != lines[4]["eval_reward"]
+
+
+def test_the_best_adapter_and_an_early_end_go_by_the_held_out_reward(
+    files: tuple[str, str], held_out: str, tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    keys = {"eval_steps": 1, "max_steps": 6, "learning_rate": 3e-2}
+    best = judged("best", files, held_out, load_best_model_at_end=True, **keys)
+    patient = judged("patient", files, held_out, early_stopping_patience=1, **keys)
+    run = tree(tiny_base("llama"), tmp_path / "out", best, patient, save_total_limit=None)
+    result = train(run)
+    assert result.status == "done"
+    rewards = [(line["step"], line["eval_reward"]) for line in evals(tmp_path / "out", "best") if line["step"]]
+    step = max(rewards, key=lambda one: one[1])[0]
+    kept = tmp_path / "out" / "best"
+    shown = {"best": kept / f"checkpoint-{step}"}
+    assert step < 6, "the last adapter is the best, which shows nothing"
+    assert distance(adapter(tmp_path / "out", "best"), adapter(shown["best"].parent, shown["best"].name)) == 0
+    pairs = enumerate(itertools.pairwise(rewards), 2)
+    worse = next(at for at, (before, after) in pairs if after[1] <= before[1])
+    assert result["patient"].step == worse
+
+
+POISONS = {
+    "broken": "evaluation at step 0: ", "slow": "took more than 0.2 seconds", "beyond": "a number up to 1e+30", "same": None,
+}  # fmt: skip
+OF_HELD_OUT = """
+def counted(prompts, completions, **columns):
+    return [float(text.count("o")) for text in completions]
+
+def poisoned(how):
+    def reward(prompts, completions, poison=None, **columns):
+        return (counted if poison is None else globals()[how])(prompts, completions, **columns)
+    return reward
+
+broken_held_out, slow_held_out, beyond_held_out, same_held_out = map(poisoned, ("broken", "slow", "beyond", "same"))
+"""
+"""Rewards that fail where a row has `poison`."""
+
+
+def test_rewards_that_fail_on_held_out_prompts_cost_neither_training_nor_a_neighbour_a_bit(
+    files: tuple[str, str],
+    held_out: str,
+    tiny_base: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Path(files[0]).open("a") as code:
+        code.write(OF_HELD_OUT)
+    rows = [json.loads(line) | {"poison": True} for line in Path(held_out).read_text().splitlines()]
+    Path(held_out).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"max_steps": 1, "reward_timeout": 0.2}
+    healthy = judged("healthy", files, held_out, max_steps=1, seed=5)
+    train(tree(tiny_base("llama"), tmp_path / "alone", healthy, judged("same", files, None, **keys)))
+    poisoned = [judged(how, files, held_out, f"{how}_held_out", **keys) for how in POISONS]
+    capsys.readouterr()
+    assert train(tree(tiny_base("llama"), tmp_path / "out", healthy, *poisoned)).status == "done"
+    said = capsys.readouterr().out
+    for name in ("healthy", "same"):
+        assert distance(adapter(tmp_path / "out", name), adapter(tmp_path / "alone", name)) == 0
+    for how, wanted in POISONS.items():
+        assert distance(adapter(tmp_path / "out", how), adapter(tmp_path / "alone", "same")) == 0, how
+        lines = evals(tmp_path / "out", how)
+        assert [line["step"] for line in lines] == [0, 1]
+        assert all(line["eval_reward"] == (1.0 if how == "same" else None) for line in lines), how
+        assert wanted is None or any(f"job '{how}'" in line and wanted in line for line in said.splitlines()), how
+
+
+def test_a_share_of_the_prompts_is_held_out(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    own = judged("own", files, None, max_steps=2)
+    own["data"] |= {"eval_split": 0.34}
+    assert train(tree(tiny_base("llama"), tmp_path / "out", own)).status == "done"
+    drawn = completions(tmp_path / "out", "own", "held-out-2")
+    assert [one["prompt"] for one in drawn] == [0] * 4 + [1] * 4
+    taught = {one["prompt"] for step in (1, 2) for one in completions(tmp_path / "out", "own", f"step-{step}")}
+    assert taught <= set(range(4)) and steps(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"load_best_model_at_end": True}, "needs held-out samples"),
+        (
+            {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"},
+            "eval_loss, which says nothing of rewards",
+        ),
+        ({"reward": "none", "teacher": "base", "early_stopping_patience": 1}, "held-out rewards are compared"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(
+    keys: dict[str, Any],
+    said: str,
+    files: tuple[str, str],
+    held_out: str,
+    tiny_base: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    held = None if said.startswith("needs") else held_out
+    with pytest.raises(InputError, match=said):
+        packlora.train(tree(tiny_base("llama"), tmp_path / "out", judged("own", files, held, **keys)))
+
+
+def test_the_standard_error_is_of_the_prompts_that_were_judged() -> None:
+    rewards, lost = np.array([1.0, 3.0, 5.0, 5.0, 0.0, 0.0]), np.array([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    assert standard_error(rewards, lost, 2) == pytest.approx(np.sqrt(4.5 / 2))
+    assert np.isnan(standard_error(rewards[2:], lost[2:], 2))

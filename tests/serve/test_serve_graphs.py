@@ -1,0 +1,122 @@
+"""Models of a service whose microbatches go by graphs, on a CPU, with a recorder whose replays run the functions again.
+
+Recorded graphs: tests/gpu/test_serve_graphs_gpu.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import tiny_model
+from graph_runs import attention_by_starts, replay_of
+from graphed import Story
+from serving import host_of
+
+from packlora.engine import graphs as engine_graphs
+from packlora.engine import recorded
+from packlora.engine.passes import SingleDevice
+from packlora.engine.recorded import Body, Recorder
+from packlora.ops.attention import attention
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED
+from packlora.ops.lora_linear.prepared import Prepared
+from packlora.plans.select import PlanChooser
+from packlora.serve import graphs as serve_graphs
+from packlora.serve.host import Host
+from packlora.serve.tenant import Tenant
+
+
+class Count:
+    """What has run: functions that were recorded, their replays, bodies without a graph, microbatches without any body."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = self.bare = self.single = 0
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Count:
+    own = Count()
+
+    def record(self: Recorder, function: Callable[[], None]) -> Callable[[], None]:
+        own.recorded += 1
+        replay = replay_of(function)
+
+        def counted() -> None:
+            own.replayed += 1
+            replay()
+
+        return counted
+
+    def bare(self: Body, *args: Any) -> Any:
+        own.bare += not self.recorded
+        return run_forward(self, *args)
+
+    def forward(self: SingleDevice, *args: Any) -> Any:
+        own.single += 1
+        return single(self, *args)
+
+    @contextmanager
+    def nothing_waits(device: Any, checked: bool) -> Iterator[None]:
+        """What is made at a first call, the host waits for."""
+        with pytest.MonkeyPatch.context() as patch:
+            if checked:
+                patch.delattr(Prepared, "__init__")
+            yield
+
+    monkeypatch.setattr(engine_graphs, "_nothing_waits", nothing_waits)
+    run_forward, single = Body.forward, SingleDevice.forward
+    monkeypatch.setattr(Body, "forward", bare)
+    monkeypatch.setattr(SingleDevice, "forward", forward)
+    monkeypatch.setattr(Recorder, "__init__", lambda self, device: None)
+    monkeypatch.setattr(Recorder, "record", record)
+    return own
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=48).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def graphed_host(base: str, state: Path, monkeypatch: pytest.MonkeyPatch, patience: int) -> Host:
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(attention, "uses_kernels", lambda *_: True)
+    monkeypatch.setattr(serve_graphs, "why_base_has_none", lambda *_: None)
+    monkeypatch.setattr(serve_graphs, "PATIENCE", patience)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 32)
+    plan: Any = lambda self, x, layers, segments, moving=False: ROUTED if moving else CHAIN  # noqa: E731
+    monkeypatch.setattr(PlanChooser, "plan_of", plan)
+    return host_of(base, state, budget=64)
+
+
+def test_models_that_come_and_go_have_the_bits_of_the_same_passes_without_graphs(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Tenant, "kind", None)  # all share microbatches, as on a GPU
+    with pytest.MonkeyPatch.context() as patch:
+        host = graphed_host(base, tmp_path, patch, 1)
+        got = Story(host, tmp_path / "graphs").run()
+        assert (count.recorded, count.replayed, count.bare, count.single) == (6, 14, 5, 2)
+        flats = [weakref.ref(own.state.adapter.flat) for own in host.seats.empty]
+        assert len(flats) == 3
+        sampler = host.attach("a sampler", host.seats.empty[0].state.adapter.spec, 0)
+        assert sampler.number not in host.graphs.adapters
+        host.detach(sampler)
+        host.tidy(0)
+        gc.collect()
+        assert not any(flat() is not None for flat in flats) and not host.graphs.adapters
+    with pytest.MonkeyPatch.context() as patch:
+        eager = Story(graphed_host(base, tmp_path, patch, 1000), tmp_path / "eager").run()
+    plain = Story(host_of(base, tmp_path, budget=64), tmp_path / "plain").run()
+    assert not caplog.records
+    for one, other, third in zip(got, eager, plain, strict=True):
+        assert np.array_equal(one, other)
+        np.testing.assert_allclose(one, third, rtol=2e-4, atol=2e-5)
