@@ -250,7 +250,8 @@ def learn_on(model: Any, case: Case, group: Any) -> Learnt:
     base = Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=fused, storage=storage)
     executor: Any = SingleDevice(base, attached, multiple)
     if case.recorded and group is not None:
-        executor = GraphedDevice(executor, buffers_of(jobs), True, 64, recorder=Pretended, columns=columns_of(jobs))
+        buffers = buffers_of([job.state for job in jobs])
+        executor = GraphedDevice(executor, buffers, True, 64, recorder=Pretended, columns=columns_of(jobs))
     losses, norms = {}, {}
     plain = {name: getattr(dist, name) for name in COLLECTIVES}
     for step in range(case.steps):
