@@ -53,7 +53,7 @@ class Stage(InMemory):
         width, dtype: of the hidden states.
     """
 
-    is_whole = False
+    is_whole, can_record = False, False
 
     def __init__(self, links: Links, layers: range, width: int, dtype: torch.dtype) -> None:
         self.links, self.layers, self.width, self.dtype = links, layers, width, dtype

@@ -57,7 +57,9 @@ def ranking(out: Path) -> dict[str, Any]:
 
 def test_candidates_are_the_jobs_that_they_would_be_alone_and_the_best_one_is_kept(tree: Tree, tmp_path: Path) -> None:
     run, out, heard = tree(), tmp_path / "out", list[Event]()
-    run["jobs"][0]["train"]["weight_decay"] = 0.1  # with a rate of 1e30 A grows too: nothing is finite, on any processor
+    run["jobs"][0]["train"]["weight_decay"] = (
+        0.1  # with a rate of 1e30 A grows too: nothing is finite, on any processor
+    )
     result = packlora.train(run, subscribers=[heard.append])
     found = ranking(out)
     assert (result.status, found["status"], len(found["candidates"])) == ("done", "done", 8)
