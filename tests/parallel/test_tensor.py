@@ -143,7 +143,7 @@ def parted(rank: int, dtype: torch.dtype, chunk_bytes: int | None) -> list[tuple
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_losses_over_parts_of_the_vocabulary_are_those_of_the_whole_one(size: int, ranks: Pool) -> None:
-    """In bfloat16 on a processor with AMX oneDNN reads the first number of the next row, here a NaN, where a row's length is odd."""
+    """No bfloat16 with AMX, where oneDNN reads the first number of the next row, here a NaN, behind a row of odd length."""
     dtypes = [(torch.float64, 1e-14)] + [(torch.bfloat16, 1e-2)] * (not torch.cpu._is_amx_tile_supported())
     for dtype, bound in dtypes:
         for chunk_bytes in (None, 1):
