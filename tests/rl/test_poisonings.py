@@ -46,7 +46,10 @@ ENVIRONMENTS: dict[str, tuple[str, str | None]] = {
     "step_exits": ("def step(self, said): raise SystemExit", "an environment or tool took more than 0.5 seconds"),
     "step_nan": ("def step(self, said): return 'so', math.nan, False", "step gave the reward nan"),
     "step_none": ("def step(self, said): return None", "step gave a NoneType"),
-    "step_pair": ("def step(self, said): return 'so', 1.0", "it gives an observation, a reward, and whether it is done"),
+    "step_pair": (
+        "def step(self, said): return 'so', 1.0",
+        "it gives an observation, a reward, and whether it is done",
+    ),
     "step_says_a_number": ("def step(self, said): return 3, 1.0, False", "step said 3; it is a text"),
     "step_says_too_much": ("def step(self, said): return ' the' * 999, float(len(said)), False", None),
     "step_async": ("async def step(self, said): raise KeyError('level')", "failed: KeyError: 'level'"),
@@ -87,7 +90,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, code = tmp_path_factory.mktemp("poison"), HEAD
     for name, (body, _) in REWARDS.items():
         for prefix, when in (("", "word[0] == 'fox'"), ("held_out_", "is_held_out is not None")):
-            code += f"\ndef {prefix}{name}(prompts, completions, word, is_held_out=None):\n    if {when}:\n        {body}\n"
+            code += (
+                f"\ndef {prefix}{name}(prompts, completions, word, is_held_out=None):\n    if {when}:\n        {body}\n"
+            )
             code += "    return letters(prompts, completions)\n"
     for name, (method, _) in ENVIRONMENTS.items():
         code += f"\nclass {name}(Game):\n    {method}\n"
@@ -111,7 +116,9 @@ def base(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 
 
 def job(name: str, files: Path, seed: int = 3, **rollout: Any) -> dict[str, Any]:
-    keys = {"num_generations": 4, "max_new_tokens": 8, "reward_timeout": 0.5} | rollout
+    keys = {"num_generations": 4, "max_new_tokens": 8} | rollout
+    if name.endswith(("hangs", "exits")):
+        keys["reward_timeout"] = 0.5
     return {
         "name": name, "data": {"path": str(files / "prompts.jsonl")}, "seed": seed, "rollout": keys, "train": KEYS,
         "adapter": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
@@ -136,7 +143,7 @@ def jobs_of(kind: str, files: Path) -> list[dict[str, Any]]:
 def test_what_fails_is_told_and_costs_no_neighbour_a_bit(
     kind: str, files: Path, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """48 of them, each a job of one run. Of two prompts, or evaluations, one fails."""
+    """48 of them, each a job of one run. Of two prompts one fails; an evaluation that fails costs training no bit."""
     assert len(REWARDS) + len(ENVIRONMENTS) + len(HELD_OUT) == 48
     jobs = jobs_of(kind, files)
     train(tree(base, tmp_path / "alone", jobs[0]))
@@ -150,5 +157,6 @@ def test_what_fails_is_told_and_costs_no_neighbour_a_bit(
         assert result[name].status == ("failed" if (kind, name) == ("rewards", "vast") else "done"), name
         assert any(wanted in line for line in own) if wanted else not any("teach nothing" in line for line in own), name
         if kind == "evaluations":
+            assert distance(adapter(tmp_path / "out", name), adapter(tmp_path / "out", jobs[1]["name"])) == 0, name
             rewards = [line["eval_reward"] for line in evals(tmp_path / "out", name)]
             assert len(rewards) == 2 and (wanted is None or rewards == [None, None]), name
