@@ -1,7 +1,7 @@
 """The two passes of sampling over one frozen model: packed prompts of several adapters, and one new token of each sample.
 
 Rows are ordered by adapter, so one pass of the adapters' operator serves all. On a CPU every adapter's rows are rounded up to
-a multiple of EVEN, and all rows to `fewest`: so a row has the same bits whatever rows there are beside it.
+a multiple of EVEN, at least FEW, and all rows to `fewest`: so a row has the same bits whatever rows there are beside it.
 
 Shapes: T tokens of a packed row, R rows of a decode pass, S slots, L rows whose logits are wanted, V vocabulary.
 """
@@ -24,6 +24,8 @@ from packlora.engine.passes import one_error_for_memory
 from packlora.engine.rows import NO_ADAPTER
 from packlora.ops.attention.cached import EVEN, Visible
 
+FEW = 16
+"""Rows of an adapter at least, on a CPU. On some, MKL's products of up to 12 rows have other bits than those of more."""
 VIEW = 64
 """Multiple of which the places are that a decode pass looks at."""
 
@@ -81,10 +83,10 @@ class Passes:
                 rows += [len(ids) + place for place in prompts[at].places]
                 ids += prompts[at].ids
                 lengths.append(len(prompts[at].ids))
-            if filler := -(len(ids) - first) % self._even:
+            if filler := _lacking(len(ids) - first, self._even):
                 ids += (ids[first:] * filler)[:filler]
                 lengths.append(filler)
-            rows += [rows[-1]] * (-(len(rows) - first_row) % self._even)
+            rows += [rows[-1]] * _lacking(len(rows) - first_row, self._even)
             segments.append((adapter, first, len(ids)))
             label_segments.append((adapter, first_row, len(rows)))
         while len(ids) < self.fewest:
@@ -149,7 +151,7 @@ def lay_out(tokens: Sequence[NextToken], slots: int, even: int, fewest: int) -> 
         for at in own:
             row_of[at] = len(rows)
             rows.append(tokens[at])
-        rows += [rows[first]] * (-(len(rows) - first) % even)
+        rows += [rows[first]] * _lacking(len(rows) - first, even)
         segments.append((adapter, first, len(rows)))
     rows += [rows[0]] * (fewest - len(rows))
     rows_S, places_S = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
@@ -158,6 +160,11 @@ def lay_out(tokens: Sequence[NextToken], slots: int, even: int, fewest: int) -> 
     columns = [row.id for row in rows], [row.place for row in rows], [row.slot for row in rows], rows_S, places_S
     wanted = [row_of[at] for at in range(len(tokens))]
     return Layout((*columns, wanted), _owned(segments), int(places_S.max()) + 1)
+
+
+def _lacking(rows: int, even: int) -> int:
+    """Rows by which those of an adapter are rounded up."""
+    return 0 if even == 1 else max(-rows % even, FEW - rows)
 
 
 def _by_adapter(numbers: Iterable[int], adapters: Sequence[int]) -> list[tuple[int, list[int]]]:

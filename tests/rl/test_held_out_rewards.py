@@ -100,51 +100,6 @@ def test_the_best_adapter_and_an_early_end_go_by_the_held_out_reward(
     assert result["patient"].step == worse
 
 
-POISONS = {
-    "broken": "evaluation at step 0: ", "slow": "took more than 0.2 seconds", "beyond": "a number up to 1e+30", "same": None,
-}  # fmt: skip
-OF_HELD_OUT = """
-def counted(prompts, completions, **columns):
-    return [float(text.count("o")) for text in completions]
-
-def poisoned(how):
-    def reward(prompts, completions, poison=None, **columns):
-        return (counted if poison is None else globals()[how])(prompts, completions, **columns)
-    return reward
-
-broken_held_out, slow_held_out, beyond_held_out, same_held_out = map(poisoned, ("broken", "slow", "beyond", "same"))
-"""
-"""Rewards that fail where a row has `poison`."""
-
-
-def test_rewards_that_fail_on_held_out_prompts_cost_neither_training_nor_a_neighbour_a_bit(
-    files: tuple[str, str],
-    held_out: str,
-    tiny_base: Callable[..., str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with Path(files[0]).open("a") as code:
-        code.write(OF_HELD_OUT)
-    rows = [json.loads(line) | {"poison": True} for line in Path(held_out).read_text().splitlines()]
-    Path(held_out).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {"max_steps": 1, "reward_timeout": 0.2}
-    healthy = judged("healthy", files, held_out, max_steps=1, seed=5)
-    train(tree(tiny_base("llama"), tmp_path / "alone", healthy, judged("same", files, None, **keys)))
-    poisoned = [judged(how, files, held_out, f"{how}_held_out", **keys) for how in POISONS]
-    capsys.readouterr()
-    assert train(tree(tiny_base("llama"), tmp_path / "out", healthy, *poisoned)).status == "done"
-    said = capsys.readouterr().out
-    for name in ("healthy", "same"):
-        assert distance(adapter(tmp_path / "out", name), adapter(tmp_path / "alone", name)) == 0
-    for how, wanted in POISONS.items():
-        assert distance(adapter(tmp_path / "out", how), adapter(tmp_path / "alone", "same")) == 0, how
-        lines = evals(tmp_path / "out", how)
-        assert [line["step"] for line in lines] == [0, 1]
-        assert all(line["eval_reward"] == (1.0 if how == "same" else None) for line in lines), how
-        assert wanted is None or any(f"job '{how}'" in line and wanted in line for line in said.splitlines()), how
-
-
 def test_a_share_of_the_prompts_is_held_out(
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -16,11 +16,11 @@ from test_training import adapter, distance, train
 
 REWARDS: dict[str, tuple[str, str | None]] = {
     "raises": ("raise RuntimeError('no')", "failed: RuntimeError: no"),
-    "exits": ("raise SystemExit(3)", "took more than 0.5 seconds"),
+    "exits": ("sys.exit(3)", "took more than 0.5 seconds"),
     "stops": ("next(iter([]))", "failed: StopIteration"),
     "needs_more": ("return missing", "failed: NameError"),
     "recurses": ("return recursing(prompts)", "failed: RecursionError"),
-    "runs_out": ("raise MemoryError('of a reward')", "failed: MemoryError: of a reward"),
+    "runs_out": ("raise MemoryError('of a reward')", "failed: of a reward"),
     "hangs": ("time.sleep(3600)", "took more than 0.5 seconds"),
     "nan": ("return [math.nan] * len(completions)", "gave nan for a completion"),
     "infinite": ("return [-math.inf] * len(completions)", "gave -inf for a completion"),
@@ -65,7 +65,7 @@ ENVIRONMENTS: dict[str, tuple[str, str | None]] = {
 HELD_OUT = ("raises", "hangs", "nan", "all_none", "fewer", "text", "equal", "vast", "exits")
 """Rewards that fail on held-out prompts alone."""
 HEAD = """
-import math, time
+import math, sys, time
 
 def letters(prompts, completions, **columns):
     return [float(text.count("o")) - 0.01 * len(text) for text in completions]
@@ -116,7 +116,9 @@ def base(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 
 
 def job(name: str, files: Path, seed: int = 3, **rollout: Any) -> dict[str, Any]:
-    keys = {"num_generations": 4, "max_new_tokens": 8, "reward_timeout": 0.5} | rollout
+    keys = {"num_generations": 4, "max_new_tokens": 8} | rollout
+    if name.endswith(("hangs", "exits")):
+        keys["reward_timeout"] = 0.5
     return {
         "name": name, "data": {"path": str(files / "prompts.jsonl")}, "seed": seed, "rollout": keys, "train": KEYS,
         "adapter": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
@@ -137,11 +139,12 @@ def jobs_of(kind: str, files: Path) -> list[dict[str, Any]]:
     return own
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", ["rewards", "environments", "evaluations"])
 def test_what_fails_is_told_and_costs_no_neighbour_a_bit(
     kind: str, files: Path, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """48 of them, each a job of one run. Of two prompts, or evaluations, one fails."""
+    """48 of them, each a job of one run. Of two prompts one fails; an evaluation that fails costs training no bit."""
     assert len(REWARDS) + len(ENVIRONMENTS) + len(HELD_OUT) == 48
     jobs = jobs_of(kind, files)
     train(tree(base, tmp_path / "alone", jobs[0]))
@@ -153,7 +156,9 @@ def test_what_fails_is_told_and_costs_no_neighbour_a_bit(
     for name in (one["name"] for one in jobs[1:]):
         own, wanted = [line for line in notes if f"job '{name}'" in line], table[name][1]
         assert result[name].status == ("failed" if (kind, name) == ("rewards", "vast") else "done"), name
-        assert any(wanted in line for line in own) if wanted else not any("teach nothing" in line for line in own), name
+        told = any(wanted in line for line in own) if wanted else not any("teach nothing" in line for line in own)
+        assert told, (name, own)
         if kind == "evaluations":
+            assert distance(adapter(tmp_path / "out", name), adapter(tmp_path / "out", jobs[1]["name"])) == 0, name
             rewards = [line["eval_reward"] for line in evals(tmp_path / "out", name)]
             assert len(rewards) == 2 and (wanted is None or rewards == [None, None]), name

@@ -24,33 +24,14 @@ from packlora.rl.courses import Turn
 from packlora.rl.drawing import Drawing
 
 REWARDS = """
-import math, time
-
 def brevity(prompts, completions, **columns):
     return [-float(len(text.split())) for text in completions]
-
-def same(prompts, completions, **columns):
-    return [1.0] * len(completions)
 
 def wanted(prompts, completions, word, **columns):
     return [float(text.split().count(one)) for text, one in zip(completions, word)]
 
 async def later(prompts, completions, **columns):
     return [float(text.count("o")) for text in completions]
-
-def broken(prompts, completions, **columns):
-    if "the" in prompts[0]:
-        raise RuntimeError("no")
-    return [float("nan")] * len(completions)
-
-def huge(prompts, completions, **columns):
-    return [1e30 * (-1) ** n for n in range(len(completions))]
-
-def beyond(prompts, completions, **columns):
-    return [1e31] * len(completions)
-
-def slow(prompts, completions, **columns):
-    time.sleep(3600)
 """
 
 
@@ -130,32 +111,6 @@ def test_two_jobs_give_together_and_alone_and_interrupted_the_same_bits(
     best = max(drawn, key=lambda one: one["reward"])["text"]
     page = whole_page(tmp_path / "together")
     assert "Completions</h2>" in page and f"<span class='said'>{escape(best)}</span>" in page
-
-
-POISONS: list[tuple[dict[str, Any], str, str]] = [
-    ({"reward": "broken"}, "done", "failed: RuntimeError: no; its completions teach nothing"),
-    ({"reward": "same"}, "done", "exactly 0 in 2 steps"),
-    ({"reward": "slow", "reward_timeout": 0.2, "max_steps": 1}, "done", "took more than 0.2 seconds"),
-    ({"reward": "huge", "scale_rewards": "none"}, "failed", "after step 0: gradient norm inf"),
-    ({"reward": "beyond"}, "done", "a reward is a number up to 1e+30, or None"),
-]
-
-
-def test_a_job_whose_rewards_fail_or_that_diverges_costs_its_neighbour_no_bit(
-    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    healthy = job("brief", files, max_steps=2)
-    train(tree(tiny_base("llama"), tmp_path / "alone", healthy))
-    for number, (keys, status, said) in enumerate(POISONS):
-        out = tmp_path / str(number)
-        capsys.readouterr()
-        result = train(
-            tree(tiny_base("llama"), out, healthy, job("poison", files, **{"max_steps": 2, "seed": 3} | keys))
-        )
-        told = capsys.readouterr()
-        assert result["brief"].status == "done" and result["poison"].status == status, keys
-        assert said in told.out + told.err, keys
-        assert distance(adapter(out, "brief"), adapter(tmp_path / "alone", "brief")) == 0, keys
 
 
 def test_a_sampler_that_is_not_the_model_ends_the_job(

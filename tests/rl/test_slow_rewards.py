@@ -14,7 +14,7 @@ from test_training import adapter, distance
 import packlora
 from packlora.events import Event, JobDone, Note, Stepped, Stop
 
-LONG = 30.0
+LONG = 120.0
 """Seconds after which a slow function is given up; a run that waits for it fails its test by then."""
 ROWS = [{"prompt": " ".join(WORDS[n : n + 3]), "word": WORDS[n % 4]} for n in range(6)]
 HELD_OUT = [{"prompt": " ".join(WORDS[n : n + 2]), "word": WORDS[n], "is_held_out": True} for n in (5, 6)]
