@@ -21,8 +21,8 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the model cannot be divided as the run file asks."""
     parallel = prepared.run.parallel
     asked = [f"parallel.{key}" for key in parallel.ways if key != "pipeline"]
-    own = None if prepared.form is None else prepared.form.key
-    for key in asked + [own] * (own is not None):
+    own = "" if prepared.form is None else prepared.form.key
+    for key in asked + [own] * bool(own):
         for job in prepared.jobs:
             if key == own:
                 refuse(job, key, copied_alone(job.spec, skeleton), takes_more=True)
