@@ -54,6 +54,8 @@ from packlora.tune.timing import Contender, Timings, Work, paired
 OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE = "packlora", "sequential", "set_adapter", "train", "with_idle", "engine"
 RANK, WORDS, WARM = 16, 1000, 2
 """Rank of every adapter; words of the tokenizer; steps of a run that are not counted."""
+RECORDING = 10
+"""Runs of tenants at once on a GPU before any is timed: microbatches of each size run without CUDA graphs first."""
 SHAPE = "Qwen3-0.6B"
 SMALL = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -183,6 +185,8 @@ def measure_tenants(one: Case, names: list[str], setup: Setup) -> Row:
         OWN: all_at_once(tenants, requests, one.steps),
         SEQUENTIAL: one_by_one(tenants, requests, one.steps),
     }
+    for _ in range(RECORDING if setup.device.type == "cuda" else 0):
+        works[OWN]()
     if PEFT in names and one.label.endswith("250"):
         works[PEFT] = SetAdapter(setup, data).work(one.steps)
     row, _ = _timed(works, names, one)
@@ -410,7 +414,8 @@ SERVE = Benchmark(
     "output, AdamW. A tenant sends forward_backward and optim_step of a step, and those of the next one before it waits for "
     "the results. Contenders run in turn in one loop, the order drawn anew in each round; ratios are medians over rounds of "
     "the ratio within a round. tenants 64 / 250: tenants, samples a step and tokens a sample as the rows say; packlora: all "
-    "tenants at once; sequential: the same service, one tenant after the other; set_adapter (of 250): one PEFT model with as "
+    "tenants at once, after ten runs on a GPU in which sizes are recorded; sequential: the same service, one tenant after the "
+    "other; set_adapter (of 250): one PEFT model with as "
     "many adapters, set_adapter for each tenant, bfloat16 on a GPU and float32 on a CPU, fused AdamW, liger-kernel where it is "
     "installed, a step's samples in one batch. one tenant: seconds per token of a tenant whose rows fill microbatches over "
     "those of `packlora train` by its command, each the median time between ends of steps, the first two left out; a run of "

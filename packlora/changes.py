@@ -169,8 +169,7 @@ class Changes:
         return []
 
     def held_out(self, jobs: Sequence[Any], forwards: Any) -> Mapping[str, Sequence[Any]]:
-        """Held-out samples of jobs that are to be evaluated, by name. A job that is left out waits for what it generates, and
-        takes no step before that. forwards: run samples (runtime/forwards.py)."""
+        """Held-out samples of jobs, by name; one that is left out waits for what it generates, and takes no step meanwhile."""
         return {job.name: job.eval_samples for job in jobs}
 
     def judged(self, ends: Mapping[str, Any]) -> Mapping[str, Any]:

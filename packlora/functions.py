@@ -15,6 +15,9 @@ from typing import Any
 from packlora.errors import InputError, reason_of
 from packlora.given import MEMORY, given
 
+RAISED = (Exception, SystemExit)
+"""Whatever code of a user raises: also `sys.exit` costs what was asked of it, and not the run."""
+
 
 def load_function(spec: str, key: str) -> tuple[str, Any]:
     """File, and the function in it, which runs the file once; or a function that a Python program has handed over, with its
@@ -38,7 +41,7 @@ def load_function(spec: str, key: str) -> tuple[str, Any]:
         assert found is not None and found.loader is not None
         module = importlib.util.module_from_spec(found)
         found.loader.exec_module(module)
-    except Exception as error:  # any code of a user
+    except RAISED as error:
         raise InputError(f"{key} {spec}: {place_of(error, path)} failed: {reason_of(error)}") from None
     function = getattr(module, name, None)
     if not callable(function):

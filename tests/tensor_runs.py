@@ -12,9 +12,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from conftest import FAMILIES, TINY, tiny_model
+from graph_runs import Pretended, attention_by_starts
 from packed import PackedSample, parts
 from steps import take_steps
 
@@ -27,12 +29,16 @@ from packlora.config import AdapterConfig, JobConfig
 from packlora.config.peft import peft_config
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.engine.graphs import GraphedDevice
 from packlora.engine.parts import Part
 from packlora.engine.passes import SingleDevice, run_microbatch
+from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.recompute import add_recompute
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.collectives import GATHER, SCATTER, all_of
+from packlora.parallel.cut import Slices
 from packlora.parallel.tensor import shard
+from packlora.runtime.cuda_graphs import buffers_of, columns_of
 from packlora.runtime.job import Job
 from packlora.seeding import stable_hash
 
@@ -72,6 +78,8 @@ class Case:
     """Of a model whose experts the whole group shares: processes that hold each of the other layers together, if any."""
     saving: bool = False
     """As on a GPU: layers' inputs are recomputed where that is cheap; and DoRA layers keep their outputs where they can."""
+    recorded: bool = False
+    """Over the group by the executor with graphs, which are pretended."""
 
     def __str__(self) -> str:
         return f"{self.family} {dict(self.model)} {[dict(adapter) for adapter in self.adapters]} {self.checkpointing}"
@@ -203,6 +211,13 @@ def counted() -> Iterator[list[str]]:
 def learn(case: Case, group: Any = None) -> Learnt:
     """Train it: over the group, or alone."""
     model = model_of(case, group)
+    with pytest.MonkeyPatch.context() as patched:
+        if case.recorded:
+            attention_by_starts(patched)
+        return learn_on(model, case, group)
+
+
+def learn_on(model: Any, case: Case, group: Any) -> Learnt:
     attached, adapters = on(model, case)
     moved(adapters)
     if case.saving:
@@ -231,8 +246,12 @@ def learn(case: Case, group: Any = None) -> Learnt:
         job.state.norm_of = recorded
     multiple = dist.get_world_size(group) if case.sequence and group is not None else 1
     fused = case.family not in ("gemma2", "cohere")  # which cap and scale logits
-    base = Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=fused)
-    executor = SingleDevice(base, attached, multiple)
+    storage = InMemory() if group is None else Slices()
+    base = Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=fused, storage=storage)
+    executor: Any = SingleDevice(base, attached, multiple)
+    if case.recorded and group is not None:
+        buffers = buffers_of([job.state for job in jobs])
+        executor = GraphedDevice(executor, buffers, True, 64, recorder=Pretended, columns=columns_of(jobs))
     losses, norms = {}, {}
     plain = {name: getattr(dist, name) for name in COLLECTIVES}
     for step in range(case.steps):
@@ -248,6 +267,8 @@ def learn(case: Case, group: Any = None) -> Learnt:
                 norms[f"{step} {job.name}"] = torch.tensor(told.norm, dtype=torch.float64)
     evaluated = executor.evaluate(samples_of(case.steps, 0, jobs)).sums
     losses["evaluated"] = torch.stack([evaluated[owner] for owner in sorted(evaluated)])
+    if case.recorded and group is not None:
+        assert executor.why_not is None and any(body.recorded for body in executor._bodies.values()), executor.why_not
     parameters = {f"{job.name} {name}": value for job in jobs for name, value in whole(job.adapter).items()}
     assert all(not job.state.untrained for job in jobs)
     if group is not None:

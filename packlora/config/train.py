@@ -263,10 +263,9 @@ class TrainConfig(Strict):
             raise ValueError(f"label_smoothing is {self.label_smoothing}; robust takes less than 0.5")
         if "discopop" not in types and self.discopop_tau is not None:
             raise ValueError("discopop_tau goes with loss_type discopop")
-        metric, of_rewards = self.metric_for_best_model, self.metric_for_best_model == "eval_reward"
-        if metric != "eval_loss" and self.trainer not in (("grpo",) if of_rewards else ("dpo", "orpo")):
-            kind = "rewards, for trainer grpo" if of_rewards else "pairs, for trainer dpo and orpo"
-            raise ValueError(f"metric_for_best_model {metric} is of {kind}")
+        kind = "rewards, for grpo" if self.metric_for_best_model == "eval_reward" else "pairs, for dpo and orpo"
+        if self.metric_for_best_model != "eval_loss" and self.trainer not in kind.split():
+            raise ValueError(f"metric_for_best_model {self.metric_for_best_model} is of {kind}")
         return self
 
     @field_validator("lr_scheduler_kwargs")

@@ -43,7 +43,6 @@ class Reader:
         self._known.clear()
 
     def held_out(self, job: JobConfig) -> list[Rows]:
-        """Held-out rows of each of a job's sources; none of prompts without answers."""
         return [] if job.rollout is not None else [self._rows(source, job) for source in job.data.eval_sources]
 
     def _rows(self, source: DataSource, job: JobConfig) -> Rows:

@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from packlora.engine.sampling import Likeliest, PromptScores, SampleRequest
 
 ROWS = 64
 """Rows whose probabilities are in memory at once."""
+BLOCK = 512
+"""Tokens whose probabilities are added up together on a GPU."""
 
 
 class Drawn(NamedTuple):
@@ -36,36 +39,43 @@ def draw(logits_RV: torch.Tensor, requests: Sequence[SampleRequest], uniforms: S
         requests: that each row is of.
         uniforms: of each row's own generator, from [0, 1).
     """
-    parts = [
-        _draw(logits_RV[at : at + ROWS], requests[at : at + ROWS], uniforms[at : at + ROWS])
-        for at in range(0, len(requests), ROWS)
-    ]
-    ids, logprobs, top = zip(*parts, strict=True)
-    return Drawn(np.concatenate(ids), np.concatenate(logprobs), [one for part in top for one in part])
+    asked = np.array([[request.temperature or 1.0 for request in requests], uniforms])
+    heat_R, u_R = torch.from_numpy(asked).to(logits_RV.device)
+    parts = list[torch.Tensor]()
+    tops = list[Likeliest | None]()
+    for at in range(0, len(requests), ROWS):
+        here, own = slice(at, at + ROWS), requests[at : at + ROWS]
+        logp = logprobs_of(logits_RV[here], heat_R[here])
+        parts.append(_drawn(logp, own, u_R[here]))
+        tops += _tops(logp, own)
+    ids, logprobs = torch.cat(parts, 1).cpu().numpy()
+    return Drawn(ids.astype(np.int64), logprobs, tops)
 
 
-def _draw(logits: torch.Tensor, requests: Sequence[SampleRequest], uniforms: Sequence[float]) -> Drawn:
-    heat = torch.tensor([request.temperature or 1.0 for request in requests], dtype=torch.float64)
-    u_R = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
-    logp = logprobs_of(logits, heat.to(logits.device))
-    ids_R = logp.argmax(-1)
-    if drawn := [row for row, request in enumerate(requests) if request.temperature > 0]:
-        rows = torch.tensor(drawn, device=logits.device)
-        own = [requests[row] for row in drawn]
-        ids_R[rows] = _inverse(_filtered(logp[rows], own), u_R[rows])
-    logprobs = logp.gather(-1, ids_R[:, None])[:, 0]
-    finite = logp.amax(-1).isfinite()  # a row with a NaN is NaN all over; infinite logits give NaN
-    logprobs = torch.where(finite, logprobs.double(), float("nan"))
-    ids, values = torch.stack([ids_R.double(), logprobs]).cpu().numpy()
+def _drawn(logp_RV: torch.Tensor, requests: Sequence[SampleRequest], u_R: torch.Tensor) -> torch.Tensor:
+    """Tokens and their log-probabilities, float64 [2, R]."""
+    ids_R = logp_RV.argmax(-1)
+    drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
+    if len(drawn) == len(requests):
+        ids_R = _inverse(_filtered(logp_RV, requests), u_R)
+    elif drawn:
+        rows = torch.tensor(drawn, device=logp_RV.device)
+        ids_R[rows] = _inverse(_filtered(logp_RV[rows], [requests[row] for row in drawn]), u_R[rows])
+    logprobs = logp_RV.gather(-1, ids_R[:, None])[:, 0]
+    finite = logp_RV.amax(-1).isfinite()  # a row with a NaN is NaN all over; infinite logits give NaN
+    return torch.stack([ids_R.double(), torch.where(finite, logprobs.double(), float("nan"))])
+
+
+def _tops(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Likeliest | None]:
+    """The likeliest tokens of rows for which they are requested."""
     most = max(request.top_sampled for request in requests)
-    top = likeliest(logp, most) if most else None
-    each = [
-        Likeliest(top.ids[row : row + 1, :k], top.logprobs[row : row + 1, :k])
-        if top and (k := one.top_sampled)
-        else None
+    if not most:
+        return [None] * len(requests)
+    top = likeliest(logp_RV, most)
+    return [
+        Likeliest(top.ids[row : row + 1, :k], top.logprobs[row : row + 1, :k]) if (k := one.top_sampled) else None
         for row, one in enumerate(requests)
     ]
-    return Drawn(ids.astype(np.int64), values, each)
 
 
 def logprobs_of(logits_RV: torch.Tensor, temperatures_R: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,10 +90,11 @@ def logprobs_of(logits_RV: torch.Tensor, temperatures_R: torch.Tensor | None = N
 def _filtered(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
     """The log-probabilities with -inf for tokens that top_k or top_p leave out."""
     V = logp_RV.shape[1]
-    for row, request in enumerate(requests):
+    limited = [row for row, request in enumerate(requests) if 0 < request.top_k < V or request.top_p < 1]
+    logp_RV = logp_RV.clone() if limited else logp_RV
+    for row in limited:
+        request = requests[row]
         whole = not 0 < request.top_k < V
-        if whole and request.top_p >= 1:
-            continue
         best, order = logp_RV[row].topk(V if whole else request.top_k)
         probs = torch.softmax(best.double(), -1)
         kept = probs.cumsum(-1) - probs < request.top_p
@@ -94,9 +105,29 @@ def _filtered(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> torch
 
 def _inverse(logp_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
     """The tokens at which the distribution functions pass u times their totals."""
+    if logp_RV.is_cuda:
+        return inverse_in_blocks(logp_RV, u_R)
     sums_RV = logp_RV.exp().cumsum(-1, dtype=torch.float64)
     found = torch.searchsorted(sums_RV, (u_R * sums_RV[:, -1])[:, None], right=True)[:, 0]
     return found.clamp_(max=logp_RV.shape[1] - 1)
+
+
+def inverse_in_blocks(logp_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
+    """The same by sums of blocks first: a running sum over a whole vocabulary goes through it one thread block a row."""
+    p_RNB = F.pad(logp_RV.exp(), (0, -logp_RV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums_RN = p_RNB.sum(-1, dtype=torch.float64).cumsum(-1)
+    wanted_R = u_R * sums_RN[:, -1]
+    block_R = _passed(sums_RN, wanted_R)
+    own_RB = p_RNB[torch.arange(len(u_R), device=u_R.device), block_R].cumsum(-1, dtype=torch.float64)
+    before_R = F.pad(sums_RN, (1, 0)).gather(-1, block_R[:, None])[:, 0]
+    return block_R * BLOCK + _passed(own_RB, wanted_R - before_R)
+
+
+def _passed(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The first place of each row of rising sums that is above what is wanted; where rounding leaves none, the first that has
+    the last sum, so that nothing of probability 0 is found."""
+    above = torch.searchsorted(sums, wanted[:, None], right=True)
+    return torch.minimum(above, torch.searchsorted(sums, sums[:, -1:].contiguous()))[:, 0]
 
 
 def likeliest(logp_RV: torch.Tensor, k: int) -> Likeliest:

@@ -10,6 +10,9 @@ The first microbatches of a shape run the same functions on the same buffers wit
 bits whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once. So do microbatches with
 tokens of an adapter that the graphs do not know.
 
+Where each of several processes has a slice of every layer, their messages are recorded too. All of them record and replay at
+the same microbatches, since whatever decides that is the same for all but memory: where that runs out, the run ends.
+
 Shapes: T tokens, D hidden size.
 """
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,6 +34,7 @@ from packlora.engine.parts import Parts, rows_of
 from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, one_error_for_memory
 from packlora.engine.recorded import STEPS, Body, Buffers, Gradients, Recorder, Room, Shape
 from packlora.engine.rows import NO_ADAPTER
+from packlora.errors import ProcessError
 
 MOST = 32
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
@@ -79,6 +83,8 @@ class GraphedDevice:
         columns: Mapping[str, torch.dtype] | None = None, routes: bool = False, patience: int = 1, steps: int = STEPS,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
+        self._alone = single.base.storage.is_whole
+        """No other process takes part in a forward."""
         self.why_not: str | None = None
         self._unfit: str | None = None
         """Why these adapters cannot have graphs."""
@@ -107,7 +113,7 @@ class GraphedDevice:
         """
         if self._takes(parts):
             self._ready = None  # what it has loaded is written over, also where this fails
-            with suppress(Exception):
+            with suppress(Exception) if self._alone else nullcontext():
                 self._ready = self._load(parts)
                 if self._ready.body.recorded:
                     self._ready = self._ready._replace(waiting=self._launch(self._ready))
@@ -132,7 +138,11 @@ class GraphedDevice:
         try:
             with one_error_for_memory():
                 return compute()
+        except ProcessError:
+            raise
         except torch.OutOfMemoryError:
+            if not self._alone:
+                raise
             self._out_of_memory += 1
             if self._out_of_memory >= TRIES:
                 self.why_not = "they and microbatches without them do not fit into memory together"
@@ -183,7 +193,7 @@ class GraphedDevice:
         try:
             return self.single.evaluate(parts)
         except torch.OutOfMemoryError:
-            if not self._bodies:
+            if not self._bodies or not self._alone:
                 raise
         self._drop()  # when nothing refers to the error any more, nor to what it held in memory
         return self.single.evaluate(parts)
@@ -196,6 +206,10 @@ class GraphedDevice:
         if self.why_not is None:
             self.why_not = SHORT
             self.tell(f"{NO_GRAPHS}: {SHORT}")
+        self._drop()
+
+    def release(self) -> None:
+        """See Executor. A process group does not end while graphs hold its messages."""
         self._drop()
 
     def plans(self) -> list[dict[str, Any]]:

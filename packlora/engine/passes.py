@@ -68,6 +68,9 @@ class Executor(Protocol):
     def checkpointed(self) -> None:
         """The layers of the model are computed again in the backward from now on. Between two microbatches."""
 
+    def release(self) -> None:
+        """Nothing is run any more: free what is kept from microbatch to microbatch."""
+
     def plans(self) -> list[dict[str, Any]]:
         """How layers were computed, for run.json."""
 
@@ -199,6 +202,9 @@ class SingleDevice:
         self.base.storage.idle(self.attached, backward)
 
     def checkpointed(self) -> None:
+        """Nothing."""
+
+    def release(self) -> None:
         """Nothing."""
 
     def plans(self) -> list[dict[str, Any]]:

@@ -68,8 +68,7 @@ def copied(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """x, whose gradient becomes the sum over the group. How x is recomputed goes with it."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    out: torch.Tensor = _Copied.apply(x, group)
-    recompute = recompute_of(x)
+    out, recompute = _copied(x, group), recompute_of(x)
     return out if recompute is None else recomputable(out, recompute.function, *recompute.operands)
 
 
@@ -95,18 +94,6 @@ def _all_to_all(x: torch.Tensor, sent: Sequence[int], got: Sequence[int], group:
     return out
 
 
-def gathered(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[..., n] of all processes as [..., n times processes]."""
-    out: torch.Tensor = _Gathered.apply(y, group)
-    return out
-
-
-def split(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This process's part [..., n] of [..., n times processes]."""
-    out: torch.Tensor = _Split.apply(x, group)
-    return out
-
-
 def _joined(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.cat(all_of(part.contiguous(), group), -1)
 
@@ -115,18 +102,10 @@ def _own(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return whole.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
 
 
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d = d.contiguous()  # in place: the layers that read x have made it for nobody else
-        add_up(d, ctx.group)
-        return d, None
+def _sum(d: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    d = d.contiguous()  # in place: the layers that read x have made it for nobody else
+    add_up(d, group)
+    return d
 
 
 class _Summed(torch.autograd.Function):
@@ -156,8 +135,8 @@ class _Exchanged(torch.autograd.Function):
         return _all_to_all(d, ctx.got, ctx.sent, ctx.group), None, None, None
 
 
-def function_of(name: str, forward: Through, backward: Through) -> Any:
-    """An autograd function of a tensor and a group that both directions are given."""
+def function_of(name: str, forward: Through, backward: Through) -> Through:
+    """Function of a tensor and a group. backward: gives the gradient from that of the output, and the group."""
 
     def run(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -167,8 +146,17 @@ def function_of(name: str, forward: Through, backward: Through) -> Any:
         return backward(d, ctx.group), None
 
     methods = {"forward": staticmethod(run), "backward": staticmethod(first_order(back))}
-    return type(name, (torch.autograd.Function,), methods)
+    kind: Any = type(name, (torch.autograd.Function,), methods)
+
+    def apply(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        out: torch.Tensor = kind.apply(x, group)
+        return out
+
+    return apply
 
 
-_Gathered = function_of("Gathered", _joined, _own)
-_Split = function_of("Split", _own, _joined)
+_copied = function_of("Copied", lambda x, group: x.view_as(x), _sum)
+gathered = function_of("Gathered", _joined, _own)
+"""[..., n] of all processes as [..., n times processes]."""
+split = function_of("Split", _own, _joined)
+"""This process's part [..., n] of [..., n times processes]."""

@@ -60,7 +60,7 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
 
     model = empty()
     untie(model, mesh, files, keys)
-    storage: Storage = Slices()
+    storage: Storage = Slices(can_record=run.parallel.expert == 1)
     layers = replica.layers or replica.model
     notes = cut_model(run.parallel, model, layers, replica.model)
     if replica.shards is None:

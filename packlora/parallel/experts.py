@@ -37,9 +37,15 @@ APART = re.compile(r"\bexperts\.\d+\.")
 
 
 class Slices(InMemory):
-    """The Storage of a model of which the process holds a slice of every layer, or some of the experts."""
+    """The Storage of a model of which the process holds a slice of every layer, or some of the experts.
+
+    NCCL's messages of slices are recorded like launches; experts' are decided on by the host.
+    """
 
     is_whole = False
+
+    def __init__(self, can_record: bool = False) -> None:
+        self.can_record = can_record
 
 
 class ExchangedExperts(Slices):
@@ -47,6 +53,7 @@ class ExchangedExperts(Slices):
     order, or they wait for ever: every backward goes through all layers, and who has no microbatch runs tokens of nobody."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
         self.model = model
         model.get_input_embeddings().register_forward_hook(with_gradient)
 

@@ -55,6 +55,9 @@ def join(seconds: float, timeout: float) -> bool:
         store.set_timeout(limit)
         # NCCL wherever there are GPUs, also for a process that gets none: groups of processes have one backend
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        os.environ.setdefault(
+            "NCCL_GRAPH_REGISTER", "0"
+        )  # memory of graphs that are dropped would stay known to the others
         group = PrefixStore(f"attempt-{attempt}", store)  # addresses are not those of the attempt before
         dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=limit)
     except (KeyError, ValueError) as error:

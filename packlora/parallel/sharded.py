@@ -130,7 +130,7 @@ class Shards:
         InputError: a parameter cannot be shared, or the model has no weights beside its layers to tell its device by.
     """
 
-    is_whole = False
+    is_whole, can_record = False, False
 
     def __init__(
         self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str],

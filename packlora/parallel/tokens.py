@@ -21,8 +21,7 @@ from packlora.parallel.collectives import GATHER, SCATTER, Through, answered, fu
 
 def all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[1, t, K] of all processes as [1, T, K]. Who needs it in a backward may have it joined again, and keeps t tokens."""
-    out: torch.Tensor = _AllTokens.apply(x, group)
-    recompute = recompute_of(x)
+    out, recompute = _all_tokens(x, group), recompute_of(x)
     function, operands = (None, (x,)) if recompute is None else (recompute.function, recompute.operands)
     again = JoinedAgain(function, operands, group)
     return recomputable(out, again, *operands, wanted=again.want)
@@ -73,18 +72,6 @@ def summed_tokens(y: torch.Tensor, group: dist.ProcessGroup, ahead: JoinedAgain 
     return out
 
 
-def own_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This process's [1, t, K] of [1, T, K]."""
-    out: torch.Tensor = _OwnTokens.apply(x, group)
-    return out
-
-
-def joined_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[1, t, K] of all processes as [1, T, K], for what every process computes alike."""
-    out: torch.Tensor = _JoinedTokens.apply(x, group)
-    return out
-
-
 def _join_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _begin_to_join(x, group, waits=True)[0]
 
@@ -125,6 +112,8 @@ class _SummedTokens(torch.autograd.Function):
         return whole, None, None
 
 
-_AllTokens = function_of("AllTokens", _join_tokens, _sum_tokens)
-_OwnTokens = function_of("OwnTokens", _take_tokens, _join_tokens)
-_JoinedTokens = function_of("JoinedTokens", _join_tokens, _take_tokens)
+_all_tokens = function_of("AllTokens", _join_tokens, _sum_tokens)
+own_tokens = function_of("OwnTokens", _take_tokens, _join_tokens)
+"""This process's [1, t, K] of [1, T, K]."""
+joined_tokens = function_of("JoinedTokens", _join_tokens, _take_tokens)
+"""[1, t, K] of all processes as [1, T, K], for what every process computes alike."""

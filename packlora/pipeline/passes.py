@@ -270,5 +270,8 @@ class StageDevice:
     def checkpointed(self) -> None:
         """Nothing."""
 
+    def release(self) -> None:
+        """Nothing."""
+
     def plans(self) -> list[dict[str, Any]]:
         return [line for chooser in self.attached.choosers for line in chooser.record()]

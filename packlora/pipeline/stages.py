@@ -6,7 +6,7 @@ own forward: what is computed beside the layers, positions and masks, is compute
 stage, the output layer on the last one, also where they are tied. What else there is (norms) is on all, and trained on the
 first or the last one, whichever its place is beside.
 
-A stage may be cut over several processes (tensor.py), or its experts shared out to them (experts.py). Hidden states pass whole
+A stage may be cut over several processes (tensor.py), or its experts shared out (parallel/experts.py). Hidden states pass whole
 between stages, from each process to the one in its own place.
 
 Only models are cut whose layers hand hidden states [1, T, D] from one to the next. The proof of packing runs through all
@@ -53,7 +53,7 @@ class Stage(InMemory):
         width, dtype: of the hidden states.
     """
 
-    is_whole = False
+    is_whole, can_record = False, False
 
     def __init__(self, links: Links, layers: range, width: int, dtype: torch.dtype) -> None:
         self.links, self.layers, self.width, self.dtype = links, layers, width, dtype

@@ -18,7 +18,8 @@ from packlora.data.template import templated
 from packlora.engine.generate import sampler_for
 from packlora.engine.passes import SingleDevice
 from packlora.engine.sampling import SampleRequest
-from packlora.errors import InputError
+from packlora.errors import InputError, reason_of
+from packlora.functions import RAISED
 from packlora.rl.conversation import Conversation, between, with_said
 from packlora.rl.courses import Steps, Turn
 from packlora.rl.data import RolloutData, RolloutSamples
@@ -340,5 +341,7 @@ def _caught(action: Callable[[], Any]) -> Callable[[], Any]:
             return [action()]
         except LostError as error:
             return error
+        except RAISED as error:  # of what a user's code has given: values that tell nothing of themselves
+            return LostError(reason_of(error))
 
     return run

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from packlora.errors import InputError, quoted, reason_of
-from packlora.functions import load_function, place_of
+from packlora.functions import RAISED, load_function, place_of
 from packlora.rl.awaiting import awaited
 from packlora.rl.config import RolloutConfig
 from packlora.rl.rewards import numbers_of
@@ -99,7 +99,7 @@ class Environments:
         self._file, self._make = load_function(spec, "rollout.environment_factory")
         try:
             found = self._make()
-        except Exception as error:  # any code of a user
+        except RAISED as error:
             raise InputError(
                 f"rollout.environment_factory {spec}: {place_of(error, self._file)} failed: {reason_of(error)}"
             ) from None
@@ -126,7 +126,7 @@ class Environments:
         try:
             environment = self._make()
             said = awaited(environment.reset(**_named(environment.reset, {"seed": seed, **copy.deepcopy(row)})))
-        except Exception as error:  # any code of a user
+        except RAISED as error:
             raise self._lost(error) from None
         return environment, _said(said, "reset")
 
@@ -140,7 +140,7 @@ class Environments:
             return Answer()
         try:
             found = awaited(environment.step(text))
-        except Exception as error:  # any code of a user
+        except RAISED as error:
             raise self._lost(error) from None
         if not isinstance(found, tuple | list) or len(found) != 3:
             raise LostError(
@@ -155,11 +155,11 @@ class Environments:
             return earned
         try:
             found = awaited(environment.get_reward())
-        except Exception as error:  # any code of a user
+        except RAISED as error:
             raise self._lost(error) from None
         return earned + _number(found, "get_reward")
 
-    def _lost(self, error: Exception) -> LostError:
+    def _lost(self, error: BaseException) -> LostError:
         return LostError(f"{place_of(error, self._file)} failed: {reason_of(error)}")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from packlora.errors import InputError, reason_of
-from packlora.functions import load_function, place_of
+from packlora.functions import RAISED, load_function, place_of
 from packlora.rl.awaiting import awaited
 from packlora.rl.config import RolloutConfig
 from packlora.rl.workers import Future, Worker
@@ -107,7 +107,7 @@ class Rewards:
         for number, (file, ask) in enumerate(self._asked):
             try:
                 answer = ask(list(group.prompts), list(group.completions), columns)
-            except Exception as error:  # any code of a user
+            except RAISED as error:
                 return self._lost(group, f"{place_of(error, file)} failed: {reason_of(error)}")
             numbers = numbers_of(answer, count)
             if isinstance(numbers, str):

@@ -16,6 +16,7 @@ from transformers.utils import get_json_schema
 
 from packlora.data.template import Template
 from packlora.errors import InputError, reason_of
+from packlora.functions import RAISED
 from packlora.rl.awaiting import awaited
 
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -68,12 +69,12 @@ def run_calls(calls: Sequence[Call], tools: Mapping[str, Callable[..., Any]]) ->
                 raise ValueError(call.name)
             if call.name not in tools:
                 raise ValueError(f"Tool {call.name} not found.")
-            result = awaited(tools[call.name](**call.arguments))
-        except Exception as error:  # any code of a user, with arguments of a model
+            content = str(awaited(tools[call.name](**call.arguments)))
+        except RAISED as error:
             failures += 1
-            result = {"error": str(error)}
+            content = str({"error": str(error)})
         name = "unknown" if call.arguments is None else call.name
-        messages.append({"role": "tool", "name": name, "content": str(result)})
+        messages.append({"role": "tool", "name": name, "content": content})
     return messages, failures
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,12 +67,23 @@ class HeldOut:
         return {f"eval_{key}": value if math.isfinite(value) else None for key, value in told.items()}
 
 
+HeldOutOf = Callable[[Sequence[Job], Forwards], Mapping[str, Sequence[Sample]]]
+"""Gives the held-out samples of jobs, by name; see Changes.held_out."""
+OF_FILES: HeldOutOf = Changes().held_out
+"""Gives those that are read and not generated."""
+
+
 class Evaluator:
     """Evaluations of a run: before a job's first step, unless it does without, every so many, and after its last; once each.
-    changes: know held-out samples."""
 
-    def __init__(self, forwards: Forwards, jobs: Sequence[Job], every: int, changes: Changes | None = None) -> None:
-        self.forwards, self.every, self._changes = forwards, every, changes or Changes()
+    Args:
+        every: steps between two evaluations; 0: none between the first and the last.
+    """
+
+    def __init__(
+        self, forwards: Forwards, jobs: Sequence[Job], every: int, held_out: HeldOutOf = OF_FILES
+    ) -> None:  # fmt: skip
+        self.forwards, self.every, self._held_out = forwards, every, held_out
         self._known: dict[str | None, tuple[dict[int, np.ndarray], list[Sample]]] = {}
         """Known values by the adapter of the reference, see JobForwards."""
         self.losses: dict[tuple[str, int], float | None] = {
@@ -105,8 +116,7 @@ class Evaluator:
         return JobForwards(self.forwards, job, *self._known.setdefault(job.config.reference_adapter, ({}, [])))
 
     def evaluate(self, jobs: Sequence[Job]) -> dict[str, HeldOut]:
-        """Held-out losses of those jobs that are due, by name: of all whose samples are there, or of none where a stop was
-        asked for meanwhile.
+        """Held-out losses of the jobs that are due and whose samples are there, by name; none where a stop was asked for.
 
         Objectives learn first what they need of all samples. Each loss is computed without dropout in microbatches of its own:
         which others are due at the same time changes no bit of it. After its last step a job without held-out samples is tried
@@ -117,9 +127,8 @@ class Evaluator:
         """
         if not all(job.learning.learn(self._of(job)) for job in jobs if job.status == "running"):
             return {}
-        due = [job for job in jobs if self.is_due(job)]
-        held_out = self._changes.held_out(due, self.forwards)
-        due = [job for job in due if job.name in held_out]
+        held_out = self._held_out([job for job in jobs if self.is_due(job)], self.forwards)
+        due = [job for job in jobs if job.name in held_out]
         samples = {job.name: held_out[job.name] or job.data.last_batch() for job in due}
         wanted = [job.name for job in due if job.learning.objective.weights != "before"]
         found = self.forwards.over(samples, {job.name: job.adapter.number for job in due}, wanted) if samples else None

@@ -54,14 +54,10 @@ def decoded(text: str | bytes) -> Event:
     return event
 
 
-def result_of(result: Result | None) -> Any:
-    """A result as plain values."""
-    return None if result is None else RESULT.dump_python(result, mode="json")
-
-
-def result_from(tree: Any) -> Result:
-    """Result that `result_of` was given."""
-    found: Result = RESULT.validate_python(tree)
+def of_first(mesh: Mesh, result: Result | None) -> Result:
+    """The result that the first process gives, on every process."""
+    tree = None if result is None else RESULT.dump_python(result, mode="json")
+    found: Result = RESULT.validate_python(mesh.gather(tree)[0])
     return found
 
 

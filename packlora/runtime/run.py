@@ -93,6 +93,7 @@ def train_read(
         with contextlib.ExitStack() as held:
             mesh.together(lambda: held.enter_context(_output_folder(Path(asked.output_dir))) if mesh.is_first else None)
             held.enter_context(deterministic())
+            held.callback(session.release)
             return session.train(subscribers)
 
 

@@ -78,6 +78,7 @@ class Session:
         self, run: Run, mesh: OneProcess, resume: bool, max_steps: int | None, resume_from: list[str], reader: Reader
     ) -> None:
         self.run, self.mesh, self.resume, self.max_steps, self.resume_from = run, mesh, resume, max_steps, resume_from
+        self.executor: Executor | None = None
         self.reader = reader
         self.output_dir = Path(run.output_dir)
         self.logged = 0
@@ -99,6 +100,11 @@ class Session:
         return self.placement.train(
             trainer, self.logged, lambda events: self._listening(events, subscribers), self._sample
         )
+
+    def release(self) -> None:
+        """Nothing is trained any more: free what the executor keeps."""
+        if self.executor is not None:
+            self.executor.release()
 
     @contextlib.contextmanager
     def _listening(self, events: Emitter, subscribers: Sequence[Subscriber]) -> Iterator[None]:
@@ -132,7 +138,7 @@ class Session:
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
         events = Emitter()
-        executor = self._executor(base, jobs, prepared.budget, events)
+        self.executor = executor = self._executor(base, jobs, prepared.budget, events)
 
         # 4. Continue where checkpoints say, or start.
         record = run_record(prepared, base, known, self.saved, self.placement.layout)

@@ -27,7 +27,7 @@ from packlora.runtime.choose import Choice, choose
 from packlora.runtime.events import Emitter
 from packlora.runtime.placement import Listen, Placement
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
+from packlora.runtime.relay import Hub, Relay, await_end, of_first
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.trainer import Trainer
 
@@ -111,4 +111,4 @@ class OverProcesses(Placement):
                     result = hub.finish()
                 else:
                     await_end(mesh)
-        return result_from(mesh.gather(result_of(result))[0])
+        return of_first(mesh, result)

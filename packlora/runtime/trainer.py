@@ -96,7 +96,7 @@ class Trainer:
         self.stop = self.team.stop
         self.budget = _budget(run, prepared, base)
         forwards = Forwards(base.device, executor, self.budget, self.team)
-        self.evaluator = Evaluator(forwards, jobs, run.eval_every, self.changes)
+        self.evaluator = Evaluator(forwards, jobs, run.eval_every, self.changes.held_out)
         self.flow = flow or Flow()
         self.engine = self.flow.engine(executor, group, self.budget)
         self.by_name: dict[str, Job] = {}

@@ -21,13 +21,12 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the model cannot be divided as the run file asks."""
     parallel = prepared.run.parallel
     asked = [f"parallel.{key}" for key in parallel.ways if key != "pipeline"]
-    own = "" if prepared.form is None else prepared.form.key
-    for key in asked + [own] * bool(own):
+    for key in asked:
         for job in prepared.jobs:
-            if key == own:
-                refuse(job, key, copied_alone(job.spec, skeleton), takes_more=True)
-            else:
-                refuse(job, key, None if key == "parallel.expert" else whole_alone(job.spec, skeleton))
+            refuse(job, key, None if key == "parallel.expert" else whole_alone(job.spec, skeleton))
+    if prepared.form is not None:
+        for job in prepared.jobs:
+            refuse(job, prepared.form.key, copied_alone(job.spec, skeleton), takes_more=True)
     if parallel.stages > 1:
         import_module("packlora.pipeline.checks").check(prepared, skeleton)
     if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":

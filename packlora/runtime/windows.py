@@ -41,8 +41,7 @@ class Plan:
     border: int | None = None
     has_ended: bool = False
     _present: Window | None = None
-    _known: dict[str, int] = field(default_factory=dict)
-    """Jobs of the planner, and the round in which each has joined."""
+    _joined: dict[str, int] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)
 
     def following(self) -> Window | None:
@@ -58,16 +57,15 @@ class Plan:
         return self._present
 
     def follow(self) -> None:
-        """Windows that are yet to be handed out hold the jobs that have joined, and not those that have left; of a job that
-        stands in a later round than before they hold its next global batch there."""
+        """Windows that are yet to be handed out hold the jobs that have joined, in their rounds, and none that has left."""
         if self.planner is None:
             return
         for job in self.jobs:
-            if job.name not in self._known:
+            if job.name not in self._joined:
                 self.planner.add(job.data.planned, job.joined)
-            elif self._known[job.name] != job.joined:
+            elif self._joined[job.name] != job.joined:
                 self.planner.put_off(job.name, job.joined)
-            self._known[job.name] = job.joined
+            self._joined[job.name] = job.joined
             if job.left is not None and job.name not in self._gone:
                 self.planner.remove(job.name, job.left)
                 self._gone.add(job.name)

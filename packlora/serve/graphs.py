@@ -14,10 +14,11 @@ from packlora.errors import InputError
 from packlora.runtime.cuda_graphs import why_base_has_none
 from packlora.serve.logs import LOG
 
-PATIENCE = 3
+PATIENCE = 2
 """Microbatches of a size that run without a graph before it is recorded."""
-SIZES = 4
-"""Numbers of tokens from a power of two to the next that have graphs of their own."""
+SIZES = 2
+"""Numbers of tokens from a power of two to the next that have graphs of their own. Requests come together in any number, and
+each size costs passes without a graph and a recording; tokens that pad a microbatch cost little while it is small."""
 
 
 def graphs_of(run: Run, base: Base, single: SingleDevice) -> GraphedDevice | None:

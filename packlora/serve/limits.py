@@ -41,4 +41,8 @@ class Limits:
     json_depth: int = 32
     """Depth of a JSON body."""
     spans: int = 1 << 16
-    """Stop tokens and strings of an asample, spans of a datum."""
+    """Stop tokens of an asample, spans of a datum."""
+    stop_strings: int = 64
+    """Stop strings of an asample: each is looked for at every token."""
+    stop_characters: int = 1024
+    """Characters of a stop string."""

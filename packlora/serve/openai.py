@@ -216,7 +216,9 @@ class _Choice:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of a text with which a stop string begins."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    end = text[max(len(text) - len(stop) + 1, 0) :]
+    begins = (at for at, letter in enumerate(end) if letter == stop[0])
+    return next((len(end) - at for at in begins if stop.startswith(end[at:])), 0)
 
 
 @dataclass(slots=True)

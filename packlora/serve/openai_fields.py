@@ -14,9 +14,11 @@ from packlora.config.data import OF_RENDERING
 from packlora.data.prompts import prompt_ids
 from packlora.data.template import set_clock
 from packlora.errors import quoted
+from packlora.serve.limits import Limits
 
 MOST_CHOICES, MOST_PROMPTS, MOST_STOPS, MOST_LIKELIEST = 128, 64, 16, 20
 Ids = list[Annotated[int, Field(ge=0)]]
+MOST_CHARACTERS = Limits().stop_characters
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "logit_bias": (None, {}), "tools": (None, []),
     "functions": (None, []), "response_format": (None, {"type": "text"}), "suffix": (None, ""), "best_of": (None, 1),
@@ -58,6 +60,12 @@ class Fields(BaseModel):
                     raise ValueError(f"{name}: {quoted(tree[name])} is not served; leave it out")
             return {key: value for key, value in tree.items() if value is not None}
         return tree
+
+    @model_validator(mode="after")
+    def _of_short_stops(self) -> Fields:
+        if (longest := max(map(len, self.stops), default=0)) > MOST_CHARACTERS:
+            raise ValueError(f"stop: a text of {longest} characters; it has at most {MOST_CHARACTERS} characters")
+        return self
 
     @property
     def stops(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import hmac
 import json
 import secrets
@@ -18,6 +17,7 @@ from packlora.serve.desk import Desk
 from packlora.serve.errors import Refused
 from packlora.serve.fields import seconds_of
 from packlora.serve.journal import insert
+from packlora.serve.search import PROJECT, REASONS, found_sessions, iso, status_of, texts_of
 from packlora.serve.stores import EXTERNAL, SAMPLER, TRAINING, TinkerPath, new_id
 
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
@@ -26,8 +26,6 @@ EXPIRES = 3600.0
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 OPTIMIZER = {"type": "adamw"}
 """Optimizer of every model, as the protocol names it."""
-REASONS = ("success", "errored", "interrupted")
-"""Reasons for which a client ends its session."""
 PAGE = 1000
 """Most things of one listing."""
 
@@ -56,8 +54,7 @@ class Rest:
                 rows = self._page("sessions", owner, query)
                 return {"sessions": [row["id"] for row in rows]}
             case "POST", ["sessions", "search"]:
-                rows = self._page("sessions", owner, {"limit": str(body.get("limit", 20))})
-                return {"sessions": [self._found(owner, row) for row in rows]}
+                return self._search(owner, body)
             case "GET", ["sessions", session]:
                 return self._session(owner, session)
             case "POST", ["weights_info"]:
@@ -106,16 +103,23 @@ class Rest:
         samplers = self.journal.all("select id from samplers where session = ?", session)
         return {
             "training_run_ids": [own["id"] for own in models], "sampler_ids": [own["id"] for own in samplers],
-            "user_metadata": _texts(body.get("user_metadata")), "display_name": body.get("display_name"),
+            "user_metadata": texts_of(body.get("user_metadata")), "display_name": body.get("display_name"),
         }  # fmt: skip
+
+    def _search(self, owner: str, body: Mapping[str, Any]) -> Any:
+        rows = self.journal.all("select * from sessions where owner = ? order by rowid desc", owner)
+        found, cursor = found_sessions(rows, owner, body)
+        return {"sessions": [self._found(owner, row) for row in found], "next_cursor": cursor}
 
     def _found(self, owner: str, row: sqlite3.Row) -> Any:
         count = self.journal.one(
             "select count(*) as n from checkpoints where model in (select id from models where session = ?)", row["id"]
         )
+        body = json.loads(row["body"])
         return {
-            "session_id": row["id"], "created_at": _iso(row["created"]), "owner": owner, "project_id": "local",
-            "checkpoints_count": 0 if count is None else count["n"],
+            "session_id": row["id"], "created_at": iso(row["created"]), "owner": owner, "project_id": PROJECT,
+            "checkpoints_count": 0 if count is None else count["n"], "status": status_of(row),
+            "user_metadata": texts_of(body.get("user_metadata")), "display_name": body.get("display_name"),
         }  # fmt: skip
 
     def _run(self, row: sqlite3.Row) -> Any:
@@ -127,8 +131,8 @@ class Rest:
         }
         return {
             "training_run_id": row["id"], "base_model": row["base"], "model_owner": row["owner"], "is_lora": True,
-            "lora_rank": spec["adapter"]["r"], "last_request_time": _iso(row["used"]), "corrupted": False,
-            "user_metadata": _texts(json.loads(row["metadata"])), **last,
+            "lora_rank": spec["adapter"]["r"], "last_request_time": iso(row["used"]), "corrupted": False,
+            "user_metadata": texts_of(json.loads(row["metadata"])), **last,
         }  # fmt: skip
 
     def _newest(self, model: str, kind: str) -> sqlite3.Row | None:
@@ -183,7 +187,7 @@ class Rest:
                 ticket = f"{self.stores.checkpoint(path).name}.{until}"
                 ticket = f"{ticket}.{self._signed(ticket)}"
                 urls = {name: f"{base}files/{ticket}/{name}" for name in FILES}
-                return {"urls": urls, "expires": _iso(time.time() + EXPIRES)}
+                return {"urls": urls, "expires": iso(time.time() + EXPIRES)}
             case _:
                 raise Refused(f"{method} {quoted('/'.join(tail))} of a checkpoint is not served", 404)
         return None
@@ -237,16 +241,11 @@ def _place(query: Mapping[str, str]) -> tuple[int, int]:
 
 def _checkpoint(row: sqlite3.Row) -> dict[str, Any]:
     return {
-        "checkpoint_id": f"{row['kind']}/{row['name']}", "checkpoint_type": TYPES[row["kind"]], "time": _iso(row["created"]),
+        "checkpoint_id": f"{row['kind']}/{row['name']}", "checkpoint_type": TYPES[row["kind"]], "time": iso(row["created"]),
         "tinker_path": row["path"], "size_bytes": row["bytes"], "public": bool(row["public"]),
-        "user_metadata": None if row["metadata"] is None else _texts(json.loads(row["metadata"])),
-        "expires_at": None if row["expires"] is None else _iso(row["expires"]),
+        "user_metadata": None if row["metadata"] is None else texts_of(json.loads(row["metadata"])),
+        "expires_at": None if row["expires"] is None else iso(row["expires"]),
     }  # fmt: skip
-
-
-def _texts(metadata: Mapping[str, Any] | None) -> dict[str, str]:
-    """user_metadata as clients read it: what is no text is JSON."""
-    return {key: own if isinstance(own, str) else json.dumps(own) for key, own in (metadata or {}).items()}
 
 
 def _reason(given: Any) -> str:
@@ -255,7 +254,3 @@ def _reason(given: Any) -> str:
     if kind is not None and kind not in REASONS:
         raise Refused(f"reason.type: {quoted(kind)} is none of {', '.join(REASONS)}")
     return kind or "finished"
-
-
-def _iso(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()

@@ -89,7 +89,17 @@ def _stops(stop: Any, facts: Facts, limits: Limits) -> tuple[frozenset[int], tup
     tokens = frozenset(own for own in stops if isinstance(own, int))
     if any(not 0 <= own < 1 << 31 for own in tokens):
         raise Refused(f"sampling_params.stop: a token is not one of the vocabulary, 0 to {facts.vocabulary - 1}")
-    return tokens, tuple(own for own in stops if isinstance(own, str))
+    texts = tuple(own for own in stops if isinstance(own, str))
+    if len(texts) > limits.stop_strings:
+        raise Refused(
+            f"sampling_params.stop: {len(texts)} texts, above the limit stop_strings of {limits.stop_strings}"
+        )
+    if (longest := max(map(len, texts), default=0)) > limits.stop_characters:
+        raise Refused(
+            f"sampling_params.stop: a text of {longest} characters, above the limit stop_characters of "
+            f"{limits.stop_characters}"
+        )
+    return tokens, texts
 
 
 def _targets(asked: Any, length: int, limits: Limits) -> np.ndarray:

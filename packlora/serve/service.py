@@ -27,7 +27,7 @@ from packlora.serve.publisher import Publisher
 from packlora.serve.queue import Lane, Request
 from packlora.serve.samplers import Samplers
 from packlora.serve.saves import carry_out
-from packlora.serve.slots import Outcome, Slotted, fill, run_slot
+from packlora.serve.slots import Ahead, Outcome, Slotted, fill, run_slot
 from packlora.serve.tenant import Tenant
 
 LOOK_SECONDS = 1.0
@@ -50,6 +50,8 @@ class Service(Publisher):
         super().__init__(hosts, state, limits)
         self.max_wait = max_wait
         self.samplers = self._make_samplers()
+        self._ahead: Ahead | None = None
+        """Microbatch that the last slot has made ready, for the next one."""
         self._look_at = 0.0
         """When to look for models without work though others have some, seconds of a monotonic clock."""
         self._thread: threading.Thread | None = None
@@ -228,8 +230,9 @@ class Service(Publisher):
                 self.queue.changed.wait(left)
             return
         tokens = {lane.model: filled.tokens_of(lane) for lane in filled.lanes}
+        before, self._ahead = self._ahead, None
         try:
-            outcome = run_slot(host, filled)
+            outcome = run_slot(host, filled, before, lambda: self._is_alone(host, filled))
         except (sqlite3.Error, KeyboardInterrupt, SystemExit):
             raise
         except Exception as error:
@@ -240,7 +243,17 @@ class Service(Publisher):
         if outcome.lacking:
             self._lower_budget(host, filled, outcome.lacking)
             return
+        if not any(isinstance(found, Failed) for _, _, found in outcome.steps):
+            self._ahead = filled.ahead
         self._take(outcome)
+
+    def _is_alone(self, host: Host, filled: Slotted) -> bool:
+        """Whether no other model has work on a base."""
+        with self.queue.changed:
+            lanes = [
+                lane for lane in self.queue.lanes.values() if lane.host == host.facts.name and lane.head is not None
+            ]
+        return all(lane in filled.lanes for lane in lanes)
 
     def _blame(self, filled: Slotted, error: Exception) -> None:
         """A slot has failed. Requests of several models are tried one by one; one that fails by itself is refused."""

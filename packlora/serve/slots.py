@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ from packlora.serve.optimizer import Settings, settings_of
 from packlora.serve.queue import Lane, Request
 from packlora.serve.tenant import Tenant
 
+FULL = 7 / 8
+"""Share of the budget from which on a microbatch of one model is as good as full."""
 CANDIDATES = 128
 """Most pieces that are looked at to fill one microbatch."""
 WHY = {
@@ -39,11 +41,21 @@ WHY = {
 
 
 @dataclass(slots=True)
+class Ahead:
+    """What comes next of a model that fills microbatches by itself: the parts of piece `at` of a request."""
+
+    request: Request
+    at: int
+    parts: list[Part]
+
+
+@dataclass(slots=True)
 class Slotted:
     """Requests that run together.
 
     pieces, steps: lanes with the request of which a piece runs, or which is a step. is_evaluation: without gradients.
-    is_full: nothing more would fit. arrived: when the first of the requests came.
+    is_full: nothing more would fit. ahead: what comes next, once it runs and where that is known. arrived: when the first
+    request came.
     """
 
     pieces: list[tuple[Lane, Request]]
@@ -51,6 +63,7 @@ class Slotted:
     tenants: Mapping[str, Tenant]
     is_evaluation: bool
     is_full: bool
+    ahead: Ahead | None = None
 
     @property
     def requests(self) -> list[tuple[Lane, Request]]:
@@ -146,27 +159,33 @@ class Outcome:
 
 
 class _One:
-    """A slot, and then none."""
+    """A slot, and then none. ahead: see run_slot."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, ahead: Callable[[], Parts]) -> None:
         self.slot: Slot | None = slot
+        self.peek = ahead
 
     def next(self) -> Slot | None:
         found, self.slot = self.slot, None
         return found
 
-    def peek(self) -> Parts:
-        return ()
-
     def is_asked(self) -> bool:
         return False
 
 
-def run_slot(host: Host, slotted: Slotted) -> Outcome:
-    """Run a slot and take its steps. Requests count the piece; their results are the caller's to publish."""
+def run_slot(host: Host, slotted: Slotted, before: Ahead | None = None, is_alone: Callable[[], bool] = bool) -> Outcome:
+    """Run a slot and take its steps. Requests count the piece; their results are the caller's to publish.
+
+    Args:
+        before: what the slot before has made ready.
+        is_alone: whether no other model has work now. Then the next microbatch is made ready while the device works.
+    """
     tenants = slotted.tenants
     own = sorted(slotted.pieces, key=lambda found: _number(tenants[found[0].model]))
-    parts = [_part(tenants[lane.model], request, slotted.is_evaluation) for lane, request in own]
+    if before is not None and [request for _, request in own] == [before.request] and before.request.at == before.at:
+        parts = before.parts
+    else:
+        parts = [_part(tenants[lane.model], request, request.at, slotted.is_evaluation) for lane, request in own]
     for _, request in own:
         assert request.work is not None
         host.budget.take(max(request.work.samples[number].num_tokens for number in request.pieces[request.at]))
@@ -184,7 +203,12 @@ def run_slot(host: Host, slotted: Slotted) -> Outcome:
         for (lane, _), one in zip(slotted.steps, settings, strict=True)
     ]
     slot = Slot(parts, frozenset(part.adapter for part in parts), tuple(steps), wants_losses=True)
-    (done,) = host.engine.run(_One(slot))
+
+    def ahead() -> Parts:
+        slotted.ahead = _ahead(host, slotted) if is_alone() else None
+        return () if slotted.ahead is None else slotted.ahead.parts
+
+    (done,) = host.engine.run(_One(slot, ahead))
     if done.lacking:
         return Outcome(lacking=done.lacking)
     outcome = Outcome() if done.losses_L is None else _counted(Outcome(), own, done.losses_L, tenants)
@@ -201,9 +225,32 @@ def _settings(request: Request) -> Settings:
     return settings_of(json.loads(request.payload))
 
 
-def _part(tenant: Tenant, request: Request, evaluates: bool) -> Part:
+def _ahead(host: Host, slotted: Slotted) -> Ahead | None:
+    """What the only model of a slot that runs will run next. None where that is not known, or leaves room for others; and where
+    rows or their scale are known after the slot alone."""
+    if len(slotted.pieces) != 1:
+        return None
+    lane, request = slotted.pieces[0]
+    tenant, at = slotted.tenants[lane.model], request.at + 1
+    assert tenant.state is not None
+    if at == len(request.pieces):
+        stepped = slotted.steps[0][1] if slotted.steps else request
+        behind, at = lane.after(stepped), 0
+        if behind is None or behind.work is None or behind.forward_only or behind.alone or behind.is_replayed:
+            return None
+        request = behind
+        if not request.pieces:
+            request.begin(request.budget)
+    if tenant.dropout_key is not None or tenant.state.scale is not None:
+        return None
+    if _tokens(request, request.pieces[at]) < FULL * host.budget.tokens:
+        return None
+    return Ahead(request, at, [_part(tenant, request, at, False)])
+
+
+def _part(tenant: Tenant, request: Request, at: int, evaluates: bool) -> Part:
     assert request.work is not None and tenant.state is not None
-    samples, piece = request.work.samples, request.pieces[request.at]
+    samples, piece = request.work.samples, request.pieces[at]
     rows = [Row(samples[number]) if evaluates else tenant.row(samples[number], number) for number in piece]
     return Part(_number(tenant), rows, request.work.objective, tenant.state.grad_scale, facts=FACTS)
 

@@ -23,11 +23,13 @@ from triton.runtime.errors import OutOfResources
 from packlora.adapters.spec import resolve
 from packlora.data.encode import Sample
 from packlora.engine import between, passes, recorded
+from packlora.engine.graphs import GraphedDevice
 from packlora.engine.parts import Part
 from packlora.engine.passes import MicrobatchResult, SingleDevice, run_microbatch
 from packlora.engine.recorded import Body, Shape
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.moving import MovingSegments
+from packlora.parallel.experts import Slices
 from packlora.runtime.cuda_graphs import why_no_graphs
 
 WEIGHTS = np.array([0.01, 0.02, 0.03])
@@ -154,6 +156,19 @@ def test_memory_that_runs_out_in_a_backward_beside_graphs_is_tried_without_them(
     assert not run.executor._bodies and not run.told
     want = run.executor.single.evaluate(samples(900))
     torch.testing.assert_close(got.sums, want.sums)
+
+
+def test_where_other_processes_take_part_memory_that_runs_out_is_no_reason_to_go_on_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for messages of the shape that was recorded, and are told by the end of this process."""
+    run.executor.single.base.storage = Slices(can_record=True)
+    run.executor = GraphedDevice(run.executor.single, run.buffers, True, 64, run.told.append, Pretended)
+    train(run, samples(50))
+    once(monkeypatch, Body, "_run_forward", torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(run, samples(50))
+    assert not run.told
 
 
 @pytest.mark.parametrize("error", [OutOfResources, TypeError])

@@ -586,7 +586,7 @@ def patience_by_hand(found: list[float], patience: int) -> int:
 def test_early_stopping_of_transformers_ends_each_job_where_its_own_losses_say_also_after_a_resume(
     tiny_base: Base, tmp_path: Path
 ) -> None:
-    jobs = {"a": 0.3, "b": 1e-3}
+    """Which of large rates gets worse after some steps depends on the processor's rounding: one that does is taken."""
 
     def trainer(out: str, *callbacks: Any) -> packlora.Trainer:
         own = {"eval_data": COLOURS[:3], "adapter": {"r": 4}, "global_batch_size": 7, "num_train_epochs": 4}
@@ -595,15 +595,17 @@ def test_early_stopping_of_transformers_ends_each_job_where_its_own_losses_say_a
             tiny_base(), made, output_dir=tmp_path / out, callbacks=callbacks, eval_every=1, save_every=0, **RUN
         )
 
+    jobs = {f"{rate}": rate for rate in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 1e-3)}
     trainer("free").train()
     lines = [json.loads(line) for line in (tmp_path / "free" / "evals.jsonl").read_text().splitlines()]
-    ends = {
-        name: patience_by_hand([line["eval_loss"] for line in lines if line["job"] == name], 1) - 1 for name in jobs
-    }
-    assert ends["a"] < 8 and ends["b"] == 8, "one of them stops early"
+    found = {name: [line["eval_loss"] for line in lines if line["job"] == name] for name in jobs}
+    ends = {name: patience_by_hand(losses, 1) - 1 for name, losses in found.items()}
+    a, b = next(name for name in jobs if 2 <= ends[name] < 8), "0.001"
+    jobs, ends = {name: jobs[name] for name in (a, b)}, {name: ends[name] for name in (a, b)}
+    assert ends[b] == 8
     result = trainer("early", EarlyStoppingCallback(early_stopping_patience=1)).train()
     assert {name: result[name].step for name in jobs} == ends
-    trainer("parts", EarlyStoppingCallback(early_stopping_patience=1), stopping(ends["a"] - 1)).train()
+    trainer("parts", EarlyStoppingCallback(early_stopping_patience=1), stopping(ends[a] - 1)).train()
     again = trainer("parts", EarlyStoppingCallback(early_stopping_patience=1)).train(resume=True)
     assert {name: again[name].step for name in jobs} == ends
     assert weights(tmp_path / "parts") == weights(tmp_path / "early")

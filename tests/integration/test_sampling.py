@@ -22,6 +22,7 @@ from packlora.base.cached_proof import own_probe, why_not_cached
 from packlora.base.packing import prepare_model
 from packlora.engine import recorded_decode
 from packlora.engine.decode import Passes
+from packlora.engine.draw import _inverse, inverse_in_blocks
 from packlora.engine.generate import Sampler, sample, sampler_for
 from packlora.engine.library_sampler import LibrarySampler
 from packlora.engine.recorded_decode import GraphedPasses
@@ -406,3 +407,18 @@ def test_passes_by_graphs_draw_the_same_tokens(tmp_path: Path, monkeypatch: pyte
     for samples, others in zip(got, want, strict=True):
         assert ids_of(samples[0]) == ids_of(others[0])
         np.testing.assert_allclose([t.logprob for t in samples[0]], [t.logprob for t in others[0]], rtol=1e-3)
+
+
+@pytest.mark.parametrize("vocabulary", [7, 512, 5000])
+def test_sums_of_blocks_draw_the_tokens_of_a_running_sum(vocabulary: int) -> None:
+    """And nothing of probability 0, whatever the number that it is drawn with."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(64, vocabulary, generator=generator)
+    logits[:, ::3] = float("-inf")
+    logp, u = logits.log_softmax(-1), torch.rand(64, dtype=torch.float64, generator=generator)
+    u[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert torch.equal(inverse_in_blocks(logp, u), _inverse(logp, u))
+    sums = logp.exp().double().cumsum(-1)
+    wanted = [int((row <= own * row[-1]).sum()) for row, own in zip(sums, u, strict=True)]
+    assert inverse_in_blocks(logp, u)[2:].tolist() == wanted[2:]
+    assert logp[torch.arange(64), inverse_in_blocks(logp, torch.ones_like(u))].isfinite().all()

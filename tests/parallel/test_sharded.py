@@ -228,7 +228,8 @@ def test_norms_and_gates_are_looked_at_while_their_weights_are_here(
 
 
 def test_there_are_no_graphs_of_layers_that_are_gathered() -> None:
-    base: Any = SimpleNamespace(device=torch.device("cuda"), form=None, storage=SimpleNamespace(is_whole=False))
+    storage = SimpleNamespace(is_whole=False, can_record=False)
+    base: Any = SimpleNamespace(device=torch.device("cuda"), form=None, storage=storage)
     run: Any = SimpleNamespace(dtype="bfloat16", gradient_checkpointing=False)
     assert "in parts on several processes" in str(why_no_graphs(run, base, []))
 

@@ -81,6 +81,14 @@ def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
     assert_exact(ranks(size).run(compared, some_cases(size), seconds=PATIENCE))
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_learnt_by_graphs_is_that_of_one_process(sequence: bool, ranks: Pool) -> None:
+    """Microbatches are padded to shapes, which all processes record and replay at the same time."""
+    case = case_of("llama", adapter_of("LoRA", 0.1, "all"), sequence=sequence, recorded=True)
+    more = case_of("qwen2", adapter_of("DoRA", 0.1), sequence=sequence, recorded=True, checkpointing=True)
+    assert_exact(ranks(2).run(compared, [case, more], seconds=PATIENCE))
+
+
 def test_other_families_learn_the_same(ranks: Pool) -> None:
     """Fused projections and norms over all heads, whose outputs are gathered; biases in all layers; windows."""
     plain = ("mistral", "gemma", "gemma3", "phi3", "olmo2", "granite", "cohere", "phi")
@@ -135,7 +143,9 @@ def parted(rank: int, dtype: torch.dtype, chunk_bytes: int | None) -> list[tuple
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_losses_over_parts_of_the_vocabulary_are_those_of_the_whole_one(size: int, ranks: Pool) -> None:
-    for dtype, bound in ((torch.float64, 1e-14), (torch.bfloat16, 1e-2)):
+    """No bfloat16 with AMX, where oneDNN reads the first number of the next row, here a NaN, behind a row of odd length."""
+    dtypes = [(torch.float64, 1e-14)] + [(torch.bfloat16, 1e-2)] * (not torch.cpu._is_amx_tile_supported())
+    for dtype, bound in dtypes:
         for chunk_bytes in (None, 1):
             for errors in ranks(size).run(parted, dtype, chunk_bytes):
                 assert max(itertools.chain(*errors)) < bound, (dtype, errors)

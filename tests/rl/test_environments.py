@@ -80,6 +80,10 @@ class Poison(Guess):
                 return "so", math.nan, False
             if self.how == "three":
                 return "so", 1.0
+            if self.how == "exit":
+                exit(3)
+            if self.how == "maybe":
+                return "so", 1.0, Maybe()
         return super().step(completion)
 
 class Hang(Poison):
@@ -90,6 +94,20 @@ class Nan(Poison):
 
 class Pair(Poison):
     how = "three"
+
+class Exit(Poison):
+    how = "exit"
+
+class Doubt(Poison):
+    how = "maybe"
+
+class Maybe:
+    def __bool__(self):
+        raise ValueError("who knows")
+
+class Gone:
+    def __init__(self):
+        exit(3)
 
 class NoReset(Guess):
     def reset(self, word):
@@ -321,6 +339,8 @@ POISONS = {
     "Hang": "an environment or tool took more than 0.3 seconds",
     "Nan": "step gave the reward nan; a reward is a finite number",
     "Pair": "step gave a tuple; it gives an observation, a reward, and whether it is done",
+    "Exit": "failed: SystemExit: 3; its completions teach nothing",
+    "Doubt": "ValueError: who knows; its completions teach nothing",
     "NoReset": "failed: KeyError: 'level'",
     "Long": "leave room for max_new_tokens",
 }
@@ -476,6 +496,7 @@ def test_an_environment_of_a_program_plays_prompts_that_are_texts(base: str, tmp
         ("Alone", {}, "gives a Alone without `reset`"),
         ("Silent", {}, "the environment has neither `step` nor `get_reward`; set rollout.reward"),
         ("Missing", {}, "has no function 'Missing'"),
+        ("Gone", {}, "rollout.environment_factory .*envs.py:Gone: .*failed: SystemExit: 3"),
         ("looks", {}, "rollout.environment_factory .*envs.py:looks: .*failed: TypeError"),
         ("Counter", {}, "writes no tool calls, or in a form that is not read"),
         ("Guess", {"tools": "{}:untold"}, "tool 'untold'.*type hints"),

@@ -14,7 +14,7 @@ from packlora.serve.service import Service
 MODELS: dict[str, dict[str, Any]] = {
     "dropped": {"rank": 2, "lora_dropout": 0.3}, "dora": {"rank": 3, "use_dora": True},
     "later": {"rank": 4, "target_modules": ["v_proj", "lm_head"]}, "heir": {"rank": 2, "lora_dropout": 0.3, "seed": 4},
-    "two products": {"rank": 2, "use_dora": True, "lora_dropout": 0.3},
+    "two products": {"rank": 2, "use_dora": True, "lora_dropout": 0.3}, "plain": {"rank": 2},
 }  # fmt: skip
 """Models: one that takes the seat of another, and one that no graph holds beside others."""
 LENGTHS = {"dropped": [9, 4], "dora": [12], "later": [6, 7], "heir": [8, 5], "two products": [5]}

@@ -183,6 +183,40 @@ def test_metadata_of_any_kind_is_listed_as_the_client_reads_it(client: Any) -> N
         assert own.get_info().optimizer_config == rest.get_weights_info_by_tinker_path(path).result().optimizer_config
 
 
+def test_a_search_finds_the_sessions_that_match_page_by_page(client: Any) -> None:
+    address = client.holder._base_url
+    ids = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, (name, end) in enumerate((("a red one", "success"), ("Red two", "errored"), ("blue", None))):
+            own = tinker.ServiceClient(
+                base_url=address, api_key="tml-search", display_name=name, user_metadata={"kind": "x", "n": number}
+            )
+            ids[own.holder.get_session_id()] = name
+            if end is not None:
+                own.close(end).result()
+        rest = tinker.RestClient(base_url=address, api_key="tml-search")
+
+        def names(**query: Any) -> tuple[list[str], Any]:
+            page = rest.search_sessions(types.SessionSearchRequest(**query)).result()
+            return [ids[one.session_id] for one in page.sessions], page.next_cursor
+
+        assert names() == (["blue", "Red two", "a red one"], None)
+        assert names(user_metadata={"kind": "x", "n": "1"})[0] == ["Red two"] and not names(user_metadata={"n": "7"})[0]
+        assert names(display_name="RED one")[0] == ["a red one"]
+        assert names(display_name="red", session_id=next(iter(ids)))[0] == ["Red two", "a red one"]
+        assert names(statuses=[{"type": "active"}])[0] == ["blue"]
+        assert names(statuses=[{"type": "client_finished", "reasons": ["success"]}, {"type": "failed"}])[0] == [
+            "a red one"
+        ]
+        first, cursor = names(limit=2)
+        assert first == ["blue", "Red two"] and names(limit=2, cursor=cursor) == (["a red one"], None)
+        with pytest.raises(tinker.BadRequestError, match="project_ids"):
+            names(project_ids=["other"])
+        with pytest.raises(tinker.BadRequestError, match="cursor"):
+            names(cursor={"last_session_id": "other", "last_created_at": cursor.last_created_at})
+
+
 def test_the_example_that_learns_from_a_rule_runs(
     client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import json
 import re
 import time
@@ -180,6 +181,14 @@ def test_a_chat_is_rendered_with_its_variables_and_the_present_date(tokenizer: P
     assert own.decode(fields.ids(own)) == f"{datetime.now():%Y} brown {TALK[0]['content']}"
 
 
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    texts = ["".join(letters) for count in range(7) for letters in itertools.product("ab", repeat=count)]
+    for stop in texts[1:]:
+        for text in texts:
+            want = max(n for n in range(len(stop)) if n == 0 or text.endswith(stop[:n]))
+            assert endpoint._overlap(text, stop) == want, (text, stop)
+
+
 def test_what_would_change_an_answer_and_is_not_served_is_refused_by_name(world: World) -> None:
     called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     for more, words in (
@@ -188,6 +197,7 @@ def test_what_would_change_an_answer_and_is_not_served_is_refused_by_name(world:
         ({"chat_template_kwargs": {"messages": []}}, "'messages' is no variable"),
         ({"chat_template": "{{ 1 }}"}, "chat_template: .* is not served"),
         ({"min_p": 0.1}, "min_p: 0.1 is not served"),
+        ({"stop": ["a" * 1025]}, "at most 1024 characters"),
         ({"ignore_eos": True}, "ignore_eos: True is not served"),
     ):
         with pytest.raises(urllib.error.HTTPError) as refused:

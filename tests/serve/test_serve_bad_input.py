@@ -15,6 +15,7 @@ from packlora.serve.messages import Datum
 __all__ = ["world"]
 
 ZSTD = {"content-encoding": "zstd"}
+NO_REASONS = {"type": "client_finished", "reasons": 5}
 CRASH = {"reason": {"type": "crash"}}
 
 
@@ -74,6 +75,10 @@ BAD_INPUT: list[tuple[str, int, str, Callable[[World], Any]]] = [
     ("a session that has ended", 410, "has ended", lambda w: make(w, session_id=w.ids[0]["over"])),
     ("an end for no reason", 400, "success, errored", lambda w: w.post(f"sessions/{w.ids[0]['session']}/finish", CRASH)),
     ("a prompt's last tokens unscored", 400, "prompt_logprobs: true", lambda w: sample(w, prompt_logprobs_last_n=2)),
+    ("too many stop strings", 400, "stop_strings of 64", lambda w: sample(w, sampling_params={"stop": ["a"] * 65})),
+    ("a long stop string", 400, "stop_characters of 1024", lambda w: sample(w, sampling_params={"stop": "a" * 1025})),
+    ("a search for no status", 400, "statuses: ", lambda w: w.post("sessions/search", {"statuses": [{"type": "new"}]})),
+    ("a search for no reasons", 400, "statuses: ", lambda w: w.post("sessions/search", {"statuses": [NO_REASONS]})),
     ("another owner's session", 404, "of yours", lambda w: make(w, session_id=w.ids[1]["session"])),
     ("a body above the limit", 413, "body_bytes", lambda w: w.post("optim_step", b"x" * 20_001)),
     ("a compressed body", 415, "content-encoding: 'zstd'", lambda w: w.post("telemetry", b"", headers=ZSTD)),

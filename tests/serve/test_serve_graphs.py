@@ -17,7 +17,7 @@ import pytest
 from conftest import tiny_model
 from graph_runs import attention_by_starts, replay_of
 from graphed import Story
-from serving import host_of
+from serving import datum, host_of
 
 from packlora.engine import graphs as engine_graphs
 from packlora.engine import recorded
@@ -28,6 +28,7 @@ from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.ops.lora_linear.prepared import Prepared
 from packlora.plans.select import PlanChooser
 from packlora.serve import graphs as serve_graphs
+from packlora.serve import slots
 from packlora.serve.host import Host
 from packlora.serve.tenant import Tenant
 
@@ -92,7 +93,7 @@ def graphed_host(base: str, state: Path, monkeypatch: pytest.MonkeyPatch, patien
     monkeypatch.setattr(serve_graphs, "why_base_has_none", lambda *_: None)
     monkeypatch.setattr(serve_graphs, "PATIENCE", patience)
     monkeypatch.setattr(recorded, "LEAST_TOKENS", 32)
-    plan: Any = lambda self, x, layers, segments, moving=False: ROUTED if moving else CHAIN  # noqa: E731
+    plan: Any = lambda self, x, layers, segments, known=True: CHAIN if known else ROUTED  # noqa: E731
     monkeypatch.setattr(PlanChooser, "plan_of", plan)
     return host_of(base, state, budget=64)
 
@@ -120,3 +121,53 @@ def test_models_that_come_and_go_have_the_bits_of_the_same_passes_without_graphs
     for one, other, third in zip(got, eager, plain, strict=True):
         assert np.array_equal(one, other)
         np.testing.assert_allclose(one, third, rtol=2e-4, atol=2e-5)
+
+
+def send(story: Story) -> list[str]:
+    """Three steps of a model whose rows fill two microbatches each."""
+    promises = []
+    for step in range(3):
+        rows = [datum(10 * step + at, 30) for at in range(4)]
+        promises.append(story.talk.forward_backward(story.models["plain"], rows))
+        story.talk.step(story.models["plain"])
+    return promises
+
+
+def test_a_model_that_fills_microbatches_has_the_next_one_launched_before_results_are_told(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+) -> None:
+    """No forward is computed twice: what was launched ahead is what comes next."""
+    found = []
+    for ahead in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            host = graphed_host(base, tmp_path, patch, 1)
+            if not ahead:
+                patch.setattr(slots, "_ahead", lambda *_: None)
+            story = Story(host, tmp_path / str(ahead))
+            story.enter("plain")
+            promises, launched, before = send(story), 0, count.replayed
+            while story.service.turn():
+                launched += host.graphs._ready is not None and host.graphs._ready.waiting is not None
+            assert launched == (3 if ahead else 0)
+            assert count.replayed - before == 2 * 4, "all but the first two microbatches"
+            tensors = story.talk.tensors(story.models["plain"])
+            found.append([*(story.talk.result(promise)[1] for promise in promises), *tensors.values()])
+    assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_nothing_is_launched_ahead_while_another_model_has_work(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story, asked = Story(host_of(base, tmp_path, budget=64), tmp_path / "state"), list[bool]()
+    ahead = slots._ahead
+    monkeypatch.setattr(slots, "_ahead", lambda *args: asked.append(waits()) or ahead(*args))
+
+    def waits() -> bool:
+        return story.talk.service.queue.lanes[story.models["dora"]].waiting > 0
+
+    story.enter("plain", "dora")
+    send(story)
+    for number in range(3):
+        story.talk.forward_backward(story.models["dora"], [datum(number, 60)])
+    story.talk.run()
+    assert asked and not any(asked)

@@ -129,6 +129,8 @@ def test_figures_of_result_files_are_those_of_their_rows() -> None:
         if older or (name == "dora-convergence" and "convergence_over_noise" not in content["summary"]):
             continue
         made = bench_of(name).summary(content["rows"])
+        if content.get("not_measured"):  # keys of a part of a benchmark say so
+            made |= {f"part_{key}": value for key, value in made.items()}
         gone = {key for key in content["summary"] if key not in made}
         known = ("multi_", "norm_8b", "near_unity")
         assert all(any(word in key for word in known) for key in gone), (file, gone)

@@ -17,6 +17,8 @@ PLUGINS = (
     "packlora.megatron", "packlora.tune", "packlora.commands", "packlora.export", "packlora.answers", "packlora.images",
     "packlora.codes", "packlora.fp8", "packlora.sweep", "packlora.rl", "packlora.api", "packlora.serve", "packlora.pipeline",
 )  # fmt: skip
+OF_LAYOUTS = ("packlora.adapters.sharded", "packlora.adapters.moving_rows", "packlora.ops.lora_linear.moving")
+"""Modules of slices of layers and of segments that move, which one job on one device without graphs has no use for."""
 OF_JOBS = ("packlora.adapters.linear", "packlora.adapters.weights", "packlora.adapters.attach", "packlora.config")
 """Modules of layers that jobs train, which a model of PEFT has no use for."""
 WARMED = """
@@ -138,13 +140,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
 def test_a_run_of_one_job_loads_no_more_than_its_budget_and_no_plug_in(loaded: dict[str, dict[str, int]]) -> None:
     lines = loaded["train"]
     assert "packlora.adapters.linear" in lines and sum(lines.values()) <= LINES_OF_TRAIN
-    assert not [name for name in lines if name.startswith(PLUGINS)]
+    assert not [name for name in lines if name.startswith((*PLUGINS, *OF_LAYOUTS))]
 
 
 def test_an_accelerated_step_loads_no_more_than_its_budget_and_no_plug_in(loaded: dict[str, dict[str, int]]) -> None:
     lines = loaded["accelerate"]
     assert "packlora.live.layers" in lines and sum(lines.values()) <= LINES_OF_ACCELERATE
-    assert not [name for name in lines if name.startswith((*PLUGINS, *OF_JOBS))]
+    assert not [name for name in lines if name.startswith((*PLUGINS, *OF_LAYOUTS, *OF_JOBS))]
 
 
 def test_modules_import_and_accelerate_and_doctor_work_without_optional_packages(

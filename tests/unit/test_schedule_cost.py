@@ -116,3 +116,13 @@ def test_causality_is_refused_where_a_batch_comes_too_early() -> None:
         check_causality(simulate(early, cost), early, 2)
     spaced = [early[0], NOOP, early[1]]
     check_causality(simulate(spaced, cost), spaced, 2)
+
+
+def test_on_one_device_microbatches_take_to_the_bit_what_the_simulator_says() -> None:
+    draw = random.Random(3)
+    for _ in range(50):
+        cost = CostModel(draw.random(), 0.01 * draw.random(), draw.random(), draw.random(), 1 + draw.random())
+        plan = [
+            microbatch(*(draw.randint(1, 99) for _ in range(draw.randint(0, 4)))) for _ in range(draw.randint(0, 9))
+        ]
+        assert cost.makespan(plan) == simulate(plan, cost).makespan

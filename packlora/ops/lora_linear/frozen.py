@@ -210,7 +210,7 @@ class FrozenLinear(torch.nn.Linear):
 class InMemory:
     """The storage (storage.py) of a model that is whole on its device."""
 
-    is_whole = True
+    is_whole, can_record = True, True
 
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         return iter(paths)

@@ -17,6 +17,10 @@ class Storage(Protocol):
     def is_whole(self) -> bool:
         """Whether all weights are here all the time. If not, a forward of the model takes all processes that have some."""
 
+    @property
+    def can_record(self) -> bool:
+        """Whether a forward may be recorded as CUDA graphs: all that it reads and sends stays at one place."""
+
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         """The paths of modules, each while the weights that lie in its module, or above it in its layer, are here."""
 
