@@ -59,6 +59,7 @@ SMALLEST = {
     "small": "dora,compiled,packlora", "workloads": "packlora", "schedule": "jobs,1,auto",
     "peers": "packlora,peft_bf16", "megatron": "plain", "speed": "", "parity": "", "dora-fidelity": "",
     "dora-convergence": "packlora,peft_reversed", "sweep": "halving", "sampling": "", "fit": "nf4,24GB",
+    "fp8": "bf16,fp8",
 }  # fmt: skip
 """Words of `--only`. Those that start commands are below, those of processes in tests/parallel."""
 
