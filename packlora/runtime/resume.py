@@ -56,6 +56,10 @@ class _SavedModel(BaseModel):
     fingerprint: Fingerprint
 
 
+OF_WHOLE_MODELS = ("offload_embedding", "activation_offloading")
+"""Keys of MEASURES that a base model in parts has not."""
+
+
 class _SavedFit(BaseModel):
     """Choices of `fit`, before and while the run trained; None: none was made. More keys: of the base's form (form.py)."""
 
@@ -67,10 +71,12 @@ class _SavedFit(BaseModel):
     activation_offloading: bool | None = None
     predicted_bytes: int | None = None
 
-    @property
-    def keys(self) -> dict[str, Any]:
-        """Values of the keys of a run that are more than the size of microbatches."""
-        out: dict[str, Any] = {key: getattr(self, key) for key in MEASURES}
+    def keys(self, run: Run) -> dict[str, Any]:
+        """Values of the keys of a run that are more than the size of microbatches. What lies on the host beside a whole base
+        model is not there where the run now asks for one in parts."""
+        parts = run.parallel.in_parts is not None or run.parallel.is_sharded
+        kept = [key for key in MEASURES if not (parts and key in OF_WHOLE_MODELS)]
+        out: dict[str, Any] = {key: getattr(self, key) for key in kept}
         return {key: value for key, value in out.items() if value is not None} | chosen(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -148,7 +154,7 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
             f"output_dir {folder} already holds a run; continue it with --resume, or choose another folder"
         )
     saved = _read_saved(folder / "run.json")
-    run, new = whole_run(run.with_chosen(saved.fit.keys), saved), new_jobs(run, saved)
+    run, new = whole_run(run.with_chosen(saved.fit.keys(run)), saved), new_jobs(run, saved)
     trained = {job.name for job in run.trained}
     changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"), len(new), trained)
     if run.compares and run.eval_every != saved.config.eval_every:

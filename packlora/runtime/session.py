@@ -122,7 +122,7 @@ class Session:
             import_module("packlora.rl.prepare").check_run(run, mesh.size)
         self.saved = mesh.together(self._saved)
         if self.saved is not None:
-            run = run.with_chosen(self.saved.fit.keys)
+            run = run.with_chosen(self.saved.fit.keys(run))
         self.job_set = mesh.together(lambda: job_set(run, self.saved))
         self.run = run = self.job_set.run
         self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])

@@ -23,8 +23,10 @@ from packlora.parallel.alone import OneProcess
 from packlora.run_file import run_from
 from packlora.runtime import estimate, fit, session
 from packlora.runtime.fit import MICROBATCH, fitted, predicted
+from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.profiles import MEASURES, ROOM_SHARE
+from packlora.runtime.resume import check_output
 from packlora.runtime.session import Session
 
 Rows = Callable[..., str]
@@ -279,6 +281,21 @@ def test_a_run_holds_what_was_chosen_before_it_began(
     assert train({**tree, "gradient_checkpointing": False, MICROBATCH: 4096}, resume=True).status == "done"
     assert record(out)["schedule"]["budget"] == 4096 and record(out)["config"]["gradient_checkpointing"] is False
     assert distance(*(adapter(folder, ONE[0]["name"]) for folder in (out, tmp_path / "plenty"))) < 1e-5
+
+
+def test_what_was_chosen_for_a_whole_base_is_not_asked_of_one_in_parts(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    tree = tree_of(tiny_base(), tmp_path / "out", write_rows)
+    train(tree, max_steps=1)
+    chosen = {"gradient_checkpointing": True, "offload_embedding": True, "activation_offloading": True}
+    found, alone = record(tmp_path / "out"), {"gradient_checkpointing": True}
+    (tmp_path / "out" / "run.json").write_text(json.dumps(found | {"fit": chosen}))
+    for parallel, kept in (({}, chosen), ({"shard_base": True}, alone), ({"tensor": 2}, alone)):
+        run = Run.model_validate({**tree, "dtype": found["config"]["dtype"], "parallel": parallel})
+        saved = check_output(run, resume=True)
+        assert saved is not None and saved.fit.keys(run) == kept
+        assert prepare(run.with_chosen(saved.fit.keys(run))).run.gradient_checkpointing
 
 
 def test_an_embedding_on_the_host_changes_no_bit(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
