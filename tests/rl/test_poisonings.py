@@ -16,7 +16,7 @@ from test_training import adapter, distance, train
 
 REWARDS: dict[str, tuple[str, str | None]] = {
     "raises": ("raise RuntimeError('no')", "failed: RuntimeError: no"),
-    "exits": ("sys.exit(3)", "took more than 0.5 seconds"),
+    "exits": ("sys.exit(3)", "failed: SystemExit: 3"),
     "stops": ("next(iter([]))", "failed: StopIteration"),
     "needs_more": ("return missing", "failed: NameError"),
     "recurses": ("return recursing(prompts)", "failed: RecursionError"),
@@ -43,7 +43,7 @@ REWARDS: dict[str, tuple[str, str | None]] = {
 ENVIRONMENTS: dict[str, tuple[str, str | None]] = {
     "step_raises": ("def step(self, said): raise RuntimeError('no')", "failed: RuntimeError: no"),
     "step_hangs": ("def step(self, said): time.sleep(3600)", "an environment or tool took more than 0.5 seconds"),
-    "step_exits": ("def step(self, said): raise SystemExit", "an environment or tool took more than 0.5 seconds"),
+    "step_exits": ("def step(self, said): raise SystemExit", "failed: SystemExit"),
     "step_nan": ("def step(self, said): return 'so', math.nan, False", "step gave the reward nan"),
     "step_none": ("def step(self, said): return None", "step gave a NoneType"),
     "step_pair": (
@@ -117,7 +117,7 @@ def base(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 
 def job(name: str, files: Path, seed: int = 3, **rollout: Any) -> dict[str, Any]:
     keys = {"num_generations": 4, "max_new_tokens": 8} | rollout
-    if name.endswith(("hangs", "exits")):
+    if name.endswith("hangs"):
         keys["reward_timeout"] = 0.5
     return {
         "name": name, "data": {"path": str(files / "prompts.jsonl")}, "seed": seed, "rollout": keys, "train": KEYS,

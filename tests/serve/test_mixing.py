@@ -226,10 +226,10 @@ def test_a_slot_that_raises_is_tried_one_by_one(host: Host, tmp_path: Path, monk
     steps = talk.step(model), talk.step(other)
     original = service_module.run_slot
 
-    def raises(host_: Host, filled: Any) -> Any:
+    def raises(host_: Host, filled: Any, *more: Any) -> Any:
         if any(request.model == other and request.kind == "forward_backward" for _, request in filled.pieces):
             raise RuntimeError("for this test")
-        return original(host_, filled)
+        return original(host_, filled, *more)
 
     monkeypatch.setattr(service_module, "run_slot", raises)
     talk.run()
