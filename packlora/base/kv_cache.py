@@ -9,7 +9,8 @@ Shapes: S slots, L places of a slot, T tokens of a packed row, R rows of a decod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -83,8 +84,9 @@ class Prefill(CachedPass):
         window: int | None, softcap: float | None, sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of each sample to itself, [T, H, D]."""
-        for kept, new in zip(self.cache.of(module, k_hTD, v_hTD), (k_hTD, v_hTD), strict=True):
-            kept[self.slots_N, :, self.places_N] = new[:, self.tokens_N].transpose(0, 1)
+        with in_any_order():
+            for kept, new in zip(self.cache.of(module, k_hTD, v_hTD), (k_hTD, v_hTD), strict=True):
+                kept[self.slots_N, :, self.places_N] = new[:, self.tokens_N].transpose(0, 1)
         return packed_attention(q_HTD, k_hTD, v_hTD, self.lengths, scale, window, softcap, sinks_H=sinks_H)
 
 
@@ -112,12 +114,28 @@ class Decode(CachedPass):
         window: int | None, softcap: float | None, sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of each row to its sequence, [R, H, D]."""
-        pair = self.cache.of(module, k_hRD, v_hRD)
-        for kept, new in zip(pair, (k_hRD, v_hRD), strict=True):
-            kept[self.every_S, :, self.visible.places_S] = new[:, self.rows_S].transpose(0, 1)
+        with in_any_order():
+            pair = self.cache.of(module, k_hRD, v_hRD)
+            for kept, new in zip(pair, (k_hRD, v_hRD), strict=True):
+                kept[self.every_S, :, self.visible.places_S] = new[:, self.rows_S].transpose(0, 1)
         k_ShLD, v_ShLD = (kept[:, :, : self.visible.length] for kept in pair)
         q_SHD = q_HRD.transpose(0, 1)[self.rows_S]
         return cached_attention(q_SHD, k_ShLD, v_ShLD, self.visible, scale, window, softcap, sinks_H)[self.slots_R]
+
+
+@contextmanager
+def in_any_order() -> Iterator[None]:
+    """For writes of which each has a place of its own. Where torch must be deterministic it sorts the places first, a dozen
+    launches for each tensor; some releases also wait for the device there, so that no graph can hold it."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
 
 
 def kept_in(slots: Sequence[Sequence[int]], lengths: Sequence[int], starts: Sequence[int]) -> list[list[int]]:

@@ -5,6 +5,8 @@ make gpu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from packlora.base.packing import prepare_model
 from packlora.engine.generate import Sampler, sample
 from packlora.engine.recorded_decode import GraphedPasses
 from packlora.engine.sampling import SampledToken, SampleRequest
+from packlora.runtime.run import deterministic
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 NEW = 40
@@ -45,6 +48,14 @@ def adapted(names: tuple[str, ...]) -> tuple[Any, Attached, list[Adapter]]:
     return model, attached, adapters
 
 
+@pytest.fixture(params=[False, True], ids=["", "deterministic"])
+def torch_as_in_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch as a run has it, which must be deterministic, and as it is by itself."""
+    with deterministic() if request.param else nullcontext():
+        yield
+
+
+@pytest.mark.usefixtures("torch_as_in_runs")
 @pytest.mark.parametrize("names", [("lora", "dora", "some"), ("lora",), ()], ids=["three", "one", "none"])
 def test_graphs_draw_what_passes_without_draw(names: tuple[str, ...]) -> None:
     """Over rows that enter and leave, and adapters that step in between; log-probabilities within the dtype's rounding."""

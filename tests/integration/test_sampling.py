@@ -19,6 +19,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from packlora.adapters.attach import adapted_layers
 from packlora.adapters.linear import Attached
 from packlora.base.cached_proof import own_probe, why_not_cached
+from packlora.base.kv_cache import KeyValueCache
 from packlora.base.packing import prepare_model
 from packlora.engine import recorded_decode
 from packlora.engine.decode import Passes
@@ -30,6 +31,7 @@ from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans.select import PlanChooser
+from packlora.runtime.run import deterministic
 
 GREEDY = {"temperature": 0.0}
 
@@ -172,6 +174,24 @@ def test_bits_of_a_sample_do_not_depend_on_its_neighbours(single: Case) -> None:
                 if one.scores is not None:
                     assert other.scores is not None
                     assert np.array_equal(one.scores.logprobs, other.scores.logprobs, equal_nan=True)
+
+
+def test_writes_of_which_each_has_its_place_are_not_put_in_order(single: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's torch must be deterministic, and sorts what it writes; on a GPU it may wait for it. The tokens are the same."""
+    request, strict = SampleRequest(prompt(3, 20), 0, 4, 2, seed=5), list[bool]()
+    want = sample(Sampler(single.model, single.attached), [request])
+    real = KeyValueCache.of
+
+    def of(cache: KeyValueCache, *given: Any) -> Any:
+        strict.append(torch.are_deterministic_algorithms_enabled())
+        return real(cache, *given)
+
+    monkeypatch.setattr(KeyValueCache, "of", of)
+    with deterministic():
+        got = sample(Sampler(single.model, single.attached), [request])
+        assert torch.are_deterministic_algorithms_enabled()
+    assert ids_of(got[0][0]) == ids_of(want[0][0])
+    assert strict and not any(strict)
 
 
 def test_samples_of_a_prompt_share_one_prefill_and_sample_0_is_that_of_one_sample(single: Case) -> None:
