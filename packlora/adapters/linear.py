@@ -269,7 +269,7 @@ class AdaptedLinear(torch.nn.Module):
 
 
 def adapted_linear(base: torch.nn.Linear, *more: Any) -> AdaptedLinear:
-    """What puts adapters onto a linear layer: a slice says which module does so.
+    """Put adapters onto a linear layer, by the module that a slice names or AdaptedLinear.
 
     Args:
         more: further arguments of AdaptedLinear.

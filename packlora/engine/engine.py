@@ -254,7 +254,7 @@ class Engine:
         return Done(one.slot, tuple(events), one.lacking, one.asked, losses_L)
 
     def _run_dry(self) -> Iterator[Done]:
-        """What is left to tell when no slot is on its way."""
+        """Results that are left to tell when no slot is on its way."""
         return iter(())
 
     def _step(self, one: Inside, slots: Slots) -> list[StepDone | Confirmed]:

@@ -15,6 +15,7 @@ from packlora.pipeline.timeline import end_times
 from packlora.runtime.choose import Replica
 from packlora.runtime.prepared_job import trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.wholeness import keeps_whole
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
@@ -30,9 +31,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
     asked = parallel.pipeline == "auto" and parallel.in_parts is None and not parallel.is_sharded
     if not asked or prepared.form is not None or encoder is None:
         return []
-    if prepared.run.offload_embedding or prepared.run.activation_offloading:
-        return []
-    if any(needs_all_layers(job) is not None for job in prepared.jobs):
+    if keeps_whole(prepared.run) or any(needs_all_layers(job) is not None for job in prepared.jobs):
         return []
     try:
         check_stages(encoder.skeleton, prepared.shape.layers, prepared.adapted)

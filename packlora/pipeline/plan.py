@@ -55,6 +55,6 @@ def sentence(prepared: PreparedRun, stages: int) -> str:
 
 
 def words(layout: Layout) -> tuple[str, str]:
-    """What a layout is, and what it is for each job."""
+    """Name a layout in words, and its devices for each job."""
     stages, devices = layout.pipeline, layout.devices_per_job
     return f"a pipeline of {stages}", f"is on {devices} devices, {devices // stages} for each of its stages"

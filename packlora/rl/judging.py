@@ -1,4 +1,4 @@
-"""From completions to samples: the course of a job's completions through their drawing, their rewards and their scores.
+"""The course of a job's completions through their drawing, their rewards and their scores, until they are samples.
 
 Log-probabilities of the sampler are held against those of the trainer for every batch: where they differ by more than rounding
 the job is to end, as what it would learn from is not what its adapter says.

@@ -16,7 +16,7 @@ from packlora.schedule.types import Microbatch
 
 
 class Flow:
-    """What the loop asks of it.
+    """Order in which the loop runs slots, and its time.
 
     lag: of the engine, which windows are planned for. cost: of a microbatch, where they are planned by it; the same on every
     process and in every session.

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from packlora.adapters.kinds import PARAMETERS, is_known_linear, is_linear
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
+from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.tensor import check_cut
 from packlora.runtime.prepared_job import PreparedJob
@@ -94,9 +95,12 @@ def _of_another_type(path: str, module: torch.nn.Module) -> str | None:
 
 def needs_whole_base(prepared: PreparedRun) -> bool:
     """Whether a job, or a key of the run file, takes the whole base model on every device."""
-    if prepared.run.offload_embedding or prepared.run.activation_offloading:
-        return True
-    return any(needs_whole(job, prepared) is not None for job in prepared.jobs)
+    return keeps_whole(prepared.run) or any(needs_whole(job, prepared) is not None for job in prepared.jobs)
+
+
+def keeps_whole(run: Run) -> bool:
+    """Whether a key of the run file takes the whole base model on every device."""
+    return bool(run.offload_embedding or run.activation_offloading)
 
 
 def needs_whole(job: PreparedJob, prepared: PreparedRun) -> str | None:

@@ -42,7 +42,7 @@ WHY = {
 
 @dataclass(slots=True)
 class Ahead:
-    """What comes next of a model that fills microbatches by itself: the parts of piece `at` of a request."""
+    """Next microbatch of a model that fills them by itself: the parts of piece `at` of a request."""
 
     request: Request
     at: int
@@ -226,7 +226,7 @@ def _settings(request: Request) -> Settings:
 
 
 def _ahead(host: Host, slotted: Slotted) -> Ahead | None:
-    """What the only model of a slot that runs will run next. None where that is not known, or leaves room for others; and where
+    """Next microbatch of the only model of a slot that runs. None where that is not known, or leaves room for others; and where
     rows or their scale are known after the slot alone."""
     if len(slotted.pieces) != 1:
         return None

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from test_training import adapter, distance, steps, train
 
 import packlora
 from packlora.errors import InputError
+from packlora.rl.drawing import Drawn
 from packlora.rl.objective import standard_error
 
 assert callable(files)  # a fixture
@@ -78,6 +80,13 @@ def test_held_out_rewards_are_those_of_what_was_drawn_and_cost_training_no_bit(
         assert line["eval_completions/mean_length"] == pytest.approx(np.mean([len(one["ids"]) for one in drawn]))
         assert line["eval_sampling/sampling_logp_difference/mean"] < 1e-4 and abs(line["eval_loss"]) < 10
     assert lines[0]["eval_reward"] != lines[4]["eval_reward"]
+
+
+def test_held_out_prompts_are_drawn_for_alike_at_every_step_and_not_as_in_training() -> None:
+    """So an evaluation differs from the one before by the adapter alone."""
+    own: Any = SimpleNamespace(data=SimpleNamespace(seed=3))
+    seeds = [Drawn(own, step, is_held_out, [0], []).seed("draw", 1) for is_held_out in (True, False) for step in (0, 4)]
+    assert seeds[0] == seeds[1] and len({*seeds}) == 3
 
 
 def test_the_best_adapter_and_an_early_end_go_by_the_held_out_reward(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import WORDS
+from test_held_out_rewards import evals
 from test_training import adapter, distance
 
 import packlora
@@ -51,8 +52,12 @@ def letters(prompts: list[Any], completions: list[str], **columns: Any) -> list[
 def jobs(where: str, gate: Gate, **keys: Any) -> list[packlora.Job]:
     """A job that waits for the gate there, and two others."""
 
+    judged = list[int]()
+
     def slow(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-        if where == "reward" or (where == "evaluation" and "is_held_out" in columns):
+        judged.extend([1] * ("is_held_out" in columns))
+        first = where == "evaluation" and "is_held_out" in columns
+        if where == "reward" or first or (where == "last evaluation" and len(judged) > len(HELD_OUT)):
             gate.wait()
         return letters(prompts, completions)
 
@@ -69,12 +74,13 @@ def jobs(where: str, gate: Gate, **keys: Any) -> list[packlora.Job]:
     own["adapter"] = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
     rollout = {"num_generations": 4, "max_new_tokens": 12, "reward": slow, "reward_timeout": LONG}
     rollout |= {"environment_factory": Game, "max_turns": 3} if where == "environment" else {}
-    more = {"eval_data": HELD_OUT, "eval_steps": 1} if where == "evaluation" else {}
+    more: dict[str, Any] = {"eval_data": HELD_OUT, "eval_steps": 1} if "evaluation" in where else {}
+    more |= {"max_steps": 1} if where == "last evaluation" else {}
     quick = {"num_generations": 4, "max_new_tokens": 12, "reward": letters}
     texts: dict[str, Any] = {"global_batch_size": 2, "max_steps": 3, "adapter": {"r": 4}}
     rows = [{"prompt": "the", "completion": f" {word}"} for word in WORDS[:6]]
     return [
-        packlora.Job("slow", data=ROWS, seed=1, rollout=rollout, **own, **more),
+        packlora.Job("slow", data=ROWS, seed=1, rollout=rollout, **own | more),
         packlora.Job("fast", data=ROWS, seed=2, rollout=quick, **own),
         packlora.Job("texts", data=rows, seed=3, **texts),
     ]
@@ -103,6 +109,9 @@ def alone(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactor
 def check_same(out: Path, where: str, alone: Callable[[str, str], Path]) -> None:
     for name in ("slow", "fast", "texts"):
         assert distance(adapter(out, name), adapter(alone(where, name), name)) == 0, name
+    if where == "evaluation":
+        found = evals(out, "slow")
+        assert [line["step"] for line in found] == [0, 1, 2, 3] and found == evals(alone(where, "slow"), "slow")
 
 
 @pytest.mark.parametrize("where", ["reward", "environment", "evaluation"])
@@ -116,6 +125,13 @@ def test_only_the_job_that_waits_stands_still(
     assert {("fast", 3), ("fast", 0), ("texts", 3), ("texts", 0)} <= set(gate.order[:first])
     assert not any("seconds" in note for note in gate.notes)
     check_same(tmp_path / "out", where, alone)
+
+
+def test_a_job_is_done_when_its_last_evaluation_is_there(tiny_base: Callable[..., str], tmp_path: Path) -> None:
+    gate = Gate("fast", "texts")
+    assert run(tiny_base("llama"), tmp_path / "out", jobs("last evaluation", gate), gate.hear).status == "done"
+    assert gate.order.index(("slow", 1)) < gate.order.index(("fast", 3)) < gate.order.index(("slow", 0))
+    assert [line["step"] for line in evals(tmp_path / "out", "slow")] == [0, 1]
 
 
 @pytest.mark.parametrize("where", ["reward", "environment"])

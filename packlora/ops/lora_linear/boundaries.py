@@ -11,7 +11,7 @@ from packlora.ops.recent import Recent
 
 
 class Boundaries(Protocol):
-    """Where the boundaries are, and what follows for the tables and operands of a call."""
+    """Place of the boundaries between segments, which decides on the tables and operands of a call."""
 
     @property
     def known(self) -> bool:

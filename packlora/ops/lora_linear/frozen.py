@@ -98,7 +98,7 @@ class FrozenWeight(Protocol):
         theirs, and not to be kept: it may be a temporary one (temporary.py)."""
 
     def factors(self, x: torch.Tensor) -> Factors:
-        """What a fused kernel multiplies for x W', x [..., K]. Where there is a tensor alone; as temporary as it."""
+        """Operands that a fused kernel multiplies for x W', x [..., K]. Where there is a tensor alone; as temporary as it."""
 
     def factors_t(self, d: torch.Tensor) -> Factors:
         """The same for d W, d [..., N]."""
