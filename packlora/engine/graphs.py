@@ -209,8 +209,11 @@ class GraphedDevice:
         self._drop()
 
     def release(self) -> None:
-        """See Executor. A process group does not end while graphs hold its messages."""
-        self._drop()
+        """See Executor. A process group does not end while graphs hold its messages; alone nothing waits for their end. The
+        device may have failed, of which the run's own error tells."""
+        if not self._alone:
+            with suppress(RuntimeError):
+                self._drop()
 
     def plans(self) -> list[dict[str, Any]]:
         return self.single.plans()

@@ -169,6 +169,21 @@ def test_where_other_processes_take_part_memory_that_runs_out_is_no_reason_to_go
     with pytest.raises(torch.OutOfMemoryError):
         train(run, samples(50))
     assert not run.told
+    assert run.executor._bodies
+    run.executor.release()
+    assert not run.executor._bodies, "their group of processes ends after them"
+
+
+def test_what_the_end_of_graphs_raises_hides_no_error_of_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a kernel that has failed: from then on each call to the device raises."""
+
+    def fails(self: GraphedDevice) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(GraphedDevice, "_drop", fails)
+    for storage in (InMemory(), Slices(can_record=True)):
+        run.executor.single.base.storage = storage
+        GraphedDevice(run.executor.single, run.buffers, True, 64, recorder=Pretended).release()
 
 
 @pytest.mark.parametrize("error", [OutOfResources, TypeError])
