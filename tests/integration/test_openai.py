@@ -36,7 +36,7 @@ class Stepping:
         self.case, self.tokenizer = case, tokenizer
         self.sampler = Sampler(case.model, case.attached, tokenizer)
         self.found: dict[int, list[SampledToken]] = {}
-        self.most = 0
+        self.most, self.together = 0, 1
 
     def models(self, owner: str) -> Sequence[Served]:
         return [self.served(owner, name) for name in ("base", "tinker://run:train:0/weights/lora")]  # type: ignore[misc]
@@ -51,6 +51,9 @@ class Stepping:
         own, going = self.found.setdefault(ticket, []), request.num_samples
         self.most = max(self.most, len(self.found))
         try:
+            async with asyncio.timeout(120):
+                while self.most < self.together:
+                    await asyncio.sleep(0)
             while going:
                 if not own:
                     for token in self.sampler.step():
@@ -196,8 +199,9 @@ def test_requests_of_many_clients_share_batches_and_a_client_that_leaves_is_canc
     async def together(client: Any) -> list[Any]:
         return await asyncio.gather(*(client.chat.completions.create(model=m, **how) for m in ("base", LORA, "base")))
 
-    backend.most = 0
+    backend.most, backend.together = 0, 3
     found = run(together)
+    backend.together = 1
     assert backend.most == 3 and found[0].choices[0].message == found[2].choices[0].message
     tokens = backend.stream("me", "base", SampleRequest((7, 8), max_tokens=50))
 
