@@ -56,7 +56,7 @@ def measure_fp8(one: Case, names: list[str], options: Options) -> Row:
         model = adapted(base, name, options.device)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ways[name] = model, parameters, torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
-    first = at_first(base, ways, rows[: 2 if options.quick else HELD_OUT])
+    first = at_first(base, ways, rows[: 2 if options.quick else 8])
     losses: dict[str, list[float]] = {name: [] for name in names}
     for step in range(steps):
         ids = rows[order[(torch.arange(SAMPLES) + step * SAMPLES) % len(order)].to(rows.device)]
