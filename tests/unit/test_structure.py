@@ -16,7 +16,7 @@ GROUND = {
     "result", "run_file", "run_file_errors", "seeding", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""
-FACE = {"", "cli", "command_line", "serve_command", "__main__", "callbacks"}
+FACE = {"", "cli", "command_line", "options", "__main__", "callbacks"}
 """What users call; no room imports it."""
 MAY_USE: dict[str, set[str]] = {
     "ops": set(),
