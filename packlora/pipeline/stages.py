@@ -6,7 +6,7 @@ own forward: what is computed beside the layers, positions and masks, is compute
 stage, the output layer on the last one, also where they are tied. What else there is (norms) is on all, and trained on the
 first or the last one, whichever its place is beside.
 
-A stage may be cut over several processes (tensor.py), or its experts shared out (parallel/experts.py). Hidden states pass whole
+A stage may be cut over several processes (tensor.py), or its experts shared out (experts/cut.py). Hidden states pass whole
 between stages, from each process to the one in its own place.
 
 Only models are cut whose layers hand hidden states [1, T, D] from one to the next. The proof of packing runs through all
