@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
+from packlora.adapters.kinds import PARAMETERS, PREFIX, suffixes
 from packlora.adapters.names import owners
 from packlora.adapters.slices import slice_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
@@ -75,7 +75,7 @@ def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.
 
 def tensor_key(path: str, attribute: str, spec: ModuleSpec) -> str:
     """The key of one of an adapter's tensors in its file, a magnitude's without its last part."""
-    suffix = SUFFIXES[spec.kind][attribute]
+    suffix = suffixes(spec.kind)[attribute]
     if attribute == "bias" and not spec.rank:
         suffix = "bias"
     return f"{PREFIX}{spec.stored_at or path}.{suffix}"

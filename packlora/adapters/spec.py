@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters import convolution
 from packlora.adapters.expert_targets import as_peft_takes_it, parameter_targets, rank_and_alpha, scaling_of
-from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, kind_of, why_no_rows
+from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, is_routed, kind_of, routed, why_no_rows
 from packlora.adapters.targets import (
     bare_layers,
     check_narrowed,
@@ -156,10 +155,8 @@ def resolve(
             kind = kind_of(module)
             assert kind is not None
             own = _low_rank(peft, chosen[name], kind, job)
-            if kind == "convolution" and (reason := convolution.why_unfit(module, own.rank)):
-                raise InputError(
-                    f"job {job!r}: target_modules matches {name}, a convolution which {reason}; leave it out"
-                )
+            if is_routed(kind) and (reason := routed(kind).why_not(own, module)):
+                raise InputError(f"job {job!r}: target_modules matches {name}, {reason}; leave it out")
             spec.modules[name] = replace(own, train_bias=name in biased)
         elif name in biased:
             spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
@@ -196,10 +193,9 @@ def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool
         )
     if start == "orthogonal" and rank % 2:
         raise InputError(f"job {job!r}: init_lora_weights: orthogonal takes even ranks, and {name} has {rank}")
-    if start == "orthogonal" and kind in ("experts", "convolution"):
-        what = "experts" if kind == "experts" else "convolutions"
+    if start == "orthogonal" and kind == "experts":
         raise InputError(
-            f"job {job!r}: init_lora_weights: orthogonal is not for {what}, as {name}; leave one of them out"
+            f"job {job!r}: init_lora_weights: orthogonal is not for experts, as {name}; leave one of them out"
         )
     return start  # type: ignore[no-any-return]
 

@@ -11,14 +11,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from conftest import tiny_model
+from packed import parts
+from peft import LoraConfig
+from safetensors.torch import load_file
+from test_any_module import Beside
 from test_training import adapter, distance, steps, train
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from packlora.adapters.files import save_adapter
+from packlora.adapters.spec import resolve
 from packlora.cli import app
 from packlora.data.readers import read_data
+from packlora.engine.passes import run_microbatch
 from packlora.errors import InputError
 from packlora.runtime import session
 
@@ -80,6 +89,68 @@ def test_the_command_of_the_page_is_called_and_listed_by_its_name(put: Show, tmp
     assert "Count the rows of a data file." in CliRunner().invoke(app, ["--help"]).output
     missing = CliRunner().invoke(app, ["count", str(tmp_path / "no.jsonl")])
     assert missing.exit_code == 2 and "does not exist" in missing.output
+
+
+class BlockLinear(torch.nn.Module):
+    """Two blocks on a diagonal."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.blocks = torch.nn.Parameter(torch.stack([linear.weight[: len(linear.weight) // 2, ::2] for _ in "12"]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = x.unflatten(-1, (2, -1))
+        return torch.einsum("...hk,hnk->...hn", halves, self.blocks).flatten(-2)
+
+
+class InPlainTorch(torch.nn.Module):
+    """y + s B A x in plain torch."""
+
+    def __init__(self, base: torch.nn.Module, A: torch.Tensor, B: torch.Tensor, scaling: float) -> None:
+        super().__init__()
+        self.base, self.scaling = base, scaling
+        self.A, self.B = (torch.nn.Parameter(factor.detach().clone()) for factor in (A, B))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.scaling * (x @ self.A.T @ self.B.T)
+
+
+def blocked() -> Any:
+    model = tiny_model("llama", torch.float64)
+    for layer in model.model.layers:
+        layer.mlp.up_proj = BlockLinear(layer.mlp.up_proj)
+    return model
+
+
+def test_the_kind_of_layer_of_the_page_learns_beside_a_job_of_another_kind(put: Show, tmp_path: Path) -> None:
+    """Loss and gradients are those of the formula in plain torch; what the kind does not do is refused."""
+    own, other = {"target_modules": ["up_proj"]}, {"target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.3}
+    with pytest.raises(InputError, match=r"matches model\.layers\.0\.mlp\.up_proj, of type BlockLinear"):
+        resolve(LoraConfig(r=3, task_type="CAUSAL_LM", **own), blocked(), "a")
+    put("add-a-layer-kind.md")
+    with pytest.raises(InputError, match="block-diagonal layer, of which an adapter has neither dropout nor DoRA"):
+        resolve(LoraConfig(r=3, task_type="CAUSAL_LM", use_dora=True, **own), blocked(), "a")
+    jobs = Beside(blocked, {"own": own, "other": other}, fused=True)
+    weight, adapter = 0.2, jobs.adapters[0]
+    result = run_microbatch(jobs.device, parts(jobs.samples, np.array([weight, 0.3])))
+    model, learnt = blocked(), adapter.named_parameters()
+    model.set_attn_implementation("sdpa")  # the other one computes in float32
+    for number, layer in enumerate(model.model.layers):
+        A, B = (learnt[f"model.layers.{number}.mlp.up_proj/{name}"] for name in "AB")
+        layer.mlp.up_proj = InPlainTorch(layer.mlp.up_proj, A, B, 5 / 3)
+    loss, _ = jobs.gradients(adapter, model, weight)
+    assert float(result.sums[adapter.number]) == pytest.approx(loss, rel=1e-10)
+    for number, layer in enumerate(model.model.layers):
+        for name in "AB":
+            grad, found = (
+                getattr(layer.mlp.up_proj, name).grad,
+                learnt[f"model.layers.{number}.mlp.up_proj/{name}"].grad,
+            )
+            assert float(grad.abs().max()) > 0 and torch.allclose(found, grad, rtol=1e-9, atol=1e-12)
+    save_adapter(tmp_path / "saved", adapter)
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert sorted(saved)[0] == "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 
 
 def test_the_objective_of_the_page_is_the_focal_loss(tiny_base: Callable[..., str], tmp_path: Path) -> None:
