@@ -5,7 +5,7 @@ The tensors of an adapted layer, each under base_model.model.<path of the layer>
     .lora_A.weight [r, K]      .lora_B.weight [N, r]      .lora_magnitude_vector.weight [N]
     .base_layer.bias [N]       its trained bias, or .bias where the layer has no low-rank part
 
-Modules of other kinds have the keys that kinds.py lists.
+Modules of other kinds have the keys that kinds/ lists.
 
 Any float dtype is read, float32 is written. Magnitudes of older adapters are bfloat16, or were rounded to it when PEFT made
 them from a bfloat16 base. They are taken as they are: g = m / ||W + s B A|| of a fresh one is then within 0.4 % of 1 instead of

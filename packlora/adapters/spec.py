@@ -35,7 +35,7 @@ class ModuleSpec:
     """Specification of what a job trains on one module, or on one parameter of experts or of a router. rank 0: no low-rank
     part. base_dropped: see ops.lora_linear.types.Segment.
 
-    kind: see kinds.py. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained. stored_at:
+    kind: see kinds/. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained. stored_at:
     the module path under which PEFT's files have its tensors, where that is not its own path. also_at: a second one, see
     names.py.
     """
@@ -122,7 +122,7 @@ def resolve(
         of_folder: target_modules may name what the model does not have, as PEFT lets it: the tensors say what is adapted.
 
     Raises:
-        InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds.py), PEFT
+        InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds/), PEFT
             would also adapt experts or routers, which are no linear layers, a pattern matches no adapted module or takes
             too long to, bias: all meets a bias that is the output layer's or that no linear layer has, or one module is
             to be trained in two ways.

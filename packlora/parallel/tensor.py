@@ -12,9 +12,9 @@ gradient is added up once for all of them. Embedding and output layer are cut by
 process. An attention with fewer key-value heads than there are processes has each
 of them on several.
 
-Experts are not cut: the processes share them out (experts.py), whatever the plan says of them. Products of thin slices of many
-experts would be slower, what is held and sent is the same, and no gradient of theirs is a part of a sum. Routers, and layers
-beside the experts that are not in the plan, are computed by each process alike. So are latent attentions (`LATENT`).
+Experts are not cut: the processes share them out (experts/cut.py), whatever the plan says of them. Products of thin slices of
+many experts would be slower, what is held and sent is the same, and no gradient of theirs is a part of a sum. Routers, and
+layers beside the experts that are not in the plan, are computed by each process alike. So are latent attentions (`LATENT`).
 
 Adapters are put on a model that was cut (adapters/attach.py), and are cut alike (adapters/sharded.py); adapter.py adds up their
 gradients and joins what is saved.

@@ -222,7 +222,7 @@ def load_stage(
     if (beside := links.beside) is None:
         mesh.together(lambda: fill(model, files, keys, device))
         model.to(device)
-    else:  # held against a stage that is sharded by rows, as in cut.py
+    else:  # held against a stage that is sharded by rows, as in parallel/cut.py
         mesh.together(lambda: fill_by_rows(model, beside, device, files, keys))
     sums = dict(zip(model.state_dict(), word_sums([*model.state_dict().values()]), strict=True))
     every = {name: value for one in links.gather(sums) for name, value in one.items()}

@@ -196,12 +196,3 @@ def test_the_placement_of_the_page_trains_with_the_same_bits(
     train(common | {"output_dir": str(tmp_path / "two")})
     assert loaded == [True]
     assert distance(adapter(tmp_path / "two", "a"), adapter(tmp_path / "one", "a")) == 0
-
-
-def test_pages_name_files_that_are_there() -> None:
-    """All of packlora's that they name, but for those of their own examples."""
-    for page in PAGES.glob("*.md"):
-        text = page.read_text()
-        own = re.findall(r"^# (packlora/[\w/]+\.py)$", text, re.MULTILINE)
-        for path in set(re.findall(r"\bpacklora/[\w/]+\.py\b", text)).difference(own):
-            assert (PAGES.parents[1] / path).is_file(), f"{page.name}: {path}"
