@@ -38,10 +38,10 @@ from packlora.base.packing import hidden_states, prepare_model
 from packlora.codes.load import check_quantization, own_layers
 from packlora.codes.weight import QuantizedLinear
 from packlora.config import QuantizationConfig
+from packlora.experts.cut import shard_experts
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.lora_experts import low_rank
 from packlora.ops.lora_linear.plan import Plan
-from packlora.parallel.experts import shard_experts
 from packlora.tune.timing import Contender, Work
 
 TIMING = (
@@ -486,7 +486,7 @@ EXPERTS = Benchmark(
     "q, k, v, o and on gate_up_proj and down_proj of all experts, B away from zero. Experts of frozen by "
     "transformers' grouped_mm. peft: PEFT's parameters in bfloat16 over the same, LoRA alone. packlora: float32 "
     "adapters of training (_torch: without its kernels); of four jobs each has a sample. ep: experts shared out to "
-    "the processes by parallel.experts.shard_experts, all else and the tokens alike, without optimizer steps, the "
+    "the processes by experts.cut.shard_experts, all else and the tokens alike, without optimizer steps, the "
     "GPUs aligned before each run; messages: collectives of a forward and backward by process 0, and sent: their "
     f"bytes where messages go round in a ring. {TIMING}",
     ["frozen", "packlora", "peft"], ["packlora_torch"], by_case=True, where="either",

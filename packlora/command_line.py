@@ -14,8 +14,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
 import typer.core
@@ -24,13 +23,6 @@ from packlora.errors import InputError, ProcessError, WriteError, unwritten
 from packlora.terminal import say, settle
 
 F = TypeVar("F", bound=Callable[..., Any])
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a key, e.g. jobs.0.train.learning_rate=1e-4. May be repeated."
-    ),
-]
 
 
 class _PlainSwitches:
@@ -48,15 +40,15 @@ class _Command(_PlainSwitches, typer.core.TyperCommand):
     pass
 
 
-class _Group(_PlainSwitches, typer.core.TyperGroup):
-    pass
+class Group(_PlainSwitches, typer.core.TyperGroup):
+    """A command that has commands."""
 
 
 class App(typer.Typer):
-    """The `packlora` command's parts; its commands run guarded."""
+    """A command, or several; they run guarded."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(cls=_Group, **settings)
+    def __init__(self, cls: type[Group] = Group, add_completion: bool = False, **settings: Any) -> None:
+        super().__init__(cls=cls, add_completion=add_completion, pretty_exceptions_enable=False, **settings)
 
     def command(
         self, name: str | None = None, *, stopped: str = "stopped", light: bool = False, **settings: Any

@@ -15,11 +15,11 @@ from expert_models import in_float64, tiny_experts
 from tensor_runs import Case, Learnt, learn
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.expert_part import ExpertPart
 from packlora.adapters.sharded import Shard
 from packlora.base.packing import prepare_model
+from packlora.experts.cut import shard_experts
+from packlora.experts.part import ExpertPart
 from packlora.parallel.collectives import all_of
-from packlora.parallel.experts import shard_experts
 from packlora.parallel.tensor import shard
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]

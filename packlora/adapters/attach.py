@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from packlora.adapters.embeddings import hook_embeddings
 from packlora.adapters.expert_layout import adapted_experts, router_path
 from packlora.adapters.flat import UNDECAYED, FlatLayout
-from packlora.adapters.kinds import PARAMETERS, as_linear, is_known_linear
+from packlora.adapters.kinds import PARAMETERS, as_linear, is_known_linear, routed
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, adapted_linear, compute
 from packlora.adapters.owners import MIN_ROWS
-from packlora.adapters.routed import WEIGHTS, CopyWeights, Routed, RoutedRows, RoutedWeights, TiedWeights, TokenWeights
+from packlora.adapters.routed import Routed, RoutedWeights
 from packlora.adapters.siblings import SiblingGroup, join, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes, shapes_at
@@ -78,8 +78,8 @@ class Adapter:
     @property
     def copied_embeddings(self) -> set[str]:
         """Names of the parameters that are whole embeddings of the job's own."""
-        copies = {path: own for path, own in self.weights.items() if isinstance(own, CopyWeights)}
-        return {f"{path}/weight" for path, own in copies.items() if own.is_embedding}
+        own = self.weights.items()
+        return {f"{path}/weight" for path, one in own if isinstance(one, RoutedWeights) and one.copies_embedding}
 
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -237,7 +237,7 @@ def trained_on(layer: AdaptedLinear | Routed) -> dict[int, AdapterWeights | Rout
     found: dict[int, AdapterWeights | RoutedWeights] = dict(layer.adapters)
     if isinstance(layer, Routed):
         found |= layer.inner.adapters if isinstance(layer.inner, AdaptedLinear) else {}
-        found |= {n: own.tokens for n, own in layer.adapters.items() if isinstance(own, TiedWeights)}
+        found |= {n: own.tied_to for n, own in layer.adapters.items() if own.tied_to is not None}
     return found
 
 
@@ -296,7 +296,7 @@ def _adapter(
     flat = torch.zeros(layout.size, dtype=wide, device=model.device)
     views = layout.views(flat)
     weights: dict[str, AdapterWeights | RoutedWeights | ExpertWeights] = {}
-    tokens: TokenWeights | None = None
+    embedded: RoutedWeights | None = None
     for path in here:
         module, layer, at = spec.modules[path], own.get(path), stable_hash("start", seed, path)
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
@@ -308,13 +308,11 @@ def _adapter(
         if isinstance(layer, AdaptedLinear):
             weights[path] = layer.adapters[number] = AdapterWeights(module, layer.base, at, room)
             continue
-        if module.kind == "tied":
-            assert tokens is not None  # the embedding comes first
-            routed: RoutedWeights = TiedWeights(module, tokens)
-        else:
-            routed = WEIGHTS[module.kind](module, layer.base, at, room)
-        tokens = routed if isinstance(routed, TokenWeights) and layer.takes_ids else tokens
-        weights[path] = layer.adapters[number] = routed
+        weights[path] = layer.adapters[number] = own_there = routed(module.kind)(module, layer.base, at, room)
+        if module.kind == "tokens" and layer.takes_ids:
+            embedded = own_there
+        if module.kind == "tied":  # the embedding comes first
+            own_there.tied_to = embedded
     trained_on = next((module.settings for module in model.modules() if isinstance(module, FrozenLinear)), None)
     return Adapter(name, number, spec, weights, layout, flat, trained_on)
 
@@ -381,12 +379,8 @@ def _replace(
             continue
         of_rows = path in attached.of_rows or there is model.get_output_embeddings()
         if not linear:
-            is_convolution = spec.modules[path].kind == "convolution"
-            routed = (
-                RoutedRows(there, attached, layer_salt(path)) if is_convolution else Routed(there, attached, of_rows)
-            )
-            layers[path, False] = routed
-            setattr(parent, leaf, routed)
+            layers[path, False] = routed(spec.modules[path].kind).layer(there, attached, of_rows, path)
+            setattr(parent, leaf, layers[path, False])
             continue
         salt = layer_salt(attached.groups.get(path, (path,))[0])
         base = as_linear(there.inner if isinstance(there, Routed) else there)

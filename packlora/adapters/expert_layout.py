@@ -18,6 +18,9 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Properties that transformers' registry of experts' functions notes of a module that it calls through them."""
 STATE = "_packlora_experts"
 """The attribute of a module of experts that holds what is adapted of it; no module and no buffer, so in no state dict."""
+PART = "_packlora_expert_part"
+"""The attribute of a module of experts of which a process has some, with what it has and what it does about the others
+(packlora/experts/part.py)."""
 ROUTED = "packlora_product"
 """The name of a router's AdaptedLinear among its modules."""
 SCALED = ("transformers.models.llama4.modeling_llama4.Llama4TextExperts",)
@@ -28,6 +31,16 @@ weights are [E, K, N], and PEFT takes them to be [E, N, K]: in its files A and B
 def is_experts(module: torch.nn.Module) -> bool:
     """Whether a module's experts can be computed here."""
     return by_registry(module) or is_scaled(module)
+
+
+def experts_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The modules of experts, by path."""
+    return {path: module for path, module in model.named_modules() if is_experts(module)}
+
+
+def part_of(experts: torch.nn.Module) -> Any:
+    """Part of the experts that a module has; None where it has all."""
+    return vars(experts).get(PART)
 
 
 def by_registry(module: torch.nn.Module) -> bool:

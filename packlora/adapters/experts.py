@@ -18,13 +18,12 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from packlora.adapters.expert_forward import ScaledRows, frozen_at, sorted_outputs
-from packlora.adapters.expert_layout import ROUTED, STATE, is_scaled
-from packlora.adapters.expert_part import ExpertPart, part_of
-from packlora.adapters.expert_rows import sent_to_experts
+from packlora.adapters.expert_layout import ROUTED, STATE, is_scaled, part_of
 from packlora.adapters.expert_targets import RouterProduct, router_product
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.moving_rows import owners_on_device
 from packlora.adapters.owners import TokenOwners
+from packlora.adapters.slices import Slice
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.weights import TrainedWeights
 from packlora.ops.dropout.keys import layer_salt
@@ -55,7 +54,7 @@ class ExpertWeights(TrainedWeights):
 
     def __init__(
         self, spec: ModuleSpec, frozen: Callable[[], ExpertWeight], seed: int, room: Mapping[str, torch.Tensor],
-        shard: ExpertPart | None = None, lies_turned: bool = False,
+        shard: Slice | None = None, lies_turned: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(spec, room, seed, shard)
         self.frozen, self.lies_turned = frozen, lies_turned
@@ -211,7 +210,7 @@ class Owned:
         state: AdaptedExperts | None = vars(experts).get(STATE)
         owners = None if state is None else state.attached.owners(tokens)
         keys, part = None if owners is None else owners.keys_T2, part_of(experts)
-        if part is not None and part.exchange is not None:
+        if part is not None and part.takes_rows:
             numbers = [] if state is None else state.numbers()
             return Owned(numbers, _owner_of_tokens(owners, numbers, tokens, device), len(numbers) + 1, keys)
         if state is None or owners is None or not (numbers := state.numbers(owners)):
@@ -236,20 +235,18 @@ def _sums(
 ) -> torch.Tensor:
     """Output of experts for tokens, summed with the routers' weights, [T, D]; of the group that shares them out."""
     part = part_of(experts)
-    if part is None or part.exchange is None:
-        first = None if part is None else part.first
-        routing = Routing.of(chosen_Tk, experts.num_experts, owned.owner, owned.count, first)
-        y_SD = _experts(experts, x_TD, Rows(owned.numbers, routing, owned.keys, owned.boundaries))
-        y_TD = weighted_sums(y_SD, weights_Tk, routing, x_TD.dtype)
-        return y_TD if part is None else part.leave(y_TD)
-    assert owned.owner is not None
-    T, own = len(x_TD), part.sends(len(x_TD))
-    arrived = sent_to_experts(part, x_TD, chosen_Tk, owned.owner, owned.count, owned.keys)
-    rows = Rows(owned.numbers, arrived.routing, arrived.keys)
-    y_SD = arrived.back(arrived.routing.sum_to_tokens(_experts(experts, arrived.x, rows)))
-    y_SD = y_SD * weights_Tk[own].reshape(-1, 1)
-    y_TD = y_SD.view(own.stop - own.start, chosen_Tk.shape[1], -1).sum(1).to(x_TD.dtype)
-    return part.leave(part.placed(y_TD, T))
+    if part is not None and part.takes_rows:
+
+        def compute(x: torch.Tensor, routing: Routing, keys: torch.Tensor | None) -> torch.Tensor:
+            return _experts(experts, x, Rows(owned.numbers, routing, keys))
+
+        summed: torch.Tensor = part.sums(x_TD, chosen_Tk, weights_Tk, owned, compute)
+        return summed
+    first = None if part is None else part.first
+    routing = Routing.of(chosen_Tk, experts.num_experts, owned.owner, owned.count, first)
+    y_SD = _experts(experts, x_TD, Rows(owned.numbers, routing, owned.keys, owned.boundaries))
+    y_TD = weighted_sums(y_SD, weights_Tk, routing, x_TD.dtype)
+    return y_TD if part is None else part.leave(y_TD)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ The tensors of an adapted layer, each under base_model.model.<path of the layer>
     .lora_A.weight [r, K]      .lora_B.weight [N, r]      .lora_magnitude_vector.weight [N]
     .base_layer.bias [N]       its trained bias, or .bias where the layer has no low-rank part
 
-Modules of other kinds have the keys that kinds.py lists.
+Modules of other kinds have the keys that kinds/ lists.
 
 Any float dtype is read, float32 is written. Magnitudes of older adapters are bfloat16, or were rounded to it when PEFT made
 them from a bfloat16 base. They are taken as they are: g = m / ||W + s B A|| of a fresh one is then within 0.4 % of 1 instead of
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.kinds import PARAMETERS, PREFIX, SUFFIXES
+from packlora.adapters.kinds import PARAMETERS, PREFIX, suffixes
 from packlora.adapters.names import owners
 from packlora.adapters.slices import slice_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
@@ -75,7 +75,7 @@ def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.
 
 def tensor_key(path: str, attribute: str, spec: ModuleSpec) -> str:
     """The key of one of an adapter's tensors in its file, a magnitude's without its last part."""
-    suffix = SUFFIXES[spec.kind][attribute]
+    suffix = suffixes(spec.kind)[attribute]
     if attribute == "bias" and not spec.rank:
         suffix = "bias"
     return f"{PREFIX}{spec.stored_at or path}.{suffix}"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import PreTrainedModel
 
-from packlora.adapters.kinds import PREFIX, SUFFIXES
+from packlora.adapters.kinds import LOW_RANK, PREFIX, every_kind, suffixes
 from packlora.adapters.targets import patterns_for
 from packlora.lora_config import LoraConfig, is_target
 from packlora.ops.twin import Twin
@@ -22,7 +22,7 @@ LEAVES = ("weight", "bias", "gate_up_proj", "down_proj")
 """Parameters by which a module's older name is known."""
 _END = re.compile(
     r"(\.base_layer)*\.("
-    + "|".join(re.escape(end) for own in SUFFIXES.values() for end in own.values())
+    + "|".join(re.escape(end) for own in (LOW_RANK, *map(suffixes, every_kind())) for end in own.values())
     + r")(\.weight)?$"
 )
 

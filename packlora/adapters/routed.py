@@ -1,50 +1,89 @@
 """Modules that jobs train beside low-rank adapters of linear layers: each token goes through what its owner has there.
 
-    embedding   y = g * (E[id] + s (A[:, id])' B')         as PEFT has it: nothing is dropped; g = 1 without DoRA
-    copy        y = the module with the job's own parameters
-    tokens      y = the module with the job's own rows for some tokens, of an embedding or of an output layer
-    convolution y = g * (W * x + s B * (A * x)) + b        of a vision tower, which is given rows of images
+What a job has there is of a kind; each kind is a module of kinds/. These are few layers of a model, so they are plain
+operations of torch, one after the other for the owners of a microbatch. Parameters are float32.
 
-These are few layers of a model, so they are plain operations of torch, one after the other for the owners of a microbatch.
-Parameters are float32: rows, norms and outputs of convolutions are added and multiplied in float32; copies of matrices, and
-what is convolved with, are cast to the model's dtype.
-
-Shapes: t tokens of one owner, T tokens, r rank, V vocabulary, D width, n tokens with rows of their own; C and N channels,
-R rows of images of one owner.
+Shapes: T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.func import functional_call
-from torch.nn import functional as F
 
-from packlora.adapters import convolution, dora
-from packlora.adapters.kinds import copied
+from packlora.adapters.kinds import LOW_RANK, sizes
 from packlora.adapters.linear import AdaptedLinear, Attached
-from packlora.adapters.norms import NormHandle, RowNorms
+from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import ModuleSpec
-from packlora.adapters.token_rows import TokenRows
-from packlora.adapters.weights import TrainedWeights
-from packlora.ops.dropout import dropout
+from packlora.adapters.weights import TrainedWeights, low_rank_shapes
 
 First = list[tuple[torch.nn.Parameter, torch.Tensor]]
+Own = Callable[[str], torch.Tensor]
 
 
 class RoutedWeights(TrainedWeights):
-    """Trainable parameters of one job on one module, which they are whole on."""
+    """Trainable parameters of one job on one module, which they are whole on. A kind of module is a subclass, `Weights` of a
+    module in kinds/; this one has what is usual of low-rank factors A [r, K] and B [N, r].
+
+    suffixes: ends of the parameters' keys in the files of PEFT, by name.
+    keeps_base: whether `forward` is given what the base gives.
+    is_turned: whether low-rank factors are added to the transposed weight.
+    of_images: whether the module is of a vision tower, and is given rows of images and no tokens.
+    unread: what other programs do not read of an adapter, for messages; `{path}` stands for the module's.
+    tied_to: weights on the embedding whose rows this output layer has, see kinds/tied.py.
+    copies_embedding: whether they are a whole embedding.
+    """
 
     shard: None
+    suffixes: Mapping[str, str] = LOW_RANK
     keeps_base = True
-    """`forward` is given what the base gives."""
+    is_turned = of_images = False
+    unread: str | None = None
+    tied_to: RoutedWeights | None = None
+    copies_embedding = False
 
     def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
         super().__init__(spec, room, seed)
+
+    @classmethod
+    def takes(cls, module: torch.nn.Module) -> bool:
+        """Whether a module that target_modules names is of this kind."""
+        return False
+
+    @classmethod
+    def why_not(cls, spec: ModuleSpec, base: Any) -> str | None:
+        """Why an adapter is not put on a module that `takes` is true of: the end of "target_modules matches PATH, "."""
+        return None
+
+    @classmethod
+    def why_not_merged(cls, base: Any) -> str | None:
+        """Why an adapter cannot be merged into a module: the end of "FOLDER adapts PATH, "."""
+        return None
+
+    @classmethod
+    def shapes(cls, spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters, by name."""
+        return low_rank_shapes(spec, *sizes(base))
+
+    @classmethod
+    def layer(cls, inner: torch.nn.Module, attached: Attached, of_rows: bool, path: str) -> Routed:
+        """What stands in the place of the module. Arguments are Routed's."""
+        return Routed(inner, attached, of_rows)
+
+    @classmethod
+    def replaced(cls, W: torch.Tensor, leaf: str, spec: ModuleSpec, own: Own) -> torch.Tensor | None:
+        """Merged value of a parameter of the module; None where low-rank factors are added to it.
+
+        Args:
+            W: value of the base, float32.
+            leaf: name of the parameter.
+            own: gives the adapter's tensors by name, float32.
+        """
+        return None
 
     def first_values(self, base: Any, norms: RowNorms) -> First:
         """First values that are made of the frozen module, for the caller to write."""
@@ -53,138 +92,6 @@ class RoutedWeights(TrainedWeights):
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         """Outputs for tokens of this job alone. y: of the base, where `keeps_base`."""
         raise NotImplementedError
-
-
-class EmbeddingWeights(RoutedWeights):
-    """A [r, V], B [D, r], and DoRA's magnitude [D]. B begins random and A with zeros, as in PEFT."""
-
-    def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(spec, base, seed, room)
-        self.A, self.B, self.magnitude = (self.parameters.get(name) for name in ("A", "B", "magnitude"))
-        self.norm: NormHandle | None = None
-
-    def first_values(self, base: Any, norms: RowNorms) -> First:
-        if self.magnitude is None:
-            return []
-        assert self.A is not None and self.B is not None
-        self.norm = NormHandle(norms, base.weight.detach().T, self.A, self.B, self.spec.scaling, version_counted=True)
-        return [(self.magnitude, self.norm.get())]
-
-    def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        assert y is not None and self.A is not None and self.B is not None
-        low_tD = F.embedding(x, self.A.T, base.padding_idx) @ self.B.T
-        wide_tD = y.to(torch.promote_types(y.dtype, low_tD.dtype)) + self.spec.scaling * embed_scale(base) * low_tD
-        if self.magnitude is not None and self.norm is not None:
-            wide_tD = dora.factor(self.magnitude, self.norm.get()) * wide_tD
-        return wide_tD.to(y.dtype)
-
-
-class CopyWeights(RoutedWeights):
-    """All parameters of the module, which begin with its values."""
-
-    keeps_base = False
-
-    def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(spec, base, seed, room)
-        self.is_embedding = isinstance(base, torch.nn.Embedding)
-
-    def first_values(self, base: Any, norms: RowNorms) -> First:
-        return [(self.parameters[name], getattr(base, own).detach()) for name, own in copied(base).items()]
-
-    def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        names = copied(base)
-        if "norm" in names or "weight" not in names:  # a product in 16 bits would lose what is small beside 1
-            wide: dict[str, torch.Tensor] = {own: self.parameters[name] for name, own in names.items()}
-            dtype = next(iter(wide.values())).dtype
-            return functional_call(base, wide, (x.to(dtype),)).to(x.dtype)  # type: ignore[no-any-return]
-        cast = {own: self.parameters[name].to(base.weight.dtype) for name, own in names.items()}
-        return functional_call(base, cast, (x,))  # type: ignore[no-any-return]
-
-
-class TokenWeights(RoutedWeights):
-    """tokens [n, D], the rows of spec.tokens, which begin with the base's."""
-
-    def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(spec, base, seed, room)
-        self.rows = self.parameters["tokens"]
-        self.index = TokenRows(spec.tokens, base.weight.shape[0], room["tokens"].device)
-
-    def first_values(self, base: Any, norms: RowNorms) -> First:
-        return [(self.rows, base.weight.detach()[self.index.indices_n])]
-
-    def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        assert y is not None
-        if not isinstance(base, torch.nn.Embedding):
-            return self.index.logits(x, y, self.rows)
-        return self.index.embedded(base, x, y, self.rows, embed_scale(base))
-
-
-class TiedWeights(RoutedWeights):
-    """Rows of an embedding on the output layer that is tied to it."""
-
-    def __init__(self, spec: ModuleSpec, tokens: TokenWeights) -> None:
-        super().__init__(spec, None, 0, {})
-        self.tokens = tokens
-
-    def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        assert y is not None
-        return self.tokens.index.logits(x, y, self.tokens.rows)
-
-
-class ConvolutionWeights(RoutedWeights):
-    """A [r, C, kernel] and B [N, r, 1] of a convolution, DoRA's magnitude [1, N, 1], the bias [N]."""
-
-    def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(spec, base, seed, room)
-        self.A, self.B = self.parameters["A"], self.parameters["B"]
-        self.magnitude, self.bias = self.parameters.get("filter_magnitude"), self.parameters.get("bias")
-
-    def first_values(self, base: Any, norms: RowNorms) -> First:
-        made: First = []
-        if self.magnitude is not None:
-            scaling, own = self.spec.scaling, convolution.problems(base, self.A, self.B)
-            self._norms = [NormHandle(norms, *problem, scaling, version_counted=True) for problem in own]
-            made.append((self.magnitude, self._norm_N().view_as(self.magnitude)))
-        if self.bias is not None:
-            made.append((self.bias, base.bias.detach()))
-        return made
-
-    def _norm_N(self) -> torch.Tensor:
-        return convolution.whole([norm.get() for norm in self._norms])
-
-    def rows(
-        self, base: Any, x: torch.Tensor, y: torch.Tensor, keys_R2: torch.Tensor | None, salt: int
-    ) -> torch.Tensor:
-        """Outputs for R rows of images of this job alone.
-
-        Args:
-            y: of the base.
-            keys_R2: of dropout; None: nothing is dropped.
-            salt: of the layer.
-        """
-        spec = self.spec
-        drops = keys_R2 is not None and spec.dropout > 0
-        xd = dropout(x.flatten(1), keys_R2, salt, spec.dropout).view_as(x) if drops else x  # type: ignore[arg-type]
-        low = convolution.low_rank(xd, base, self.A.to(x.dtype), self.B.to(x.dtype))
-        wide = y.to(torch.promote_types(y.dtype, self.A.dtype))
-        if self.magnitude is None:
-            out = wide + spec.scaling * low
-        else:
-            g = convolution.column(dora.factor(self.magnitude, self._norm_N()), base)
-            if drops and spec.base_dropped:
-                share = convolution.convolve(xd, base, base.weight)
-            else:
-                share = wide if base.bias is None else wide - convolution.column(base.bias, base)
-            out = dora.added(wide, share, low, g, spec.scaling)
-        if self.bias is not None:
-            out = out + convolution.column(self.bias - base.bias, base)
-        return out.to(y.dtype)
-
-
-WEIGHTS: dict[str, type[RoutedWeights]] = {
-    "embedding": EmbeddingWeights, "copy": CopyWeights, "tokens": TokenWeights, "convolution": ConvolutionWeights,
-}  # fmt: skip
-"""Classes by ModuleSpec.kind; a tied one is made of that which it is tied to."""
 
 
 def embed_scale(base: Any) -> float:
@@ -292,30 +199,3 @@ class Routed(torch.nn.Module):
                 f"the microbatch has {total} tokens, {type(self.base).__name__} was given {list(x.shape)}"
             )
         return self._dim
-
-
-class RoutedRows(Routed):
-    """A convolution of a vision tower, whose rows, the first dimension of x, are those of images.
-
-    Args:
-        salt: names its dropout masks.
-    """
-
-    adapters: dict[int, ConvolutionWeights]  # type: ignore[assignment]
-
-    def __init__(self, inner: torch.nn.Module, attached: Attached, salt: int) -> None:
-        super().__init__(inner, attached, of_rows=False)
-        self.salt = salt
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        owners = self.attached.owners(len(x), of_images=True)
-        y: torch.Tensor = self.inner(x, *args, **kwargs)
-        if owners is None or owners.adapters.isdisjoint(self.adapters):
-            return y
-        keys_T2 = owners.keys_T2
-
-        def part(own: ConvolutionWeights, start: int, stop: int) -> torch.Tensor:
-            keys = None if keys_T2 is None else keys_T2[start:stop]
-            return own.rows(self.base, x[start:stop], y[start:stop], keys, self.salt)
-
-        return owners.by_owner(self.adapters, lambda start, stop: y[start:stop], part)

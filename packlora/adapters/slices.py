@@ -1,6 +1,6 @@
 """Slices of frozen layers: what adapters ask of one where a process holds a part of a layer's weight.
 
-Whoever cuts a model gives its layers their slices (sharded.py, expert_part.py); nothing here knows how a layer is cut.
+Whoever cuts a model gives its layers their slices (sharded.py, experts/part.py); nothing here knows how a layer is cut.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters import convolution
 from packlora.adapters.expert_targets import as_peft_takes_it, parameter_targets, rank_and_alpha, scaling_of
-from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, kind_of, why_no_rows
+from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, is_routed, kind_of, routed, why_no_rows
 from packlora.adapters.targets import (
     bare_layers,
     check_narrowed,
@@ -36,7 +35,7 @@ class ModuleSpec:
     """Specification of what a job trains on one module, or on one parameter of experts or of a router. rank 0: no low-rank
     part. base_dropped: see ops.lora_linear.types.Segment.
 
-    kind: see kinds.py. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained. stored_at:
+    kind: see kinds/. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained. stored_at:
     the module path under which PEFT's files have its tensors, where that is not its own path. also_at: a second one, see
     names.py.
     """
@@ -123,7 +122,7 @@ def resolve(
         of_folder: target_modules may name what the model does not have, as PEFT lets it: the tensors say what is adapted.
 
     Raises:
-        InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds.py), PEFT
+        InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds/), PEFT
             would also adapt experts or routers, which are no linear layers, a pattern matches no adapted module or takes
             too long to, bias: all meets a bias that is the output layer's or that no linear layer has, or one module is
             to be trained in two ways.
@@ -156,10 +155,8 @@ def resolve(
             kind = kind_of(module)
             assert kind is not None
             own = _low_rank(peft, chosen[name], kind, job)
-            if kind == "convolution" and (reason := convolution.why_unfit(module, own.rank)):
-                raise InputError(
-                    f"job {job!r}: target_modules matches {name}, a convolution which {reason}; leave it out"
-                )
+            if is_routed(kind) and (reason := routed(kind).why_not(own, module)):
+                raise InputError(f"job {job!r}: target_modules matches {name}, {reason}; leave it out")
             spec.modules[name] = replace(own, train_bias=name in biased)
         elif name in biased:
             spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
@@ -196,10 +193,9 @@ def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool
         )
     if start == "orthogonal" and rank % 2:
         raise InputError(f"job {job!r}: init_lora_weights: orthogonal takes even ranks, and {name} has {rank}")
-    if start == "orthogonal" and kind in ("experts", "convolution"):
-        what = "experts" if kind == "experts" else "convolutions"
+    if start == "orthogonal" and kind == "experts":
         raise InputError(
-            f"job {job!r}: init_lora_weights: orthogonal is not for {what}, as {name}; leave one of them out"
+            f"job {job!r}: init_lora_weights: orthogonal is not for experts, as {name}; leave one of them out"
         )
     return start  # type: ignore[no-any-return]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.expert_targets import all_linear_leaves_out, is_all_linear
-from packlora.adapters.kinds import kind_of, why_no_rows
+from packlora.adapters.kinds import is_of_images, kind_of, why_no_rows
 from packlora.errors import InputError, quoted
 from packlora.lora_config import LoraConfig, is_excluded, is_target
 from packlora.ops.modules import beside_decoder
@@ -75,7 +75,7 @@ def targets_of(
         found = None if kind is not None else f"of type {type(module).__name__}"
         if isinstance(module, torch.nn.Embedding):
             found = why_no_rows(module)
-        if kind == "convolution" and name not in beside:
+        if kind not in (None, "linear") and is_of_images(kind) and name not in beside:
             found = (
                 f"a {type(module).__name__} over tokens, in which packed samples would see each other (PEFT and "
                 "packlora.accelerate train it)"

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packlora.adapters import convolution
 from packlora.adapters.expert_layout import is_scaled
-from packlora.adapters.kinds import PARAMETERS, copied, sizes
+from packlora.adapters.kinds import PARAMETERS, is_routed, routed, sizes
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.slices import LinearSlice, Slice, slice_of
 from packlora.ops.lora_linear.frozen import FrozenWeight
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
 
 def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the trainable parameters of one adapter on one module, by name; slices of those of a layer that is a slice."""
-    if spec.kind == "copy":
-        return {name: tuple(getattr(base, own).shape) for name, own in copied(base).items()}
-    if spec.kind in ("tokens", "tied"):
-        return {"tokens": (len(spec.tokens), base.weight.shape[1])} if spec.tokens else {}
-    if spec.kind == "convolution":
-        return convolution.shapes(base, spec.rank, spec.use_dora, spec.train_bias)
-    N, K = sizes(base)
+    if is_routed(spec.kind):
+        return routed(spec.kind).shapes(spec, base)  # type: ignore[no-any-return]
+    return low_rank_shapes(spec, *sizes(base))
+
+
+def low_rank_shapes(spec: ModuleSpec, N: int, K: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a low-rank adapter of a layer."""
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.rank:
         shapes |= {"A": (spec.rank, K), "B": (N, spec.rank)}

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from packlora.experts import layouts
 from packlora.parallel.layout import Layout
 from packlora.report.progress import duration
-from packlora.runtime import estimate, shared_experts
+from packlora.runtime import estimate
 from packlora.runtime.choose import (
     Choice,
     Spread,
@@ -89,7 +90,7 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choic
     """
     work = Work(prepared, prepared.run.parallel.experts_on).jobs()
     found = candidates(prepared, devices, work) + sharded_layouts(prepared, devices, work)
-    found += piped(prepared, devices, work) + shared_experts.candidates(prepared, devices, work)
+    found += piped(prepared, devices, work) + layouts.candidates(prepared, devices, work)
     rows = [_row(prepared, known, spread(prepared, own), taken.layout, alone) for own in found]
     return Layouts(devices, rows, taken.reason)
 
@@ -99,7 +100,7 @@ def _row(
 ) -> LayoutFigures:  # fmt: skip
     layout = own.layout
     work = Work(prepared, layout.experts_on)
-    shared = shared_experts.profile(known, prepared, layout)
+    shared = layouts.profile(known, prepared, layout)
     seconds = own.predict(seconds_of(prepared, layout, shared.seconds), shared.cost).time
     balance, needed = own.predict(work.of, work.cost), needed_bytes(prepared, known, own)
     has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.is_in_parts

@@ -1,31 +1,25 @@
-"""Read rows from jsonl, json, csv, parquet or a Hugging Face data set, each with the place it came from.
+"""Read rows from data files or a Hugging Face data set, each with the place it came from.
 
-Owns text formats and which files a path means. Tables are tables.py's; what a row may be is rows.py's, what its text becomes
-encode.py's.
+Owns which files a path means. Formats of files are in formats/, data sets in tables.py; what a row may be is rows.py's, what
+its text becomes encode.py's.
 """
 
 from __future__ import annotations
 
-import csv
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packlora.config import DataSource
+from packlora.data.formats import accepted, endings, is_whole, rows_of_file
 from packlora.data.rows import How, Row, check_row, with_fields
-from packlora.data.values import parse_json
 from packlora.errors import InputError, quoted
 from packlora.given import MEMORY, given
 from packlora.terminal import Told, silent
-
-FILE_KINDS = {".jsonl", ".json", ".csv", ".parquet"}
-ACCEPTED = ".jsonl, .json, .csv and .parquet"
-MOST_CHARACTERS = 2**30
-"""Characters of the largest cell of a .csv file."""
 
 
 @dataclass(slots=True)
@@ -112,7 +106,7 @@ def rows_of(path: str | DataSource, job: str) -> Iterator[Row | InputError]:
     source = as_source(path)
     left = source.max_samples
     for name in files_of(source.path, job):
-        if Path(name).suffix == ".json" and not os.path.isdir(name):
+        if Path(name).suffix in endings() and is_whole(Path(name)) and not os.path.isdir(name):
             raise InputError(f"job {job!r}: {name} is read whole, not row by row; write it as .jsonl to stream it")
         for row in _rows(name, job, How(source.columns, subset=source.subset, split=source.split)):
             if left == 0:
@@ -142,7 +136,7 @@ def _rows(name: str, job: str, how: How) -> Iterator[Row | InputError]:
 
 def is_file_name(path: str) -> bool:
     """Whether a data path means files here, which may be missing, and not a data set of the hub."""
-    return os.path.lexists(path) or _is_pattern(path) or Path(path).suffix in FILE_KINDS | {".txt"}
+    return os.path.lexists(path) or _is_pattern(path) or Path(path).suffix in {*endings(), ".txt"}
 
 
 def is_there(path: str) -> bool:
@@ -180,7 +174,7 @@ def values_of(name: str, job: str, how: How) -> Iterator[tuple[str, Any]]:
         return _read_file(Path(name), job, how)
     from packlora.data.tables import read_hub, read_saved
 
-    return read_saved(Path(name), job, ACCEPTED, how) if is_here else read_hub(name, job, how)
+    return read_saved(Path(name), job, accepted(), how) if is_here else read_hub(name, job, how)
 
 
 def _given_values(name: str, job: str) -> Iterator[tuple[str, Any]]:
@@ -196,84 +190,13 @@ def _given_values(name: str, job: str) -> Iterator[tuple[str, Any]]:
 def _read_file(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
     if not os.path.exists(file):
         raise InputError(f"job {job!r}: the data file {file} does not exist")
-    if file.suffix not in FILE_KINDS:
-        raise InputError(f"job {job!r}: {file} ends in {file.suffix!r}; accepted are {ACCEPTED}")
+    if file.suffix not in endings():
+        raise InputError(f"job {job!r}: {file} ends in {file.suffix!r}; accepted are {accepted()}")
     if not os.path.isfile(file):
         raise InputError(f"job {job!r}: {file} is a pipe, a socket or a device; a data file is read more than once")
     try:
-        if file.suffix == ".jsonl":
-            yield from _read_jsonl(file, job)
-        elif file.suffix == ".json":
-            yield from _read_json(file, job)
-        elif file.suffix == ".csv":
-            yield from _read_csv(file, job, how)
-        else:
-            from packlora.data.tables import read_parquet
-
-            yield from read_parquet(file, job, how)
+        yield from rows_of_file(file, job, how)
     except OSError as error:
         raise InputError(f"job {job!r}: cannot read {file}: {error}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"job {job!r}: {file} is not UTF-8 text: {error}") from None
-
-
-def _read_jsonl(file: Path, job: str) -> Iterator[tuple[str, Any]]:
-    with file.open("rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            where = f"{file}, line {number}"
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                value = parse_json(line, _at(job, where)) if line else None
-            except UnicodeDecodeError as error:
-                line, value = "?", InputError(f"job {job!r}: {where}: not UTF-8 text: {error}")
-            except InputError as error:
-                value = error
-            if line:
-                yield where, value
-
-
-def _at(job: str, where: str) -> Callable[[str, int | None], InputError]:
-    """Makes the errors of one line of a file."""
-    return lambda text, _: InputError(f"job {job!r}: {where}: {text}")
-
-
-def _read_json(file: Path, job: str) -> Iterator[tuple[str, Any]]:
-    def bad(text: str, line: int | None) -> InputError:
-        return InputError(f"job {job!r}: {file}" + (f", line {line}" if line else "") + f": {text}")
-
-    rows = parse_json(file.read_text(encoding="utf-8-sig"), bad)
-    if not isinstance(rows, list):
-        raise InputError(f"job {job!r}: {file} must hold a list of rows; found {type(rows).__name__}")
-    for number, value in enumerate(rows, 1):
-        yield f"{file}, row {number}", value
-
-
-def _read_csv(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
-    """The first line names the columns. An empty cell is none, but for an empty prompt or completion."""
-    before = csv.field_size_limit(MOST_CHARACTERS)
-    kept = {how.columns.get(key, key) for key in ("prompt", "completion")}
-    there = {*kept, *how.columns.values()}
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.reader(lines, strict=True)
-            names = next(reader, [])
-            if len(set(names)) != len(names) or not all(names):
-                raise InputError(
-                    f"job {job!r}: {file}, line 1: a .csv file begins with the names of its columns, each once"
-                )
-            start = reader.line_num + 1
-            for cells in reader:
-                where, start = f"{file}, line {start}", reader.line_num + 1
-                if cells and len(cells) != len(names):
-                    text = f"{len(cells)} cells, but there are {len(names)} columns"
-                    yield where, InputError(f"job {job!r}: {where}: {text}")
-                elif cells:
-                    row = dict(zip(names, cells, strict=True))
-                    yield (
-                        where,
-                        {k: text or (text if k in kept else None) for k, text in row.items() if text or k in there},
-                    )
-    except csv.Error as error:
-        raise InputError(f"job {job!r}: cannot read {file} as csv, near line {reader.line_num}: {error}") from None
-    finally:
-        csv.field_size_limit(before)

@@ -1,4 +1,4 @@
-"""Rows of tables: parquet files, data sets that Hugging Face's save_to_disk wrote, data sets of the hub.
+"""Rows of tables: batches of Arrow, data sets that Hugging Face's save_to_disk wrote, data sets of the hub.
 
 Only the columns that a row is made of (rows.py, KEYS) are read, and where fields are asked for those of numbers: what stands in
 the others, a timestamp that Python cannot hold or an image that cannot be decoded, does not matter.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from packlora.data.rows import How
-from packlora.data.unpacking import Bound, claimed_by_message, claimed_by_parquet, rows_at_once
+from packlora.data.unpacking import Bound, claimed_by_message
 from packlora.data.values import parse_json
 from packlora.errors import InputError, needed, quoted
 
@@ -31,23 +31,6 @@ def check_pyarrow(what: str) -> None:
         import pyarrow  # noqa: F401
     except ModuleNotFoundError:
         raise needed("pyarrow", "parquet", what) from None
-
-
-def read_parquet(file: Path, job: str, how: How) -> Values:
-    """Rows of a .parquet file. Raises InputError where it is none, or unpacks to too much."""
-    check_pyarrow(f"job {job!r}: {file}")
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            bound = Bound(str(file), os.path.getsize(file), job)
-            read, left = _used(table.schema_arrow, how)
-            bound.check(claimed_by_parquet(table.metadata, read))
-            batches = table.iter_batches(rows_at_once(table.metadata, file, read, AT_ONCE), columns=read)
-            yield from read_batches(batches, str(file), job, how, bound, left)
-    except pyarrow.ArrowException as error:
-        raise InputError(f"job {job!r}: cannot read {file} as parquet: {error}") from None
 
 
 def read_saved(folder: Path, job: str, accepted: str, how: How) -> Values:
@@ -146,7 +129,7 @@ def read_batches(
     """
     number, named = 0, set(how.columns.values())
     for whole in batches:
-        read, rest = _used(whole.schema, how)
+        read, rest = used(whole.schema, how)
         if twice := next((key for key in read if read.count(key) > 1), None):
             raise InputError(f"job {job!r}: {name} has the column {twice!r} twice; give each column a name of its own")
         if left is not None:
@@ -168,7 +151,7 @@ def read_batches(
                 )
 
 
-def _used(schema: Any, how: How) -> tuple[list[str], dict[str, Any]]:
+def used(schema: Any, how: How) -> tuple[list[str], dict[str, Any]]:
     """The columns that a row is made of, with `fields` also those of numbers, and what stands for the others: that they are
     there is part of what is said of a table whose rows are none."""
     read = [one.name for one in schema if how.reads(one.name) or (how.fields and _is_of_numbers(one.type))]

@@ -40,7 +40,7 @@ from packlora.adapters.files import (
     tensor_key,
     under_both,
 )
-from packlora.adapters.kinds import PARAMETERS
+from packlora.adapters.kinds import PARAMETERS, is_routed, routed
 from packlora.adapters.older_names import module_of
 from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model
@@ -229,10 +229,10 @@ def _merging(opened: AdapterFolder) -> str:
 def _check_plain(opened: AdapterFolder, program: str) -> None:
     """Raises InputError where an adapter holds more than two low-rank factors a layer."""
     for path, module in opened.spec.modules.items():
+        unread = (routed(module.kind).unread if is_routed(module.kind) else None) or ""
         kinds = {
             f"is a DoRA adapter: {program} reads none, and no LoRA adapter has its numbers": module.use_dora,
-            f"holds parameters of {path} itself, which {program} does not read": module.kind in ("copy", "tokens"),
-            f"adapts {path}, a convolution, which {program} does not read": module.kind == "convolution",
+            f"{unread.format(path=path)}, which {program} does not read": bool(unread),
             f"holds trained biases, the first of {path}, which {program} does not read": module.train_bias,
         }
         if problem := next((text for text, holds in kinds.items() if holds), None):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.files import read_trained_on, tensor_key
-from packlora.adapters.kinds import PREFIX
+from packlora.adapters.kinds import is_routed, routed, suffixes
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.device import choose_device
 from packlora.base.weight_files import INDEX, WeightFiles, parts_of, turned_keys
@@ -150,11 +150,8 @@ class Merged:
                 self.places[keys[path]] = path, "weight"
                 continue
             base = model.get_submodule(path)
-            if module.kind == "convolution" and base.groups > 1:
-                raise InputError(
-                    f"{self.adapter_dir} adapts {path}, a convolution of {base.groups} groups: no one weight has its numbers, "
-                    "as a filter sees one group and A sees all; the adapter can be used beside its base alone"
-                )
+            if is_routed(module.kind) and (reason := routed(module.kind).why_not_merged(base)):
+                raise InputError(f"{self.adapter_dir} adapts {path}, {reason}")
             self.transposed |= {path} if type(base) is Conv1D else set()
             for leaf, _ in base.named_parameters(recurse=False):
                 if (name := f"{path}.{leaf}") in keys:
@@ -242,20 +239,18 @@ class Merged:
         def own(name: str) -> torch.Tensor:
             return self.tensors[tensor_key(path, name, module)].float()
 
-        if module.kind == "copy":
-            return self.tensors[f"{PREFIX}{module.stored_at or path}.{leaf}"].float()
-        W = stored.float()
-        if module.kind == "tokens":
-            return W.index_copy(0, torch.tensor(module.tokens), own("tokens"))
+        W, kind = stored.float(), routed(module.kind) if is_routed(module.kind) else None
+        if kind is not None and (whole := kind.replaced(W, leaf, module, own)) is not None:
+            return whole  # type: ignore[no-any-return]
         if leaf == "bias" and module.train_bias:
             return own("bias")
         if leaf == "bias" or not module.rank:
             return W
-        turned = module.kind == "embedding" or path in self.transposed
+        turned = path in self.transposed or (kind is not None and kind.is_turned)
         W, A, B = (W.T if turned else W).flatten(1), own("A").flatten(1), own("B").flatten(1)
         merged = W.addmm(B, A, alpha=module.scaling)
         if module.use_dora:
-            magnitude = own("filter_magnitude" if module.kind == "convolution" else "magnitude").flatten()
+            magnitude = own(next(name for name in suffixes(module.kind) if name.endswith("magnitude"))).flatten()
             merged *= (magnitude / row_norm(W, A, B, module.scaling)).unsqueeze(1)
         return merged.T.contiguous() if turned else merged.view(stored.shape)
 

@@ -1,5 +1,5 @@
 """PEFT layers that accelerate() serves: what stands in the place of each one's forward, by the kind of its base layer
-(adapters/kinds.py)."""
+(adapters/kinds/)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from packlora.adapters.files import MAGNITUDE, WEIGHTS, stored_tensors
-from packlora.adapters.kinds import PREFIX, SUFFIXES
+from packlora.adapters.kinds import LOW_RANK, PREFIX, suffixes
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.config.adapter_file import read_config
 from packlora.config.peft import whole_number
@@ -31,7 +31,7 @@ from packlora.megatron.stacked import (
 )
 from packlora.megatron.targets import check_layers, check_ranks, config_of, module_spec
 
-ENDS = {end: own for kind in (SUFFIXES["embedding"], SUFFIXES["linear"]) for own, end in kind.items() if own != "bias"}
+ENDS = {end: own for kind in (suffixes("embedding"), LOW_RANK) for own, end in kind.items() if own != "bias"}
 """Tensors of an adapter by the ends of their keys in its file; that of a magnitude may have .weight after it."""
 
 
@@ -51,9 +51,9 @@ def _parts(layer: Found) -> list[Part]:
 def keyed_part(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
     """Tensors by PEFT's keys, cut to the vocabulary of the model of transformers."""
     at = f"{PREFIX}{part}"
-    keys = SUFFIXES["linear"] | {"magnitude": f"{SUFFIXES['linear']['magnitude']}.weight"}
+    keys = LOW_RANK | {"magnitude": f"{LOW_RANK['magnitude']}.weight"}
     if part == "model.embed_tokens":
-        keys, tensors = SUFFIXES["embedding"], tensors | {"A": tensors["A"][:, :vocab_size]}
+        keys, tensors = dict(suffixes("embedding")), tensors | {"A": tensors["A"][:, :vocab_size]}
     if part == "lm_head":
         tensors = {key: value if key == "A" else value[:vocab_size] for key, value in tensors.items()}
     return {f"{at}.{keys[key]}": value.contiguous() for key, value in tensors.items()}
@@ -198,7 +198,7 @@ def _check_tensors(
         found = {key: list(value.shape) for key, value in tensors.items()}
         raise InputError(f"adapter {name!r}: {at} has {found}; its configuration says rank {rank} and {sorted(wanted)}")
     for key, tensor in tensors.items():
-        end = SUFFIXES["embedding" if layer.kind == "embedding" else "linear"][key]
+        end = suffixes("embedding" if layer.kind == "embedding" else "linear")[key]
         if tuple(tensor.shape) not in wanted[key]:
             raise InputError(
                 f"adapter {name!r}: {at}.{end} is {tuple(tensor.shape)}, the model and rank {rank} need {wanted[key][0]}"

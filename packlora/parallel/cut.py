@@ -10,13 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_part import part_of
+from packlora.adapters.expert_layout import part_of
 from packlora.adapters.slices import Slice, slice_of
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
@@ -25,11 +25,23 @@ from packlora.base.shape import check_row
 from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
+from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.storage import Storage
 from packlora.parallel.alone import Alone
-from packlora.parallel.experts import ExchangedExperts, Slices, exchange_rows
 from packlora.parallel.sharded import Shards, empty_model, fill_by_rows, fill_with, mesh_of, untie
 from packlora.parallel.tensor import cut_model
+
+
+class Slices(InMemory):
+    """The Storage of a model of which the process holds a slice of every layer, or some of the experts.
+
+    NCCL's messages of slices are recorded like launches; experts' are decided on by the host.
+    """
+
+    is_whole = False
+
+    def __init__(self, can_record: bool = False) -> None:
+        self.can_record = can_record
 
 
 def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alone) -> Base:
@@ -71,14 +83,9 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
         storage = Shards(model, rows, files, keys, partial(_part, model), run.parallel.offload_base)
     base = ready_base(run, model, tokenizer, device, path, longest, storage, looked_at)
     if run.parallel.exchanges:  # the proof was of the same tokens on all processes, which take the same decisions there
-        alike = None if layers is replica.model else layers
-        exchange_rows(model, replica.model, alike)
-        exchanged = ExchangedExperts(model)
+        exchanged, note = import_module("packlora.experts.cut").exchanging(model, replica.model, layers)
         base.storage = exchanged if replica.shards is None else storage
-        own = "of these processes has microbatches of its own"
-        if alike is not None:
-            own = f"{dist.get_world_size(alike)} of these processes have microbatches of their own"
-        notes.append(f"each {own}, whose tokens go to the experts and back")
+        notes.append(note)
     base.warnings[:0] = notes
     return base
 

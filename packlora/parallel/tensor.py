@@ -12,9 +12,9 @@ gradient is added up once for all of them. Embedding and output layer are cut by
 process. An attention with fewer key-value heads than there are processes has each
 of them on several.
 
-Experts are not cut: the processes share them out (experts.py), whatever the plan says of them. Products of thin slices of many
-experts would be slower, what is held and sent is the same, and no gradient of theirs is a part of a sum. Routers, and layers
-beside the experts that are not in the plan, are computed by each process alike. So are latent attentions (`LATENT`).
+Experts are not cut: the processes share them out (experts/cut.py), whatever the plan says of them. Products of thin slices of
+many experts would be slower, what is held and sent is the same, and no gradient of theirs is a part of a sum. Routers, and
+layers beside the experts that are not in the plan, are computed by each process alike. So are latent attentions (`LATENT`).
 
 Adapters are put on a model that was cut (adapters/attach.py), and are cut alike (adapters/sharded.py); adapter.py adds up their
 gradients and joins what is saved.
@@ -29,18 +29,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_layout import experts_of
 from packlora.adapters.sharded import Shard, ShardedLinear, Through
 from packlora.config import ParallelConfig
 from packlora.errors import InputError
 from packlora.ops.modules import beside_decoder
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
-from packlora.parallel.experts import check_experts, experts_of, shard_experts
 from packlora.parallel.meta import run_on_meta
 from packlora.parallel.sequence import TokenSlices, stands_in_layer, with_input
 from packlora.parallel.vocabulary import cut_vocabulary
@@ -114,7 +115,7 @@ def shard(
     whole = "norms" if cut_vocabulary(model, group) else "embedding, norms and output layer"
     notes = [f"{what}{len(cuts)} layers are cut; {whole} are whole on each"]
     if experts_of(model):
-        notes += shard_experts(model, experts or group, "")
+        notes += _experts().shard_experts(model, experts or group, "")
     if shared:
         notes.append(f"{what}{' and '.join(shared)} have fewer heads than processes, so each head is on several")
     while cuts:  # a whole layer goes before the next one is cut
@@ -144,7 +145,12 @@ def cut_model(
     """
     if parallel.tensor > 1:
         return shard(model, layers, parallel.sequence_parallel, experts)
-    return shard_experts(model, experts) if experts_of(model) else []
+    return _experts().shard_experts(model, experts) if experts_of(model) else []
+
+
+def _experts() -> Any:
+    """The plug-in of models with experts."""
+    return import_module("packlora.experts.cut")
 
 
 def check_cut(model: PreTrainedModel, parallel: ParallelConfig) -> None:
@@ -155,12 +161,12 @@ def check_cut(model: PreTrainedModel, parallel: ParallelConfig) -> None:
         _check_plan(model, parallel.tensor, parallel.sequence_parallel)
     if parallel.expert > 1 or (parallel.tensor > 1 and experts_of(model)):
         key = " times ".join(name for name, size in shared.items() if size > 1)
-        check_experts(model, parallel.tensor * parallel.expert, key)
+        _experts().check_experts(model, parallel.tensor * parallel.expert, key)
 
 
 def _check_plan(model: PreTrainedModel, degree: int, sequence: bool) -> None:
     if EXPERTS in (model.tp_plan or {}).values() and not experts_of(model):
-        check_experts(model, degree, "parallel.tensor")
+        _experts().check_experts(model, degree, "parallel.tensor")
     cuts = _cuts(model, degree)
     if sequence and not any(stands_in_layer(_block(path)) for path in cuts):
         raise _nothing_apart(model, degree)

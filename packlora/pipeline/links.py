@@ -74,7 +74,7 @@ class Channel:
 class Links(Replicas):
     """The processes of a group whose replicas are pipelines.
 
-    A stage is one process, or several that hold its layers together (tensor.py) or experts (parallel/experts.py). Each of these
+    A stage is one process, or several that hold its layers together (tensor.py) or experts (experts/cut.py). Each of these
     sends to the one in its own place in the next stage: these are a chain.
 
     stage: of this process. part: its place in the stage. beside: the processes of its stage, None where it is one.

@@ -9,13 +9,13 @@ from packlora.base.device import choose_device
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.engine.passes import Passes
+from packlora.experts import layouts
 from packlora.parallel.alone import OneProcess
 from packlora.pipeline.estimate import planning_cost, stage_layers, staged
 from packlora.pipeline.flow import StageFlow
 from packlora.pipeline.links import Links
 from packlora.pipeline.passes import StageDevice
 from packlora.pipeline.stages import Stage, load_stage
-from packlora.runtime import shared_experts
 from packlora.runtime.choose import Choice
 from packlora.runtime.flow import Flow
 from packlora.runtime.prepared_run import PreparedRun
@@ -56,7 +56,7 @@ class OverStages(OverProcesses):
 
     def profile(self, known: Profile) -> Profile:
         """See Placement."""
-        known = shared_experts.profile(known, self.prepared, self.layout)
+        known = layouts.profile(known, self.prepared, self.layout)
         return staged(known, self.run, self.prepared, self.layout.pipeline)
 
     def flow(self, own: PreparedRun, known: Profile, passes: Passes) -> Flow:

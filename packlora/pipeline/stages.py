@@ -6,7 +6,7 @@ own forward: what is computed beside the layers, positions and masks, is compute
 stage, the output layer on the last one, also where they are tied. What else there is (norms) is on all, and trained on the
 first or the last one, whichever its place is beside.
 
-A stage may be cut over several processes (tensor.py), or its experts shared out (parallel/experts.py). Hidden states pass whole
+A stage may be cut over several processes (tensor.py), or its experts shared out (experts/cut.py). Hidden states pass whole
 between stages, from each process to the one in its own place.
 
 Only models are cut whose layers hand hidden states [1, T, D] from one to the next. The proof of packing runs through all
@@ -222,7 +222,7 @@ def load_stage(
     if (beside := links.beside) is None:
         mesh.together(lambda: fill(model, files, keys, device))
         model.to(device)
-    else:  # held against a stage that is sharded by rows, as in cut.py
+    else:  # held against a stage that is sharded by rows, as in parallel/cut.py
         mesh.together(lambda: fill_by_rows(model, beside, device, files, keys))
     sums = dict(zip(model.state_dict(), word_sums([*model.state_dict().values()]), strict=True))
     every = {name: value for one in links.gather(sums) for name, value in one.items()}

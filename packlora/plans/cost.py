@@ -215,11 +215,21 @@ def _forward(plan: Plan, s: _Shapes) -> Iterator[Step]:
             yield from (*products, base) if before else (base, *products)
             if wide:
                 yield Step("forward", "y in 16 bits", 0, s.e * 3 * T * N, waste=WASTE["pass"])
-        if s.case.base_dropped:
-            yield s.mm("forward", "xd W'", T, K, N)
-            yield Step("forward", "y += (g - 1) xd W' + g S B'", 0, s.e * 5 * T * N, waste=WASTE["pass"])
+        if dropped := _of_dropped("forward", s, N):
+            yield from dropped
         elif adapters and s.case.composed and plan.up in ("after", "before", "routed"):
             yield Step("forward", "y = g z + bias", 0, s.e * 2 * T * N, waste=WASTE["pass"])
+
+
+def _of_dropped(phase: Phase, s: _Shapes, N: int) -> list[Step]:
+    """Base product of the dropped x, where DoRA scales that one."""
+    T, K = s.case.tokens, s.case.K
+    if not s.case.base_dropped:
+        return []
+    if phase == "backward":
+        return [s.mm("backward", "dx += drop((g - 1) d W)", T, N, K, extra=2 * T * K)]
+    added = Step("forward", "y += (g - 1) xd W' + g S B'", 0, s.e * 5 * T * N, waste=WASTE["pass"])
+    return [s.mm("forward", "xd W'", T, K, N), added]
 
 
 def _backward(plan: Plan, s: _Shapes) -> Iterator[Step]:
@@ -304,8 +314,7 @@ def _dx(plan: Plan, s: _Shapes) -> Iterator[Step]:
                 yield s.mm("backward", "W + s B A", N, adapters[0][1], K, extra=N * K)
             yield s.mm("backward", "dx += d W" if written else "dx = d W", T, N, K, extra=T * K if written else 0)
         written = True
-        if s.case.base_dropped:
-            yield s.mm("backward", "dx += drop((g - 1) d W)", T, N, K, extra=2 * T * K)
+        yield from _of_dropped("backward", s, N)
     if plan.dx == "after":
         yield from _low_rank_dx(s, written=False)
 

@@ -17,7 +17,7 @@ from packlora.base.device import choose_device
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
 from packlora.parallel.layout import Layout, Prediction, Wave
-from packlora.runtime import estimate, profiler, profiles, shared_experts
+from packlora.runtime import estimate, profiler, profiles
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
@@ -333,7 +333,8 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     if first and prepared.run.max_tokens_per_microbatch == "auto" and choose_device(prepared.run.device).type == "cuda":
         smallest = profiler.budgets(prepared)[0]
     layout, experts = own.layout, own.layout.expert
-    known = shared_experts.profile(known, prepared, layout)
+    if experts > 1:
+        known = import_module("packlora.experts.layouts").profile(known, prepared, layout)
     needed, (base, gathered), elsewhere = 0, base_bytes(prepared), elsewhere_bytes(prepared, layout)
     base, gathered = base - elsewhere, gathered - 2 * elsewhere // prepared.shape.layers
     here = base // (layout.tensor * layout.shard) - host_bytes(prepared, layout)  # stages have a part of that

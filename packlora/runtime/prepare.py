@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.expert_targets import divided_ranks
 from packlora.adapters.files import base_note, stored_keys
+from packlora.adapters.kinds import is_of_images
 from packlora.adapters.names import resolve
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.targets import try_patterns
@@ -306,7 +307,7 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
         )
     beside = beside_decoder(skeleton)
     for path, own in spec.modules.items():
-        if own.kind not in ("linear", "convolution") and path in beside:
+        if path in beside and not is_of_images(own.kind):
             raise InputError(
                 f"job {job.name!r}: {path} is part of the vision tower, of which linear layers and convolutions are adapted in "
                 "this version; leave it out of modules_to_save and target_modules, or name whole paths in the language model"

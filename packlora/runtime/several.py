@@ -17,7 +17,6 @@ from packlora.config import Run
 from packlora.engine.passes import Passes, SingleDevice
 from packlora.parallel.alone import ALONE, Alone, OneProcess
 from packlora.parallel.cut import load_cut
-from packlora.parallel.expert_replicas import ExchangingReplicas
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
@@ -69,7 +68,10 @@ class OverProcesses(Placement):
         return self.group if self.layout.is_in_parts else ALONE
 
     def _processes(self) -> Replicas:
-        return (ExchangingReplicas if self.layout.exchange else Replicas)(self.mesh, self.layout)
+        if self.layout.exchange:
+            found: Replicas = import_module("packlora.experts.replicas").ExchangingReplicas(self.mesh, self.layout)
+            return found
+        return Replicas(self.mesh, self.layout)
 
     def load(self) -> Base:
         """See Placement."""

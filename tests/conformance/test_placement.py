@@ -388,14 +388,14 @@ FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("pipeline", "packlora.pipeline.passes.StageDevice._send_down", halved),
     ("shared jobs", "packlora.parallel.replicas.Replicas.add", nothing),
     ("tensor", "packlora.parallel.adapter.WholeGradient.norm", without_parts),
-    ("exchanged", "packlora.parallel.expert_replicas.SharedGradient._added", nothing),
+    ("exchanged", "packlora.experts.replicas.SharedGradient._added", nothing),
 ]
 MORE_FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("pipeline", "packlora.runtime.restoring._restore_optimizer", nothing),
     ("tensor", "packlora.parallel.sequence.summed_tokens", itself),
     ("shared jobs", "packlora.engine.collate.packed_token_keys", by_process),
     ("sharded", "packlora.parallel.replicas.Replicas.add", nothing),
-    ("experts", "packlora.parallel.experts.summed", itself),
+    ("experts", "packlora.experts.cut.summed", itself),
     ("cut rows", "packlora.parallel.sharded.rows_of", of_the_first),
     ("pipeline", "packlora.engine.adapters.AdapterState.step", by_own_norm),
 ]

@@ -20,9 +20,10 @@ from torch import nn
 from vision_models import image_row, vision_folder, write_images
 
 import packlora
+from packlora.adapters.kinds.convolution import RoutedRows
+from packlora.adapters.kinds.convolution import Weights as ConvolutionWeights
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import TokenOwners
-from packlora.adapters.routed import ConvolutionWeights, RoutedRows
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.weights import parameter_shapes
 from packlora.images.owners import ImageOwners, OwnedImage

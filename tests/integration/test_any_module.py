@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
 from packlora.adapters.files import save_adapter
-from packlora.adapters.routed import CopyWeights
+from packlora.adapters.kinds.copy import Weights as CopyWeights
 from packlora.adapters.spec import ModuleSpec, resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample

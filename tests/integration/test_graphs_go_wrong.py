@@ -29,7 +29,7 @@ from packlora.engine.passes import MicrobatchResult, SingleDevice, run_microbatc
 from packlora.engine.recorded import Body, Shape
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.moving import MovingSegments
-from packlora.parallel.experts import Slices
+from packlora.parallel.cut import Slices
 from packlora.runtime.cuda_graphs import why_no_graphs
 
 WEIGHTS = np.array([0.01, 0.02, 0.03])

@@ -351,7 +351,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "orthogonal factors of filters": (
         {}, {"adapter": {"target_modules": [r"patch_embed.proj"], "r": 4, "init_lora_weights": "orthogonal"}},
-        "orthogonal is not for convolutions, as model.visual.patch_embed.proj",
+        "matches model.visual.patch_embed.proj, a convolution, for which there are no orthogonal factors",
     ),
     "filters that begin with the base's": (
         {}, {"adapter": {"target_modules": ["patch_embed.proj"], "lora_dropout": 0, "init_lora_weights": "pissa"}},

@@ -16,16 +16,17 @@ from expert_runs import BOTH, adapter_of, compared, errors_when_broken, threes
 from ranks import Ranks
 from tensor_runs import BOUND, PATIENCE, WRONG, Case, assert_exact
 
-from packlora.adapters.expert_part import ExpertPart
+from packlora.adapters.expert_layout import experts_of
 from packlora.config import ParallelConfig
 from packlora.errors import InputError
+from packlora.experts import cut as parallel_experts
+from packlora.experts.cut import check_experts
+from packlora.experts.part import ExpertPart
+from packlora.experts.replicas import ExchangingReplicas
 from packlora.ops.lora_experts.routing import Routing
 from packlora.parallel import adapter as parallel_adapter
-from packlora.parallel import experts as parallel_experts
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.collectives import add_up
-from packlora.parallel.expert_replicas import ExchangingReplicas
-from packlora.parallel.experts import check_experts, experts_of
 from packlora.parallel.layout import Layout
 from packlora.parallel.replicas import Replicas
 from packlora.parallel.tensor import check_cut

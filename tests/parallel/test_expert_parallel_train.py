@@ -26,16 +26,16 @@ from test_replicas import lines, on_ranks
 from test_training import adapter, config, distance
 
 import packlora
-from packlora.adapters import expert_rows
 from packlora.base.weight_files import WeightFiles
 from packlora.commands.plan import make_plan
 from packlora.commands.plan_layouts import LayoutFigures, sentences
 from packlora.config import Run
 from packlora.engine.engine import Engine
 from packlora.errors import InputError
+from packlora.experts import rows as expert_rows
+from packlora.experts.replicas import SharedGradient
 from packlora.parallel.alone import Alone
 from packlora.parallel.cut import load_cut
-from packlora.parallel.expert_replicas import SharedGradient
 from packlora.pipeline.estimate import largest_stage, planning_cost, stage_layers
 from packlora.runtime.prepare import prepare
 

@@ -15,9 +15,10 @@ from torch import nn
 
 from packlora.adapters.files import tensor_shapes
 from packlora.adapters.flat import SLOW
+from packlora.adapters.kinds.convolution import RoutedRows
+from packlora.adapters.kinds.convolution import Weights as ConvolutionWeights
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import TokenOwners
-from packlora.adapters.routed import ConvolutionWeights, RoutedRows
 from packlora.adapters.spec import ModuleSpec, resolve
 from packlora.adapters.weights import parameter_shapes
 from packlora.base.weight_files import WeightFiles

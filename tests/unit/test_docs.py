@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +99,25 @@ def test_a_link_is_turned_into_that_of_the_same_file_on_the_site() -> None:
 def test_pages_on_how_to_add_something_are_found_from_contributing() -> None:
     for page in HOW_TO:
         assert f"](docs/how-to/{page.name})" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_reading_order_is_over_twelve_files_and_names_functions_that_are_there() -> None:
+    """They are to be read in ten minutes: at most 550 lines."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    order = page.split("## Reading order\n")[1].split("**From here**")[0]
+    steps = re.findall(r"^(\d+)\. `(packlora/[\w/]+\.py)`: (.*?)\. ", order, re.MULTILINE | re.DOTALL)
+    assert [int(number) for number, _, _ in steps] == list(range(1, 13))
+    lines = 0
+    for _, file, names in steps:
+        tree = ast.parse((ROOT / file).read_text())
+        for name in re.findall(r"`([\w.]+)`", names):
+            within: Any = tree
+            for part in name.split("."):
+                found = [node for node in within.body if getattr(node, "name", None) == part]
+                assert found, f"{file} has no {name}"
+                within = found[0]
+            lines += within.end_lineno - within.lineno + 1
+    assert 300 < lines <= 550, lines
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:

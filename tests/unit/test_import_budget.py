@@ -16,6 +16,7 @@ LINES_OF_TRAIN, LINES_OF_ACCELERATE = 31_180, 8_500
 PLUGINS = (
     "packlora.megatron", "packlora.tune", "packlora.commands", "packlora.export", "packlora.answers", "packlora.images",
     "packlora.codes", "packlora.fp8", "packlora.sweep", "packlora.rl", "packlora.api", "packlora.serve", "packlora.pipeline",
+    "packlora.experts",
 )  # fmt: skip
 OF_LAYOUTS = ("packlora.adapters.sharded", "packlora.adapters.moving_rows", "packlora.ops.lora_linear.moving")
 """Modules of slices of layers and of segments that move, which one job on one device without graphs has no use for."""

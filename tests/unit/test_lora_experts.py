@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from packlora.adapters.expert_part import ExpertPart
+from packlora.experts.part import ExpertPart
 from packlora.ops.dropout.keys import token_keys
 from packlora.ops.lora_experts import grouped, low_rank
 from packlora.ops.lora_experts.autograd import lora_experts

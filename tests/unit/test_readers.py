@@ -111,7 +111,7 @@ def test_a_bad_line_is_refused_with_its_number_and_what_was_found(tmp_path: Path
         ("rows.json", b'{"text": "a"}', "must hold a list of rows; found dict"),
         ("rows.json", b'[\n{"text": "a"}\nx]', "line 3: not valid JSON"), ("rows.json", b"", "line 1: not valid JSON"),
         ("rows.parquet", b"not parquet", "as parquet"), ("rows.parquet", b"", "as parquet"),
-        ("rows.tsv", b"text\na\n", "ends in '.tsv'; accepted are .jsonl, .json, .csv and .parquet"),
+        ("rows.tsv", b"text\na\n", "ends in '.tsv'; accepted are .csv, .json, .jsonl and .parquet"),
         ("rows.csv", b"", "has no rows"), ("rows.csv", b"text\n", "has no rows"),
         ("rows.csv", b"text,\na,b\n", "begins with the names"),
         ("rows.csv", b"text,text\na,b\n", "begins with the names of its columns, each once"),

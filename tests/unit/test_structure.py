@@ -16,7 +16,7 @@ GROUND = {
     "result", "run_file", "run_file_errors", "seeding", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""
-FACE = {"", "cli", "command_line", "serve_command", "__main__", "callbacks"}
+FACE = {"", "cli", "command_line", "options", "__main__", "callbacks"}
 """What users call; no room imports it."""
 MAY_USE: dict[str, set[str]] = {
     "ops": set(),
@@ -36,7 +36,8 @@ MAY_USE["codes"] = {"ops", "base", "live"}
 MAY_USE["fp8"] = {"ops", "base", "live", "codes"}
 MAY_USE["images"] = {"ops", "adapters", "base", "data"}
 MAY_USE["sweep"] = {*MAY_USE["runtime"], "runtime"}
-MAY_USE["pipeline"] = {*MAY_USE["runtime"], "runtime"}
+MAY_USE["experts"] = {*MAY_USE["runtime"], "runtime"}
+MAY_USE["pipeline"] = {*MAY_USE["runtime"], "runtime", "experts"}
 MAY_USE["rl"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["serve"] = {*MAY_USE["runtime"], "runtime"}
 MAY_USE["tune"] = {*MAY_USE}

@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from packlora.data import tables, unpacking
+from packlora.data.formats import parquet
 from packlora.data.readers import read_data, read_rows
 from packlora.data.rows import KEYS, check_row
 from packlora.errors import InputError
@@ -250,7 +251,7 @@ def test_a_text_that_a_parquet_file_repeats_too_often_is_not_unpacked(how: str, 
 def test_what_a_parquet_file_says_that_it_unpacks_to_is_looked_at_first(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 2**24]}), path, compression="zstd")
-    with mock.patch.object(tables, "rows_at_once", side_effect=AssertionError("is read")):
+    with mock.patch.object(parquet, "rows_at_once", side_effect=AssertionError("is read")):
         assert "unpacks to more than" in refusal(path)
 
 

@@ -4,51 +4,74 @@ what stands in the place of a PEFT layer's forward (live/).
     kind        base module                                what a job has there
     linear      torch.nn.Linear, quantised, in slices;     A [r, K], B [N, r], magnitude [N], bias [N]      (linear.py)
                 transformers' Conv1D, Falcon's linear
-    embedding   torch.nn.Embedding                         A [r, V], B [D, r], magnitude [D]                (routed.py)
-    copy        linear, embedding, norm                    all parameters of the module, its own            (routed.py)
-    tokens      embedding, linear                          rows of some tokens, tokens [n, D]               (routed.py)
-    tied        the output layer beside such an embedding  the embedding's rows, nothing of its own         (routed.py)
+    embedding   torch.nn.Embedding                         A [r, V], B [D, r], magnitude [D]                (embedding.py)
+    copy        linear, embedding, norm                    all parameters of the module, its own            (copy.py)
+    tokens      embedding, linear                          rows of some tokens, tokens [n, D]               (tokens.py)
+    tied        the output layer beside such an embedding  the embedding's rows, nothing of its own         (tied.py)
     experts     one weight of all experts of a layer       A [E r, K], B [N, r E], magnitude [E, N]         (experts.py)
     router      a weight that a router multiplies with     as linear, without a bias                        (experts.py)
-    convolution torch.nn.Conv1d, Conv2d, Conv3d            A [r, C, kernel], B [N, r, 1], magnitude [1, N, 1]  (routed.py)
+    convolution torch.nn.Conv1d, Conv2d, Conv3d            A [r, C, kernel], B [N, r, 1], magnitude [1, N, 1]  (convolution.py)
 
-Experts and routers are known by the path of the parameter, all others by that of the module.
+All but linear layers, experts and routers are modules of this folder, found by their names and imported where a job has one;
+adapters/routed.py says what they have. Experts and routers are known by the path of the parameter, all others by that of the
+module.
 
 Shapes: N outputs, K inputs, C input channels, r rank, V vocabulary, D width of an embedding, n tokens, E experts.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from packlora.adapters.convolution import CONVOLVE
 from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.slices import slice_of
 from packlora.ops.lora_linear.frozen import FrozenLinear
 
-Kind = Literal["linear", "embedding", "copy", "tokens", "tied", "experts", "router", "convolution"]
-PARAMETERS: tuple[Kind, ...] = ("experts", "router")
+Kind = str
+OF_THE_OPERATOR = ("linear", "experts", "router")
+"""Kinds that the operators of ops/ compute; all others are modules of this folder."""
+PARAMETERS = ("experts", "router")
 """Kinds that are known by the path of a parameter."""
 AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 """Classes derived from torch.nn.Linear that compute the same."""
 PREFIX = "base_model.model."
 """Beginning of keys in the files of PEFT, before the module's path."""
-SUFFIXES: dict[Kind, dict[str, str]] = {
-    "linear": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "base_layer.bias"},
-    "embedding": {"A": "lora_embedding_A", "B": "lora_embedding_B", "magnitude": "lora_magnitude_vector"},
-    "copy": {"weight": "weight", "norm": "weight", "bias": "bias"},
-    "tokens": {"tokens": "token_adapter.trainable_tokens_delta"},
-    "tied": {},
-    "experts": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
-    "router": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
-    "convolution": {
-        "A": "lora_A.weight", "B": "lora_B.weight", "filter_magnitude": "lora_magnitude_vector", "bias": "base_layer.bias",
-    },
+LOW_RANK = {
+    "A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "base_layer.bias",
 }  # fmt: skip
-"""End of a parameter's key by kind, in the files of PEFT, after the module's path."""
+"""End of a parameter's key in the files of PEFT, after the module's path, for low-rank adapters of linear layers."""
+
+
+def routed(kind: Kind) -> Any:
+    """The class of the weights of a kind that is a module of this folder, see routed.py."""
+    return import_module(f"{__name__}.{kind}").Weights
+
+
+def every_kind() -> list[Kind]:
+    """Names of the modules of this folder."""
+    return [module.name for module in iter_modules(__path__)]
+
+
+def is_routed(kind: Kind) -> bool:
+    """Whether a kind is a module of this folder."""
+    return kind not in OF_THE_OPERATOR
+
+
+def suffixes(kind: Kind) -> Mapping[str, str]:
+    """End of a parameter's key by its name, in the files of PEFT, after the module's path."""
+    found: Mapping[str, str] = routed(kind).suffixes if is_routed(kind) else LOW_RANK
+    return found
+
+
+def is_of_images(kind: Kind) -> bool:
+    """Whether a module of a vision tower can be of this kind."""
+    return kind == "linear" or (is_routed(kind) and routed(kind).of_images)
 
 
 def is_known_linear(module: torch.nn.Module) -> bool:
@@ -58,11 +81,9 @@ def is_known_linear(module: torch.nn.Module) -> bool:
 
 def kind_of(module: torch.nn.Module) -> Kind | None:
     """The kind of low-rank adapter that a base module takes."""
-    if is_known_linear(module) or type(module) is Conv1D or _qualified(module) in AS_LINEAR:
+    if is_linear(module):
         return "linear"
-    if isinstance(module, torch.nn.Embedding):
-        return "embedding"
-    return "convolution" if type(module) in CONVOLVE else None
+    return next((kind for kind in every_kind() if routed(kind).takes(module)), None)
 
 
 def kind_of_parameter(owner: torch.nn.Module, name: str) -> Kind:
@@ -73,7 +94,7 @@ def kind_of_parameter(owner: torch.nn.Module, name: str) -> Kind:
 
 
 def is_linear(module: torch.nn.Module) -> bool:
-    return kind_of(module) == "linear"
+    return is_known_linear(module) or type(module) is Conv1D or _qualified(module) in AS_LINEAR
 
 
 def sizes(module: Any) -> tuple[int, int]:
@@ -121,9 +142,9 @@ def copied(module: torch.nn.Module) -> dict[str, str]:
     """
     own = dict(module.named_parameters(recurse=False))
     leaf = not list(module.children())
-    if kind_of(module) == "embedding" and (reason := why_no_rows(module)):  # type: ignore[arg-type]
+    if isinstance(module, torch.nn.Embedding) and (reason := why_no_rows(module)):
         raise ValueError(reason)
-    if leaf and own and (type(module) is torch.nn.Linear or kind_of(module) == "embedding"):
+    if leaf and own and (type(module) is torch.nn.Linear or isinstance(module, torch.nn.Embedding)):
         return {name: name for name in own}
     is_norm = isinstance(module, torch.nn.LayerNorm) or type(module).__name__.endswith("Norm")
     if leaf and is_norm and own.keys() <= {"weight", "bias"} and all(one.ndim == 1 for one in own.values()) and own:

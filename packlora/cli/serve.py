@@ -1,4 +1,4 @@
-"""Options of `packlora serve` and `packlora serve status`."""
+"""`packlora serve` and `packlora serve status`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from packlora.command_line import App, guarded
 
-app = App(name="serve", invoke_without_command=True, pretty_exceptions_enable=False)
+app = App(invoke_without_command=True)
 
 
 @app.callback()

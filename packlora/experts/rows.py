@@ -5,13 +5,26 @@ Shapes: T tokens, k experts a token, S = T k rows sent, R rows that come here, D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from packlora.adapters.expert_part import ExpertPart
 from packlora.ops.lora_experts.routing import Routing
+
+
+class Exchange(Protocol):
+    """Takes rows from process to process; all processes of the group call it alike.
+
+    sent, got: rows to and from each process, in their order.
+    """
+
+    def numbers(self, own: torch.Tensor) -> torch.Tensor:
+        """Exchange int64 [processes, n]: row p goes to process p, and row p of the result came from process p."""
+
+    def rows(self, own: torch.Tensor, sent: Sequence[int], got: Sequence[int]) -> torch.Tensor:
+        """Rows [sum of sent, ...] in the order of their processes -> [sum of got, ...], differentiable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,40 +40,39 @@ class Arrived:
 
 
 def sent_to_experts(
-    part: ExpertPart, hidden_TD: torch.Tensor, experts_Tk: torch.Tensor, owner_T: torch.Tensor, count: int,
-    keys_T2: torch.Tensor | None,
+    exchange: Exchange, first: int, processes: int, experts: int, own: slice, hidden_TD: torch.Tensor,
+    experts_Tk: torch.Tensor, owner_T: torch.Tensor, count: int, keys_T2: torch.Tensor | None,
 ) -> Arrived:  # fmt: skip
-    """Send every token to its experts. All processes of the group call it, with the same owners.
+    """Send tokens to their experts. All processes of the group call it, with the same owners.
 
     Args:
-        part: with an exchange.
+        first: expert here. experts: that each of the processes has.
+        own: tokens that this process sends.
         owner_T: the place of every token's owner among `count`, int64.
         keys_T2: dropout keys; None where nothing is dropped here.
     """
-    exchange, k = part.exchange, experts_Tk.shape[1]
-    assert exchange is not None
-    device, own = hidden_TD.device, part.sends(len(hidden_TD))
+    device, k = hidden_TD.device, experts_Tk.shape[1]
     chosen = experts_Tk[own].reshape(-1).to(torch.int64)
     _, order_S = torch.sort(chosen, stable=True)
-    counts = torch.zeros(part.count * part.experts, dtype=torch.int64, device=device)
-    counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen)).view(part.count, part.experts)
-    dropping = torch.full((part.count, 1), int(keys_T2 is not None), device=device)
+    counts = torch.zeros(processes * experts, dtype=torch.int64, device=device)
+    counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen)).view(processes, experts)
+    dropping = torch.full((processes, 1), int(keys_T2 is not None), device=device)
     came = exchange.numbers(torch.cat([counts, dropping], 1))
     sizes = torch.stack([counts.sum(1), came[:, :-1].sum(1), came[:, -1]]).tolist()  # the host waits once
     sent, got, drops = sizes[0], sizes[1], any(sizes[2])
     token_S = own.start + order_S // k
     told_R3 = exchange.rows(_told(owner_T, keys_T2)[token_S], sent, got)
     x_RD = exchange.rows(hidden_TD[token_S], sent, got)
-    expert_R = torch.arange(part.experts, device=device).repeat(part.count)
+    expert_R = torch.arange(experts, device=device).repeat(processes)
     expert_R = expert_R.repeat_interleave(came[:, :-1].reshape(-1), output_size=sum(got))
-    routing = Routing.of(expert_R[:, None], part.experts, told_R3[:, 0], count)
+    routing = Routing.of(expert_R[:, None], experts, told_R3[:, 0], count)
 
     def back(y_RD: torch.Tensor) -> torch.Tensor:
         returned_SD = exchange.rows(y_RD, got, sent)
         return returned_SD.new_zeros(returned_SD.shape).index_copy(0, order_S, returned_SD)
 
     keys_R2 = told_R3[:, 1:].to(torch.int32) if drops else None
-    return Arrived(x_RD, replace(routing, first=part.first), keys_R2, back)
+    return Arrived(x_RD, replace(routing, first=first), keys_R2, back)
 
 
 def _told(owner_T: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from packlora.errors import InputError
+from packlora.experts.cut import check_experts
 from packlora.parallel import layout as layouts
-from packlora.parallel.experts import check_experts
 from packlora.parallel.layout import Layout
 from packlora.runtime.estimate import TRAINABLE_BYTES, analytic_cost, speed
 from packlora.runtime.prepared_run import PreparedRun

@@ -1,7 +1,7 @@
 """Replicas whose tokens go to one another's experts: `parallel: {expert: N, ep_implementation: all_to_all}`.
 
 N replicas hold the experts of each layer together, each some of them, and all else each. Each has microbatches of its own.
-Where a replica is cut (tensor.py), its processes have the same tokens and other experts.
+Where a replica is cut (parallel/tensor.py), its processes have the same tokens and other experts.
 """
 
 from __future__ import annotations

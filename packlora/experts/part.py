@@ -5,32 +5,22 @@ layer gives; gradients of what all experts read, hidden states and the weights t
 is not on experts is computed alike on every process, with the same gradients, and of what is on experts each process has that
 of its own: nothing of a gradient is a part of a sum.
 
-Who sends is not this file's business: packlora.parallel makes the parts.
+Who sends is not this file's business: cut.py makes the parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
-PART = "_packlora_expert_part"
-"""The attribute of a module of experts that says which it has; no module and no buffer, so in no state dict."""
+from packlora.experts.rows import Exchange, sent_to_experts
+from packlora.ops.lora_experts.routing import Routing
 
-
-class Exchange(Protocol):
-    """Takes rows from process to process; all processes of the group call it alike.
-
-    sent, got: rows to and from each process, in their order.
-    """
-
-    def numbers(self, own: torch.Tensor) -> torch.Tensor:
-        """Exchange int64 [processes, n]: row p goes to process p, and row p of the result came from process p."""
-
-    def rows(self, own: torch.Tensor, sent: Sequence[int], got: Sequence[int]) -> torch.Tensor:
-        """Rows [sum of sent, ...] in the order of their processes -> [sum of got, ...], differentiable."""
+Compute = Callable[[torch.Tensor, Routing, torch.Tensor | None], torch.Tensor]
+"""What the experts here give for rows [R, D] by their routing and their dropout keys [R, 2]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +59,25 @@ class ExpertPart:
         """Place what came back for the tokens that were sent among zeros for the others."""
         own = self.sends(tokens)
         return own_TD if self.share[1] == 1 else torch.nn.functional.pad(own_TD, (0, 0, own.start, tokens - own.stop))
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether rows of other processes come here."""
+        return self.exchange is not None
+
+    def sums(
+        self, x_TD: torch.Tensor, chosen_Tk: torch.Tensor, weights_Tk: torch.Tensor, owned: Any, compute: Compute
+    ) -> torch.Tensor:
+        """Output of all experts for tokens, summed with the routers' weights [T, D]. Their rows go to the processes that have
+        the experts, and come back. owned: owners of the tokens, see adapters/experts.py."""
+        assert self.exchange is not None
+        T, own = len(x_TD), self.sends(len(x_TD))
+        sent = (x_TD, chosen_Tk, owned.owner, owned.count, owned.keys)
+        arrived = sent_to_experts(self.exchange, self.first, self.count, self.experts, own, *sent)
+        y_SD = arrived.back(arrived.routing.sum_to_tokens(compute(arrived.x, arrived.routing, arrived.keys)))
+        y_SD = y_SD * weights_Tk[own].reshape(-1, 1)
+        y_TD = y_SD.view(own.stop - own.start, chosen_Tk.shape[1], -1).sum(1).to(x_TD.dtype)
+        return self.leave(self.placed(y_TD, T))
 
     def is_slice(self, name: str) -> bool:
         """Whether a tensor is a slice: a process has the tensors of its experts."""
@@ -114,9 +123,3 @@ def _by_expert(name: str, tensor: torch.Tensor, experts: int) -> torch.Tensor:
 def _flat(name: str) -> tuple[int, int]:
     """Dimensions of `_by_expert` that are one in an adapter's tensor."""
     return (1, 2) if name == "B" else (0, 1)
-
-
-def part_of(experts: torch.nn.Module) -> ExpertPart | None:
-    """Experts that a module has; None where it has all."""
-    found: Any = vars(experts).get(PART)
-    return found  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ compute the tokens that are theirs, and what they give is summed over the group,
 does. Which experts a layer has is known wherever transformers calls them through its registry of experts' functions, and of
 Llama 4: every parameter of such a module has the experts as its first dimension.
 
-Adapters are put on a model that was cut (adapters/expert_part.py); adapter.py makes norms whole and joins what is saved.
+Adapters are put on a model that was cut (part.py); parallel/adapter.py makes norms whole and joins what is saved.
 
 All processes run the same microbatches, or they wait for one another for ever: none goes on by itself after an error in a
 forward or a backward (out of memory), the run ends.
@@ -23,29 +23,17 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_layout import is_experts
-from packlora.adapters.expert_part import PART, ExpertPart
+from packlora.adapters.expert_layout import PART, experts_of
 from packlora.adapters.experts import compute_here
 from packlora.adapters.linear import Attached
 from packlora.errors import InputError
-from packlora.ops.lora_linear.frozen import InMemory
+from packlora.experts.part import ExpertPart
 from packlora.parallel.collectives import copied, exchanged, summed
+from packlora.parallel.cut import Slices
 from packlora.parallel.sharded import run_nobody, with_gradient
 
 APART = re.compile(r"\bexperts\.\d+\.")
 """Pattern in the path of a parameter of one expert."""
-
-
-class Slices(InMemory):
-    """The Storage of a model of which the process holds a slice of every layer, or some of the experts.
-
-    NCCL's messages of slices are recorded like launches; experts' are decided on by the host.
-    """
-
-    is_whole = False
-
-    def __init__(self, can_record: bool = False) -> None:
-        self.can_record = can_record
 
 
 class ExchangedExperts(Slices):
@@ -60,11 +48,6 @@ class ExchangedExperts(Slices):
     def idle(self, attached: Attached, backward: bool) -> None:
         """Exchange rows with processes that run a microbatch, forward, and backward."""
         run_nobody(self.model, self.model.device, attached, backward)
-
-
-def experts_of(model: PreTrainedModel) -> dict[str, Any]:
-    """The modules of experts that can be shared out, by path."""
-    return {path: module for path, module in model.named_modules() if is_experts(module)}
 
 
 def check_experts(model: PreTrainedModel, degree: int, key: str = "parallel.expert") -> None:
@@ -128,6 +111,23 @@ def exchange_rows(model: PreTrainedModel, group: dist.ProcessGroup, alike: dist.
         new["share"] = dist.get_rank(alike), dist.get_world_size(alike)
     for experts in experts_of(model).values():
         setattr(experts, PART, replace(getattr(experts, PART), **new))
+
+
+def exchanging(
+    model: PreTrainedModel, group: dist.ProcessGroup, layers: dist.ProcessGroup | None
+) -> tuple[Slices, str]:
+    """Storage of a model whose processes have tokens of their own from now on, and what the user should know.
+
+    Args:
+        group: processes that share out the experts.
+        layers: those that hold the other layers together; the same where none does.
+    """
+    alike = None if layers is group else layers
+    exchange_rows(model, group, alike)
+    own = "of these processes has microbatches of its own"
+    if alike is not None:
+        own = f"{dist.get_world_size(alike)} of these processes have microbatches of their own"
+    return ExchangedExperts(model), f"each {own}, whose tokens go to the experts and back"
 
 
 def _itself(x: torch.Tensor) -> torch.Tensor:

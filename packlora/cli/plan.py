@@ -1,0 +1,47 @@
+"""`packlora plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from packlora.command_line import App
+from packlora.options import Set
+
+app = App()
+
+
+@app.command()
+def plan(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN.yaml|MODEL", help="The run file; with --gpu the folder or name of a model.")
+    ],
+    overrides: Set = None,
+    stages: Annotated[int, typer.Option(min=1, help="Plan for a pipeline of so many devices.")] = 1,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Also show how jobs and microbatches spread over so many devices.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the simulated timeline (.png, .svg, .pdf).")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="MEMORY", help='Of a MODEL: which settings fit on a card of so much, "24 GB".')
+    ] = None,
+    rank: Annotated[int, typer.Option("--r", min=1, max=2**16, help="With --gpu: rank of the adapter.")] = 16,
+    length: Annotated[int, typer.Option(min=2, max=2**24, help="With --gpu: tokens of a sample.")] = 2048,
+) -> None:
+    """Show what a run would do, without training: samples, microbatches, predicted time and memory."""
+    if gpu is not None:
+        from packlora.commands.plan_model import print_card
+
+        refused = {"--set": overrides, "--stages": stages > 1, "--gpus": gpus, "--plot": plot}
+        return print_card(str(run), gpu, rank, length, json_file, [key for key, value in refused.items() if value])
+    from packlora.run_file import load_run
+
+    config = load_run(run, overrides)
+    from packlora.commands.plan import print_plan
+
+    print_plan(config, stages, json_file, plot, gpus)

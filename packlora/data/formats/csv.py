@@ -1,0 +1,45 @@
+"""Files of comma-separated values, whose first line names the columns."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from packlora.data.rows import How
+from packlora.errors import InputError
+
+MOST_CHARACTERS = 2**30
+"""Characters of the largest cell."""
+
+
+def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
+    """Rows as mappings, each with its line. An empty cell is none, but for an empty prompt or completion."""
+    before = csv.field_size_limit(MOST_CHARACTERS)
+    kept = {how.columns.get(key, key) for key in ("prompt", "completion")}
+    there = {*kept, *how.columns.values()}
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.reader(lines, strict=True)
+            names = next(reader, [])
+            if len(set(names)) != len(names) or not all(names):
+                raise InputError(
+                    f"job {job!r}: {file}, line 1: a .csv file begins with the names of its columns, each once"
+                )
+            start = reader.line_num + 1
+            for cells in reader:
+                where, start = f"{file}, line {start}", reader.line_num + 1
+                if cells and len(cells) != len(names):
+                    text = f"{len(cells)} cells, but there are {len(names)} columns"
+                    yield where, InputError(f"job {job!r}: {where}: {text}")
+                elif cells:
+                    row = dict(zip(names, cells, strict=True))
+                    yield (
+                        where,
+                        {k: text or (text if k in kept else None) for k, text in row.items() if text or k in there},
+                    )
+    except csv.Error as error:
+        raise InputError(f"job {job!r}: cannot read {file} as csv, near line {reader.line_num}: {error}") from None
+    finally:
+        csv.field_size_limit(before)

@@ -1,0 +1,198 @@
+"""The pages on how to add something: the code that they show works, put where they say and nowhere else."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_model
+from packed import parts
+from peft import LoraConfig
+from safetensors.torch import load_file
+from test_any_module import Beside
+from test_training import adapter, distance, steps, train
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from packlora.adapters.files import save_adapter
+from packlora.adapters.spec import resolve
+from packlora.cli import app
+from packlora.data.readers import read_data
+from packlora.engine.passes import run_microbatch
+from packlora.errors import InputError
+from packlora.runtime import session
+
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+Show = Callable[[str], Path]
+
+
+def shown(page: str) -> tuple[str, str]:
+    """File that the first block of code of a page is for, and the code."""
+    code = re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)[0]
+    return code.split("\n")[0].removeprefix("# "), code
+
+
+@pytest.fixture
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
+    """Write the module that a page shows where its folder finds it, for one test."""
+    added: list[str] = []
+
+    def write(page: str) -> Path:
+        name, code = shown(page)
+        package = importlib.import_module(name.rpartition("/")[0].replace("/", "."))
+        (tmp_path / "added").mkdir()
+        file = tmp_path / "added" / name.rpartition("/")[2]
+        file.write_text(code)
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(file.parent)])
+        added.append(f"{package.__name__}.{file.stem}")
+        return file
+
+    yield write
+    for name in added:
+        parent, _, leaf = name.rpartition(".")
+        sys.modules.pop(name, None)
+        vars(sys.modules[parent]).pop(leaf, None)
+
+
+def test_the_format_of_the_page_is_read_by_its_ending(put: Show, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.tsv", tmp_path / "bad.tsv"
+    good.write_text("one and one\ttwo\nthree less one\ttwo\n")
+    bad.write_text("one and one\ttwo\nthree less one\n")
+    with pytest.raises(InputError, match=r"ends in '\.tsv'; accepted are \.csv, \.json, \.jsonl and \.parquet"):
+        read_data(str(good), "a")
+    put("add-a-data-format.md")
+    rows = read_data(str(good), "a").rows
+    assert [(row.prompt, row.completion) for row in rows] == [("one and one", "two"), ("three less one", "two")]
+    assert rows[1].where == f"{good}, line 2"
+    with pytest.raises(InputError, match=r"bad\.tsv, line 2: 1 columns; there must be two"):
+        read_data(str(bad), "a")
+    read = read_data(str(bad), "a", on_bad_row="skip")
+    assert len(read.rows) == len(read.skipped) == 1
+
+
+def test_the_command_of_the_page_is_called_and_listed_by_its_name(put: Show, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a b c"}\n{"text": "a"}\n')
+    assert CliRunner().invoke(app, ["count", str(data)]).exit_code == 2
+    put("add-a-command.md")
+    done = CliRunner().invoke(app, ["count", str(data), "--least", "2"])
+    assert done.exit_code == 0 and done.output == "1 rows\n", done.output
+    assert "Count the rows of a data file." in CliRunner().invoke(app, ["--help"]).output
+    missing = CliRunner().invoke(app, ["count", str(tmp_path / "no.jsonl")])
+    assert missing.exit_code == 2 and "does not exist" in missing.output
+
+
+class BlockLinear(torch.nn.Module):
+    """Two blocks on a diagonal."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.blocks = torch.nn.Parameter(torch.stack([linear.weight[: len(linear.weight) // 2, ::2] for _ in "12"]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = x.unflatten(-1, (2, -1))
+        return torch.einsum("...hk,hnk->...hn", halves, self.blocks).flatten(-2)
+
+
+class InPlainTorch(torch.nn.Module):
+    """y + s B A x in plain torch."""
+
+    def __init__(self, base: torch.nn.Module, A: torch.Tensor, B: torch.Tensor, scaling: float) -> None:
+        super().__init__()
+        self.base, self.scaling = base, scaling
+        self.A, self.B = (torch.nn.Parameter(factor.detach().clone()) for factor in (A, B))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.scaling * (x @ self.A.T @ self.B.T)
+
+
+def blocked() -> Any:
+    model = tiny_model("llama", torch.float64)
+    for layer in model.model.layers:
+        layer.mlp.up_proj = BlockLinear(layer.mlp.up_proj)
+    return model
+
+
+def test_the_kind_of_layer_of_the_page_learns_beside_a_job_of_another_kind(put: Show, tmp_path: Path) -> None:
+    """Loss and gradients are those of the formula in plain torch; what the kind does not do is refused."""
+    own, other = {"target_modules": ["up_proj"]}, {"target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.3}
+    with pytest.raises(InputError, match=r"matches model\.layers\.0\.mlp\.up_proj, of type BlockLinear"):
+        resolve(LoraConfig(r=3, task_type="CAUSAL_LM", **own), blocked(), "a")
+    put("add-a-layer-kind.md")
+    with pytest.raises(InputError, match="block-diagonal layer, of which an adapter has neither dropout nor DoRA"):
+        resolve(LoraConfig(r=3, task_type="CAUSAL_LM", use_dora=True, **own), blocked(), "a")
+    jobs = Beside(blocked, {"own": own, "other": other}, fused=True)
+    weight, adapter = 0.2, jobs.adapters[0]
+    result = run_microbatch(jobs.device, parts(jobs.samples, np.array([weight, 0.3])))
+    model, learnt = blocked(), adapter.named_parameters()
+    model.set_attn_implementation("sdpa")  # the other one computes in float32
+    for number, layer in enumerate(model.model.layers):
+        A, B = (learnt[f"model.layers.{number}.mlp.up_proj/{name}"] for name in "AB")
+        layer.mlp.up_proj = InPlainTorch(layer.mlp.up_proj, A, B, 5 / 3)
+    loss, _ = jobs.gradients(adapter, model, weight)
+    assert float(result.sums[adapter.number]) == pytest.approx(loss, rel=1e-10)
+    for number, layer in enumerate(model.model.layers):
+        for name in "AB":
+            grad, found = (
+                getattr(layer.mlp.up_proj, name).grad,
+                learnt[f"model.layers.{number}.mlp.up_proj/{name}"].grad,
+            )
+            assert float(grad.abs().max()) > 0 and torch.allclose(found, grad, rtol=1e-9, atol=1e-12)
+    save_adapter(tmp_path / "saved", adapter)
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert sorted(saved)[0] == "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+
+
+def test_the_objective_of_the_page_is_the_focal_loss(tiny_base: Callable[..., str], tmp_path: Path) -> None:
+    """Loss and metric of the first step are the formula on transformers' log-probabilities."""
+    name, code = shown("add-an-objective.md")
+    (tmp_path / name).write_text(code)
+    base, samples = tiny_base("llama"), [[5, 9, 6, 12, 7], [11, 8, 5, 14, 13, 6, 9]]
+    lines = [{"input_ids": ids, "labels": [-100, -100, *ids[2:]]} for ids in samples]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    keys = {"global_batch_size": 2, "max_steps": 1, "objective": f"{tmp_path / name}:loss"}
+    job = {"name": "a", "data": {"path": str(tmp_path / "rows.jsonl")}, "adapter": {"r": 2}, "train": keys}
+    out = tmp_path / "out"
+    common = {"base_model": base, "output_dir": str(out), "device": "cpu", "dtype": "float64"}
+    train(common | {"jobs": [job]})
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    found = []
+    for ids in samples:
+        logits = model(input_ids=torch.tensor([ids])).logits[0, 1:-1]
+        found.append(torch.log_softmax(logits, 1)[torch.arange(len(ids) - 2), torch.tensor(ids[2:])])
+    logp = torch.cat(found).detach()
+    (step,) = steps(out)
+    assert step["loss"] == pytest.approx(float((-((1 - logp.exp()) ** 2) * logp).mean()), rel=1e-10)
+    assert step["objective/p"] == pytest.approx(float(logp.exp().sum()) / 2, rel=1e-10)
+
+
+def test_the_placement_of_the_page_trains_with_the_same_bits(
+    tiny_base: Callable[..., str], write_rows: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = types.ModuleType("shared_placement")
+    exec(compile(shown("add-a-placement.md")[1], "add-a-placement.md", "exec"), vars(own))
+    loaded: list[bool] = []
+
+    class Watched(own.InSharedMemory):  # type: ignore[name-defined, misc]
+        def load(self) -> Any:
+            base = super().load()
+            loaded.append(all(parameter.is_shared() for parameter in base.model.parameters()))
+            return base
+
+    job = {"name": "a", "data": {"path": write_rows("a", 4)}, "adapter": {"r": 2}, "train": {"max_steps": 1}}
+    common = {"base_model": tiny_base("llama"), "device": "cpu", "jobs": [job]}
+    train(common | {"output_dir": str(tmp_path / "one")})
+    monkeypatch.setattr(session, "Placement", Watched)
+    train(common | {"output_dir": str(tmp_path / "two")})
+    assert loaded == [True]
+    assert distance(adapter(tmp_path / "two", "a"), adapter(tmp_path / "one", "a")) == 0
