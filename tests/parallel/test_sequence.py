@@ -31,7 +31,7 @@ from packlora.adapters.sharded import Shard
 from packlora.engine.passes import SingleDevice
 from packlora.parallel import sequence
 from packlora.parallel.collectives import GATHER, SCATTER, copied
-from packlora.parallel.tokens import JoinedAgain, all_tokens
+from packlora.parallel.tokens import all_tokens
 
 Pool = Callable[[int], Ranks]
 
@@ -70,7 +70,7 @@ def biases_not_added_up() -> Any:
 
 
 def gradients_of_inputs_added_up_twice() -> Any:
-    return mock.patch.object(sequence, "all_tokens", lambda x, group: copied(all_tokens(x, group), group))
+    return mock.patch.object(sequence, "all_tokens", lambda x, group, *more: copied(all_tokens(x, group, *more), group))
 
 
 def last_tokens_not_joined_back() -> Any:
@@ -105,57 +105,16 @@ def messages(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], dic
     return dict(Counter(calls)), dict(Counter(learn(case, dist.group.WORLD).collectives)), tokens
 
 
-def begun_ahead(rank: int, case: Case) -> tuple[list[str], float]:
-    """What becomes of each join of a block's input that is begun before it is needed: whether anything was computed in between;
-    and the error of what is learnt."""
-    told: list[str] = []
-    begin, call, gather = JoinedAgain.begin, JoinedAgain.__call__, getattr(dist, GATHER)
-
-    def begun(self: JoinedAgain) -> None:
-        begin(self)
-        told.append("begun")
-
-    def called(self: JoinedAgain, *operands: torch.Tensor) -> torch.Tensor:
-        told.append("waited for" if self._begun else "joined at once")
-        return call(self, *operands)
-
-    def sent(*args: Any, **kwargs: Any) -> Any:
-        told.append("async" if kwargs.get("async_op") else "sync")
-        return gather(*args, **kwargs)
-
-    with (
-        mock.patch.object(JoinedAgain, "begin", begun), mock.patch.object(JoinedAgain, "__call__", called),
-        mock.patch.object(dist, GATHER, sent),
-    ):  # fmt: skip
-        found = learn(case, dist.group.WORLD)
-    return told, max(found.errors(learn(case)).values())
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_block_s_input_is_joined_again_while_its_last_layer_is_computed(checkpointing: bool, ranks: Pool) -> None:
-    """Two blocks in each of two layers; the first block's own input has no gradient, and its layers ask for nothing ahead. A
-    block that is computed again keeps its input, and nothing is joined in vain."""
-    case = case_of("llama", adapter_of("LoRA", 0.1), steps=1, sequence=True, checkpointing=checkpointing)
-    for told, error in ranks(2).run(begun_ahead, case):
-        assert error < BOUND
-        backward = [word for word in told if word != "sync"]
-        one = ["async", "begun", "waited for"] * 3 + ["joined at once"]
-        assert (
-            backward == ([] if checkpointing else one * (len(backward) // len(one))) and bool(backward) != checkpointing
-        )
-
-
-def test_messages_are_those_of_the_frozen_model_and_one_for_each_job_and_a_block_s_input_again(ranks: Pool) -> None:
+def test_messages_are_those_of_the_frozen_model_and_one_for_each_job(ranks: Pool) -> None:
     """Two layers with two blocks each, two microbatches; nothing flows back into the first block."""
     for frozen, step, tokens in ranks(2).run(messages, case_of("llama", adapter_of("LoRA", 0.1), sequence=True)):
         # forward 4 blocks and the last tokens, backward 4 sums and the first tokens; the sums forward, the blocks backward
         assert frozen == {GATHER: 4 + 1 + 4 + 1, SCATTER: 4 + 4}
-        again = 4
         vocabulary = {
             "all_reduce": 2 * 2 + 1,
             "all_gather": 2,
         }  # vectors and gradients, and the job's; numbers of the loss
-        assert step == {GATHER: 2 * (4 + 1 + 4 + again), SCATTER: 2 * (4 + 3)} | vocabulary
+        assert step == {GATHER: 2 * (4 + 1 + 4), SCATTER: 2 * (4 + 3)} | vocabulary
         assert tokens.pop("model.norm") == 24
         assert len(tokens) == 4
         assert set(tokens.values()) == {12}

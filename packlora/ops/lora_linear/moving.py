@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries, Placed, inside
 from packlora.ops.lora_linear.types import Segment
 from packlora.ops.stamp import Unchanged
 
@@ -103,6 +103,8 @@ class MovingSegments:
         self._tables: dict[Hashable, tuple[tuple[Segment, ...], Any]] = {}
         self._operands: dict[int, Operands] = {}
         self._copies: dict[int, _Copies] = {}
+        self._parts: dict[tuple[int, int], MovingSegments] = {}
+        """Boundaries among consecutive tokens, by the first of these and their number."""
 
     @property
     def known(self) -> bool:
@@ -119,6 +121,17 @@ class MovingSegments:
         """Largest number of parts that segments and the tokens between them may make."""
         return 2 * len(self.adapters) + 1
 
+    def part(self, segments: Sequence[Segment], first: int, count: int) -> tuple[Sequence[Placed], Boundaries]:
+        """See Boundaries."""
+        if self.known:
+            return ON_HOST.part(segments, first, count)
+        found = self._parts.get((first, count))
+        if found is None:
+            found = self._parts[first, count] = MovingSegments(count, self.adapters)
+            found.write(inside(self._boundaries, first, count))
+        adapters = {segment.adapter for segment in segments}
+        return [one for one in found.nominal if one[0] in adapters], found
+
     def tables(self, key: Hashable, segments: tuple[Segment, ...], make: Callable[[], Any]) -> Any:
         """Tables for nominal segments and for whatever else is in `key`, made once; from then on `write` fills them."""
         found = self._tables.get((key, segments))
@@ -133,6 +146,8 @@ class MovingSegments:
         self._boundaries = tuple(boundaries)
         for segments, tables in self._tables.values():
             tables.write(self._placed(segments))
+        for (first, count), part in self._parts.items():
+            part.write(inside(boundaries, first, count))
 
     def kept(self, key: Hashable, get: Callable[[], torch.Tensor]) -> torch.Tensor:
         """See Boundaries."""

@@ -49,9 +49,10 @@ class GroupState:
         self.layers: tuple[Layer, ...] = ()
         """Layers passed last; a caller that passes the same objects again is served faster."""
 
-    def prepared(self, x: torch.Tensor, layers: tuple[Layer, ...], plan: Plan) -> Prepared:
-        """Cache for calls on these layers, checked; `Prepared.refresh` brings it up to date."""
-        self.layers, kernels = layers, plan.needs_triton
+    def prepared(self, x: torch.Tensor, layers: tuple[Layer, ...], plan: Plan, padded: bool = False) -> Prepared:
+        """Cache for calls on these layers, checked; `Prepared.refresh` brings it up to date. padded: whatever the plan, ranks
+        are padded for the kernels."""
+        self.layers, kernels = layers, padded or plan.needs_triton
         found = self._prepared.get(kernels)
         if found is None or not found.fits(x, layers):
             with torch.inference_mode(False):  # cached tensors are written to in training too
