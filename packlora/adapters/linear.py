@@ -27,7 +27,6 @@ from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout.keys import keys_from
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import FrozenLinear, FrozenWeight, InMemory
-from packlora.ops.lora_linear.own_tokens import own_tokens_of
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
@@ -293,9 +292,7 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
     if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in group.segments):
         keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
     layers, segments, plan, state = group.layers, group.segments, group.plan, group.state
-    return lora_group(
-        x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.boundaries, own_tokens_of(x)
-    )
+    return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.boundaries)
 
 
 def _segments(owners: TokenOwners, computed: Sequence[Mapping[int, AdapterWeights]]) -> Iterator[Segment]:

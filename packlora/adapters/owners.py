@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries, inside
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 
 W = TypeVar("W")
 MIN_ROWS = 16
@@ -87,5 +87,6 @@ class TokenOwners:
 
     def part(self, start: int, stop: int) -> TokenOwners:
         """Owners of consecutive ones of these tokens."""
+        inside = [(number, max(a, start) - start, min(b, stop) - start) for number, a, b in self.segments]
         keys = None if self.keys_T2 is None else self.keys_T2[start:stop]
-        return TokenOwners(stop - start, inside(self.segments, start, stop - start), keys)
+        return TokenOwners(stop - start, tuple(one for one in inside if one[1] < one[2]), keys)

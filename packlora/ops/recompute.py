@@ -29,10 +29,14 @@ from packlora.ops.modules import put_hooks, remove_hooks, undisturbed
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """x = function(*operands), a pure function that gives the same bits every time; operands are kept by version."""
+    """x = function(*operands), a pure function that gives the same bits every time; operands are kept by version.
+
+    elsewhere: gives the gradients that x is wanted for (ops/lora_linear/own_tokens.py); the function then is not to be called.
+    """
 
     function: Callable[..., torch.Tensor]
     operands: tuple[torch.Tensor, ...]
+    elsewhere: Any = None
 
 
 def recomputable(x: torch.Tensor, function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def _join_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     whole = x.new_empty(1, x.shape[1] * dist.get_world_size(group), x.shape[2])
     with answered():
         getattr(dist, GATHER)(whole[0], x[0], group=group)
-    return whole.data  # of version 0, as own_tokens_of wants what nobody has written into since it was made
+    return whole.data  # of version 0, as recompute_of wants what nobody has written into since it was made
 
 
 def _sum_tokens(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -74,15 +74,12 @@ class _AllTokens(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         low, K = [dS[None] for dS in ctx.own.dS], d.shape[-1]
-        sums = _sum_tokens(torch.cat([d, *low], -1) if low else d, ctx.group)
-        grads: list[torch.Tensor | None] = [None] * len(ctx.own.operands)
-        if low:
-            dx, *own = (part.contiguous() for part in sums.split_with_sizes([K, *(dS.shape[-1] for dS in low)], -1))
-            x = ctx.saved_tensors[0] if ctx.function is None else recomputed(ctx.function, ctx.saved_tensors)
-            grads = ctx.own.gradients(rows_of(x), [dS[0] for dS in own])
-        else:
-            dx = sums
-        return (dx, None, None, None, *grads)
+        if not low:
+            return (_sum_tokens(d, ctx.group), *(None,) * (3 + len(ctx.own.operands)))
+        x = ctx.saved_tensors[0] if ctx.function is None else recomputed(ctx.function, ctx.saved_tensors)
+        sums = _sum_tokens(torch.cat([d, *low], -1), ctx.group)
+        dx, *own = sums.split_with_sizes([K, *(dS.shape[-1] for dS in low)], -1)
+        return (dx, None, None, None, *ctx.own.gradients(rows_of(x), [dS[0].contiguous() for dS in own]))
 
 
 _all_tokens = function_of("AllTokens", _join_tokens, _sum_tokens)

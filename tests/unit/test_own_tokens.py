@@ -20,6 +20,7 @@ from packlora.ops.lora_linear.own_tokens import OwnTokens, gathered
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, Segment
+from packlora.ops.recompute import recompute_of
 
 SIZE = 2
 ROWS = ("B", "magnitude", "norm", "bias")
@@ -52,7 +53,15 @@ class Process:
             self.tokens = OwnTokens(rank * t, t, [leaves[name] for name in self.names])
             leaves["x"] = gathered(x.clone().requires_grad_(), self.tokens)
             outputs = lora_group(
-                leaves["x"], own.layers, segments, own.keys, own.salt, plan, state, None, boundaries, self.tokens
+                leaves["x"],
+                own.layers,
+                segments,
+                own.keys,
+                own.salt,
+                plan,
+                state,
+                recompute_of(leaves["x"]),
+                boundaries,
             )
             grads = torch.autograd.grad(outputs, list(leaves.values()), [d[None] for d in own.dy], allow_unused=True)
         self.found = {f"y{index}": y.detach()[0] for index, y in enumerate(outputs)}
@@ -139,16 +148,17 @@ def test_an_adapter_without_own_tokens_gets_zeros_and_one_without_any_nothing() 
     names = [name for name in leaves if name.startswith("A")]
     tokens = OwnTokens(0, 36, [leaves[name] for name in names])
     x = gathered(own.x.detach()[None].requires_grad_(), tokens)
-    (y,) = lora_group(x, own.layers, segments, own.keys, own.salt, own_tokens=tokens)
+    (y,) = lora_group(x, own.layers, segments, own.keys, own.salt, recompute=recompute_of(x))
     y.backward(own.dy[0][None])
     grads = dict(zip(names, tokens.gradients(x.detach()[0, :36], [dS[:36] for dS in tokens.dS]), strict=True))
     assert grads["A0.0"].norm() > 0 and not grads["A1.0"].any() and grads["A2.0"] is None
 
 
-def test_an_input_that_was_changed_or_whose_adapters_are_not_known_is_kept() -> None:
+def test_an_input_whose_adapters_are_not_known_is_kept() -> None:
     case = case_of("siblings", 0, torch.float64)
     own, leaves = cast(case, torch.float64)
     tokens = OwnTokens(0, 36, [leaves["A0.0"]])
-    outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, own_tokens=tokens)
+    x = gathered(own.x.detach().requires_grad_(), tokens)
+    outputs = lora_group(x, own.layers, own.segments, own.keys, own.salt, recompute=recompute_of(x))
     grads = torch.autograd.grad(outputs, [leaves["A0.0"], leaves["A0.1"]], own.dy)
     assert all(grad.norm() > 0 for grad in grads) and not tokens.dS

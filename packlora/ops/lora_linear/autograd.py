@@ -12,7 +12,7 @@ This file owns the call and its autograd node, for all plans; prepared.py keeps 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,19 +21,11 @@ from packlora.ops.gpu import HAS_TRITON, is_elsewhere, on_device
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients
 from packlora.ops.lora_linear.composed import dropped_rows
-from packlora.ops.lora_linear.own_tokens import OwnTokens
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
 from packlora.ops.lora_linear.temporary import forget
 from packlora.ops.lora_linear.types import Layer, Segment, check_tokens, rows_of
 from packlora.ops.recompute import Recompute, recomputed
-
-
-class Elsewhere(NamedTuple):
-    """The gradients of A's are made by `tokens`, of a call over own tokens (OwnTokens.call_of): x is not kept."""
-
-    tokens: OwnTokens
-    call: Call | None
 
 
 def lora_group(
@@ -46,7 +38,6 @@ def lora_group(
     state: GroupState | None = None,
     recompute: Recompute | None = None,
     boundaries: Boundaries = ON_HOST,
-    own_tokens: OwnTokens | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Outputs y [..., N] of every layer, in the dtype of x.
 
@@ -61,25 +52,25 @@ def lora_group(
         salt: of the group (ops.dropout.keys.layer_salt).
         plan: how to compute it; the plain chain takes its place where it does not compute this call (plan.legal).
         state: kept by the caller from call to call, so that unchanged layers are not checked and packed again.
-        recompute: how x is recomputed in the backward; it is then not kept. Of no use, and left aside, under checkpointing.
+        recompute: how x is recomputed in the backward; it is then not kept. Of no use, and left aside, under checkpointing;
+            or who gives the gradients of A's without x, whose own way of computing is then taken.
         boundaries: of the segments. Where they move (moving.py) these are nominal, the true ones are on the device, and the
             operands are those of the last `refresh`.
-        own_tokens: of x, where it was gathered. They give the gradients of the A's that they have; x is then not kept.
 
     Raises:
         ValueError: an operand does not fit; the message names it. The plan does not compute segments that move.
     """
     if is_elsewhere(x.device):
         with on_device(x.device):
-            return lora_group(x, layers, segments, keys_T2, salt, plan, state, recompute, boundaries, own_tokens)
+            return lora_group(x, layers, segments, keys_T2, salt, plan, state, recompute, boundaries)
     layers, segments = tuple(layers), tuple(segments)
     if x.ndim > 2 and not x.is_contiguous():
         x = x.contiguous()
     check_tokens(x, segments, keys_T2)
     if not HAS_TRITON and plan.needs_triton:
         raise ValueError(f"plan {plan.name} needs triton, which is not installed")
-    if own_tokens is not None:  # what processes add up lies alike on all, whatever plans they have
-        plan = plan.by_S
+    own_tokens = None if recompute is None else recompute.elsewhere
+    plan = plan if own_tokens is None else own_tokens.plan(plan)
     prepared = (state or GroupState()).prepared(x, layers, plan, own_tokens is not None and x.is_cuda)
     call = prepared.call(x, segments, salt, plan, boundaries.settled)
     boundaries.ready(prepared, call)
@@ -87,19 +78,18 @@ def lora_group(
         x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
         return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
     hooks = saving_hooks()
-    if hooks is not None and is_checkpoint(hooks):  # makes x again anyway, alive no longer than its block's backward
+    if own_tokens is not None:
+        recompute = own_tokens.recompute(prepared, call, x, boundaries)
+    elif hooks is not None and is_checkpoint(hooks):  # makes x again, alive no longer than its block's backward
         recompute = None
-    again: Recompute | Elsewhere | None = recompute
-    if own_tokens is not None and own_tokens.gives(prepared, call):
-        again = Elsewhere(own_tokens, own_tokens.call_of(prepared, call, x, boundaries))
     if hooks is None:
-        outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, again, prepared, call, True, *prepared.owned(call))
+        outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.owned(call))
         return outputs
     owned = prepared.owned(call)
     if any(slot.name == "magnitude" and owned[slot.at].requires_grad for slot in call.slots):  # it needs more than S
-        outputs = _apply(x, keys_T2, again, prepared, call, True, *owned)
+        outputs = _apply(x, keys_T2, recompute, prepared, call, True, *owned)
         return outputs
-    *placeholders, S = _apply(x, keys_T2, again, prepared, call, False, *owned)
+    *placeholders, S = _apply(x, keys_T2, recompute, prepared, call, False, *owned)
     x_TK = rows_of(x.detach())
 
     def make() -> Sequence[torch.Tensor]:
@@ -115,8 +105,8 @@ class Group(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, keys_T2: torch.Tensor | None, again: Recompute | Elsewhere | None, prepared: Prepared,
-        call: Call, with_outputs: bool, *owned: torch.Tensor,
+        ctx: Any, x: torch.Tensor, keys_T2: torch.Tensor | None, recompute: Recompute | None, prepared: Prepared, call: Call,
+        with_outputs: bool, *owned: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         """The outputs; where they are made by `Outputs`, placeholders and S."""
         shape = x.shape
@@ -130,12 +120,9 @@ class Group(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # autograd checks that nobody changes the operands before the backward; those of other jobs may step by then. Where x is
         # recomputed its operands, which autograd may drop and bring back; else the view of x, which has x's version
-        elsewhere = again if isinstance(again, Elsewhere) else None
-        source, function = ((x_TK,), None) if again is None else ((), None)
-        if isinstance(again, Recompute):
-            source, function = again.operands, again.function
+        source, function = ((x_TK,), None) if recompute is None else (recompute.operands, recompute.function)
         ctx.save_for_backward(keys_T2, S if call.keeps_S else None, *kept, *source, *owned)
-        ctx.made = prepared, call, prepared.turn, shape, function, len(source), elsewhere
+        ctx.made = prepared, call, prepared.turn, shape, function, len(source)
         if with_outputs:
             return tuple(outputs)
         if S is not None:
@@ -145,23 +132,17 @@ class Group(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (prepared, call, turn, shape, function, count, elsewhere), needed = ctx.made, ctx.needs_input_grad
+        (prepared, call, turn, shape, function, count), needed = ctx.made, ctx.needs_input_grad
         keys_T2, S, *rest = ctx.saved_tensors
         layers = len(prepared.layers)
         d, kept = d[:layers], rest[:layers]
         if not any(needed) or (d[0] is None and all(grad is None for grad in d)):
             return (None,) * len(needed)
-        if elsewhere is not None:
-            x_TK = placeholder(S, call.K)
-        else:
-            x_TK = (
-                rest[layers]
-                if function is None
-                else rows_of(recomputed(function, tuple(rest[layers : layers + count])))
-            )
+        x_TK = rest[layers] if function is None else rows_of(recomputed(function, tuple(rest[layers : layers + count])))
         if turn != prepared.turn:
             prepared.serve(turn, call)
-        dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:], elsewhere)
+        leave = getattr(function, "leave", None)
+        dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:], leave)
         return (dx if dx is None or dx.ndim == len(shape) else dx.view(shape), None, None, None, None, None, *grads)
 
 
@@ -206,10 +187,10 @@ def outputs_of(
 
 def gradients(
     prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
-    kept: Gradients, d: Gradients, need_x: bool, need_owned: tuple[bool, ...], elsewhere: Elsewhere | None = None,
+    kept: Gradients, d: Gradients, need_x: bool, need_owned: tuple[bool, ...], leave: Callable[..., None] | None = None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
     """dx [T, K] or as x, and the gradients of `prepared.owned(call)`, None where not needed. S and kept: from the forward; S
-    None: recomputed. d: as the outputs are. elsewhere: x_TK holds nothing then, dS is left there, and no A gets a gradient."""
+    None: recomputed. d: as the outputs are. leave: takes dS (own_tokens.py); x_TK is not read then, no A gets a gradient."""
     own, layout = prepared.operands, call.layout
     d = [None if grad is None else grad.contiguous() for grad in d]
     # by what was trained in the forward: it may have been frozen, or another unfrozen, since. Where nothing came back there is
@@ -218,8 +199,8 @@ def gradients(
     if S is None and call.needs_S(wanted):
         S = call.down.down(call, own, x_TK, keys_T2, {})
     e, dS, dB, sums, dA = call.grads.grads(call, own, x_TK, keys_T2, S, d, kept, wanted)
-    if elsewhere is not None and wanted.A and dS is not None:
-        elsewhere.tokens.leave(dS, prepared, call, elsewhere.call, keys_T2, d)
+    if leave is not None and wanted.A:
+        leave(dS, keys_T2, d)
         wanted = wanted._replace(A=False)
     try:
         dx, dA_inputs = call.inputs.inputs(call, own, x_TK, keys_T2, dS, e, d, wanted)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
 
-from packlora.ops.lora_linear.types import Segment
 from packlora.ops.recent import Recent
-
-Placed = tuple[int, int, int]
-"""Adapter, first token, one past the last."""
 
 
 class Boundaries(Protocol):
@@ -33,9 +29,6 @@ class Boundaries(Protocol):
     def settled(self) -> Boundaries:
         """Boundaries that a call is settled for, and found again by."""
 
-    def part(self, segments: Sequence[Segment], first: int, count: int) -> tuple[Sequence[Placed], Boundaries]:
-        """Place the segments that consecutive tokens make of these, nominally where they move, and give the boundaries."""
-
     def tables(self, key: Hashable, segments: Any, make: Callable[[], Any]) -> Any:
         """Tables of segments and of whatever else is in `key`, made where there are none yet."""
 
@@ -44,12 +37,6 @@ class Boundaries(Protocol):
 
     def kept(self, key: Hashable, get: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A tensor of the present parameters, where a call may read it. key: names what `get` gives."""
-
-
-def inside(segments: Iterable[Placed], first: int, count: int) -> tuple[Placed, ...]:
-    """Parts of segments that are among `count` tokens, by their place among these."""
-    cut = ((number, max(a - first, 0), min(b - first, count)) for number, a, b in segments)
-    return tuple(one for one in cut if one[1] < one[2])
 
 
 class OnHost:
@@ -63,9 +50,6 @@ class OnHost:
     @property
     def settled(self) -> Boundaries:
         return self
-
-    def part(self, segments: Sequence[Segment], first: int, count: int) -> tuple[Sequence[Placed], Boundaries]:
-        return inside([(segment.adapter, segment.start, segment.stop) for segment in segments], first, count), self
 
     def tables(self, key: Hashable, segments: Any, make: Callable[[], Any]) -> Any:
         return self._tables.get((key, segments), make)

@@ -13,14 +13,14 @@ is recorded once serves any boundaries. It leaves the operands as they are; whoe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries, Placed, inside
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.types import Segment
 from packlora.ops.stamp import Unchanged
 
@@ -121,16 +121,13 @@ class MovingSegments:
         """Largest number of parts that segments and the tokens between them may make."""
         return 2 * len(self.adapters) + 1
 
-    def part(self, segments: Sequence[Segment], first: int, count: int) -> tuple[Sequence[Placed], Boundaries]:
-        """See Boundaries."""
-        if self.known:
-            return ON_HOST.part(segments, first, count)
+    def part(self, first: int, count: int) -> MovingSegments:
+        """Boundaries among consecutive tokens of these, which follow these."""
         found = self._parts.get((first, count))
         if found is None:
             found = self._parts[first, count] = MovingSegments(count, self.adapters)
             found.write(inside(self._boundaries, first, count))
-        adapters = {segment.adapter for segment in segments}
-        return [one for one in found.nominal if one[0] in adapters], found
+        return found
 
     def tables(self, key: Hashable, segments: tuple[Segment, ...], make: Callable[[], Any]) -> Any:
         """Tables for nominal segments and for whatever else is in `key`, made once; from then on `write` fills them."""
@@ -178,3 +175,9 @@ class MovingSegments:
             for number, start, stop in self._boundaries
             if number in by_adapter
         ]
+
+
+def inside(boundaries: Iterable[tuple[int, int, int]], first: int, count: int) -> list[tuple[int, int, int]]:
+    """Parts of segments (adapter, start, stop) that are among `count` tokens, by their place among these."""
+    cut = [(number, max(a - first, 0), min(b - first, count)) for number, a, b in boundaries]
+    return [one for one in cut if one[1] < one[2]]

@@ -90,13 +90,6 @@ class Plan:
         return "merged" in (self.up, self.dx) or "xd" in (self.dA, self.dB)
 
     @property
-    def by_S(self) -> Plan:
-        """The plan, or one like it, whose backward reads x for dA = dS' xd and for nothing else."""
-        if self.rearranged:
-            return CHAIN
-        return self if self.keep_s else replace(self, keep_s=True)
-
-    @property
     def reads_tables(self) -> bool:
         """Whether every step reads tables on the device, and none takes slices of segments."""
         kernels = self.down == "routed" and self.up in ("routed", "epilogue", "fused")
