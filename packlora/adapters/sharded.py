@@ -194,6 +194,17 @@ class AdaptedSlice(AdaptedLinear):
         return torch.cat(parts).view(y.shape)
 
 
+def gathered_inputs(block: torch.nn.Module) -> list[torch.Tensor]:
+    """Trained A's on the column-parallel layers of a block, of the adapters that own tokens of the microbatch that is
+    running."""
+    found = list[torch.Tensor]()
+    for layer in block.children():
+        if isinstance(layer, AdaptedSlice) and not layer.row_parallel and (owners := layer.attached.microbatch):
+            own = (weights.A for number, weights in layer.adapters.items() if number in owners.adapters)
+            found += [A for A in own if A is not None and A.requires_grad]
+    return found
+
+
 def _frozen(part: torch.Tensor) -> torch.nn.Parameter:
     """Copy in memory of its own, so that the whole can be freed."""
     return torch.nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)

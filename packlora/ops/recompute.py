@@ -31,21 +31,18 @@ from packlora.ops.modules import put_hooks, remove_hooks, undisturbed
 class Recompute:
     """x = function(*operands), a pure function that gives the same bits every time; operands are kept by version.
 
-    wanted: called by a node that will call the function in its backward.
+    elsewhere: gives the gradients that x is wanted for (ops/lora_linear/own_tokens.py); the function then is not to be called.
     """
 
     function: Callable[..., torch.Tensor]
     operands: tuple[torch.Tensor, ...]
-    wanted: Callable[[], None] | None = None
+    elsewhere: Any = None
 
 
-def recomputable(
-    x: torch.Tensor, function: Callable[..., torch.Tensor], *operands: torch.Tensor,
-    wanted: Callable[[], None] | None = None,
-) -> torch.Tensor:  # fmt: skip
+def recomputable(x: torch.Tensor, function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
     """x, which was computed by function(*operands)."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        x._packlora_recompute = Recompute(function, operands, wanted)  # type: ignore[attr-defined]
+        x._packlora_recompute = Recompute(function, operands)  # type: ignore[attr-defined]
     return x
 
 

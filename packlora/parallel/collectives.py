@@ -69,7 +69,9 @@ def copied(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     out, recompute = _copied(x, group), recompute_of(x)
-    return out if recompute is None else recomputable(out, recompute.function, *recompute.operands)
+    return (
+        out if recompute is None or recompute.elsewhere else recomputable(out, recompute.function, *recompute.operands)
+    )
 
 
 def summed(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -4,8 +4,8 @@ computed once and kept once, not on every process.
 A block gets all tokens (`enter`), and its last layer's sum gives each process its own ones (`leave`): the messages of tensor
 parallelism, each in two halves. What of a decoder layer is no block and no norm (experts with their router, attentions that are
 not cut) is given all tokens too, computed by each process alike, and gives each its own ones. The tokens part before the first
-decoder layer and are joined after the last. Norms are frozen: nothing of theirs is to be added up. What a block is given is
-joined again in the backward, not kept: while the backward of its last layer is computed.
+decoder layer and are joined after the last. Norms are frozen: nothing of theirs is to be added up. Of what a block is
+given a process keeps its own tokens, and makes its part of the gradients of the A's of these (ops/lora_linear/own_tokens.py).
 
 Forwards over tokens that the number of processes does not divide are computed whole, with tensor parallelism's messages. All
 microbatches that are trained must divide: SingleDevice.multiple.
@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from packlora.adapters.sharded import Through
-from packlora.ops.recompute import recompute_of
+from packlora.adapters.sharded import Through, gathered_inputs
 from packlora.parallel.collectives import copied, summed
-from packlora.parallel.tokens import JoinedAgain, all_tokens, joined_tokens, own_tokens, summed_tokens
+from packlora.parallel.tokens import all_tokens, joined_tokens, own_tokens, summed_tokens
 
 
 class TokenSlices:
@@ -32,8 +31,6 @@ class TokenSlices:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._apart = False
-        self._entered: JoinedAgain | None = None
-        """Input of the block that is running."""
 
     def attach(self, model: torch.nn.Module, blocks: Iterable[str], apart: Set[str]) -> None:
         """Put hooks on the first and the last of the decoder layers that have blocks, and on what of these and those between
@@ -50,22 +47,13 @@ class TokenSlices:
         model.get_submodule(layers[0]).register_forward_pre_hook(self._begin, with_kwargs=True)
         model.get_submodule(layers[-1]).register_forward_hook(self._end)
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         """All tokens for a block."""
-        if not self._apart:
-            return copied(x, self.group)
-        out = all_tokens(x, self.group)
-        recompute = recompute_of(out)
-        function = None if recompute is None else recompute.function
-        self._entered = function if isinstance(function, JoinedAgain) else None
-        return out
+        return all_tokens(x, self.group, gathered_inputs(block)) if self._apart else copied(x, self.group)
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
         """The sum of a row-parallel layer's products, of the tokens that are here."""
-        if not self._apart:
-            return summed(y, self.group)
-        entered, self._entered = self._entered, None
-        return summed_tokens(y, self.group, entered if entered is not None and entered.is_wanted else None)
+        return summed_tokens(y, self.group) if self._apart else summed(y, self.group)
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def part(x: torch.Tensor) -> torch.Tensor:

@@ -109,8 +109,9 @@ def shard(
     tokens = TokenSlices(group) if apart else None
     for path in blocks:
         _count_heads(model, path, cuts, degree)
-        enter = partial(copied, group=group) if tokens is None or path not in apart else tokens.enter
-        model.get_submodule(path).register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
+        block = model.get_submodule(path)
+        enter = partial(copied, group=group) if tokens is None or path not in apart else partial(tokens.enter, block)
+        block.register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
     shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
     whole = "norms" if cut_vocabulary(model, group) else "embedding, norms and output layer"
     notes = [f"{what}{len(cuts)} layers are cut; {whole} are whole on each"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import TINY
 from ranks import RankFailed, Ranks
 from tensor_runs import (
     BOUND,
@@ -20,18 +23,23 @@ from tensor_runs import (
     assert_exact,
     case_of,
     compared,
-    counted,
     error_when_broken,
+    job_of,
     learn,
     model_of,
+    moved,
+    on,
     threes,
 )  # fmt: skip
 
+from packlora.adapters.owners import TokenOwners
 from packlora.adapters.sharded import Shard
 from packlora.engine.passes import SingleDevice
+from packlora.ops.dropout.keys import token_keys
 from packlora.parallel import sequence
+from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.collectives import GATHER, SCATTER, copied
-from packlora.parallel.tokens import JoinedAgain, all_tokens
+from packlora.parallel.tokens import all_tokens
 
 Pool = Callable[[int], Ranks]
 
@@ -70,7 +78,7 @@ def biases_not_added_up() -> Any:
 
 
 def gradients_of_inputs_added_up_twice() -> Any:
-    return mock.patch.object(sequence, "all_tokens", lambda x, group: copied(all_tokens(x, group), group))
+    return mock.patch.object(sequence, "all_tokens", lambda x, group, *more: copied(all_tokens(x, group, *more), group))
 
 
 def last_tokens_not_joined_back() -> Any:
@@ -89,73 +97,93 @@ def test_the_comparison_sees_what_is_broken(wrong: Callable[[], Any], ranks: Poo
     assert min(ranks(2).run(error_when_broken, wrong, case)) > WRONG
 
 
-def messages(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Of a forward and a backward of the frozen model, by name; of a step with adapters; and how many tokens norms get."""
-    model, tokens = model_of(case, dist.group.WORLD), {}
+Messages = dict[str, Counter[tuple[str, tuple[int, ...]]]]
+"""By phase of a step: name and shape of what each message takes, and how often."""
 
-    def given(name: str) -> Any:
-        return lambda _, args: tokens.__setitem__(name, args[0].shape[1])
 
-    for name, module in model.named_modules():
-        if name.endswith("norm"):
-            module.register_forward_pre_hook(given(name))
+def messages(rank: int, case: Case) -> tuple[Messages, Messages, set[int]]:
+    """Of forward, backward and step over 24 tokens whose embeddings want a gradient, with the adapters and of the frozen model;
+    and how many tokens the norms of layers get."""
+    model, tokens = model_of(case, dist.group.WORLD), set[int]()
     hidden = torch.randn(1, 24, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
-    with counted() as calls:
-        model.base_model(inputs_embeds=hidden, use_cache=False, sample_lengths=(24,)).last_hidden_state.sum().backward()
-    return dict(Counter(calls)), dict(Counter(learn(case, dist.group.WORLD).collectives)), tokens
+    found, jobs = list[Messages](), list[Any]()
+
+    def note(layer: Any, args: Any) -> None:
+        tokens.add(args[0].shape[1])
+
+    for layer in model.base_model.layers:
+        layer.input_layernorm.register_forward_pre_hook(note)
+    for adapted in (False, True):
+        owners = None
+        if adapted:
+            attached, adapters = on(model, case)
+            moved(adapters)
+            jobs = [job_of(adapter, config) for adapter, config in zip(adapters, case.adapters, strict=True)]
+            share = 24 // len(jobs)
+            segments = tuple((at, at * share, at * share + share) for at in range(len(jobs)))
+            owners = TokenOwners(24, segments, torch.from_numpy(token_keys(1, 2, 3, 24)))
+        tokens.clear()  # of what attach looks at
+        with attached.active(owners) if owners is not None else nullcontext():
+            own: Messages = {}
+            with sent() as own["forward"]:
+                output = model.base_model(inputs_embeds=hidden, use_cache=False, sample_lengths=(24,)).last_hidden_state
+            with sent() as own["backward"]:
+                output.square().sum().backward()
+        with sent() as own["step"]:
+            for job in jobs:
+                job.state.norm_of = WholeGradient(job.adapter, dist.group.WORLD).norm
+                job.state.collect(torch.zeros(1, dtype=torch.float64))
+                assert job.state.step(0.1)[1] > 0
+        found.append(own)
+    return found[0], found[1], tokens
 
 
-def begun_ahead(rank: int, case: Case) -> tuple[list[str], float]:
-    """What becomes of each join of a block's input that is begun before it is needed: whether anything was computed in between;
-    and the error of what is learnt."""
-    told: list[str] = []
-    begin, call, gather = JoinedAgain.begin, JoinedAgain.__call__, getattr(dist, GATHER)
+@contextmanager
+def sent() -> Iterator[Counter[tuple[str, tuple[int, ...]]]]:
+    """Names of the collective functions that are called, each with the shape that a process gives."""
+    calls = Counter[tuple[str, tuple[int, ...]]]()
 
-    def begun(self: JoinedAgain) -> None:
-        begin(self)
-        told.append("begun")
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name, tuple(args[0 if name == "all_reduce" else 1].shape)] += 1
+            return function(*args, **kwargs)
 
-    def called(self: JoinedAgain, *operands: torch.Tensor) -> torch.Tensor:
-        told.append("waited for" if self._begun else "joined at once")
-        return call(self, *operands)
+        return call
 
-    def sent(*args: Any, **kwargs: Any) -> Any:
-        told.append("async" if kwargs.get("async_op") else "sync")
-        return gather(*args, **kwargs)
-
-    with (
-        mock.patch.object(JoinedAgain, "begin", begun), mock.patch.object(JoinedAgain, "__call__", called),
-        mock.patch.object(dist, GATHER, sent),
-    ):  # fmt: skip
-        found = learn(case, dist.group.WORLD)
-    return told, max(found.errors(learn(case)).values())
+    functions = {name: counting(name, getattr(dist, name)) for name in ("all_reduce", "all_gather", GATHER, SCATTER)}
+    with mock.patch.multiple(dist, **functions):
+        yield calls
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_block_s_input_is_joined_again_while_its_last_layer_is_computed(checkpointing: bool, ranks: Pool) -> None:
-    """Two blocks in each of two layers; the first block's own input has no gradient, and its layers ask for nothing ahead. A
-    block that is computed again keeps its input, and nothing is joined in vain."""
-    case = case_of("llama", adapter_of("LoRA", 0.1), steps=1, sequence=True, checkpointing=checkpointing)
-    for told, error in ranks(2).run(begun_ahead, case):
-        assert error < BOUND
-        backward = [word for word in told if word != "sync"]
-        one = ["async", "begun", "waited for"] * 3 + ["joined at once"]
-        assert (
-            backward == ([] if checkpointing else one * (len(backward) // len(one))) and bool(backward) != checkpointing
-        )
+JOBS = {"LoRA": [adapter_of("LoRA", 0.1)], "DoRA": [adapter_of("DoRA", 0.1)], "three jobs": threes(0.1)}
 
 
-def test_messages_are_those_of_the_frozen_model_and_one_for_each_job_and_a_block_s_input_again(ranks: Pool) -> None:
-    """Two layers with two blocks each, two microbatches; nothing flows back into the first block."""
-    for frozen, step, tokens in ranks(2).run(messages, case_of("llama", adapter_of("LoRA", 0.1), sequence=True)):
-        # forward 4 blocks and the last tokens, backward 4 sums and the first tokens; the sums forward, the blocks backward
-        assert frozen == {GATHER: 4 + 1 + 4 + 1, SCATTER: 4 + 4}
-        again = 4
-        vocabulary = {
-            "all_reduce": 2 * 2 + 1,
-            "all_gather": 2,
-        }  # vectors and gradients, and the job's; numbers of the loss
-        assert step == {GATHER: 2 * (4 + 1 + 4 + again), SCATTER: 2 * (4 + 3)} | vocabulary
-        assert tokens.pop("model.norm") == 24
-        assert len(tokens) == 4
-        assert set(tokens.values()) == {12}
+@pytest.mark.parametrize("jobs", JOBS)
+def test_a_step_sends_what_the_frozen_model_sends_and_one_message_for_each_job(jobs: str, ranks: Pool) -> None:
+    """Four layers with two blocks each. Sums of blocks' inputs are as much wider as the ranks of the layers that read them; and
+    the first forward with new values of a DoRA adapter adds up the norms of all its row-parallel layers."""
+    layers, K = 4, TINY["hidden_size"]
+    case = case_of("llama", *JOBS[jobs], sequence=True)
+    case = replace(case, model={**case.model, "num_hidden_layers": layers})
+    # of the widest adapter: ranks of q, k and v, and of gate and up
+    widths = (15, 10) if jobs == "three jobs" else (12, 8)
+    for frozen, own, tokens in ranks(2).run(messages, case):
+        assert frozen["forward"] == {(GATHER, (12, K)): 2 * layers + 1, (SCATTER, (24, K)): 2 * layers}
+        assert frozen["backward"] == {(GATHER, (12, K)): 2 * layers + 1, (SCATTER, (24, K)): 2 * layers}
+        norms = {} if jobs == "LoRA" else {("all_reduce", (layers * 2 * K,)): 1}
+        assert own["forward"] == frozen["forward"] | norms
+        wider = {(SCATTER, (24, K + width)): layers for width in widths}
+        assert own["backward"] == {(GATHER, (12, K)): 2 * layers + 1} | wider
+        assert [name for name, _ in own["step"].elements()] == ["all_reduce"] * len(case.adapters)
+        assert tokens == {12}
+
+
+def test_nothing_flows_back_into_the_first_block(ranks: Pool) -> None:
+    """Whole steps of training, whose embeddings are frozen: two layers, two microbatches. Its input is kept whole."""
+    vocabulary = {"all_reduce": 2 * 2 + 1, "all_gather": 2}  # vectors and gradients, and the job's; numbers of the loss
+    for learnt in ranks(2).run(learn_over_group, case_of("llama", adapter_of("LoRA", 0.1), sequence=True)):
+        assert learnt == {GATHER: 2 * (4 + 1 + 4), SCATTER: 2 * (4 + 3)} | vocabulary
+
+
+def learn_over_group(rank: int, case: Case) -> dict[str, int]:
+    return dict(Counter(learn(case, dist.group.WORLD).collectives))

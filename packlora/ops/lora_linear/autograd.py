@@ -52,7 +52,8 @@ def lora_group(
         salt: of the group (ops.dropout.keys.layer_salt).
         plan: how to compute it; the plain chain takes its place where it does not compute this call (plan.legal).
         state: kept by the caller from call to call, so that unchanged layers are not checked and packed again.
-        recompute: how x is recomputed in the backward; it is then not kept. Of no use, and left aside, under checkpointing.
+        recompute: how x is recomputed in the backward; it is then not kept. Of no use, and left aside, under checkpointing;
+            or who gives the gradients of A's without x, whose own way of computing is then taken.
         boundaries: of the segments. Where they move (moving.py) these are nominal, the true ones are on the device, and the
             operands are those of the last `refresh`.
 
@@ -68,20 +69,22 @@ def lora_group(
     check_tokens(x, segments, keys_T2)
     if not HAS_TRITON and plan.needs_triton:
         raise ValueError(f"plan {plan.name} needs triton, which is not installed")
-    prepared = (state or GroupState()).prepared(x, layers, plan)
+    own_tokens = None if recompute is None else recompute.elsewhere
+    plan = plan if own_tokens is None else own_tokens.plan(plan)
+    prepared = (state or GroupState()).prepared(x, layers, plan, own_tokens is not None and x.is_cuda)
     call = prepared.call(x, segments, salt, plan, boundaries.settled)
     boundaries.ready(prepared, call)
     if not torch.is_grad_enabled():  # no gradients are needed: no node, and nothing is kept
         x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
         return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
     hooks = saving_hooks()
+    if own_tokens is not None:
+        recompute = own_tokens.recompute(prepared, call, x, boundaries)
+    elif hooks is not None and is_checkpoint(hooks):  # makes x again, alive no longer than its block's backward
+        recompute = None
     if hooks is None:
-        if recompute is not None and recompute.wanted is not None and x.requires_grad:
-            recompute.wanted()
         outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.owned(call))
         return outputs
-    if is_checkpoint(hooks):  # makes x again anyway, which is then alive no longer than its block's backward
-        recompute = None
     owned = prepared.owned(call)
     if any(slot.name == "magnitude" and owned[slot.at].requires_grad for slot in call.slots):  # it needs more than S
         outputs = _apply(x, keys_T2, recompute, prepared, call, True, *owned)
@@ -138,7 +141,8 @@ class Group(torch.autograd.Function):
         x_TK = rest[layers] if function is None else rows_of(recomputed(function, tuple(rest[layers : layers + count])))
         if turn != prepared.turn:
             prepared.serve(turn, call)
-        dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:])
+        leave = getattr(function, "leave", None)
+        dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:], leave)
         return (dx if dx is None or dx.ndim == len(shape) else dx.view(shape), None, None, None, None, None, *grads)
 
 
@@ -183,10 +187,10 @@ def outputs_of(
 
 def gradients(
     prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
-    kept: Gradients, d: Gradients, need_x: bool, need_owned: tuple[bool, ...],
+    kept: Gradients, d: Gradients, need_x: bool, need_owned: tuple[bool, ...], leave: Callable[..., None] | None = None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
     """dx [T, K] or as x, and the gradients of `prepared.owned(call)`, None where not needed. S and kept: from the forward; S
-    None: recomputed. d: as the outputs are."""
+    None: recomputed. d: as the outputs are. leave: takes dS (own_tokens.py); x_TK is not read then, no A gets a gradient."""
     own, layout = prepared.operands, call.layout
     d = [None if grad is None else grad.contiguous() for grad in d]
     # by what was trained in the forward: it may have been frozen, or another unfrozen, since. Where nothing came back there is
@@ -195,6 +199,9 @@ def gradients(
     if S is None and call.needs_S(wanted):
         S = call.down.down(call, own, x_TK, keys_T2, {})
     e, dS, dB, sums, dA = call.grads.grads(call, own, x_TK, keys_T2, S, d, kept, wanted)
+    if leave is not None and wanted.A:
+        leave(dS, keys_T2, d)
+        wanted = wanted._replace(A=False)
     try:
         dx, dA_inputs = call.inputs.inputs(call, own, x_TK, keys_T2, dS, e, d, wanted)
     finally:

@@ -292,6 +292,8 @@ class Call:
     """Block sizes that launches have chosen."""
     launches: Launches = field(default_factory=dict)
     """Launches of kernels that take the rows of a segment as arguments instead of reading tables."""
+    own_tokens: dict[tuple[int, int], Call | None] = field(default_factory=dict)
+    """The same call over consecutive tokens of these (own_tokens.py)."""
     wants: dict[tuple[bool, tuple[bool, ...]], tuple[Wanted, tuple[Slot, ...]]] = field(default_factory=dict)
     """Cached results of `wanted`."""
 

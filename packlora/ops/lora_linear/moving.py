@@ -13,7 +13,7 @@ is recorded once serves any boundaries. It leaves the operands as they are; whoe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -103,6 +103,8 @@ class MovingSegments:
         self._tables: dict[Hashable, tuple[tuple[Segment, ...], Any]] = {}
         self._operands: dict[int, Operands] = {}
         self._copies: dict[int, _Copies] = {}
+        self._parts: dict[tuple[int, int], MovingSegments] = {}
+        """Boundaries among consecutive tokens, by the first of these and their number."""
 
     @property
     def known(self) -> bool:
@@ -119,6 +121,14 @@ class MovingSegments:
         """Largest number of parts that segments and the tokens between them may make."""
         return 2 * len(self.adapters) + 1
 
+    def part(self, first: int, count: int) -> MovingSegments:
+        """Boundaries among consecutive tokens of these, which follow these."""
+        found = self._parts.get((first, count))
+        if found is None:
+            found = self._parts[first, count] = MovingSegments(count, self.adapters)
+            found.write(inside(self._boundaries, first, count))
+        return found
+
     def tables(self, key: Hashable, segments: tuple[Segment, ...], make: Callable[[], Any]) -> Any:
         """Tables for nominal segments and for whatever else is in `key`, made once; from then on `write` fills them."""
         found = self._tables.get((key, segments))
@@ -133,6 +143,8 @@ class MovingSegments:
         self._boundaries = tuple(boundaries)
         for segments, tables in self._tables.values():
             tables.write(self._placed(segments))
+        for (first, count), part in self._parts.items():
+            part.write(inside(boundaries, first, count))
 
     def kept(self, key: Hashable, get: Callable[[], torch.Tensor]) -> torch.Tensor:
         """See Boundaries."""
@@ -163,3 +175,9 @@ class MovingSegments:
             for number, start, stop in self._boundaries
             if number in by_adapter
         ]
+
+
+def inside(boundaries: Iterable[tuple[int, int, int]], first: int, count: int) -> list[tuple[int, int, int]]:
+    """Parts of segments (adapter, start, stop) that are among `count` tokens, by their place among these."""
+    cut = [(number, max(a - first, 0), min(b - first, count)) for number, a, b in boundaries]
+    return [one for one in cut if one[1] < one[2]]

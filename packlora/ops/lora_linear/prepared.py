@@ -49,9 +49,9 @@ class GroupState:
         self.layers: tuple[Layer, ...] = ()
         """Layers passed last; a caller that passes the same objects again is served faster."""
 
-    def prepared(self, x: torch.Tensor, layers: tuple[Layer, ...], plan: Plan) -> Prepared:
-        """Cache for calls on these layers, checked; `Prepared.refresh` brings it up to date."""
-        self.layers, kernels = layers, plan.needs_triton
+    def prepared(self, x: torch.Tensor, layers: tuple[Layer, ...], plan: Plan, padded: bool = False) -> Prepared:
+        """Cache for calls on these layers, checked; `refresh` brings it up to date. padded: ranks are, whatever the plan."""
+        self.layers, kernels = layers, padded or plan.needs_triton
         found = self._prepared.get(kernels)
         if found is None or not found.fits(x, layers):
             with torch.inference_mode(False):  # cached tensors are written to in training too
@@ -150,22 +150,9 @@ class Prepared:
         last = self._last
         if last is not None and last[0] == key:
             return last[1]
-        call = self._calls.get(
-            key,
-            lambda: settle(
-                self.layers,
-                self.layout,
-                self.slots,
-                self.tables,
-                self.num_adapters,
-                self.wide,
-                x,
-                segments,
-                salt,
-                plan,
-                boundaries,
-            ),
-        )
+        call = self._calls.get(key, lambda: settle(
+            self.layers, self.layout, self.slots, self.tables, self.num_adapters, self.wide, x, segments, salt, plan, boundaries
+        ))  # fmt: skip
         self._last = key, call
         return call
 

@@ -181,7 +181,7 @@ def inputs(
     if plan_dx == "before" and (whole := call.whole) is not None:  # the base product accumulates onto what is dropped
         low_TK = low.pop(whole.segment) if whole.segment in low else _low_rank_dx(call, own, dS, whole)
         return base_dx(own, base, call.drop(low_TK, keys_T2, whole.segment)), dA
-    dx = torch.empty_like(x_TK) if plan_dx == "before" else base_dx(own, base, None)
+    dx = x_TK.new_empty(call.T, call.K) if plan_dx == "before" else base_dx(own, base, None)
     for stack in call.stacked:
         segment, all_layers, *_ = stack
         dS_tR, dx_tK, (A_RK, _) = all_layers.of_S(dS), all_layers.of(dx), own.A(call.layout, segment.adapter)
