@@ -132,9 +132,13 @@ class Service(Publisher):
                         if self.queue.version == before and not self.stopping:
                             self.queue.changed.wait(1.0)
         except BaseException as error:
-            self.failure = error
-            self.tell_all()
-            LOG.exception("the thread that computes has ended")
+            self._end_by(error)
+
+    def _end_by(self, error: BaseException) -> None:
+        """The thread that computes has ended by an error, which is being handled."""
+        self.failure = error
+        self.tell_all()
+        LOG.exception("the thread that computes has ended")
 
     # --- a turn ------------------------------------------------------------------------------------------------------------
 
