@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from packlora.adapters.attach import Adapter
+from packlora.config import Run
 from packlora.engine.adapters import AdapterState
 from packlora.errors import ProcessError, reason_of
-from packlora.serve.group.host import GroupHost
+from packlora.serve.group.host import GroupHost, hosts_of
+from packlora.serve.group.together import processes
 from packlora.serve.group.told import parts_from, prompt_from, slot_from, spec_from, token_from
 from packlora.serve.ranks.channel import Channel
 from packlora.serve.slots import OneSlot
@@ -74,31 +76,32 @@ def follow(channel: Channel, hosts: Mapping[str, GroupHost]) -> None:
         except EOFError:
             raise ProcessError(LOST) from None
         if kind == "stop":
+            channel.send("stopped")
             return
         followers[values.pop("base")].obey(kind, values)
 
 
-def work(channel: Channel, hosts_of: Callable[[], Mapping[str, GroupHost]]) -> None:
-    """Be a rank until rank 0 says that it is over.
+def work(channel: Channel, size: int, runs_of: Callable[[], Mapping[str, Run]], context: int) -> None:
+    """Be one of so many ranks until rank 0 says that it is over.
 
     Args:
-        hosts_of: makes the hosts, as rank 0 does.
+        runs_of: makes the settings of the base models, as on rank 0.
 
     Raises:
         ProcessError: rank 0 has ended, or this rank has failed and rank 0 says why.
     """
     channel.send("process", pid=os.getpid())
     try:
-        hosts = hosts_of()
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 gets them too, and lets the others end
-                signal.signal(number, signal.SIG_IGN)
-        channel.send("ready", device=str(next(iter(hosts.values())).device))
-        follow(channel, hosts)
+        with processes(size) as group:
+            hosts = hosts_of(runs_of(), context, group)
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 gets them too, and lets the others end
+                    signal.signal(number, signal.SIG_IGN)
+            channel.send("ready", device=str(next(iter(hosts.values())).device))
+            follow(channel, hosts)
     except BaseException as error:
         reason = reason_of(error) if isinstance(error, Exception) else str(error)
         channel.send("failed", reason=reason or type(error).__name__)
         found = ProcessError(reason or type(error).__name__)
         found.is_news = False
         raise found from error
-    channel.send("stopped")

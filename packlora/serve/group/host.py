@@ -35,11 +35,16 @@ from packlora.serve.group.passes import Tell, ToldCache, ToldPasses
 from packlora.serve.group.together import together
 from packlora.serve.group.told import parts_values, slot_values, spec_values
 from packlora.serve.host import Host
+from packlora.serve.ranks.meeting import TENSOR
 from packlora.serve.values import Values
 
-KEY = "parallel.tensor"
 WHOLE = ("offload_embedding", "activation_offloading")
 """Keys of a run file that need the whole base model on a device."""
+
+
+def hosts_of(runs: Mapping[str, Run], context: int, group: Replicas) -> dict[str, GroupHost]:
+    """Base models of a service by name. All ranks call it."""
+    return {name: GroupHost(name, run, context, group) for name, run in runs.items()}
 
 
 def silent(kind: str, **values: Any) -> None:
@@ -72,7 +77,7 @@ class GroupHost(Host):
         )
         if reason is not None:
             raise InputError(
-                f"--set {KEY}: samples of {self.facts.path} are drawn by transformers' own generation ({reason}), which "
+                f"--set {TENSOR}: samples of {self.facts.path} are drawn by transformers' own generation ({reason}), which "
                 "takes whole models alone; leave it out"
             )
 
@@ -86,9 +91,9 @@ class GroupHost(Host):
         """See Host."""
         for key in WHOLE:
             if getattr(self.run, key):
-                raise InputError(f"--set {key}=true does not go with {KEY}; leave one of them out")
+                raise InputError(f"--set {key}=true does not go with {TENSOR}; leave one of them out")
         if self.run.cuda_graphs is True:
-            raise InputError(f"--set cuda_graphs=true is not served with {KEY}; leave it out")
+            raise InputError(f"--set cuda_graphs=true is not served with {TENSOR}; leave it out")
         check_cut(self.skeleton, self.run.parallel)
         return load_cut(self.run, self.tokenizer, longest, self.group, vocabulary=False)
 
@@ -112,7 +117,7 @@ class GroupHost(Host):
         if spec.of_weights:
             raise Refused(
                 f"{METADATA}.init_lora_weights: {spec.peft.init_lora_weights} needs whole weights, and this service has cut "
-                f"its base model ({KEY}); leave it out"
+                f"its base model ({TENSOR}); leave it out"
             )
         return spec
 

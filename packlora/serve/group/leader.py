@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packlora.config import Run
 from packlora.errors import InputError, ProcessError
 from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Refused
-from packlora.serve.group.host import GroupHost
-from packlora.serve.group.together import Ended
+from packlora.serve.group.host import GroupHost, hosts_of
+from packlora.serve.group.together import Ended, processes
 from packlora.serve.host import Host
 from packlora.serve.journal import from_json
 from packlora.serve.limits import Limits
 from packlora.serve.logs import LOG
-from packlora.serve.ranks.channel import packed
+from packlora.serve.ranks.channel import Channel, packed
 from packlora.serve.ranks.records import Rank
 from packlora.serve.service import Service
 
@@ -110,3 +112,24 @@ class GroupService(Service):
         """See Core, with a line a rank."""
         device = next(iter(self.hosts.values())).device
         return super().status(owner) | {"ranks": [f"rank 0 ({device})", *map(str, self.ranks)]}
+
+
+@contextlib.contextmanager
+def led(
+    channels: Mapping[int, Channel], runs: Mapping[str, Run], context: int, state: Path, max_wait: float
+) -> Iterator[GroupService]:
+    """The service of rank 0. The other ranks are let go of once it has stopped.
+
+    Raises:
+        InputError: as Service, and as GroupHost.
+        ProcessError: another rank has ended.
+    """
+    ranks = [Rank(number, channels[number]) for number in sorted(channels)]
+    with processes(1 + len(ranks)) as group:
+        try:
+            hosts = hosts_of(runs, context, group)
+        except ProcessError:  # another rank knows why
+            for rank in ranks:
+                rank.ready()
+            raise
+        yield GroupService(hosts, state, [rank.ready() for rank in ranks], max_wait=max_wait)

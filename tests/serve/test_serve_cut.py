@@ -1,0 +1,147 @@
+"""A base model that is cut over two processes: what models and samples have there they have on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import served_cut
+import torch
+from forked import Forks
+from ranks import Ranks
+from seeds import SOAK
+from served_ranks import NAME, Process, client_of, story
+from serving import Talk, host_of, leave, served
+
+from packlora.errors import InputError
+from packlora.serve.command import listening
+from packlora.serve.ranks.meeting import Place, place_of
+from packlora.serve.service import Service
+
+pytest.importorskip("tinker")
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks | None]:
+    if SOAK:
+        yield None
+        return
+    modules = [
+        "launched",
+        "torch.distributed.run",
+        "packlora.cli",
+        "packlora.serve.app",
+        "packlora.serve.group.leader",
+        "uvicorn",
+    ]
+    with Forks(tmp_path_factory.mktemp("forks"), modules) as forks:
+        yield forks
+
+
+def test_models_and_samples_of_a_base_that_is_cut_are_those_of_one_process_which_goes_on(
+    ranks: Callable[[int], Ranks], tiny_base: Callable[[str], str], tmp_path: Path
+) -> None:
+    base, states = tiny_base("llama"), [tmp_path / name for name in ("one", "two")]
+    for state in states:
+        state.mkdir()
+    one = host_of(base, states[0], "dtype=float64", budget=64)
+    talk = Talk(Service({NAME: one}, states[0]))
+    want = served_cut.whole(talk)
+    end(talk)
+    found = ranks(2).run(served_cut.told, base, states[1])[0]
+    same(found, want)
+    after = []
+    for state in states:  # one process goes on with what two have left, snapshots and requests since then
+        talk = Talk(Service({NAME: one}, state))
+        story = served_cut.Story(talk, again=True)
+        story.learn(range(4, 6))
+        after.append(story.end())
+        end(talk)
+    same(*after)
+
+
+def same(found: dict[str, Any], want: dict[str, Any]) -> None:
+    assert len(found["results"]) == len(want["results"])
+    for own, theirs in zip(found["results"], want["results"], strict=True):
+        close(own, theirs)
+    for own, theirs in zip(found["tensors"], want["tensors"], strict=True):
+        assert own.keys() == theirs.keys()
+        for name, tensor in own.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-10, atol=1e-12)
+
+
+def close(found: Any, want: Any) -> None:
+    """Numbers are alike to 1e-10, those that the protocol has in float32 to its rounding; all else is the same."""
+    if isinstance(want, dict):
+        assert found.keys() == want.keys()
+        for key, own in want.items():
+            close(found[key], own)
+    elif isinstance(want, list | tuple):
+        assert len(found) == len(want)
+        for own, theirs in zip(found, want, strict=True):
+            close(own, theirs)
+    elif isinstance(want, float):
+        in_float32 = float(np.float32(want)) == want
+        assert found == pytest.approx(want, rel=1e-6 if in_float32 else 1e-10, abs=1e-12)
+    else:
+        assert found == want
+
+
+def end(talk: Talk) -> None:
+    leave(talk.service)
+    talk.service.journal.close()
+
+
+def test_what_is_not_served_of_a_base_that_is_cut_is_refused() -> None:
+    two = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    place = place_of(two, ["parallel.tensor=2", "device=cpu"])
+    assert place == Place(1, 2, 1, 2) and place.settings(["parallel.tensor=2", "device=cpu"]) == ["device=cpu"]
+    assert place_of(two, ["parallel.tensor=1"]).tensor == 1
+    with pytest.raises(InputError, match=r"parallel\.tensor=3: 2 processes were started, .* give parallel\.tensor=2"):
+        place_of(two, ["parallel.tensor=3"])
+    with pytest.raises(InputError, match=r"parallel\.tensor=2: 1 process was started, .* torchrun"):
+        place_of({}, ["parallel.tensor=2"])
+    with pytest.raises(
+        InputError, match=r"parallel\.pipeline=2: parallel\.pipeline is not served; .* parallel\.tensor is"
+    ):
+        place_of(two, ["parallel.tensor=2", "parallel.pipeline=2"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_service_which_goes_on_on_any_number_of_ranks(
+    tiny_base: Callable[[str], str], forks: Forks | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    base, state = tiny_base("llama"), tmp_path / "state"
+    words = ["--base", f"{NAME}={base}", "--state", str(state), "--set", "device=cpu", "--set", "dtype=float64"]
+    cut = [*words, "--set", "parallel.tensor=2"]
+    free = listening("127.0.0.1", 0)
+    port = free.getsockname()[1]
+    free.close()
+    two = Process(forks, 2, cut, port, tmp_path / "two")
+    running = [two]
+
+    def kill() -> None:
+        assert two.status["models"] == 2 and len(two.status["ranks"]) == 2
+        two.kill(1)
+        assert two.process.wait(60) == 1
+        running.append(Process(forks, 2, cut, port, tmp_path / "again"))
+
+    try:
+        two.wait()
+        with client_of(two.url) as client:
+            found = story(client, kill)
+    finally:
+        for process in running:
+            process.end()
+    assert "rank 1 (process " in two.said and "has ended without a word, as a process that was killed does" in two.said
+    assert "stopped; nothing waits" in running[1].said and "rank 1" not in running[1].said
+    with served(host_of(base, tmp_path, "dtype=float64"), tmp_path / "one") as (url, _), client_of(url) as client:
+        want = story(client)
+    np.testing.assert_allclose(found["losses"], want["losses"], rtol=1e-10)
+    for (tokens, logprobs), (own, theirs) in zip(found["sampled"], want["sampled"], strict=True):
+        assert tokens == own
+        np.testing.assert_allclose(logprobs, theirs, rtol=1e-6)
