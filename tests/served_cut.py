@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 from serving import NAME, Talk, datum
 
+from packlora.errors import ProcessError
+from packlora.serve.group import leader
 from packlora.serve.group.follower import work
+from packlora.serve.group.host import GroupHost
 from packlora.serve.group.leader import led
-from packlora.serve.host import run_of
+from packlora.serve.host import Host, run_of
 from packlora.serve.ranks.meeting import Place, gathered, joined
 
 KINDS: list[dict[str, Any]] = [
@@ -19,6 +25,8 @@ KINDS: list[dict[str, Any]] = [
     {"rank": 3, "seed": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj", "lm_head"], "lora_alpha": 6},
 ]
 LOSSES = ("cross_entropy", "ppo")
+MOST = 400_000
+"""Elements for which the second rank has room."""
 
 
 @contextmanager
@@ -27,7 +35,7 @@ def cut(rank: int, size: int, base: str, state: Path, *settings: str) -> Iterato
     place = Place(rank, size, rank, size)
 
     def runs() -> dict[str, Any]:
-        return {NAME: run_of(base, ["device=cpu", "max_tokens_per_microbatch=64", *settings], None, state, size)}
+        return {NAME: run_of(base, ["max_tokens_per_microbatch=64", *place.settings(settings)], None, state, size)}
 
     if rank:
         channel = joined(place, state)
@@ -43,32 +51,41 @@ def cut(rank: int, size: int, base: str, state: Path, *settings: str) -> Iterato
 class Story:
     """Two models learn, are saved, loaded and sampled. results: of all requests. tensors: of both at the end."""
 
-    def __init__(self, talk: Talk, again: bool = False) -> None:
+    def __init__(self, talk: Talk) -> None:
         self.talk, self.session = talk, talk.session()
         self.models = [talk.model(self.session, number, **own) for number, own in enumerate(KINDS)]
-        if again:
-            talk.seqs = dict.fromkeys(self.models, 11)
+        last = "select model, max(seq) as seq from requests where model is not null group by model"
+        talk.seqs |= {row["model"]: row["seq"] for row in talk.service.journal.all(last)}
         self.results: list[Any] = []
 
     def learn(self, steps: range) -> None:
-        """Steps of both, with a save after each."""
+        """Steps of both."""
         talk, promises = self.talk, list[str]()
         for step in steps:
             for number, model in enumerate(self.models):
                 promises.append(talk.forward_backward(model, rows(number, step), LOSSES[number]))
                 promises.append(talk.step(model, weight_decay=0.1, grad_clip_norm=0.5))
-                promises.append(talk.call(model, "save_weights", path=f"s{step}"))
         talk.run()
         self.results += [plain(talk.result(own)) for own in promises]
 
     def go_back(self) -> None:
-        """Both load what they were, with the optimizer and without."""
-        promises = [
-            self.talk.call(model, "load_weights", path=f"tinker://{model}/weights/s1", optimizer=not number)
-            for number, model in enumerate(self.models)
-        ]
-        self.talk.run()
-        self.results += [plain(self.talk.result(own)) for own in promises]
+        """Both are saved, take a step, and load what they were, one with its optimizer."""
+        talk, promises = self.talk, list[str]()
+        for model in self.models:
+            talk.call(model, "save_weights", path="kept")
+        talk.run()
+        for number, model in enumerate(self.models):
+            talk.forward_backward(model, rows(number, 9)[:1], LOSSES[number])
+            talk.step(model)
+            path = f"tinker://{model}/weights/kept"
+            promises.append(talk.call(model, "load_weights", path=path, optimizer=not number))
+        talk.run()
+        self.results += [plain(talk.result(own)) for own in promises]
+
+    def rest(self) -> None:
+        """Both leave the base, and come back with their next work."""
+        for lane in self.talk.service.queue.lanes.values():
+            self.talk.service._set_aside(lane)
 
     def sample(self) -> None:
         """Snapshots of both, an inflight sampler, and the base, in one batch."""
@@ -84,7 +101,7 @@ class Story:
             asked = {
                 "sampling_session_id": sampler, "seq_id": 0, "num_samples": 2, "prompt_logprobs": number == 0,
                 "prompt": {"chunks": [{"type": "encoded_text", "tokens": [60, 61, 62 + number]}]},
-                "sampling_params": {"max_tokens": 8, "seed": number, "temperature": 1.0},
+                "sampling_params": {"max_tokens": 5, "seed": number, "temperature": 1.0},
             }  # fmt: skip
             promises.append(talk.desk.asample(talk.owner, asked)[0])
         talk.run()
@@ -94,19 +111,17 @@ class Story:
             self.results += [(list(own.tokens), list(own.logprobs)) for own in result.sequences]
             self.results.append(list(result.prompt_logprobs))
 
-    def end(self) -> dict[str, Any]:
-        """All that it has come to."""
-        return {"results": self.results, "tensors": [self.talk.tensors(model) for model in self.models]}
+    def end(self, name: str = "end") -> dict[str, Any]:
+        """All that it has come to. name: of what is saved."""
+        return {"results": self.results, "tensors": [self.talk.tensors(model, name) for model in self.models]}
 
 
 def rows(number: int, step: int) -> list[Any]:
     """Rows of a step of a model."""
-    import numpy as np
-
     values = np.random.default_rng([number, step])
     more = [
         {"logprobs": -5 + values.normal(size=20 + n) / 9, "advantages": values.normal(size=20 + n)} if number else {}
-        for n in range(4)
+        for n in range(3)
     ]
     return [datum(100 * number + 10 * step + n, 20 + n, **own) for n, own in enumerate(more)]
 
@@ -121,13 +136,46 @@ def plain(result: Any) -> Any:
 def whole(talk: Talk) -> dict[str, Any]:
     """The whole story."""
     story = Story(talk)
-    story.learn(range(3))
+    story.learn(range(2))
     story.go_back()
-    story.learn(range(3, 4))
+    story.rest()
+    story.learn(range(2, 3))
     story.sample()
     return story.end()
 
 
-def told(rank: int, base: str, state: Path) -> dict[str, Any] | None:
-    with cut(rank, 2, base, state, "dtype=float64") as talk:
-        return None if talk is None else whole(talk)
+def told(rank: int, size: int, base: str, state: Path, device: str = "cpu") -> dict[str, Any] | None:
+    """The story on so many ranks; then a model asks for more than the second one has."""
+    rooms = mock.patch.object(GroupHost, "has_room", lambda self, elements: not (rank and elements > MOST))
+    with rooms, cut(rank, size, base, state, f"device={device}", "dtype=float64") as talk:
+        if talk is None:
+            return None
+        found = whole(talk)
+        model = talk.model(talk.session("large"), rank=60)
+        promise = talk.forward_backward(model, rows(0, 0))
+        talk.run()
+        return found | {"large": talk.result(promise)["error"]}
+
+
+def failing(rank: int, base: str, state: Path) -> str:
+    """What a service says whose second rank runs out of memory in a microbatch, while the first one waits for it."""
+
+    def evaluate(self: Host, parts: Any) -> None:
+        raise MemoryError("out of memory on cpu in a microbatch of 60 tokens")
+
+    patch = mock.patch.object(Host, "evaluate", evaluate) if rank else mock.patch.object(leader, "LAST_WORDS", 0.1)
+    failed = threading.Event()
+    try:
+        with patch, cut(rank, 2, base, state) as talk:
+            assert talk is not None
+            talk.service.on_failure = failed.set
+            talk.service.start()
+            talk.forward_backward(talk.model(talk.session()), rows(0, 0), only=True)
+            assert failed.wait(60)
+            assert talk.service.stop() == 1, "the request waits for the next start"
+            assert talk.service.failure is not None
+            raise talk.service.failure
+    except ProcessError as error:
+        return str(error)
+    return "it did not fail"
+

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ from forked import Forks
 from ranks import Ranks
 from seeds import SOAK
 from served_ranks import NAME, Process, client_of, story
-from serving import Talk, host_of, leave, served
+from serving import Talk, datum, host_of, leave, served
 
 from packlora.errors import InputError
+from packlora.parallel.alone import ALONE
 from packlora.serve.command import listening
+from packlora.serve.group.host import GroupHost
+from packlora.serve.group.leader import GroupService
+from packlora.serve.group.together import together
+from packlora.serve.host import run_of
 from packlora.serve.ranks.meeting import Place, place_of
 from packlora.serve.service import Service
 
@@ -51,16 +57,49 @@ def test_models_and_samples_of_a_base_that_is_cut_are_those_of_one_process_which
     talk = Talk(Service({NAME: one}, states[0]))
     want = served_cut.whole(talk)
     end(talk)
-    found = ranks(2).run(served_cut.told, base, states[1])[0]
+    found = ranks(2).run(served_cut.told, 2, base, states[1])[0]
+    assert "no memory for another adapter" in found.pop("large")
     same(found, want)
     after = []
     for state in states:  # one process goes on with what two have left, snapshots and requests since then
         talk = Talk(Service({NAME: one}, state))
-        story = served_cut.Story(talk, again=True)
-        story.learn(range(4, 6))
-        after.append(story.end())
+        story = served_cut.Story(talk)
+        story.learn(range(3, 4))
+        after.append(story.end("after"))
         end(talk)
     same(*after)
+
+
+def test_a_rank_that_runs_out_of_memory_ends_the_service_with_its_reason(
+    ranks: Callable[[int], Ranks], tiny_base: Callable[[str], str], tmp_path: Path
+) -> None:
+    said = ranks(2).run(served_cut.failing, tiny_base("llama"), tmp_path)
+    ranks(2).close()  # one of them waits for ever
+    assert re.fullmatch(
+        r"rank 1 \(process \d+, cpu\) has failed: out of memory on cpu in a microbatch of 60 tokens; start again, and .*",
+        said[0],
+    )
+    assert said[1] == "out of memory on cpu in a microbatch of 60 tokens"
+
+
+def test_an_error_of_rank_0_while_all_compute_ends_the_service(
+    tiny_base: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = host_of(tiny_base("llama"), tmp_path, budget=64)
+    talk, ends = Talk(GroupService({NAME: host}, tmp_path, [])), list[int]()  # type: ignore[dict-item]
+    talk.service.on_failure = lambda: ends.append(1)
+
+    def evaluate(parts: Any) -> None:
+        with together():
+            raise ValueError("a defect")
+
+    monkeypatch.setattr(host, "evaluate", evaluate)
+    promise = talk.forward_backward(talk.model(talk.session()), [datum(1, 9)], only=True)
+    talk.service._run()
+    said = "rank 0 has failed: ValueError: a defect; start again, and the service goes on"
+    assert str(talk.service.failure) == said and ends and talk.service.status()["failure"].endswith(said)
+    assert talk.service.stop() == 1 and talk.desk.journal is not None and promise
+    leave(talk.service)
 
 
 def same(found: dict[str, Any], want: dict[str, Any]) -> None:
@@ -95,6 +134,21 @@ def end(talk: Talk) -> None:
     talk.service.journal.close()
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("cuda_graphs=true", r"--set cuda_graphs=true is not served with parallel\.tensor"),
+        ("offload_embedding=true", r"--set offload_embedding=true does not go with parallel\.tensor"),
+        ("quantization=nf4", r"parallel\.tensor does not take quantised layers apart"),
+    ],
+)
+def test_keys_that_a_base_that_is_cut_does_not_take_are_refused(
+    setting: str, said: str, tiny_base: Callable[[str], str], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=said):
+        GroupHost(NAME, run_of(tiny_base("llama"), ["device=cpu", setting], None, tmp_path, 2), 256, ALONE)  # type: ignore[arg-type]
+
+
 def test_what_is_not_served_of_a_base_that_is_cut_is_refused() -> None:
     two = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     place = place_of(two, ["parallel.tensor=2", "device=cpu"])
@@ -111,7 +165,7 @@ def test_what_is_not_served_of_a_base_that_is_cut_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_service_which_goes_on_on_any_number_of_ranks(
+def test_a_rank_that_is_killed_ends_the_service_which_goes_on_with_nothing_lost(
     tiny_base: Callable[[str], str], forks: Forks | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")

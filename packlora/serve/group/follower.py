@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -45,8 +46,9 @@ class Follower:
         self._handlers[kind](**values)
 
     def _attach(self, name: str, spec: Mapping[str, Any], seed: int) -> None:
-        adapter = self.host.attach(name, spec_from(spec), seed)
-        self._adapters[adapter.number] = adapter
+        with contextlib.suppress(MemoryError):  # rank 0 has it too, and says so
+            adapter = self.host.attach(name, spec_from(spec), seed)
+            self._adapters[adapter.number] = adapter
 
     def _detach(self, number: int) -> None:
         self._states.pop(number, None)

@@ -5,6 +5,7 @@ Rank 0 tells the others what it does. On these `tell` is silent, and follower.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import FlatLayout
 from packlora.adapters.spec import AdapterSpec
+from packlora.adapters.weights import shapes_at
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.engine.adapters import AdapterState
 from packlora.engine.decode import Passes
 from packlora.engine.engine import Done, Engine, Inside, Slot, Slots
 from packlora.engine.generate import FEWEST_ROWS, sampler_for
-from packlora.engine.memory import TokenBudget
+from packlora.engine.memory import TokenBudget, free_memory
 from packlora.engine.optimizer import MOMENTS
 from packlora.engine.parts import Parts
 from packlora.engine.passes import MicrobatchResult, SingleDevice
@@ -38,6 +40,8 @@ from packlora.serve.host import Host
 from packlora.serve.ranks.meeting import TENSOR
 from packlora.serve.values import Values
 
+LIKE_PARAMETERS = 6
+"""Tensors like an adapter's parameters that its training has at most: these, their gradient, moments, and former values."""
 WHOLE = ("offload_embedding", "activation_offloading")
 """Keys of a run file that need the whole base model on a device."""
 
@@ -122,10 +126,25 @@ class GroupHost(Host):
         return spec
 
     def attach(self, name: str, spec: AdapterSpec, seed: int) -> Adapter:
-        """See Host."""
+        """See Host. Raises MemoryError on all ranks where one has no room; nothing has changed then."""
         self.tell("attach", name=name, spec=spec_values(spec), seed=seed)
+        shapes = [shape for path, own in spec.modules.items() for shape in shapes_at(self.skeleton, path, own).values()]
+        with together():
+            lacks = self.group.most([not self.has_room(LIKE_PARAMETERS * sum(map(math.prod, shapes)))])[0]
+        if lacks:
+            raise MemoryError("one of the ranks has no memory for another adapter")
         with together():
             return super().attach(name, spec, seed)
+
+    def has_room(self, elements: int) -> bool:
+        """Whether so many elements of an adapter find room on this rank."""
+        wide = torch.float64 if self.base.model.dtype == torch.float64 else torch.float32
+        try:
+            torch.empty(elements, dtype=wide, device=self.device)
+        except torch.OutOfMemoryError:
+            free_memory(self.device)
+            return False
+        return True
 
     def detach(self, adapter: Adapter) -> None:
         """See Host."""

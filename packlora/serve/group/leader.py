@@ -18,6 +18,7 @@ from packlora.serve.host import Host
 from packlora.serve.journal import from_json
 from packlora.serve.limits import Limits
 from packlora.serve.logs import LOG
+from packlora.serve.queue import Request
 from packlora.serve.ranks.channel import Channel, packed
 from packlora.serve.ranks.records import Rank
 from packlora.serve.service import Service
@@ -56,6 +57,11 @@ class GroupService(Service):
         except Refused as error:
             raise InputError(f"--state {self.state}: it has a model that cannot go on: {error.text}") from None
         super().add_tenant(row, host)
+
+    def _read(self, host: Host, request: Request) -> None:
+        """See Service. A request that was promised before memory ran out is cut anew."""
+        request.budget = min(request.budget, host.budget.tokens)
+        super()._read(host, request)
 
     # --- start and end -----------------------------------------------------------------------------------------------------
 
