@@ -19,12 +19,17 @@ from packlora.serve.group.host import GroupHost
 from packlora.serve.group.leader import led
 from packlora.serve.host import Host, run_of
 from packlora.serve.ranks.meeting import Place, gathered, joined
+from packlora.serve.tenant import Tenant
 
 KINDS: list[dict[str, Any]] = [
-    {"rank": 8, "seed": 3, "lora_dropout": 0.2},
-    {"rank": 3, "seed": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj", "lm_head"], "lora_alpha": 6},
-]
+    {"rank": 8, "seed": 3},
+    {
+        "rank": 3, "seed": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj", "lm_head"], "lora_alpha": 6,
+        "lora_dropout": 0.2,
+    },
+]  # fmt: skip
 LOSSES = ("cross_entropy", "ppo")
+PROMPT = [60, 61, 62]
 MOST = 400_000
 """Elements for which the second rank has room."""
 
@@ -57,6 +62,8 @@ class Story:
         last = "select model, max(seq) as seq from requests where model is not null group by model"
         talk.seqs |= {row["model"]: row["seq"] for row in talk.service.journal.all(last)}
         self.results: list[Any] = []
+        self.scores: list[float] = []
+        """Log-probabilities of the prompt by the first model."""
 
     def learn(self, steps: range) -> None:
         """Steps of both."""
@@ -69,7 +76,7 @@ class Story:
         self.results += [plain(talk.result(own)) for own in promises]
 
     def go_back(self) -> None:
-        """Both are saved, take a step, and load what they were, one with its optimizer."""
+        """Both are saved, take a step and begin another, and load what they were, one with its optimizer."""
         talk, promises = self.talk, list[str]()
         for model in self.models:
             talk.call(model, "save_weights", path="kept")
@@ -77,6 +84,7 @@ class Story:
         for number, model in enumerate(self.models):
             talk.forward_backward(model, rows(number, 9)[:1], LOSSES[number])
             talk.step(model)
+            talk.forward_backward(model, rows(number, 8)[:1], LOSSES[number])  # its gradient is forgotten
             path = f"tinker://{model}/weights/kept"
             promises.append(talk.call(model, "load_weights", path=path, optimizer=not number))
         talk.run()
@@ -100,7 +108,7 @@ class Story:
         for number, sampler in enumerate(samplers):
             asked = {
                 "sampling_session_id": sampler, "seq_id": 0, "num_samples": 2, "prompt_logprobs": number == 0,
-                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [60, 61, 62 + number]}]},
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [*PROMPT[:-1], PROMPT[-1] + number]}]},
                 "sampling_params": {"max_tokens": 5, "seed": number, "temperature": 1.0},
             }  # fmt: skip
             promises.append(talk.desk.asample(talk.owner, asked)[0])
@@ -108,22 +116,30 @@ class Story:
         for promise in promises:
             result = talk.result(promise)
             assert not isinstance(result, Mapping), result
-            self.results += [(list(own.tokens), list(own.logprobs)) for own in result.sequences]
-            self.results.append(list(result.prompt_logprobs))
+            for own in result.sequences:
+                tokens, logprobs = np.frombuffer(own.tokens, "<i4"), np.frombuffer(own.logprobs, "<f4")
+                assert len(tokens) == len(logprobs) > 0
+                self.results.append((tokens.tolist(), logprobs.tolist()))
+            self.scores += np.frombuffer(result.prompt_logprobs, "<f4").tolist()[1:]
 
     def end(self, name: str = "end") -> dict[str, Any]:
         """All that it has come to. name: of what is saved."""
-        return {"results": self.results, "tensors": [self.talk.tensors(model, name) for model in self.models]}
+        return {
+            "results": self.results,
+            "scores": self.scores,
+            "tensors": [self.talk.tensors(model, name) for model in self.models],
+        }
 
 
 def rows(number: int, step: int) -> list[Any]:
-    """Rows of a step of a model."""
-    values = np.random.default_rng([number, step])
-    more = [
-        {"logprobs": -5 + values.normal(size=20 + n) / 9, "advantages": values.normal(size=20 + n)} if number else {}
-        for n in range(3)
+    """Rows of a step of a model; of the first one the same 32 labels for all steps, whose mean is its loss."""
+    if not number:
+        return [datum(n, 8, weights=np.full(8, 1 / 32)) for n in range(4)]
+    values = np.random.default_rng(step)
+    policy = [
+        {"logprobs": -5 + values.normal(size=8 + n) / 9, "advantages": values.normal(size=8 + n)} for n in range(3)
     ]
-    return [datum(100 * number + 10 * step + n, 20 + n, **own) for n, own in enumerate(more)]
+    return [datum(100 + 10 * step + n, 8 + n, **own) for n, own in enumerate(policy)]
 
 
 def plain(result: Any) -> Any:
@@ -133,9 +149,11 @@ def plain(result: Any) -> Any:
     return {key: own for key, own in result.items() if key not in ("path", "sampling_session_id")}
 
 
+@mock.patch.object(Tenant, "kind", None)
 def whole(talk: Talk) -> dict[str, Any]:
-    """The whole story."""
+    """The whole story. The two adapt different modules, in one microbatch, as on a GPU."""
     story = Story(talk)
+    story.end("start")
     story.learn(range(2))
     story.go_back()
     story.rest()
@@ -178,4 +196,3 @@ def failing(rank: int, base: str, state: Path) -> str:
     except ProcessError as error:
         return str(error)
     return "it did not fail"
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +13,16 @@ import pytest
 import served_cut
 import torch
 from forked import Forks
+from peft import PeftModel
 from ranks import Ranks
+from safetensors.torch import load_file
 from seeds import SOAK
 from served_ranks import NAME, Process, client_of, story
 from serving import Talk, datum, host_of, leave, served
+from transformers import AutoModelForCausalLM
 
+import packlora
+from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.alone import ALONE
 from packlora.serve.command import listening
@@ -63,11 +69,55 @@ def test_models_and_samples_of_a_base_that_is_cut_are_those_of_one_process_which
     after = []
     for state in states:  # one process goes on with what two have left, snapshots and requests since then
         talk = Talk(Service({NAME: one}, state))
+        np.testing.assert_allclose(found["scores"], scores_of_peft(base, folder_of(talk, "end")), rtol=1e-6)
+        trained = by_train(base, folder_of(talk, "start"), state / "train")
+        assert max(float((trained[key] - own).abs().max()) for key, own in found["tensors"][0].items()) < 1e-10
         story = served_cut.Story(talk)
         story.learn(range(3, 4))
         after.append(story.end("after"))
         end(talk)
     same(*after)
+
+
+def folder_of(talk: Talk, name: str) -> str:
+    """Folder of a checkpoint of the first model."""
+    path = talk.service.journal.one("select path from checkpoints where name = ? order by model", name)
+    assert path is not None
+    return str(talk.service.stores.checkpoint(path["path"]))
+
+
+def by_train(base: str, start: str, out: Path) -> dict[str, torch.Tensor]:
+    """The first model as `packlora.train` trains it on one process: three steps on all of its rows."""
+    out.mkdir()
+    data = out / "rows.jsonl"
+    ids = [[int(row.ids[0]), *row.inputs["target_tokens"].tolist()] for row in served_cut.rows(0, 0)]
+    data.write_text("".join(json.dumps({"input_ids": own}) + "\n" for own in ids))
+    train = {
+        "global_batch_size": 4, "max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
+        "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-12, "weight_decay": 0.1, "max_grad_norm": 0.5,
+    }  # fmt: skip
+    job = {"name": "alone", "data": {"path": str(data)}, "adapter": {"init_from": start}, "train": train}
+    run = {
+        "base_model": base, "dtype": "float64", "device": "cpu", "max_tokens_per_microbatch": 64,
+        "output_dir": str(out / "run"), "jobs": [job],
+    }  # fmt: skip
+    packlora.train(Run.model_validate(run))
+    return load_file(out / "run" / "alone" / "adapter_model.safetensors")
+
+
+def scores_of_peft(base: str, folder: str) -> np.ndarray:
+    """Log-probabilities of the prompt by an adapter folder, as PEFT loads it."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model: Any = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64),
+            folder, autocast_adapter_dtype=False,
+        )  # fmt: skip
+        ids = torch.tensor(served_cut.PROMPT)
+        logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return logp.detach().numpy()
 
 
 def test_a_rank_that_runs_out_of_memory_ends_the_service_with_its_reason(
@@ -103,7 +153,7 @@ def test_an_error_of_rank_0_while_all_compute_ends_the_service(
 
 
 def same(found: dict[str, Any], want: dict[str, Any]) -> None:
-    assert len(found["results"]) == len(want["results"])
+    assert len(found["results"]) == len(want["results"]) and found["scores"] == pytest.approx(want["scores"], rel=1e-6)
     for own, theirs in zip(found["results"], want["results"], strict=True):
         close(own, theirs)
     for own, theirs in zip(found["tensors"], want["tensors"], strict=True):

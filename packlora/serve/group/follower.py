@@ -15,7 +15,7 @@ from packlora.config import Run
 from packlora.engine.adapters import AdapterState
 from packlora.errors import ProcessError, reason_of
 from packlora.serve.group.host import GroupHost, hosts_of
-from packlora.serve.group.together import processes
+from packlora.serve.group.together import Ended, processes
 from packlora.serve.group.told import parts_from, prompt_from, slot_from, spec_from, token_from
 from packlora.serve.ranks.channel import Channel
 from packlora.serve.slots import OneSlot
@@ -102,8 +102,9 @@ def work(channel: Channel, size: int, runs_of: Callable[[], Mapping[str, Run]], 
             channel.send("ready", device=str(next(iter(hosts.values())).device))
             follow(channel, hosts)
     except BaseException as error:
-        reason = reason_of(error) if isinstance(error, Exception) else str(error)
-        channel.send("failed", reason=reason or type(error).__name__)
-        found = ProcessError(reason or type(error).__name__)
-        found.is_news = False
+        own = not isinstance(error, ProcessError) and not (isinstance(error, Ended) and not error.is_own)
+        reason = str(error) if isinstance(error, Ended | ProcessError) else reason_of(error)
+        channel.send("failed", reason=reason)
+        found = ProcessError(reason)
+        found.is_news = not own  # rank 0 says what is this rank's own, and may be no more where it is not
         raise found from error

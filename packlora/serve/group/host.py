@@ -42,8 +42,6 @@ from packlora.serve.values import Values
 
 LIKE_PARAMETERS = 6
 """Tensors like an adapter's parameters that its training has at most: these, their gradient, moments, and former values."""
-WHOLE = ("offload_embedding", "activation_offloading")
-"""Keys of a run file that need the whole base model on a device."""
 
 
 def hosts_of(runs: Mapping[str, Run], context: int, group: Replicas) -> dict[str, GroupHost]:
@@ -93,9 +91,8 @@ class GroupHost(Host):
 
     def _load(self, longest: Mapping[str, int]) -> Base:
         """See Host."""
-        for key in WHOLE:
-            if getattr(self.run, key):
-                raise InputError(f"--set {key}=true does not go with {TENSOR}; leave one of them out")
+        if self.run.offload_embedding is True:
+            raise InputError(f"--set offload_embedding=true does not go with {TENSOR}; leave one of them out")
         if self.run.cuda_graphs is True:
             raise InputError(f"--set cuda_graphs=true is not served with {TENSOR}; leave it out")
         check_cut(self.skeleton, self.run.parallel)

@@ -134,8 +134,8 @@ def led(
     with processes(1 + len(ranks)) as group:
         try:
             hosts = hosts_of(runs, context, group)
-        except ProcessError:  # another rank knows why
-            for rank in ranks:
+        except (ProcessError, Ended) as error:
+            for rank in [] if isinstance(error, Ended) and error.is_own else ranks:  # one of them knows why
                 rank.ready()
-            raise
+            raise ProcessError(str(error)) from error
         yield GroupService(hosts, state, [rank.ready() for rank in ranks], max_wait=max_wait)
