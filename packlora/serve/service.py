@@ -132,13 +132,7 @@ class Service(Publisher):
                         if self.queue.version == before and not self.stopping:
                             self.queue.changed.wait(1.0)
         except BaseException as error:
-            self._end_by(error)
-
-    def _end_by(self, error: BaseException) -> None:
-        """The thread that computes has ended by an error, which is being handled."""
-        self.failure = error
-        self.tell_all()
-        LOG.exception("the thread that computes has ended")
+            self.end_by(error)
 
     # --- a turn ------------------------------------------------------------------------------------------------------------
 

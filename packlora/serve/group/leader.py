@@ -82,10 +82,10 @@ class GroupService(Service):
             rank.channel.send("stop")
         return left
 
-    def _end_by(self, error: BaseException) -> None:
-        """See Service."""
+    def end_by(self, error: BaseException) -> None:
+        """See Core."""
         if not isinstance(error, Ended):
-            super()._end_by(error)
+            super().end_by(error)
             self.on_failure()
             return
         if not error.is_own:
