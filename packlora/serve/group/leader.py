@@ -59,8 +59,10 @@ class GroupService(Service):
         super().add_tenant(row, host)
 
     def _read(self, host: Host, request: Request) -> None:
-        """See Service. A request that was promised before memory ran out is cut anew."""
-        request.budget = min(request.budget, host.budget.tokens)
+        """See Service. Where a number of tokens is given, what was promised under a larger one, which may have been too much, is
+        cut anew."""
+        given = host.run.max_tokens_per_microbatch
+        request.budget = request.budget if given == "auto" else min(request.budget, int(given))
         super()._read(host, request)
 
     # --- start and end -----------------------------------------------------------------------------------------------------
