@@ -59,8 +59,8 @@ class GroupService(Service):
         super().add_tenant(row, host)
 
     def _read(self, host: Host, request: Request) -> None:
-        """See Service. Where a number of tokens is given, what was promised under a larger one, which may have been too much, is
-        cut anew."""
+        """See Service. Where a number of tokens is given, what was promised under a larger one is cut anew: that may have been
+        too much."""
         given = host.run.max_tokens_per_microbatch
         request.budget = request.budget if given == "auto" else min(request.budget, int(given))
         super()._read(host, request)
