@@ -160,16 +160,18 @@ def load_adapter(folder: str | Path, adapter: Adapter) -> None:
     Raises:
         InputError: the file is missing or broken, or its tensors are not exactly those of the adapter.
     """
-    wanted = {
-        tensor_key(path, name, weights.spec): (weights, name, parameter)
-        for path, weights in adapter.weights.items()
-        for name, parameter in weights.named_parameters().items()
-    }
+    parameters = adapter.named_parameters()
+    with torch.no_grad():
+        for name, own in adapter.own_of(read_adapter(folder, adapter)).items():
+            parameters[name].copy_(own)
+
+
+def read_adapter(folder: str | Path, adapter: Adapter) -> dict[str, torch.Tensor]:
+    """Whole tensors of a PEFT adapter of the same layers and shapes as an attached one, by the names of its parameters, those
+    elsewhere included. Raises as load_adapter."""
     shapes = {key: torch.Size(shape) for key, shape in keyed(adapter, adapter.whole_shapes).items()}
     tensors = read_tensors(folder, shapes, adapter.name, adapter.spec.read_as)
-    with torch.no_grad():
-        for key, (own, name, target) in wanted.items():
-            target.copy_(own.own(name, tensors[key]))
+    return {name: tensors[key] for key, name in keyed(adapter, {name: name for name in adapter.whole_shapes}).items()}
 
 
 def read_tensors(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -48,6 +49,19 @@ class NextToken:
     adapter: int
     slot: int
     place: int
+
+
+class BothPasses(Protocol):
+    """Runs both passes; see Passes."""
+
+    @property
+    def cache(self) -> KeyValueCache: ...
+
+    def prefill(self, prompts: Sequence[Prompt]) -> list[torch.Tensor]: ...
+
+    def decode(self, tokens: Sequence[NextToken]) -> torch.Tensor: ...
+
+    def free(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from packlora.adapters.linear import Attached
 from packlora.base.cached_proof import why_not_cached
 from packlora.base.shape import context_of, vocabulary
-from packlora.engine.decode import NextToken, Passes, Prompt
+from packlora.engine.decode import BothPasses, NextToken, Passes, Prompt
 from packlora.engine.draw import draw, prompt_scores
 from packlora.engine.growing import Growing
 from packlora.engine.library_sampler import LibrarySampler, settings_that_change
@@ -68,18 +68,19 @@ class Sampler:
         context: most tokens of a prompt with its answer; None: the model's.
         fewest_rows: rows of a pass at least. With fewer, a sample's bits on a CPU depend on how many run beside it.
         graphs: record decode passes as CUDA graphs, where they can be.
+        passes: who runs the passes; None: this process alone.
     """
 
     def __init__(
         self, model: PreTrainedModel, attached: Attached, tokenizer: Any = None, *, rows: int = 64,
         cache_tokens: int = 65536, context: int | None = None, fewest_rows: int = FEWEST_ROWS,
-        graphs: bool = True,
+        graphs: bool = True, passes: BothPasses | None = None,
     ) -> None:  # fmt: skip
         self.tokenizer, self.rows, self.cache_tokens = tokenizer, rows, cache_tokens
         self.context = min(context or context_of(model.config), cache_tokens)
         self.vocabulary = vocabulary(model)
-        self._passes: Passes | GraphedPasses = Passes(model, attached, fewest_rows)
-        if graphs and why_no_decode_graphs(model, attached) is None:
+        self._passes: BothPasses = passes or Passes(model, attached, fewest_rows)
+        if graphs and isinstance(self._passes, Passes) and why_no_decode_graphs(model, attached) is None:
             self._passes = GraphedPasses(self._passes)
         self._queue: deque[_Entry] = deque()
         self._running: list[Growing] = []

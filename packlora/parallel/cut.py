@@ -44,12 +44,15 @@ class Slices(InMemory):
         self.can_record = can_record
 
 
-def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alone) -> Base:
+def load_cut(
+    run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alone, vocabulary: bool = True
+) -> Base:  # fmt: skip
     """Load the base model for packed training, cut over the processes of a replica. All of them call it, and those of the
     replicas with which they share rows, with equal arguments.
 
     Args:
         longest: see load_base.
+        vocabulary: cut embedding and output layer too.
 
     Raises:
         InputError: see load_sharded, shard and shard_experts.
@@ -74,7 +77,7 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
     untie(model, mesh, files, keys)
     storage: Storage = Slices(can_record=run.parallel.expert == 1)
     layers = replica.layers or replica.model
-    notes = cut_model(run.parallel, model, layers, replica.model)
+    notes = cut_model(run.parallel, model, layers, replica.model, vocabulary)
     if replica.shards is None:
         fill(model, files, keys, device)
         model.to(device)

@@ -196,7 +196,7 @@ def joined(timeout: float, joining: float) -> Iterator[Mesh]:
     """See start.started, of several processes."""
     own, no_gpu, restarted = not dist.is_initialized(), None, was_restarted()
     if own:
-        no_gpu = _take_gpu()
+        no_gpu = take_gpu()
         from packlora.parallel.join import join
 
         restarted = join(joining, timeout)
@@ -223,7 +223,7 @@ def joined(timeout: float, joining: float) -> Iterator[Mesh]:
             dist.destroy_process_group()
 
 
-def _take_gpu() -> str | None:
+def take_gpu() -> str | None:
     """Make this process's own GPU the current one; why there is none, on a machine that has some."""
     if not torch.cuda.is_available():
         return None

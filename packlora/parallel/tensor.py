@@ -77,8 +77,9 @@ class _Cut:
 
 
 def shard(
-    model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = False, experts: dist.ProcessGroup | None = None
-) -> list[str]:
+    model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = False, experts: dist.ProcessGroup | None = None,
+    vocabulary: bool = True,
+) -> list[str]:  # fmt: skip
     """Cut a model, in place, to the slices of this process. All processes of the groups call it with the same model.
 
     Call it before adapters are put on the model, and before the model is moved to its device where it is too large for one.
@@ -88,6 +89,7 @@ def shard(
         group: of at least two processes.
         sequence: each process has tokens of its own between the layers (sequence.py).
         experts: the processes that share out the experts, `group` and others like it, one behind the other; None: `group`.
+        vocabulary: cut embedding and output layer too.
 
     Returns:
         What the user should know.
@@ -113,7 +115,7 @@ def shard(
         enter = partial(copied, group=group) if tokens is None or path not in apart else partial(tokens.enter, block)
         block.register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
     shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
-    whole = "norms" if cut_vocabulary(model, group) else "embedding, norms and output layer"
+    whole = "norms" if vocabulary and cut_vocabulary(model, group) else "embedding, norms and output layer"
     notes = [f"{what}{len(cuts)} layers are cut; {whole} are whole on each"]
     if experts_of(model):
         notes += _experts().shard_experts(model, experts or group, "")
@@ -131,12 +133,14 @@ def shard(
 
 
 def cut_model(
-    parallel: ParallelConfig, model: PreTrainedModel, layers: dist.ProcessGroup, experts: dist.ProcessGroup
-) -> list[str]:
+    parallel: ParallelConfig, model: PreTrainedModel, layers: dist.ProcessGroup, experts: dist.ProcessGroup,
+    vocabulary: bool = True,
+) -> list[str]:  # fmt: skip
     """Cut a model, or a stage of one, as a run asks: over `layers`, or its experts alone, of which it may have none.
 
     Args:
         layers, experts: processes that share a layer, and those that share out the experts; see `shard`.
+        vocabulary: see `shard`.
 
     Returns:
         What the user should know.
@@ -145,7 +149,7 @@ def cut_model(
         InputError: see shard and shard_experts.
     """
     if parallel.tensor > 1:
-        return shard(model, layers, parallel.sequence_parallel, experts)
+        return shard(model, layers, parallel.sequence_parallel, experts, vocabulary)
     return _experts().shard_experts(model, experts) if experts_of(model) else []
 
 

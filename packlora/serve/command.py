@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from packlora.serve.ranks.meeting import Place, place_of
 from packlora.terminal import say, show
 
 if TYPE_CHECKING:
+    from packlora.config import Run
     from packlora.serve.host import Host
     from packlora.serve.ranks.channel import Channel
     from packlora.serve.service import Service
@@ -81,8 +83,9 @@ def serve(
     """Serve until a signal. Raises InputError."""
     names, known = bases_of(bases), keys_of(keys, host)
     place = place_of(os.environ, settings)
+    runs = partial(_runs, names, place, settings, quantization, state)
     if place.rank:
-        _work(place, state, partial(_hosts, names, place, settings, quantization, state, context), max_wait_ms / 1000)
+        _work(place, state, runs, context, max_wait_ms / 1000)
         return
     at = listening(host, port)
     try:
@@ -97,9 +100,12 @@ def serve(
 
     begin_logging()
     make_folder(state)
-    with lock_folder(state), gathered(place, state) as channels:
-        hosts = _hosts(names, place, settings, quantization, state, context)
-        service = _service(hosts, state, max_wait_ms / 1000, channels)
+    with (
+        lock_folder(state),
+        gathered(place, state) as channels,
+        _service(place, channels, runs, context, state, max_wait_ms / 1000) as service,
+    ):
+        hosts = service.hosts
         app = application(Desk(service), Keys(known))
         server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5), app)
         service.on_failure = server.end
@@ -120,39 +126,64 @@ def serve(
             raise service.failure
 
 
-def _hosts(
-    names: Mapping[str, str], place: Place, settings: Sequence[str], quantization: str | None, state: Path, context: int
-) -> dict[str, Host]:
-    """Base models on this process's device, by name. Raises InputError."""
-    from packlora.serve.host import Host, run_of
+def _runs(
+    names: Mapping[str, str], place: Place, settings: Sequence[str], quantization: str | None, state: Path
+) -> dict[str, Run]:
+    """Settings of base models on this process's device, by name. Raises InputError."""
+    from packlora.serve.host import run_of
 
     own = place.settings(settings)
-    return {name: Host(name, run_of(path, own, quantization, state), context) for name, path in names.items()}
+    return {name: run_of(path, own, quantization, state, place.tensor) for name, path in names.items()}
 
 
-def _service(hosts: Mapping[str, Host], state: Path, max_wait: float, channels: Mapping[int, Channel]) -> Service:
+def _hosts(runs: Mapping[str, Run], context: int) -> dict[str, Host]:
+    """Base models that this process holds whole. Raises InputError."""
+    from packlora.serve.host import Host
+
+    return {name: Host(name, run, context) for name, run in runs.items()}
+
+
+@contextlib.contextmanager
+def _service(
+    place: Place, channels: Mapping[int, Channel], runs: Callable[[], Mapping[str, Run]], context: int, state: Path,
+    max_wait: float,
+) -> Iterator[Service]:  # fmt: skip
     """The service of this process, and of the other ranks where there are some. Raises InputError, ProcessError."""
     from packlora.serve.service import Service
 
+    if place.tensor > 1:
+        from packlora.serve.group.leader import led
+
+        with led(channels, runs(), context, state, max_wait) as service:
+            yield service
+        return
+    hosts = _hosts(runs(), context)
     if not channels:
-        return Service(hosts, state, max_wait=max_wait)
+        yield Service(hosts, state, max_wait=max_wait)
+        return
     from packlora.serve.ranks.leader import Leader
     from packlora.serve.ranks.records import Rank
 
     ranks = [Rank(number, channels[number]).ready() for number in sorted(channels)]
-    return Leader(hosts, state, ranks, max_wait=max_wait)
+    yield Leader(hosts, state, ranks, max_wait=max_wait)
 
 
-def _work(place: Place, state: Path, hosts_of: Callable[[], Mapping[str, Host]], max_wait: float) -> None:
+def _work(place: Place, state: Path, runs: Callable[[], Mapping[str, Run]], context: int, max_wait: float) -> None:
     """Be another rank than 0, until the service ends."""
     from packlora.serve.logs import begin_logging
     from packlora.serve.ranks.meeting import joined
-    from packlora.serve.ranks.worker import work
 
     begin_logging(rank=place.rank)
     channel = joined(place, state)
     try:
-        work(channel, hosts_of, state, max_wait)
+        if place.tensor > 1:
+            from packlora.serve.group.follower import work as follow
+
+            follow(channel, place.size, runs, context)
+        else:
+            from packlora.serve.ranks.worker import work
+
+            work(channel, lambda: _hosts(runs(), context), state, max_wait)
     finally:
         channel.close()
 

@@ -96,6 +96,12 @@ class Core:
             promises = list(self._listeners)
         self.tell(promises)
 
+    def end_by(self, error: BaseException) -> None:
+        """The thread that computes has ended by an error, which is being handled."""
+        self.failure = error
+        self.tell_all()
+        LOG.exception("the thread that computes has ended")
+
     def status(self, owner: str | None = None) -> dict[str, Any]:
         """Figures that `packlora serve status` and the live page show. No id and no key is in it.
 

@@ -50,7 +50,7 @@ class Models(Promises):
         if kind != "adamw":
             raise Refused(f"optimizer_config.type: {quoted(kind)} is not served; adamw is")
         own = wanted(body.get("lora_config"), metadata, self.limits)
-        own.spec(host.skeleton, host.facts.path)
+        host.spec_of(own)
         return self._make(owner, session["id"], number, key, digest, "create_model", host, own, metadata, {})
 
     def load_as_new(self, owner: str, body: Mapping[str, Any]) -> str:

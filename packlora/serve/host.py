@@ -17,43 +17,49 @@ from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.starts import begin
 from packlora.base.load import load_skeleton, load_tokenizer
-from packlora.base.model import load_base
+from packlora.base.model import Base, load_base
 from packlora.base.shape import context_of, vocabulary
 from packlora.config import Run
-from packlora.data.encode import Sample
 from packlora.data.prompts import answer_ends
+from packlora.data.targets import TargetSample
 from packlora.engine.adapters import AdapterState
 from packlora.engine.engine import Engine
 from packlora.engine.generate import sampler_for
+from packlora.engine.graphs import GraphedDevice
+from packlora.engine.loss_scale import LossScale
 from packlora.engine.memory import TokenBudget, free_memory
 from packlora.engine.parts import Part, Parts, num_tokens
 from packlora.engine.passes import Executor, MicrobatchResult, SingleDevice
 from packlora.engine.rows import Row
 from packlora.engine.sampling import SampleRequest, Sampling, check_request
 from packlora.errors import InputError
-from packlora.parallel.alone import ALONE
+from packlora.parallel.alone import ALONE, Alone
 from packlora.plans.select import PlanChooser
 from packlora.run_file import run_from
 from packlora.runtime.prepared_job import AUTO_BUDGET
 from packlora.runtime.starts import float_weights
+from packlora.serve import values
 from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Refused
 from packlora.serve.graphs import graphs_of
+from packlora.serve.losses import FACTS, objective_of
+from packlora.serve.optimizer import FIRST
 from packlora.serve.seats import SEAT_SECONDS, Seats, restart
+from packlora.serve.values import Values
 
 TAKEN = ("parallel", "jobs", "sweep", "output_dir", "base_model")
 """Keys of a run file that the service sets itself, or does not take."""
 
 
-def run_of(path: str, settings: Sequence[str], quantization: str | None, state: Path) -> Run:
-    """Run file's keys of a base model. settings: KEY=VALUE. Raises InputError."""
+def run_of(path: str, settings: Sequence[str], quantization: str | None, state: Path, tensor: int = 1) -> Run:
+    """Run file's keys of a base model. settings: KEY=VALUE. tensor: processes that hold it together. Raises InputError."""
     for setting in settings:
         key = setting.partition("=")[0].partition(".")[0]
         if key in TAKEN:
             raise InputError(f"--set {setting}: {key} is not for packlora serve")
     tree: dict[str, Any] = {
         "base_model": path, "output_dir": str(state), "max_tokens_per_microbatch": "auto",
-        "jobs": [{"name": "serve", "data": {"path": "-"}}],
+        "jobs": [{"name": "serve", "data": {"path": "-"}}], "parallel": {"tensor": tensor},
     }  # fmt: skip
     if quantization is not None:
         tree["quantization"] = quantization
@@ -73,7 +79,7 @@ class Facts:
 
 
 class Host:
-    """A base model with an engine.
+    """A base model with an engine. A base that several processes hold together is in group/.
 
     Args:
         name: that clients ask for.
@@ -85,11 +91,14 @@ class Host:
         InputError: as load_base.
     """
 
+    group: Alone = ALONE
+    """Processes that hold the base model."""
+
     def __init__(self, name: str, run: Run, context: int, budget: int | None = None) -> None:
         self.run, self.tokenizer = run, load_tokenizer(run)
         self.skeleton = load_skeleton(run)
         context = min(context, context_of(self.skeleton.config))
-        self.base = load_base(run, self.tokenizer, {"a tenant's longest sample": context})
+        self.base = self._load({"a tenant's longest sample": context})
         model = self.base.model
         settings = getattr(model, "generation_config", None)
         ends = answer_ends(self.tokenizer, getattr(settings, "eos_token_id", None))
@@ -100,13 +109,13 @@ class Host:
         self.chooser = PlanChooser(self.base.device)
         self.attached.choosers = (self.chooser,)
         single = SingleDevice(self.base, self.attached)
-        self.graphs = graphs_of(run, self.base, single)
+        self.graphs = self._graphs(single)
         self.executor: Executor = self.graphs or single
         self.seats = None if self.graphs is None else Seats(self.graphs)
         asked, usual = run.max_tokens_per_microbatch, AUTO_BUDGET[self.base.device.type]
         tokens = budget or (usual if asked == "auto" else int(asked))
-        self.budget = TokenBudget(tokens, 1, asked == "auto", self.base.device)
-        self.engine = Engine(self.executor, ALONE, self.budget)
+        self.budget = self._budget(tokens, asked == "auto")
+        self.engine = self._engine()
         self.is_scaled = run.dtype == "float16"
         """Whether losses are scaled before a backward."""
         self.states: dict[int, AdapterState] = {}
@@ -114,11 +123,26 @@ class Host:
         self._number = 0
         self._adapt_all()
 
+    def _load(self, longest: Mapping[str, int]) -> Base:
+        """Load the base model. longest: see load_base."""
+        return load_base(self.run, self.tokenizer, longest)
+
+    def _graphs(self, single: SingleDevice) -> GraphedDevice | None:
+        """The executor with CUDA graphs; None where there is none."""
+        return graphs_of(self.run, self.base, single)
+
+    def _budget(self, tokens: int, is_auto: bool) -> TokenBudget:
+        """Tokens of a microbatch. is_auto: whether they may be less once memory has run out."""
+        return TokenBudget(tokens, 1, is_auto, self.base.device)
+
+    def _engine(self) -> Engine:
+        return Engine(self.executor, self.group, self.budget)
+
     def _adapt_all(self) -> None:
         """Let all linear layers be layers with adapters from the first microbatch on. Which layers are affects the order of
         sums, and so bits, which must not depend on who was there before."""
         parts = dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), True)
-        spec = Wanted({"r": 1, "lora_alpha": 1}, parts, 0).spec(self.skeleton, self.facts.path)
+        spec = self.spec_of(Wanted({"r": 1, "lora_alpha": 1}, parts, 0))
         self.detach(self.attach("layers", spec, 0))
 
     @property
@@ -149,6 +173,12 @@ class Host:
             check_request(request, self.facts.vocabulary, self.facts.context, has_tokenizer=True)
         except InputError as error:
             raise Refused(str(error)) from None
+
+    # --- adapters ----------------------------------------------------------------------------------------------------------
+
+    def spec_of(self, wanted: Wanted) -> AdapterSpec:
+        """Resolve an adapter that was asked for. Raises Refused, in words. Any thread may call it."""
+        return wanted.spec(self.skeleton, self.facts.path)
 
     def seat(self, name: str, spec: AdapterSpec, seed: int) -> Adapter:
         """Put an adapter that is to be trained onto the model, in a seat that is empty or a new one. Raises as attach."""
@@ -204,6 +234,22 @@ class Host:
             self._take_off(adapter)
         return bool(left)
 
+    def state_of(self, adapter: Adapter) -> AdapterState:
+        """State of an adapter that is to be trained, before its first step."""
+        return AdapterState(adapter, FIRST, 1, LossScale() if self.is_scaled else None)
+
+    def take(self, adapter: Adapter, state: AdapterState | None, found: Values) -> None:
+        """Let an adapter take values, and its state, where it has one, what there is beside them."""
+        values.take(adapter, state, found)
+
+    def parameters(self, state: AdapterState) -> Mapping[str, torch.Tensor]:
+        """See values.parameters."""
+        return values.parameters(state)
+
+    def moments(self, state: AdapterState) -> dict[str, torch.Tensor]:
+        """See values.moments."""
+        return values.moments(state)
+
     def train(self, adapter: Adapter, state: AdapterState) -> None:
         """Let an adapter own rows and step."""
         self.states[adapter.number] = state
@@ -218,6 +264,6 @@ class Host:
 
     def score(self, adapter: int, ids: np.ndarray) -> np.ndarray | None:
         """Log-probabilities [n - 1] of tokens [n] from the second on, as training computes them; None as of `evaluate`."""
-        row = Row(Sample(ids, np.arange(len(ids)) > 0))
-        found = self.evaluate([Part(adapter, [row])])
+        row = Row(TargetSample.of(ids, np.arange(len(ids) - 1), ids[1:]))
+        found = self.evaluate([Part(adapter, [row], objective_of("cross_entropy", {}), facts=FACTS)])
         return None if found is None else -found.losses_L[: len(ids) - 1].double().cpu().numpy()

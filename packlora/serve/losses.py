@@ -54,11 +54,14 @@ UNSERVED = {
 }
 
 
-class _Sum(Objective):
-    """An objective without metrics: gradients and sums of several requests, under several losses, add up."""
+class Summed(Objective):
+    """An objective without metrics: gradients and sums of several requests, under several losses, add up.
 
-    def __init__(self, inner: Objective) -> None:
-        self.inner = inner
+    config: loss_fn_config that it was made of, see objective_of.
+    """
+
+    def __init__(self, inner: Objective, config: Mapping[str, float | str]) -> None:
+        self.inner, self.config = inner, config
         self.name, self.weights, self.columns = inner.name, inner.weights, inner.columns
 
     def columns_of(self, rows: Sequence[Row]) -> Mapping[str, np.ndarray]:
@@ -94,7 +97,7 @@ def check_loss(name: str) -> None:
 def work_of(request: ForwardBackward, vocabulary: int, context: int, most_targets: int) -> Work:
     """Check a request. Raises Refused, which names the field; Failed as check_loss."""
     check_loss(request.loss)
-    objective = _objective(request.loss, request.config)
+    objective = objective_of(request.loss, request.config)
     samples, shapes = [], []
     for number, datum in enumerate(request.data):
         sample, shape = _sample(datum, request.loss, f"data[{number}]", vocabulary, context)
@@ -105,7 +108,8 @@ def work_of(request: ForwardBackward, vocabulary: int, context: int, most_target
     return Work(objective, samples, shapes)
 
 
-def _objective(name: str, config: Mapping[str, float | str]) -> Objective:
+def objective_of(name: str, config: Mapping[str, float | str]) -> Summed:
+    """Objective of a loss of the protocol with its loss_fn_config. Raises Refused."""
     known = CONFIG.get(name, ())
     for key, value in config.items():
         if key not in known:
@@ -113,13 +117,13 @@ def _objective(name: str, config: Mapping[str, float | str]) -> Objective:
         if isinstance(value, str) or not np.isfinite(value):
             raise Refused(f"loss_fn_config.{key}: {quoted(value)} is no finite number")
     if name == "cross_entropy":
-        return _Sum(WeightedCrossEntropy())
+        return Summed(WeightedCrossEntropy(), config)
     low, high = CLIPS.get(name, (0.8, 1.2))
     low, high = (float(config.get(key, own)) for key, own in zip(_CLIP, (low, high), strict=True))
     if not 0 <= low <= high:
         raise Refused(f"loss_fn_config: clip thresholds {low:g} and {high:g} are no lower and upper bound of a ratio")
     beta = float(config.get("beta", 0.05))
-    return _Sum(PolicyObjective(name, (low, high), beta))
+    return Summed(PolicyObjective(name, (low, high), beta), config)
 
 
 def _sample(datum: Datum, loss: str, where: str, vocabulary: int, context: int) -> tuple[TargetSample, tuple[int, ...]]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Protocol
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.files import load_adapter
 from packlora.engine.memory import free_memory
 from packlora.engine.rows import NO_ADAPTER
 from packlora.engine.sampling import PromptScores, SampledToken, SampleRequest
@@ -33,6 +32,7 @@ from packlora.serve.messages import Sequence_, sample_response
 from packlora.serve.proof import Scored, read_scores
 from packlora.serve.queue import Shares
 from packlora.serve.sampling_requests import request_of
+from packlora.serve.values import read_folder
 
 ROWS = 64
 """Samples that run at once; more requests wait for their owners' turns."""
@@ -329,7 +329,7 @@ class Samplers:
         scores = read_scores(folder)
         adapter = host.attach("a sampler", resolve_folder(folder, host.skeleton, "a sampler"), 0)
         try:
-            load_adapter(folder, adapter)
+            host.take(adapter, None, read_folder(folder, adapter, optimizer=False))
             snapshot = _Snapshot(adapter, None)
             if scores is not None:
                 request = SampleRequest(

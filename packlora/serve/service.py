@@ -132,9 +132,7 @@ class Service(Publisher):
                         if self.queue.version == before and not self.stopping:
                             self.queue.changed.wait(1.0)
         except BaseException as error:
-            self.failure = error
-            self.tell_all()
-            LOG.exception("the thread that computes has ended")
+            self.end_by(error)
 
     # --- a turn ------------------------------------------------------------------------------------------------------------
 

@@ -158,10 +158,10 @@ class Outcome:
         return forward_backward_output(shaped, metrics)
 
 
-class _One:
-    """A slot, and then none. ahead: see run_slot."""
+class OneSlot:
+    """A slot, and then none. ahead: gives the microbatch that comes next, where that is known."""
 
-    def __init__(self, slot: Slot, ahead: Callable[[], Parts]) -> None:
+    def __init__(self, slot: Slot, ahead: Callable[[], Parts] = tuple) -> None:
         self.slot: Slot | None = slot
         self.peek = ahead
 
@@ -208,7 +208,7 @@ def run_slot(host: Host, slotted: Slotted, before: Ahead | None = None, is_alone
         slotted.ahead = _ahead(host, slotted) if is_alone() else None
         return () if slotted.ahead is None else slotted.ahead.parts
 
-    (done,) = host.engine.run(_One(slot, ahead))
+    (done,) = host.engine.run(OneSlot(slot, ahead))
     if done.lacking:
         return Outcome(lacking=done.lacking)
     outcome = Outcome() if done.losses_L is None else _counted(Outcome(), own, done.losses_L, tenants)

@@ -11,23 +11,17 @@ who else is there.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from safetensors import safe_open
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.files import load_adapter, save_adapter
+from packlora.adapters.files import save_adapter
 from packlora.adapters.spec import AdapterSpec
 from packlora.data.encode import Sample
 from packlora.engine.adapters import AdapterState
-from packlora.engine.loss_scale import LossScale
 from packlora.engine.optimizer import FlatAdamW
 from packlora.engine.rows import Row
 from packlora.errors import InputError
@@ -36,12 +30,12 @@ from packlora.seeding import stable_hash
 from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
-from packlora.serve.optimizer import FIRST, Settings
+from packlora.serve.optimizer import Settings
 from packlora.serve.proof import TOKENS as SCORED
 from packlora.serve.proof import Scored
 from packlora.serve.queue import Request
+from packlora.serve.values import OPTIMIZER, Values, numbers_of, read_folder, read_snapshot
 
-OPTIMIZER = "optimizer.safetensors"
 START = "start"
 LOSSES = 100
 """Losses that are kept for the page."""
@@ -98,14 +92,14 @@ class Tenant:
         if self.adapter is not None and self.state is not None:
             return self.adapter, self.state
         if self.spec is None:
-            self.spec = self.wanted.spec(self.host.skeleton, self.host.facts.path)
+            self.spec = self.host.spec_of(self.wanted)
         self.adapter = self.host.seat(self.id, self.spec, self.wanted.seed)
         try:
-            self.state = AdapterState(self.adapter, FIRST, 1, LossScale() if self.host.is_scaled else None)
+            self.state = self.host.state_of(self.adapter)
             self.steps = self.drawn = self.tokens = 0
             self.spoilt = None
             if self.snapshot is not None:
-                self._restore(self.folder / f"{self.snapshot}.safetensors")
+                self._take(read_snapshot(self.folder / f"{self.snapshot}.safetensors"))
             elif (self.folder / START).is_dir():
                 self.load(self.folder / START, (self.folder / START / OPTIMIZER).exists())
         except BaseException:
@@ -185,39 +179,16 @@ class Tenant:
     def write_snapshot(self, seq: int) -> None:
         """Write a snapshot after request number seq, when there are no gradients. The journal names it afterwards, and then
         `drop_snapshot` removes the one before."""
-        adapter, state = self.wake()
-        tensors = {f"adapter/{name}": own for name, own in adapter.layout.views(adapter.flat).items()}
-        tensors |= {f"optimizer/{name}": own for name, own in _moments(state).items()}
+        _, state = self.wake()
+        tensors = {f"adapter/{name}": own for name, own in self.host.parameters(state).items()}
+        tensors |= {f"optimizer/{name}": own for name, own in self.host.moments(state).items()}
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(self.folder / f"{seq}.safetensors", tensors, self._numbers(state))
+        write_tensors(self.folder / f"{seq}.safetensors", tensors, numbers_of(state, self.steps))
         self.tokens = 0
 
     def drop_snapshot(self, seq: int) -> None:
         """Remove an older snapshot."""
         (self.folder / f"{seq}.safetensors").unlink(missing_ok=True)
-
-    def _restore(self, file: Path) -> None:
-        assert self.adapter is not None and self.state is not None
-        with safe_open(file, "pt") as stored:
-            tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
-            self._take_numbers(stored.metadata())
-        with torch.no_grad():
-            for name, view in self.adapter.layout.views(self.adapter.flat).items():
-                view.copy_(tensors[f"adapter/{name}"])
-        self._load_optimizer(
-            {key.partition("/")[2]: own for key, own in tensors.items() if key.startswith("optimizer/")}
-        )
-
-    def _numbers(self, state: AdapterState) -> dict[str, str]:
-        """Numbers beside the optimizer's tensors: steps, and the loss scale of float16."""
-        scale = {} if state.scale is None else {"loss_scale": json.dumps(state.scale.state())}
-        return {"steps": str(self.steps), **scale}
-
-    def _take_numbers(self, numbers: Mapping[str, str]) -> None:
-        assert self.state is not None
-        self.steps = int(numbers["steps"])
-        if self.state.scale is not None and "loss_scale" in numbers:
-            self.state.scale.load(json.loads(numbers["loss_scale"]))
 
     def save(self, folder: Path, base: str, optimizer: bool) -> int:
         """Write a PEFT adapter folder, whole or not at all. Returns its bytes.
@@ -228,13 +199,14 @@ class Tenant:
         """
         adapter, state = self.wake()
         peft, scored = adapter.spec.peft, self._scored(adapter)
+        parameters, moments = self.host.parameters(state), self.host.moments(state) if optimizer else None
 
         def write(out: Path) -> None:
-            save_adapter(out, adapter)
+            save_adapter(out, adapter, parameters)
             if scored is not None:
                 scored.write(out)
-            if optimizer:
-                write_tensors(out / OPTIMIZER, _moments(state), self._numbers(state))
+            if moments is not None:
+                write_tensors(out / OPTIMIZER, moments, numbers_of(state, self.steps))
 
         before, peft.base_model_name_or_path = peft.base_model_name_or_path, base
         try:
@@ -257,25 +229,17 @@ class Tenant:
         if optimizer and not (folder / OPTIMIZER).exists():
             raise Failed("the checkpoint holds no optimizer state; load it with optimizer: false")
         try:
-            load_adapter(folder, self.adapter)
+            found = read_folder(folder, self.adapter, optimizer)
         except InputError as error:
             raise Failed(_without_place(str(error), folder)) from None
         self.discard()
-        moments: dict[str, torch.Tensor] = {}
-        self.steps = 0
-        if optimizer:
-            with safe_open(folder / OPTIMIZER, "pt") as stored:
-                moments = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
-                self._take_numbers(stored.metadata())
-        self._load_optimizer(moments)
+        self._take(found)
 
-    def _load_optimizer(self, moments: Mapping[str, torch.Tensor]) -> None:
-        assert self.state is not None
-        by_name: dict[str, dict[str, Any]] = {}
-        for key, own in moments.items():
-            name, _, leaf = key.rpartition("/")
-            by_name.setdefault(name, {})[leaf] = own
-        self.state.optimizer.load(by_name)
+    def _take(self, found: Values) -> None:
+        """Be as values say."""
+        assert self.adapter is not None
+        self.host.take(self.adapter, self.state, found)
+        self.steps = found.steps
 
     def forget(self) -> None:
         """Remove all files."""
@@ -284,10 +248,6 @@ class Tenant:
         with contextlib.suppress(OSError):
             if self.folder.exists():
                 remove_folder(self.folder)
-
-
-def _moments(state: AdapterState) -> dict[str, torch.Tensor]:
-    return {f"{name}/{key}": own for name, of_name in state.optimizer.state().items() for key, own in of_name.items()}
 
 
 def _without_place(text: str, folder: Path) -> str:

@@ -18,6 +18,7 @@ from packlora.serve.host import Host, run_of
 from packlora.serve.limits import Limits
 from packlora.serve.proof import Scored
 from packlora.serve.service import Service
+from packlora.serve.values import Values
 
 __all__ = ["host"]
 
@@ -56,17 +57,17 @@ def test_a_wrong_sampler_is_refused_and_its_neighbour_is_not(
     bad, good = trained(talk)
     first, second = sampler_of(talk, bad), sampler_of(talk, good)
     original, spoilt = (
-        samplers.load_adapter,
+        samplers.read_folder,
         talk.service.journal.one("select folder from samplers where id = ?", first),
     )
     assert spoilt is not None
 
-    def load(folder: Path, adapter: Any) -> None:
-        original(folder, adapter)
-        if folder.name == spoilt["folder"]:
-            adapter.flat.mul_(1.5)
+    def read(folder: Path, adapter: Any, optimizer: bool) -> Values:
+        found = original(folder, adapter, optimizer)
+        wrong = 1.5 if folder.name == spoilt["folder"] else 1.0
+        return Values({name: own * wrong for name, own in found.parameters.items()})
 
-    monkeypatch.setattr(samplers, "load_adapter", load)
+    monkeypatch.setattr(samplers, "read_folder", read)
     for seq in range(2):
         found = sampled(talk, first, seq)
         assert "sampler and the trainer differ by" in found["error"] and found["category"] == "server"
@@ -139,7 +140,7 @@ def test_on_a_gpu_rounding_passes_and_a_missing_adapter_does_not(
     models = trained(talk, init_lora_weights=False)  # the first steps of float16 may be skipped
     for model in [*models, talk.model(talk.session("fresh"), use_dora=True)]:
         assert "error" not in str(sampled(talk, sampler_of(talk, model)))
-    monkeypatch.setattr(samplers, "load_adapter", lambda folder, adapter: None)
+    monkeypatch.setattr(Host, "take", lambda *values: None)
     for model in models:
         assert "which is more than rounding" in sampled(talk, sampler_of(talk, model))["error"]
     print(f"mean differences of log-probabilities, {dtype}: {', '.join(f'{own:.3g}' for own in drifts)}")

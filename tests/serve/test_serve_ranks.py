@@ -478,9 +478,9 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
 
 def test_what_several_ranks_do_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     two = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert place_of(two, []) == Place(1, 2, 1) and place_of({}, ["parallel.tensor=2"]) == Place()
-    with pytest.raises(InputError, match=r"--set parallel\.tensor=2: each rank .* parallel\.tensor is not served"):
-        place_of(two, ["parallel.tensor=2"])
+    assert place_of(two, []) == Place(1, 2, 1) and place_of({}, []) == Place()
+    with pytest.raises(InputError, match=r"--set parallel\.shard_base=true: parallel\.shard_base is not served"):
+        place_of(two, ["parallel.shard_base=true"])
     with pytest.raises(InputError, match="runs on one host"):
         place_of({**two, "WORLD_SIZE": "4"}, [])
     with pytest.raises(InputError, match="device=cuda:1: each of 2 ranks"):

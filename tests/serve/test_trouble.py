@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from packlora.engine.loss_scale import LossScale
 from packlora.errors import InputError, WriteError
 from packlora.serve import core, tenant
+from packlora.serve import host as host_module
 from packlora.serve.app import Keys, application
 from packlora.serve.host import Host
 from packlora.serve.service import Service
@@ -185,7 +186,7 @@ def test_a_float16_model_keeps_its_loss_scale(
 ) -> None:
     """Steps whose gradients overflow are skipped until the scale fits, once: also where a restart comes between."""
     half = host_of(tiny_base("llama"), tmp_path, "dtype=float16", budget=64)
-    monkeypatch.setattr(tenant, "LossScale", lambda: LossScale(2.0**14))
+    monkeypatch.setattr(host_module, "LossScale", lambda: LossScale(2.0**14))
     found = []
     for restarts in (False, True):
         state = tmp_path / str(restarts)

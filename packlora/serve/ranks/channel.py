@@ -11,13 +11,25 @@ import contextlib
 import json
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
 
 PLACE = "bytes at"
 """Key of the object in a head that stands for bytes: [start, stop]."""
 Message = tuple[str, dict[str, Any]]
+
+
+def array_values(array: np.ndarray) -> list[Any]:
+    """An array as values of a message."""
+    return [array.dtype.str, array.shape, array.tobytes()]
+
+
+def array_from(values: Sequence[Any]) -> np.ndarray:
+    """The array of `array_values`, which cannot be written to."""
+    return np.frombuffer(values[2], values[0]).reshape(values[1])
 
 
 def packed(kind: str, values: Mapping[str, Any]) -> bytes:
@@ -61,7 +73,11 @@ class Channel:
 
     def send(self, kind: str, **values: Any) -> None:
         """Send a message after those that were sent before. It is lost where the other process has ended."""
-        self._outbox.put(packed(kind, values))
+        self.pass_on(packed(kind, values))
+
+    def pass_on(self, data: bytes) -> None:
+        """Send a message that is packed already; see `send`."""
+        self._outbox.put(data)
 
     def read(self) -> Message:
         """Wait for the next message. Raises EOFError where the other process has closed its end, or has ended."""

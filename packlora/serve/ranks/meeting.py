@@ -29,22 +29,28 @@ FILE = "ranks.json"
 """Where the others find rank 0, in the state folder, while they meet."""
 SECONDS = 120.0
 """Seconds after which a rank that does not come is given up."""
+TENSOR = "parallel.tensor"
+"""Key of the run file by which all ranks hold a base model together."""
 PAUSE = 0.05
 """Seconds between two looks for rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A process among those that torchrun started. local: its number on this host."""
+    """A process among those that torchrun started. local: its number on this host. tensor: processes that hold a base model
+    together; 1: each holds it whole."""
 
     rank: int = 0
     size: int = 1
     local: int = 0
+    tensor: int = 1
 
     def settings(self, given: Sequence[str]) -> list[str]:
-        """Keys of the run file, KEY=VALUE, with the device of this rank. Raises InputError where there is none."""
+        """Keys of the run file, KEY=VALUE, with the device of this rank and without TENSOR. Raises InputError where there is no
+        device."""
+        given = [setting for setting in given if setting.partition("=")[0] != TENSOR]
         if self.size == 1:
-            return list(given)
+            return given
         import torch
 
         device = "auto"
@@ -56,7 +62,7 @@ class Place:
                 f"--set device={device}: each of {self.size} ranks has a device of its own; give cuda or cpu, or leave it out"
             )
         if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-            return list(given)
+            return given
         if self.local >= (here := torch.cuda.device_count()):
             raise InputError(
                 f"--nproc-per-node {self.size}: this machine has {here} usable GPUs, and each rank needs its own; start "
@@ -68,20 +74,36 @@ class Place:
 def place_of(environment: Mapping[str, str], settings: Sequence[str]) -> Place:
     """This process's place, as torchrun says it. settings: keys of the run file that were given. Raises InputError."""
     size = int(environment.get("WORLD_SIZE", "1"))
+    tensor = _tensor(size, settings)
     if size == 1:
         return Place()
     if environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
         raise InputError(
             f"WORLD_SIZE={size}: packlora serve runs on one host; start one service a host, behind a proxy (docs/serve.md)"
         )
+    return Place(int(environment["RANK"]), size, int(environment["LOCAL_RANK"]), tensor)
+
+
+def _tensor(size: int, settings: Sequence[str]) -> int:
+    """Processes that hold a base model together, out of those that were started. Raises InputError."""
+    tensor = 1
     for setting in settings:
-        key = setting.partition("=")[0]
-        if key.partition(".")[0] == "parallel":
+        key, _, value = setting.partition("=")
+        if key.partition(".")[0] != "parallel":
+            continue
+        if key != TENSOR:
             raise InputError(
-                f"--set {setting}: each rank of packlora serve holds the base model whole, so {key} is not served; leave "
-                "it out, or give --quantization nf4 for a larger model"
+                f"--set {setting}: {key} is not served; of the keys of parallel {TENSOR} is, which cuts the base model over "
+                "all processes that torchrun starts"
             )
-    return Place(int(environment["RANK"]), size, int(environment["LOCAL_RANK"]))
+        if value not in ("1", str(size)):
+            started = f"{size} processes were" if size > 1 else "1 process was"
+            raise InputError(
+                f"--set {setting}: {started} started, and a base model is whole on each or cut over all; give "
+                f"{TENSOR}={size}, or another number to torchrun --standalone --nproc-per-node N -m packlora serve"
+            )
+        tensor = int(value)
+    return tensor
 
 
 @contextlib.contextmanager

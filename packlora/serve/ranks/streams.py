@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
-import numpy as np
-
 from packlora.engine.sampling import Likeliest, PromptScores, Reason, SampledToken, SampleRequest
 from packlora.serve.errors import Failed
-from packlora.serve.ranks.channel import Channel
+from packlora.serve.ranks.channel import Channel, array_from, array_values
 from packlora.serve.samplers import Source
 
 OWN = ("adapter", "prompt_targets", "arguments")
@@ -35,35 +33,27 @@ def request_from(values: dict[str, Any]) -> SampleRequest:
 def token_values(token: SampledToken) -> list[Any]:
     """A token as values of a message."""
     scores = token.scores
-    shown = None if scores is None else [_array(scores.logprobs), _likeliest(scores.top)]
+    own = None if scores is None or scores.logprobs is None else array_values(scores.logprobs)
+    shown = None if scores is None else [own, _likeliest(scores.top)]
     return [token.sample, token.id, token.logprob, token.text, token.reason, _likeliest(token.top), shown]
 
 
 def token_from(values: Sequence[Any]) -> SampledToken:
     """The token of `token_values`, of no ticket."""
     sample, id, logprob, text, reason, top, shown = values
-    scores = None if shown is None else PromptScores(_from_array(shown[0]), _from_likeliest(shown[1]), None)
+    scores = None
+    if shown is not None:
+        logprobs = None if shown[0] is None else array_from(shown[0])
+        scores = PromptScores(logprobs, _from_likeliest(shown[1]), None)
     return SampledToken(0, sample, id, logprob, text, cast(Reason | None, reason), 0, _from_likeliest(top), scores)
 
 
-def _array(array: np.ndarray | None) -> list[Any] | None:
-    return None if array is None else [array.dtype.str, array.shape, array.tobytes()]
-
-
-def _from_array(values: Sequence[Any] | None) -> np.ndarray | None:
-    return None if values is None else np.frombuffer(values[2], values[0]).reshape(values[1])
-
-
 def _likeliest(top: Likeliest | None) -> list[Any] | None:
-    return None if top is None else [_array(top.ids), _array(top.logprobs)]
+    return None if top is None else [array_values(top.ids), array_values(top.logprobs)]
 
 
 def _from_likeliest(values: Sequence[Any] | None) -> Likeliest | None:
-    if values is None:
-        return None
-    ids, logprobs = (_from_array(own) for own in values)
-    assert ids is not None and logprobs is not None
-    return Likeliest(ids, logprobs)
+    return None if values is None else Likeliest(*map(array_from, values))
 
 
 class Streamed:
