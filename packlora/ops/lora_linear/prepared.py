@@ -153,19 +153,10 @@ class Prepared:
         call = self._calls.get(
             key,
             lambda: settle(
-                self.layers,
-                self.layout,
-                self.slots,
-                self.tables,
-                self.num_adapters,
-                self.wide,
-                x,
-                segments,
-                salt,
-                plan,
+                self.layers, self.layout, self.slots, self.tables, self.num_adapters, self.wide, x, segments, salt, plan,
                 boundaries,
             ),
-        )
+        )  # fmt: skip
         self._last = key, call
         return call
 
