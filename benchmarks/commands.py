@@ -117,6 +117,8 @@ ANCHOR_CASES = [
     _anchor("s8_fp8", "Qwen3-8B", (8600, 9100, 11600, 12900), compute="fp8"),
     _anchor("dora8", "Qwen3-8B", dropout=0.05, use_dora=True, trained=True, steps=8),
     _anchor("dora8_small", "Qwen3-8B", dropout=0.05, use_dora=True, steps=8),
+    _anchor("dora8_fp8", "Qwen3-8B", dropout=0.05, use_dora=True, trained=True, compute="dora_fp8", steps=8),
+    _anchor("dora8_small_fp8", "Qwen3-8B", dropout=0.05, use_dora=True, compute="dora_fp8", steps=8),
 ]
 
 

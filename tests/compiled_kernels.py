@@ -35,6 +35,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from packlora.codes import four_bit
+from packlora.fp8 import change_launches
 from packlora.fp8 import launches as fp8_launches
 from packlora.ops import gpu, launcher
 from packlora.ops.attention import triton_path as attention_path
@@ -43,6 +44,7 @@ from packlora.ops.dropout import kernel as dropping
 from packlora.ops.lora_experts import low_rank as experts_low_rank
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.changes import Mask
 from packlora.ops.lora_linear.kernels import config as kernel_config
 from packlora.ops.lora_linear.kernels import forward as forward_path
 from packlora.ops.lora_linear.kernels import sizes as block_sizes
@@ -199,6 +201,17 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
         torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
         fp8_launches.coded_rows(own.x.detach(), torch.ones(256), 448.0, 1e-30)
         fp8_launches.coded_rows(torch.zeros(64, 12288, dtype=torch.bfloat16), None, 448.0, 1e-30)
+    for T, K, N in [(1024, 4096, 1024), (1024, 1024, 12288)] if everything and capability == 90 else ():
+        case = f"what dropout changes, {K} x {N}"
+        x, d, z = (torch.zeros(T, columns, dtype=torch.bfloat16) for columns in (K, N, N))
+        mask = Mask(torch.zeros(T, 2, dtype=torch.int32), 3, 0.1)
+        codes = torch.zeros(N * K, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        of_x, of_d = (
+            change_launches.changed_rows(x, mask), change_launches.scaled_rows(d, torch.ones(N), torch.ones(N), mask, 1e-3)
+        )  # fmt: skip
+        for kept in (z, None):
+            change_launches.add_change(of_x, codes.view(N, K), torch.ones(N), torch.ones(N), d, kept)
+        change_launches.add_change_t(of_d, codes.view(K, N), mask, x)
     for rank in NORMS if everything and target.backend == "cuda" else ():
         for dtypes in itertools.product((torch.bfloat16, torch.float32), repeat=2):
             mixed = dtypes[0] != dtypes[1]

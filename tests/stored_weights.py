@@ -11,6 +11,7 @@ class Bytes:
     """A weight [N, K] of eight bits a number with a scale per row, made dense a few rows at a time and never as a whole."""
 
     ROWS = 7
+    change = None
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
         self.asked: list[tuple[int, int]] = []

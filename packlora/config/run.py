@@ -36,9 +36,9 @@ class Run(Strict):
     quantization: QuantizationConfig | None = None
     """Quantise the frozen linear layers while they are loaded, as QLoRA does: nf4, fp4 or int8, or a mapping: double_quant, or
     method torchao with its quant_type. They are multiplied in dtype. null: as they are saved."""
-    compute: Literal["dtype", "fp8"] = "dtype"
-    """Products of the frozen linear layers: in dtype, or in FP8 with a scale for each token and output, which is faster and
-    rounds more, on GPUs of compute capability 8.9 or newer. The base is saved as floats or in FP8."""
+    compute: Literal["dtype", "fp8", "dora_fp8"] = "dtype"
+    """Products of frozen linear layers: in dtype; in FP8, faster and rounded more, on GPUs of compute capability 8.9 or newer;
+    or in dtype but for the second product of DoRA under dropout, which is in FP8."""
     device: str = Field("auto", max_length=100)
     """auto takes the GPU if there is one; cpu, cuda or cuda:1 insist. mps is a Mac's GPU, which auto does not take."""
     output_dir: PathText

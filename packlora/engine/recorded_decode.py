@@ -60,7 +60,7 @@ def why_no_decode_graphs(model: PreTrainedModel, attached: Attached) -> str | No
         return "the base model is in parts on several processes"
     if (reason := why_host_waits(model)) is not None:
         return reason
-    if any(isinstance(module, FrozenLinear) for module in model.modules()):
+    if any(isinstance(module, FrozenLinear) and module.frozen.dense() is None for module in model.modules()):
         return "the weights of quantised layers are made where they are read, by their libraries"
     return None
 

@@ -6,6 +6,12 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _store_codes(at, value, most, here, LARGEST: tl.constexpr):
+    """Store codes of rows, whose largest numbers are `most`."""
+    tl.store(at, (value * tl.div_rn(LARGEST, most)[:, None]).to(tl.float8e4nv), mask=here)
+
+
 @triton.jit(do_not_specialize=["T"])
 def coded_rows_kernel(
     x, factors, codes, scales, T, K, x_stride, HAS_FACTORS: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
@@ -27,5 +33,4 @@ def coded_rows_kernel(
             value *= factor
         most = tl.maximum(tl.max(tl.abs(value), 1), LEAST)
         tl.store(scales + rows, tl.div_rn(most, LARGEST), mask=inside)
-        code = (value * tl.div_rn(LARGEST, most)[:, None]).to(tl.float8e4nv)
-        tl.store(codes + rows_64 * K + cols[None, :], code, mask=here)
+        _store_codes(codes + rows_64 * K + cols[None, :], value, most, here, LARGEST)

@@ -4,10 +4,12 @@ is."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from packlora.fp8.change import CodedBeside, why_not_beside_on
 from packlora.fp8.rows import coded
 from packlora.fp8.weight import Fp8Weight, TwiceCoded, takes, why_not_on
 from packlora.live.adapter import plain_weight, why_not_read
@@ -41,8 +43,26 @@ class CodedWeight:
 
     def frozen(self, dtype: torch.dtype, products: torch.dtype) -> FrozenWeight:
         if dtype not in self._weights:
-            self._weights[dtype] = Fp8Weight(self._codes, dtype)
+            self._weights[dtype] = self._made(dtype)
         return self._weights[dtype]
+
+    @staticmethod
+    def why_not_on(device: torch.device) -> str | None:
+        return why_not_on(device)
+
+    def _made(self, dtype: torch.dtype) -> FrozenWeight:
+        return Fp8Weight(self._codes, dtype)
+
+
+class WeightBeside(CodedWeight):
+    """The same, whose products are of the weight itself, with codes for what dropout changes of DoRA (change.py)."""
+
+    @staticmethod
+    def why_not_on(device: torch.device) -> str | None:
+        return why_not_beside_on(device)
+
+    def _made(self, dtype: torch.dtype) -> FrozenWeight:
+        return CodedBeside(self.weight.detach().to(dtype), self._codes)
 
 
 def _stamp(base: Any) -> tuple[int, int, int, int]:
@@ -50,32 +70,41 @@ def _stamp(base: Any) -> tuple[int, int, int, int]:
     return id(weight), weight.data_ptr(), weight._version, id(base.bias)
 
 
-def coded_weight(base: Any, known: CodedWeight | None) -> CodedWeight | str:
-    """The weight of a base layer in codes, or why it cannot be read. known: what was read the last time."""
+def coded_weight(base: Any, known: CodedWeight | None, kind: type[CodedWeight] = CodedWeight) -> CodedWeight | str:
+    """The weight of a base layer with codes, or why it cannot be read. known: what was read the last time."""
     if plain_weight(base) is None:
         return why_not_read([("base layer", base)]) or "its base layer is no plain layer of floats any more"
     if known is not None and known.is_of(base):
         return known
-    if (reason := why_not_on(base.weight.device)) is not None:
-        return f"compute is fp8, and {reason}"
-    return CodedWeight(base)
+    if (reason := kind.why_not_on(base.weight.device)) is not None:
+        return f"compute is in FP8, and {reason}"
+    return kind(base)
 
 
-def compute_in_fp8(forwards: Mapping[str, LayerForward]) -> list[str]:
-    """Let layers compute their base products in FP8; notes for the report. forwards: of linear layers, by path.
+def compute_in_fp8(forwards: Mapping[str, LayerForward], compute: str) -> list[str]:
+    """Let layers compute their base products in FP8, or what dropout changes of those of DoRA; notes for the report.
+
+    Args:
+        forwards: of linear layers, by path.
+        compute: fp8, or dora_fp8.
 
     Raises:
         ValueError: none can.
     """
-    taken, reason = 0, "no adapter is on a plain linear layer whose sizes 16 divides"
+    beside = compute == "dora_fp8"
+    kind = WeightBeside if beside else CodedWeight
+    taken, reason = 0, f"no adapter is on a plain linear layer whose sizes 16 divides{', with DoRA' if beside else ''}"
     for forward in forwards.values():
         base = forward.layer.get_base_layer()
         if forward.read is not None or plain_weight(base) is None or not takes(base):
             continue
-        if (found := why_not_on(base.weight.device)) is not None:
+        if beside and not getattr(forward.layer, "lora_magnitude_vector", None):
+            continue
+        if (found := kind.why_not_on(base.weight.device)) is not None:
             reason = found
             continue
-        forward.read, taken = coded_weight, taken + 1  # type: ignore[assignment]
+        forward.read, taken = partial(coded_weight, kind=kind), taken + 1
     if not taken:
-        raise ValueError(f"compute='fp8' cannot be met: {reason}")
-    return [f"base products of {taken} of {len(forwards)} linear layers in FP8, of codes beside the weights"]
+        raise ValueError(f"compute={compute!r} cannot be met: {reason}")
+    what = "what dropout changes of DoRA's base products" if beside else "base products"
+    return [f"{what} of {taken} of {len(forwards)} linear layers in FP8, of codes beside the weights"]

@@ -47,7 +47,7 @@ def accelerate(
     example: Mapping[str, Any] | None = None,
     recompute: bool = False,
     keep_outputs: bool = False,
-    compute: Literal["dtype", "fp8"] = "dtype",
+    compute: Literal["dtype", "fp8", "dora_fp8"] = "dtype",
 ) -> Report:
     """Run the LoRA layers of a PEFT model on packlora's operator, in place.
 
@@ -87,7 +87,7 @@ def accelerate(
             would get wrong gradients: leave it off for models that have them. An element of a magnitude that becomes exactly
             0 afterwards gets no gradient.
         compute: "fp8": products of base weights, forward and for the gradient of the input, are in FP8 (docs/accelerate.md,
-            "Products in FP8"). Codes take as much memory as a weight of 16 bits, beside it. Not in compiled graphs.
+            "Products in FP8"); "dora_fp8": only the second one of DoRA under dropout. Codes take as much as 16 bits a number.
 
     Returns:
         What was found: print it.
@@ -125,7 +125,7 @@ def accelerate(
     linear = {path: forward for path, forward in forwards.items() if isinstance(forward, LayerForward)}
     notes = mend_widths(layers.values())
     if compute != "dtype":
-        notes += plugin(PRODUCTS).compute_in_fp8(linear)
+        notes += plugin(PRODUCTS).compute_in_fp8(linear, compute)
     found = {path: forward.ready() for path, forward in forwards.items()}
     groups, more = _group(model, forwards, found, example)
     notes += more
@@ -183,8 +183,8 @@ def _check_values(recompute: object, keep_outputs: object, compute: object) -> N
     for name, value in (("recompute", recompute), ("keep_outputs", keep_outputs)):
         if type(value) is not bool:
             raise ValueError(f"{name} is {quoted(value)}; accepted are True and False")
-    if compute not in ("dtype", "fp8"):
-        raise ValueError(f"compute is {quoted(compute)}; accepted are 'dtype' and 'fp8'")
+    if compute not in ("dtype", "fp8", "dora_fp8"):
+        raise ValueError(f"compute is {quoted(compute)}; accepted are 'dtype', 'fp8' and 'dora_fp8'")
 
 
 def _asks(

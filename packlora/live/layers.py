@@ -56,7 +56,7 @@ REPORTED_TOKENS = 4096
 @lru_cache(maxsize=4096)
 def choose_plan(
     device: torch.device, dtype: torch.dtype, num_tokens: int, K: int, sizes: tuple[int, ...], ranks: tuple[int, ...],
-    dropout: float, dora: bool, ask: Ask = MEASURED,
+    dropout: float, dora: bool, ask: Ask = MEASURED, changed: bool = False,
 ) -> tuple[Plan, Case]:  # fmt: skip
     """The plan of a group of layers, and the case that it is chosen for.
 
@@ -65,12 +65,12 @@ def choose_plan(
         num_tokens, K: T and K.
         sizes, ranks: N and r of every layer of the group.
         dropout: rate; 0 in evaluation.
-        dora: one of the adapters has a magnitude.
+        dora: one of the adapters has a magnitude. changed: weights multiply what dropout changes (ops.lora_linear.changes).
         ask: what the user wants.
     """
     case = Case.of(
         device, dtype, num_tokens, K, sizes, [ranks], [dropout > 0], [False] * len(sizes), composed=dora,
-        base_dropped=dora and dropout > 0,
+        base_dropped=dora and dropout > 0 and not changed,
     )  # fmt: skip
     return _chooser(device, ask).plan_for(case), case
 
@@ -195,7 +195,8 @@ def _chosen(calls: Sequence[LayerCall], device: torch.device, dtype: torch.dtype
     sizes = tuple(call.shape[0] for call in calls)
     ranks = tuple(call.A.shape[0] for call in calls)
     dora = any(call.magnitude is not None for call in calls)
-    return choose_plan(device, dtype, T, calls[0].shape[1], sizes, ranks, calls[0].p, dora, calls[0].owner.ask)
+    changed = all(call.stored is not None and call.frozen(dtype, dtype).change is not None for call in calls)
+    return choose_plan(device, dtype, T, calls[0].shape[1], sizes, ranks, calls[0].p, dora, calls[0].owner.ask, changed)
 
 
 def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:

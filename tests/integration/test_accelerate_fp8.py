@@ -77,7 +77,7 @@ def test_codes_are_made_again_where_weights_are_written_to() -> None:
 
 def test_what_cannot_be_met_is_refused_by_name() -> None:
     model = adapted(tiny_model("qwen2", torch.float64))
-    with pytest.raises(ValueError, match="compute is 'fp4'; accepted are 'dtype' and 'fp8'"):
+    with pytest.raises(ValueError, match="compute is 'fp4'; accepted are 'dtype', 'fp8' and 'dora_fp8'"):
         packlora.accelerate(model, compute="fp4")  # type: ignore[arg-type]
     without = mock.patch("packlora.fp8.peft.why_not_on", return_value="this GPU has none")
     with without, pytest.raises(ValueError, match="compute='fp8' cannot be met: this GPU has none"):

@@ -206,7 +206,9 @@ for module in pkgutil.walk_packages(packlora.__path__, "packlora."):
             assert "triton" in str(error), (module.name, error)
             print(module.name)
 """
-KERNELS = re.compile(r"packlora\.(ops\..*|codes\.(four_bit|kernel)|fp8\.(kernel|launches))")
+KERNELS = re.compile(
+    r"packlora\.(ops\..*|codes\.(four_bit|kernel)|fp8\.(change_kernels|change_launches|kernel|launches))"
+)
 """Modules that need Triton; all others reach them where a GPU has it."""
 
 

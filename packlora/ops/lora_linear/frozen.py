@@ -103,6 +103,10 @@ class FrozenWeight(Protocol):
     def factors_t(self, d: torch.Tensor) -> Factors:
         """The same for d W, d [..., N]."""
 
+    @property
+    def change(self) -> Any:
+        """The weight's product of what dropout changes of DoRA (changes.ChangeProduct); None where it has none."""
+
 
 class Products:
     """Products of a weight that `_made` dequantises to a tensor."""
@@ -110,6 +114,7 @@ class Products:
     __slots__ = ()
     has_tensor = True
     stays = True
+    change: Any = None
 
     def _made(self) -> torch.Tensor:
         raise NotImplementedError

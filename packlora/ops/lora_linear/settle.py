@@ -37,13 +37,16 @@ def settle(
     """
     K, dtype, device = x.shape[-1], x.dtype, x.device
     T = x.numel() // K
-    plan = ordered(legal(plan, situation(layers, segments, T, boundaries.known)), x.element_size())
+    found = situation(layers, segments, T, boundaries.known)
     composed, apart = composed_of(layers, segments)
-    on_every = (
-        boundaries.known
-        and owns_all(segments, T)
-        and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
-    )
+    if apart and not found.base_dropped:
+        from packlora.ops.lora_linear.changes import by_change, without
+
+        rest = settle(layers, layout, slots, tables, num_adapters, wide, x, without(segments), salt, plan, boundaries)
+        return by_change(rest, apart)
+    plan = ordered(legal(plan, found), x.element_size())
+    on_every = boundaries.known and owns_all(segments, T)
+    on_every = on_every and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
     plan_up: list[Up] = [plan.up if rank or plan.up == "merged" else "after" for rank in layout.max_padded]
 
     kernels: Path = TORCH
@@ -69,9 +72,7 @@ def settle(
         layout=layout, plan=plan, segments=segments, salt=salt, lead=x.shape[:-1], T=T, K=K, dtype=dtype, device=device,
         slots=_slots(layout, slots, segments), stacked=stacked, parts=parts, composed=composed, plan_up=tuple(plan_up),
         from_y=tuple(layer.keep_output and not _any_bias(layer) and not apart for layer in layers),
-        base_dropped=apart,
-        wide=wide,
-        shape=(layout, K, dtype),
+        base_dropped=apart, wide=wide, shape=(layout, K, dtype),
         sums_dtype=wide if device.type == "cuda" and wide == torch.float32 else dtype,
         down=kernels if plan.down == "routed" else TORCH,
         up=up,
@@ -85,9 +86,7 @@ def settle(
         threshold=dropout_threshold(segments[0].dropout) if on_every else 0,
         whole=_whole(stacked),
         unread=_one_element(dtype, device),
-        tables=tables,
-        segment_tables=segment_tables,
-        moving=not boundaries.known,
+        tables=tables, segment_tables=segment_tables, moving=not boundaries.known,
     )  # fmt: skip
 
 

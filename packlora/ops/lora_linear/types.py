@@ -89,6 +89,7 @@ def owns_all(segments: Sequence[Segment], num_tokens: int) -> bool:
 def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int, known: bool = True) -> Situation:
     """Properties of a call of lora_group that decide which plans compute it. known: see Boundaries."""
     low_rank = dropped = composed = base_dropped = False
+    two = not known or any(layer.frozen.change is None for layer in layers)
     for segment in segments:
         for layer in layers:
             low = layer.adapters.get(segment.adapter)
@@ -97,7 +98,7 @@ def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: 
             low_rank |= low.rank > 0
             dropped |= low.rank > 0 and segment.dropout > 0
             composed |= not low.plain
-            base_dropped |= segment.dropout > 0 and segment.base_dropped and low.magnitude is not None
+            base_dropped |= two and segment.dropout > 0 and segment.base_dropped and low.magnitude is not None
     double = any(layer.frozen.dtype == torch.float64 for layer in layers)
     dense = all(layer.frozen.has_tensor for layer in layers)
     single = owns_all(segments, num_tokens) and known
