@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from forked import Forks
+from waiting import SECONDS, wait_for
 
 ROOT = Path(__file__).parents[1]
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 IDS = list(range(60, 72))
-SECONDS = 120.0
 
 
 class Process:
@@ -51,14 +50,13 @@ class Process:
 
     def wait(self) -> None:
         """Wait until it answers."""
-        until = time.monotonic() + SECONDS
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/api/v1/healthz")
-                return
-            except OSError:
-                assert self.process.poll() is None and time.monotonic() < until, self.said
-                time.sleep(0.05)
+        wait_for(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, self.said
+        with contextlib.suppress(OSError):
+            return bool(urllib.request.urlopen(f"{self.url}/api/v1/healthz"))
+        return False
 
     @property
     def status(self) -> dict[str, Any]:

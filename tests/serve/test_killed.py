@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 import warnings
 from collections.abc import Callable
@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from serving import NAME
 from test_client import ADAM, datum, model, tinker
-
-from packlora.serve.command import listening
+from waiting import SECONDS, own_port, wait_for
 
 
 @pytest.mark.slow
@@ -25,9 +24,7 @@ def test_a_client_goes_on_after_a_sigkill_with_the_bits_of_a_run_without(
     tiny_base: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    free = listening("127.0.0.1", 0)
-    port = str(free.getsockname()[1])
-    free.close()
+    port = str(own_port())
     words = ["--base", f"{NAME}={tiny_base('llama')}", "--state", str(tmp_path / "state"), "--port", port]
 
     def start() -> Any:
@@ -35,14 +32,15 @@ def test_a_client_goes_on_after_a_sigkill_with_the_bits_of_a_run_without(
             command = [sys.executable, "-m", "packlora", "serve", *words, "--set", "device=cpu"]
             return subprocess.Popen(command, stdout=out, stderr=out, env=os.environ)
 
+    def answers() -> bool:
+        assert service.poll() is None, (tmp_path / "out").read_text()
+        with contextlib.suppress(OSError):
+            return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/healthz"))
+        return False
+
     service = start()
     try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/healthz")
-                break
-            except OSError:
-                time.sleep(0.1)
+        wait_for(answers)
         found = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -61,5 +59,5 @@ def test_a_client_goes_on_after_a_sigkill_with_the_bits_of_a_run_without(
         assert found[0] == found[1] and found[0][-1] < found[0][0]
     finally:
         service.send_signal(signal.SIGTERM)
-        assert service.wait(30) == 0, (tmp_path / "out").read_text()
+        assert service.wait(SECONDS) == 0, (tmp_path / "out").read_text()
     assert "nothing waits" in (tmp_path / "out").read_text()

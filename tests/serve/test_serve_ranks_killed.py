@@ -10,8 +10,7 @@ from forked import Forks
 from seeds import SOAK
 from served_ranks import NAME, Process, client_of, story
 from serving import host_of, served
-
-from packlora.serve.command import listening
+from waiting import SECONDS, own_port
 
 pytest.importorskip("tinker")
 
@@ -40,16 +39,14 @@ def test_a_rank_that_is_killed_ends_the_service_which_goes_on_with_the_bits_of_o
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     base, state = tiny_base("llama"), tmp_path / "state"
     words = ["--base", f"{NAME}={base}", "--state", str(state), "--set", "device=cpu"]
-    free = listening("127.0.0.1", 0)
-    port = free.getsockname()[1]
-    free.close()
+    port = own_port()
     two = Process(forks, 2, words, port, tmp_path / "two")
     running = [two]
 
     def kill() -> None:
         assert two.status["models"] == 2 and " 1 models" in two.status["ranks"][1]
         two.kill(1)
-        assert two.process.wait(60) == 1
+        assert two.process.wait(SECONDS) == 1
         running.append(Process(forks, 1, words, port, tmp_path / "one"))
 
     try:

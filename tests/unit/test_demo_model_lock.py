@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from forked import Forks
+from waiting import SECONDS
 
 from packlora.base import demo_model
 from packlora.errors import InputError
@@ -33,7 +34,7 @@ def start(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 def test_two_processes_at_once_convert_it_once_and_both_get_it_whole(tmp_path: Path, start: Any) -> None:
     both = [start(together=2) for _ in range(2)]
-    said = [process.communicate(timeout=60) for process in both]
+    said = [process.communicate(timeout=SECONDS) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert [out for out, _ in said] == [f"{tmp_path / demo_model.DEMO_MODEL}\n"] * 2
     assert (tmp_path / "conversions").read_text() == "one\n"
@@ -49,7 +50,7 @@ def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path, start: Any) 
     killed.communicate()
     assert not (tmp_path / demo_model.DEMO_MODEL).exists()
     again = start()
-    said = again.communicate(timeout=60)
+    said = again.communicate(timeout=SECONDS)
     assert again.returncode == 0, said
 
 
@@ -58,7 +59,7 @@ def test_a_folder_that_was_left_partial_is_made_again(tmp_path: Path, start: Any
     partial.mkdir()
     (partial / "config.json").write_text("config.json")
     process = start()
-    said = process.communicate(timeout=60)
+    said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
 
 
