@@ -40,3 +40,7 @@ def main() -> None:
     folder = demo_model.demo_model_folder()
     assert all((folder / name).read_text() == name for name in demo_model.FILES)
     print(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -50,10 +50,11 @@ class Process:
 
     def wait(self) -> None:
         """Wait until it answers."""
-        wait_for(self._answers)
-
-    def _answers(self) -> bool:
+        wait_for(lambda: self.process.poll() is not None or self.is_there())
         assert self.process.poll() is None, self.said
+
+    def is_there(self) -> bool:
+        """Whether it answers."""
         with contextlib.suppress(OSError):
             return bool(urllib.request.urlopen(f"{self.url}/api/v1/healthz"))
         return False

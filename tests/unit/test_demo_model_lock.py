@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Forks
 from waiting import SECONDS
 
 from packlora.base import demo_model
 from packlora.errors import InputError
 
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with Forks(tmp_path_factory.mktemp("forks"), ["converting"]) as forks:
-        yield forks
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def start(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[str]]:
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     """A process that gets the demo model from a cache in tmp_path, once so many are ready."""
-    monkeypatch.setenv("PACKLORA_CACHE", str(tmp_path))
+    env = os.environ | {"PACKLORA_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def start(together: int = 1) -> subprocess.Popen[str]:
-        return forks.start("converting", str(tmp_path), str(together), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        words = [sys.executable, str(ROOT / "tests" / "converting.py"), str(tmp_path), str(together)]
+        return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     return start
 
