@@ -154,6 +154,8 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
     def take(kernel: Any, grid: Any, args: Any, launches: Any = None, key: Any = None, **constants: Any) -> None:
         kinds = [(t.dtype if isinstance(t, torch.Tensor) else type(t)) for t in args]
         known = (kernel.__name__, *constants.values(), *map(str, kinds))
+        if target.backend == "hip" and not SOAK:  # the first launch of each kernel, which takes the largest blocks
+            known = (kernel.__name__,)
         if known not in rows and 0 not in grid:
             rows[known] = {"case": case, **compiled(kernel, args, dict(constants), target)}
 

@@ -13,6 +13,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import gc
 import json
+import random
 import signal
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import planning
 import pytest
 import torch
 import transformers
 from ranks import Ranks
-from seeds import SOAK
+from seeds import SEED, SOAK
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from whole_models import whole_folder
@@ -206,6 +208,14 @@ def rows_into(folder: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random numbers begin anew, so that no test depends on which ones came before it in its process."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
 
 
 def pytest_collection_finish() -> None:

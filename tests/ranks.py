@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from seeds import SOAK
+from waiting import SECONDS
 
 PRELOADED = ["torch.distributed", "transformers.models.llama.modeling_llama", "packlora.runtime.run", "peft"]
-SECONDS = 120.0
-"""After which a call is given up."""
 AFTER = 5.0 if SOAK else 1.5
-"""Seconds that the other ranks have for their own errors once one has failed: most wait for it in vain."""
+"""Seconds that the other ranks have for errors that no test looks at, once one has failed: most wait for it in vain."""
 
 fresh = multiprocessing.get_context("forkserver")
 """Forks of a process that has run nothing."""
@@ -49,8 +48,14 @@ class Ranks:
         self.size, self.device = size, device
         self._running: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS, after: float = AFTER
+    ) -> list[Any]:  # fmt: skip
         """What function(rank, *args) returns on each rank. All of it is pickled: the function is one of a module.
+
+        Args:
+            seconds: after which the call is given up.
+            after: seconds that the other ranks have for errors of their own once one has failed.
 
         Raises:
             RankFailed: not every rank answered.
@@ -72,11 +77,11 @@ class Ranks:
                 try:
                     good, found = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    self._running[rank][0].join(5)
+                    self._running[rank][0].join(SECONDS)
                     good, found = False, f"the process ended with {self._running[rank][0].exitcode}"
                 (answers if good else errors)[rank] = found
             if errors:
-                deadline = min(deadline, time.monotonic() + AFTER)
+                deadline = min(deadline, time.monotonic() + after)
         if errors:
             self.close()
             raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
@@ -116,7 +121,7 @@ def serve(rank: int, size: int, folder: str, pipe: Connection, device: str = "cp
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", init_method=f"file://{Path(folder, 'store')}", rank=rank,
-        world_size=size, timeout=timedelta(seconds=60),
+        world_size=size, timeout=timedelta(seconds=SECONDS),
     )  # fmt: skip
     while True:
         gc.collect()

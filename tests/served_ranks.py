@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from forked import Forks
+from waiting import SECONDS, wait_for
 
 ROOT = Path(__file__).parents[1]
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 IDS = list(range(60, 72))
-SECONDS = 120.0
 
 
 class Process:
@@ -51,14 +50,14 @@ class Process:
 
     def wait(self) -> None:
         """Wait until it answers."""
-        until = time.monotonic() + SECONDS
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/api/v1/healthz")
-                return
-            except OSError:
-                assert self.process.poll() is None and time.monotonic() < until, self.said
-                time.sleep(0.05)
+        wait_for(lambda: self.process.poll() is not None or self.is_there())
+        assert self.process.poll() is None, self.said
+
+    def is_there(self) -> bool:
+        """Whether it answers."""
+        with contextlib.suppress(OSError):
+            return bool(urllib.request.urlopen(f"{self.url}/api/v1/healthz"))
+        return False
 
     @property
     def status(self) -> dict[str, Any]:

@@ -59,8 +59,6 @@ class RolloutChanges(Changes):
         """Jobs whose completions are drawn here."""
         self._evaluated = set[tuple[str, int]]()
         """Jobs and steps whose held-out completions were handed over."""
-        self._is_decided = False
-        """Whether what joins and leaves at the next border has been decided."""
 
     # --- as the loop asks --------------------------------------------------------------------------------------------------
 
@@ -69,7 +67,7 @@ class RolloutChanges(Changes):
         if not self.in_step:
             _stand_together(jobs)
         if found is None and any(_is_open(job) or self._is_under_way(job) for job in jobs):
-            found, self._is_decided = slowest(jobs), True
+            found = slowest(jobs)
         return found
 
     def pending(self, round_: int, jobs: Sequence[Job]) -> bool:
@@ -78,9 +76,8 @@ class RolloutChanges(Changes):
         )
 
     def change(self, round_: int, jobs: list[Job], budget: TokenBudget) -> Changed | None:
-        decided, self._is_decided = self._is_decided, False
         changed = None
-        if not decided and self.inner.pending(round_, jobs):
+        if self.inner.pending(round_, jobs):
             changed = self.inner.change(round_, jobs, budget)
         self._meet(jobs, budget)
         forwards = self._forwards(budget)

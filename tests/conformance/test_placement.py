@@ -300,10 +300,10 @@ def check(route: list[tuple[int, Tree]], tree: Tree, ranks: Groups, out: Path) -
 
 
 def routes(layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:
-    """Routes of runs by names of layouts: from each layout to the one after it, the last one by way of the first; under `make
-    soak` also back, and larger ones to the first layout and back."""
+    """Routes of runs by names of layouts: from every other layout to the one after it, the last one by way of the first; under
+    `make soak` from all of them, and back, and from larger ones to the first layout and back."""
     names = [name for name in layouts if name != "one"]
-    found = [list(pair) for pair in zip(names, names[1:] + names[:1], strict=True)]
+    found = [list(pair) for pair in zip(names, names[1:] + names[:1], strict=True)][:: 1 if SOAK else 2]
     for route in found:
         route += route[:1] * SOAK
     found[-1] += ["one"] * ("one" in layouts)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from seeds import SOAK, some
 from typer.testing import CliRunner
+from waiting import SECONDS
 
 import packlora
 import packlora.runtime.run as train_module
@@ -58,7 +59,7 @@ def in_time() -> Iterator[None]:
         raise AssertionError("it waits")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(20)
+    signal.alarm(int(SECONDS))
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

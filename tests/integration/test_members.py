@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from seeds import SOAK
 from test_preference import judged, pairs
 from test_training import adapter, distance
 from typer.testing import CliRunner
+from waiting import SECONDS, wait_for
 
 import packlora
 from packlora.cli import app
@@ -101,13 +101,11 @@ class InThreads:
         thread = threading.Thread(target=called)
         thread.start()
         self.threads.append(thread)
-        until = time.monotonic() + 20
-        while len(Control(self.out).asked()) == before and thread.is_alive() and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_for(lambda: len(Control(self.out).asked()) > before or not thread.is_alive())
 
     def join(self) -> None:
         for thread in self.threads:
-            thread.join(20)
+            thread.join(SECONDS)
 
 
 def alone(tree: dict[str, Any], own: dict[str, Any], folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import shutil
@@ -143,10 +144,10 @@ def test_a_configuration_of_a_million_layers_is_refused_at_once(make: Make, tmp_
     shutil.copytree(run.base_model, tmp_path / "tall")
     config = json.loads((tmp_path / "tall" / "config.json").read_text())
     (tmp_path / "tall" / "config.json").write_text(json.dumps(config | {key: 10**6}))
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(InputError, match=f"its configuration has {key} 1000000, more than 10+; this is no model"):
         prepare(make(base_model=str(tmp_path / "tall")))
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize("value", ["x", [1], {"a": 1}])
@@ -193,7 +194,9 @@ class Closed(Tty):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_on_a_terminal_one_line_moves_and_is_wiped_at_the_end() -> None:
+def test_on_a_terminal_one_line_moves_and_is_wiped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(100.0, 0.01)
+    monkeypatch.setattr("packlora.terminal.time.monotonic", lambda: next(now))
     stream = Tty()
     with Activity(stream) as told:
         told("reading \x1b[2J", 1)

@@ -316,9 +316,9 @@ def it_grows_with_the_run(page: Page, out: Path) -> None:
     page.page.wait_for_function(
         "count => (document.querySelector('[data-chart=curves] path.mark[data-job=\"2\"][data-kind=line]')"
         ".getAttribute('d').match(/L/g) || []).length === count",
-        arg=before + 7, timeout=15_000,
+        arg=before + 7, timeout=300_000,
     )  # fmt: skip
-    page.page.locator("#job-2").get_by_text("17 / 10").wait_for(timeout=15_000)  # tables follow, less often
+    page.page.locator("#job-2").get_by_text("17 / 10").wait_for(timeout=300_000)  # tables follow, less often
     assert set(page.lines()) == {"0", "2", "3"}
     assert page.page.locator("[data-part=jobs] tbody tr").first.get_attribute("data-key") == "gamma"
     assert page.page.get_by_label("Metric").locator("option[value='rewards/margins']").count() == 1

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import WORDS
 from test_training import adapter, same_bits
+from waiting import SECONDS
 
 import packlora
 from packlora.events import (
@@ -151,7 +152,7 @@ class HeldBack:
 
         def write_folder(path: Path, write: Any) -> None:
             if (path.parent.name, path.name) == ("a", "checkpoint-2"):
-                self.waited.append(self.third.wait(60))
+                self.waited.append(self.third.wait(SECONDS))
                 written()
             original(path, write)
 

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from ranks import SECONDS, fresh
+from ranks import fresh
 from safetensors.torch import load_file
-from seeds import some
+from seeds import SEED, SOAK, some
 from steps import after_microbatch, crash, terminate
 from transformers import AutoModelForCausalLM, get_scheduler
+from waiting import SECONDS, wait_for
 
 import packlora
 from packlora.cli import app
@@ -318,8 +319,13 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
             }
 
 
-def command(arguments: list[str], output: Path) -> None:
-    """`packlora` with these arguments; what it says goes to a file."""
+def stay() -> None:
+    time.sleep(SECONDS)
+
+
+def command(arguments: list[str], output: Path, at: int = 0, do: Callable[[], None] = stay) -> None:
+    """`packlora` with these arguments; what it says goes to a file. do: called after the at-th microbatch."""
+    after_microbatch(pytest.MonkeyPatch(), at, do)
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -330,25 +336,26 @@ def command(arguments: list[str], output: Path) -> None:
 def test_killed_with_sigkill_at_random_moments_and_resumed_gives_the_same_bits(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    """A real process and a real SIGKILL, several times in a row, until the run is through."""
+    """A real process and a real SIGKILL, several times in a row, until the run is through. The processes that are killed go no
+    further than ten microbatches."""
     tree, whole = uninterrupted
     out = tmp_path / "out"
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps({**tree, "output_dir": str(out), "save_every": 1, "save_total_limit": None}))
-    kills, generator = 0, random.Random()
+    kills, generator = 0, random.Random(None if SOAK else SEED)
     while True:
         before = len(list(out.glob("*/checkpoint-*")))
         process = fresh.Process(
-            target=command, args=(["train", str(run_file), "--resume"], tmp_path / "output"), daemon=True
+            target=command,
+            args=(["train", str(run_file), "--resume"], tmp_path / "output", 10 * (kills < 3)),
+            daemon=True,
         )
         process.start()
-        deadline = time.monotonic() + SECONDS
-        while process.is_alive() and kills < 3 and time.monotonic() < deadline:
-            time.sleep(0.005)
-            if len(list(out.glob("*/*checkpoint-*"))) > before:  # it has begun to write something new
-                time.sleep(generator.random() * 0.05)
-                process.kill()
-                process.join()
+        if kills < 3:
+            has_begun = lambda before=before: len(list(out.glob("*/*checkpoint-*"))) > before  # noqa: E731
+            wait_for(lambda process=process, has_begun=has_begun: not process.is_alive() or has_begun())  # type: ignore[misc]
+            time.sleep(generator.random() * 0.05)
+            process.kill()
         process.join(SECONDS)
         if process.exitcode == 0:
             break
@@ -366,13 +373,9 @@ def test_sigterm_saves_says_how_to_go_on_and_exits_with_143(
     out = tmp_path / "out"
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps({**tree, "output_dir": str(out), "save_every": 0}))
-    process = fresh.Process(target=command, args=(["train", str(run_file)], tmp_path / "output"), daemon=True)
+    asked = (["train", str(run_file)], tmp_path / "output", 3, terminate)
+    process = fresh.Process(target=command, args=asked, daemon=True)
     process.start()
-    while process.is_alive() and not (out / "metrics.jsonl").exists():
-        time.sleep(0.005)
-    while process.is_alive() and not (out / "metrics.jsonl").read_text():
-        time.sleep(0.001)
-    process.terminate()
     process.join(SECONDS)
     output = (tmp_path / "output").read_text()
     assert process.exitcode == 128 + signal.SIGTERM, output

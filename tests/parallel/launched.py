@@ -1,6 +1,8 @@
 """What torchrun starts in tests: the packlora command, with a mishap on one of the processes at its third step.
 
 torchrun ... launched.py MISHAP RANK train RUN.yaml         (RANK may be "any")
+
+The mishap "waits": the time in which all processes are to come begins when the one of this rank has come.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ def main() -> None:
     from packlora.runtime.job import Job
 
     kind, rank = sys.argv[1], sys.argv[2]
-    if kind != "none" and rank in (os.environ["RANK"], "any"):
+    if kind == "waits":
+        import patience
+
+        patience.wait_for_ranks([int(rank)])
+    elif kind != "none" and rank in (os.environ["RANK"], "any"):
         original, steps = Job.stepped, 0
 
         def stepped(job: Job, *numbers: Any) -> Any:

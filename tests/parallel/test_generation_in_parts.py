@@ -108,7 +108,7 @@ def test_a_process_that_fails_while_it_generates_ends_the_run_on_all(
     asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": parallel | {"timeout_s": 5}}
     group = Ranks(2)
     try:
-        first, second = group.run(failing, asked, error, seconds=60)
+        first, second = group.run(failing, asked, error)
     finally:
         group.close()
     assert second.startswith(said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from conftest import rows_into
 from ranks import Ranks
 from test_replicas import on_ranks
 from test_training import config
+from waiting import own_port
 
 from packlora.parallel import join
 
@@ -51,17 +51,11 @@ def on_gpus(rank: int, port: int, gpus: list[int], tree: dict[str, Any]) -> tupl
     return said, status, taken, backends
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def test_every_process_needs_a_gpu_and_all_of_them_say_so(tiny_base: Any, own_ranks: Ranks, tmp_path: Path) -> None:
     tree = config(tiny_base(), tmp_path / "out", rows_into(tmp_path))
 
     def told(gpus: list[int], device: str) -> list[Any]:
-        return own_ranks.run(on_gpus, free_port(), gpus, tree | {"device": device})
+        return own_ranks.run(on_gpus, own_port(), gpus, tree | {"device": device})
 
     nccl = ["cpu:gloo,cuda:nccl"]
     (said, status, taken, backends), other = told([1, 1], "auto")

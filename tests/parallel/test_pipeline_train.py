@@ -23,6 +23,7 @@ from steps import change_steps
 from test_replicas import heard, lines, on_ranks, refused_on_all, whole
 from test_tensor_train import five_jobs, same, saved_base
 from test_training import adapter, distance, steps, train
+from waiting import SECONDS
 
 import packlora
 from packlora.commands.plan import make_plan
@@ -238,7 +239,7 @@ def test_a_run_that_was_killed_ends_with_a_reason_and_goes_on_with_the_bits_of_o
         for name in ("out", "other")
     )
     with pytest.raises(RankFailed, match="rank 1: the process ended with 9") as caught:
-        ranks(2).run(killed, asked)
+        ranks(2).run(killed, asked, after=SECONDS)
     assert "process 0 of 2 waited in vain for another one of the run" in str(caught.value)
     assert list((tmp_path / "out").glob("*/checkpoint-1"))
     shutil.copytree(tmp_path / "out", tmp_path / "alone")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from forked import Forks
 from seeds import SOAK, some
 from test_replicas import same_run, whole
 from test_training import config, train
+from waiting import own_port
 
 __all__ = ["whole"]
 
@@ -80,7 +80,7 @@ def start(forks: Forks | None, what: list[str], env: dict[str, str]) -> subproce
     return subprocess.Popen([sys.executable, str(HERE / "launched.py"), *what], text=True, **pipes)
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 300 if SOAK else 120) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, str]:
     try:
         said, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -173,11 +173,11 @@ def test_a_process_that_hangs_is_given_up(
     """Without torchrun, which waits half a minute for what hangs to end."""
     split = {**tree, "parallel": {**parallel, "timeout_s": 6}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**split, "output_dir": str(tmp_path / "out")}))
-    processes = []
+    processes, port = [], str(own_port())
     for rank in range(2):
         env = environment() | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(tmp_path.stat().st_ino % 20000 + 20000),
+            "MASTER_PORT": port,
         }  # fmt: skip
         processes.append(start(None, ["hang", "1", "train", str(tmp_path / "run.yaml")], env))
     code, said = ended(processes[0])
@@ -195,13 +195,6 @@ def test_torchrun_starts_it_again_and_it_goes_on(
     code, said = ended(launch(forks, tree, tmp_path / "out", "once", 1, options))
     assert code == 0, said
     same_run(tmp_path / "out", whole, 1e-10)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def agent(port: int) -> tuple[str, ...]:
@@ -225,7 +218,7 @@ def test_two_nodes_train_as_one_also_after_a_process_of_one_has_died(
     parallel: dict[str, int], mishap: str, tree: dict[str, Any], whole: Path, forks: Forks | None, tmp_path: Path
 ) -> None:  # fmt: skip
     """Two agents of torchrun; the one whose process has not died is told of no restart."""
-    options = agent(free_port())
+    options = agent(own_port())
     split = {**tree, "parallel": parallel}
     nodes = [launch(forks, split, tmp_path / "out", mishap, options=options) for _ in range(2)]
     told = [ended(node) for node in nodes]
@@ -244,7 +237,7 @@ def test_a_node_that_died_is_replaced_and_the_run_goes_on(
     """The second: the agents meet at the first. No agent is told of a restart, and with torch's own setting a new one would not
     be told where processes meet."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    options = agent(free_port())
+    options = agent(own_port())
     split = {**tree, "parallel": parallel | {"timeout_s": 20}}
     begin = partial(launch, None, split, tmp_path / "out", options=options, words=("--resume",))
     first = begin()
@@ -259,14 +252,14 @@ def test_a_node_that_died_is_replaced_and_the_run_goes_on(
 def test_a_process_that_waits_in_vain_for_the_others_names_them(
     tree: dict[str, Any], forks: Forks | None, tmp_path: Path
 ) -> None:
-    port = str(free_port())
+    port = str(own_port())
     (tmp_path / "run.yaml").write_text(
         yaml.safe_dump({**tree, "output_dir": str(tmp_path / "out"), "parallel": {"timeout_s": 1}})
     )
     processes = []
     for rank in ("0", "2"):
         env = environment() | {"RANK": rank, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes.append(start(forks, ["none", "0", "train", str(tmp_path / "run.yaml")], env))
+        processes.append(start(forks, ["waits", "2", "train", str(tmp_path / "run.yaml")], env))
     for rank, process in zip((0, 2), processes, strict=True):
         code, said = ended(process)
         assert code == 1

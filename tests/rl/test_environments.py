@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import WORDS
+from hanging import given_up_where_it_hangs
 from peft import PeftModel
 from test_policy_trl import of_trl
 from test_training import adapter, distance, steps, train
@@ -34,7 +35,8 @@ from packlora.rl.objective import RewardObjective
 from packlora.rl.tools import Call, calls_of, message_of, run_calls
 
 ENVIRONMENTS = '''
-import math, time
+import math
+from hanging import hang
 
 class Guess:
     """Says after each turn how many letters o it had; the third one ends the game."""
@@ -75,7 +77,7 @@ class Poison(Guess):
             if self.how == "raise":
                 raise RuntimeError("no")
             if self.how == "hang":
-                time.sleep(3600)
+                hang()
             if self.how == "nan":
                 return "so", math.nan, False
             if self.how == "three":
@@ -354,7 +356,8 @@ def test_an_environment_that_fails_costs_its_group_alone(
     keys = {"max_steps": 1, "global_batch_size": 16, "reward_timeout": 0.3}
     poisoned = [job(name.lower(), files, name, **keys) for name in POISONS]
     capsys.readouterr()
-    result = train(tree(base, tmp_path / "out", healthy, *poisoned))
+    with given_up_where_it_hangs():
+        result = train(tree(base, tmp_path / "out", healthy, *poisoned))
     told = capsys.readouterr().out
     assert result.status == "done"
     assert distance(adapter(tmp_path / "out", "game"), adapter(tmp_path / "alone", "game")) == 0

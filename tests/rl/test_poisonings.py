@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import WORDS
+from hanging import given_up_where_it_hangs
 from test_held_out_rewards import evals
 from test_rollouts import tree
 from test_training import adapter, distance, train
@@ -21,7 +22,7 @@ REWARDS: dict[str, tuple[str, str | None]] = {
     "needs_more": ("return missing", "failed: NameError"),
     "recurses": ("return recursing(prompts)", "failed: RecursionError"),
     "runs_out": ("raise MemoryError('of a reward')", "failed: of a reward"),
-    "hangs": ("time.sleep(3600)", "took more than 0.5 seconds"),
+    "hangs": ("hang()", "took more than 0.5 seconds"),
     "nan": ("return [math.nan] * len(completions)", "gave nan for a completion"),
     "infinite": ("return [-math.inf] * len(completions)", "gave -inf for a completion"),
     "large": ("return [1e31] * len(completions)", "a reward is a number up to 1e+30"),
@@ -42,7 +43,7 @@ REWARDS: dict[str, tuple[str, str | None]] = {
 """Bodies of rewards, and what is said of them; None: nothing fails."""
 ENVIRONMENTS: dict[str, tuple[str, str | None]] = {
     "step_raises": ("def step(self, said): raise RuntimeError('no')", "failed: RuntimeError: no"),
-    "step_hangs": ("def step(self, said): time.sleep(3600)", "an environment or tool took more than 0.5 seconds"),
+    "step_hangs": ("def step(self, said): hang()", "an environment or tool took more than 0.5 seconds"),
     "step_exits": ("def step(self, said): raise SystemExit", "failed: SystemExit"),
     "step_nan": ("def step(self, said): return 'so', math.nan, False", "step gave the reward nan"),
     "step_none": ("def step(self, said): return None", "step gave a NoneType"),
@@ -54,7 +55,7 @@ ENVIRONMENTS: dict[str, tuple[str, str | None]] = {
     "step_says_too_much": ("def step(self, said): return ' the' * 999, float(len(said)), False", None),
     "step_async": ("async def step(self, said): raise KeyError('level')", "failed: KeyError: 'level'"),
     "reset_raises": ("def reset(self, **row): raise KeyError('level')", "failed: KeyError: 'level'"),
-    "reset_hangs": ("def reset(self, **row): time.sleep(3600)", "an environment or tool took more than 0.5 seconds"),
+    "reset_hangs": ("def reset(self, **row): hang()", "an environment or tool took more than 0.5 seconds"),
     "reset_says_a_number": ("def reset(self, **row): return 3", "reset said 3; it is a text"),
     "reset_says_too_much": ("def reset(self, **row): return ' the' * 999", "leave room for max_new_tokens"),
     "end_raises": ("def get_reward(self): raise RuntimeError('no')", "failed: RuntimeError: no"),
@@ -65,7 +66,8 @@ ENVIRONMENTS: dict[str, tuple[str, str | None]] = {
 HELD_OUT = ("raises", "hangs", "nan", "all_none", "fewer", "text", "equal", "vast", "exits")
 """Rewards that fail on held-out prompts alone."""
 HEAD = """
-import math, sys, time
+import math, sys
+from hanging import hang
 
 def letters(prompts, completions, **columns):
     return [float(text.count("o")) - 0.01 * len(text) for text in completions]
@@ -149,7 +151,8 @@ def test_what_fails_is_told_and_costs_no_neighbour_a_bit(
     jobs = jobs_of(kind, files)
     train(tree(base, tmp_path / "alone", jobs[0]))
     capsys.readouterr()
-    result = train(tree(base, tmp_path / "out", *jobs))
+    with given_up_where_it_hangs():
+        result = train(tree(base, tmp_path / "out", *jobs))
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: job ")]
     assert distance(adapter(tmp_path / "out", "healthy"), adapter(tmp_path / "alone", "healthy")) == 0
     table = ENVIRONMENTS if kind == "environments" else REWARDS

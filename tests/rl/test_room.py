@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from sampling_cases import case_of, prompt
 
 from packlora.engine.generate import Sampler
 from packlora.engine.sampling import SampleRequest
-from packlora.rl import room
+from packlora.rl import drawing, room
 
 
 def test_the_bytes_of_a_token_are_those_that_the_cache_takes(tmp_path: Path) -> None:
@@ -35,3 +36,19 @@ def test_a_cache_takes_a_share_of_the_free_memory(free: int, tokens: int, monkey
     monkeypatch.setattr(room, "memory_room", lambda device: free + 2**30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
     assert room.sampler_room(model) == {"rows": 256, "cache_tokens": tokens}
+
+
+def test_no_more_completions_are_drawn_at_once_than_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of(tmp_path, ("lora",), torch.float32, num_hidden_layers=1)
+    monkeypatch.setattr(drawing, "sampler_room", lambda model: {"rows": 3, "cache_tokens": 512})
+    base, single = SimpleNamespace(model=case.model, tokenizer=None), SimpleNamespace(attached=case.attached)
+    sampler = drawing.Drawing(base, single, threading.Event()).sampler()  # type: ignore[arg-type]
+    for number in range(4):
+        sampler.submit(SampleRequest(prompt(number, 5), max_tokens=3, num_samples=2))
+    most, tokens = 0, 0
+    while sampler.waiting:
+        tokens += len(sampler.step())
+        most = max(most, len(sampler._running))
+    assert (most, tokens, sampler.cache_tokens) == (3, 24, 512)

@@ -11,21 +11,23 @@ import pytest
 from conftest import WORDS
 from test_held_out_rewards import evals
 from test_training import adapter, distance
+from waiting import SECONDS
 
 import packlora
-from packlora.events import Event, JobDone, Note, Stepped, Stop
+from packlora.events import Event, JobDone, Note, Stepped, Stop, WindowPlanned
 
-LONG = 120.0
+LONG = SECONDS
 """Seconds after which a slow function is given up; a run that waits for it fails its test by then."""
 ROWS = [{"prompt": " ".join(WORDS[n : n + 3]), "word": WORDS[n % 4]} for n in range(6)]
 HELD_OUT = [{"prompt": " ".join(WORDS[n : n + 2]), "word": WORDS[n], "is_held_out": True} for n in (5, 6)]
 
 
 class Gate:
-    """What the slow job waits for: shut until the others have ended. order: of events."""
+    """What the slow job waits for: shut until the others have ended. order: of events. has_stepped: the slow job."""
 
     def __init__(self, *others: str) -> None:
         self._open, self._others = threading.Event(), set(others)
+        self.has_stepped = threading.Event()
         self.order: list[tuple[str, int]] = []
         self.notes: list[str] = []
         if not others:
@@ -37,6 +39,8 @@ class Gate:
     def hear(self, event: Event) -> None:
         if isinstance(event, Stepped | JobDone):
             self.order.append((event.job, event.step if isinstance(event, Stepped) else 0))
+            if event.job == "slow":
+                self.has_stepped.set()
         if isinstance(event, Note):
             self.notes.append(event.text)
         if isinstance(event, JobDone):
@@ -76,7 +80,13 @@ def jobs(where: str, gate: Gate, **keys: Any) -> list[packlora.Job]:
     rollout |= {"environment_factory": Game, "max_turns": 3} if where == "environment" else {}
     more: dict[str, Any] = {"eval_data": HELD_OUT, "eval_steps": 1} if "evaluation" in where else {}
     more |= {"max_steps": 1} if where == "last evaluation" else {}
-    quick = {"num_generations": 4, "max_new_tokens": 12, "reward": letters}
+
+    def after_slow(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+        gate.has_stepped.wait(LONG)
+        return letters(prompts, completions)
+
+    quick: dict[str, Any] = {"num_generations": 4, "max_new_tokens": 12, "reward_timeout": LONG}
+    quick["reward"] = after_slow if where == "last evaluation" else letters
     texts: dict[str, Any] = {"global_batch_size": 2, "max_steps": 3, "adapter": {"r": 4}}
     rows = [{"prompt": "the", "completion": f" {word}"} for word in WORDS[:6]]
     return [
@@ -146,5 +156,12 @@ def test_a_run_that_is_stopped_while_one_job_lags_behind_goes_on_with_the_same_b
     assert run(tiny_base("llama"), out, jobs(where, gate), gate.hear, stop).status == "interrupted"
     assert ("fast", 2) in gate.order and not any(name == "slow" for name, _ in gate.order)
     gate._open.set()
-    assert run(tiny_base("llama"), out, jobs(where, Gate()), resume=True).status == "done"
+    rounds = list[int]()
+
+    def begin(event: Event) -> None:
+        if isinstance(event, WindowPlanned):
+            rounds.append(event.first_round)
+
+    assert run(tiny_base("llama"), out, jobs(where, Gate()), begin, resume=True).status == "done"
+    assert rounds[0] >= 2, "nobody waits for the steps by which one lags behind"
     check_same(out, where, alone)

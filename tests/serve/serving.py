@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 import uvicorn
 from safetensors.torch import load_file
+from waiting import SECONDS, wait_for
 
 from packlora.serve.app import Keys, application
 from packlora.serve.desk import Desk
@@ -42,15 +42,14 @@ def served(host: Host, state: Path, keys: list[str] | None = None, limits: Limit
     thread = threading.Thread(target=server.run, daemon=True)
     service.start()
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    wait_for(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}", service
     finally:
         app.state.door.close()
         server.should_exit = True
-        thread.join(10)
+        thread.join(SECONDS)
         service.stop()
         leave(service)
         assert not thread.is_alive(), "a request holds the server"

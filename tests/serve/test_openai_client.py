@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import http.client
 import itertools
 import json
 import re
-import time
 import urllib.error
 import urllib.request
 import warnings
@@ -22,8 +22,10 @@ import torch
 from peft import PeftModel
 from serving import NAME, host_of, served
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from waiting import SECONDS, wait_for
 
 from packlora.data.template import set_clock
+from packlora.engine.generate import Sampler
 from packlora.serve import openai as endpoint
 from packlora.serve import samplers
 from packlora.serve.openai_fields import ChatFields
@@ -62,13 +64,21 @@ class World:
     def client(self, key: str = KEYS[0]) -> Any:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
-    def post(self, body: Any, timeout: float = 30) -> str:
-        """The answer to a request as it is on the wire."""
-        request = urllib.request.Request(
+    def request(self, body: Any) -> urllib.request.Request:
+        return urllib.request.Request(
             f"{self.url}/v1/chat/completions", json.dumps(body).encode(),
             {"authorization": f"Bearer {KEYS[0]}", "content-type": "application/json"},
         )  # fmt: skip
-        return str(urllib.request.urlopen(request, timeout=timeout).read().decode())
+
+    def post(self, body: Any) -> str:
+        """The answer to a request as it is on the wire."""
+        return str(urllib.request.urlopen(self.request(body), timeout=SECONDS).read().decode())
+
+    def begin(self, body: Any) -> http.client.HTTPConnection:
+        """A request that was sent, of which no answer was read."""
+        own, asked = http.client.HTTPConnection(self.url.removeprefix("http://")), self.request(body)
+        own.request("POST", asked.selector, asked.data, asked.headers)
+        return own
 
 
 @pytest.fixture(scope="module")
@@ -224,15 +234,18 @@ def test_clients_that_leave_and_checkpoints_that_go_leave_nothing_behind(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "LOOK_SECONDS", 0.05)
-    with contextlib.suppress(TimeoutError):
-        world.post({"model": NAME, "messages": TALK, "n": 100, "max_tokens": 200}, timeout=0.3)
+    host, step, drawn = next(iter(world.service.hosts.values())), Sampler.step, itertools.count()
+    # so that nothing ends by itself
+    monkeypatch.setattr(Sampler, "step", lambda own: step(own) if next(drawn) < 2 else [])
+    with contextlib.closing(world.begin({"model": NAME, "messages": TALK, "n": 100, "max_tokens": 200})):
+        wait_for(lambda: host.samples == 100)
+    wait_for(lambda: not host.samples)
+    drawn = itertools.count()
     with world.client().chat.completions.create(model=NAME, messages=TALK, max_tokens=200, stream=True) as chunks:
         next(iter(chunks))
-    host = next(iter(world.service.hosts.values()))
-    until = time.monotonic() + 20
-    while host.samples and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not host.samples
+        assert host.samples == 1
+    wait_for(lambda: not host.samples)
+    monkeypatch.undo()
     with pytest.raises(openai.BadRequestError, match="the model's context 256"):
         world.client().completions.create(model=NAME, prompt=[7] * 300)
     rest = tinker.ServiceClient(base_url=world.url, api_key=KEYS[0]).create_rest_client()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from serving import NAME, Talk, datum, host_of, leave
 from starlette.testclient import TestClient
+from waiting import SECONDS, own_port, wait_for
 
 from packlora.serve import command
 from packlora.serve.app import Keys, application
-from packlora.serve.command import listening
 from packlora.serve.logs import LOG, Logfmt, log
 from packlora.serve.service import Service
 
@@ -101,26 +101,23 @@ def test_a_service_that_is_asked_to_stop_says_what_waits(
     tiny_base: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command in this process: `status` prints its figures; SIGTERM ends it, streams end with a reason."""
-    free = listening("127.0.0.1", 0)
-    port = free.getsockname()[1]
-    free.close()
+    port = own_port()
     url, said = f"http://127.0.0.1:{port}", dict[str, Any]()
 
     def post(path: str, body: Any) -> Any:
         headers = {"x-api-key": "tml-local", "authorization": "Bearer tml-local"}
         return urllib.request.urlopen(
-            urllib.request.Request(url + path, json.dumps(body).encode(), headers), timeout=30
+            urllib.request.Request(url + path, json.dumps(body).encode(), headers), timeout=SECONDS
         )
+
+    def listens() -> bool:
+        with contextlib.suppress(urllib.error.URLError):
+            return bool(post("/api/v1/client/config", {"sdk_version": "0.38.0"}))
+        return False
 
     def use() -> None:
         try:
-            until = time.monotonic() + 60
-            while "listens" not in said:
-                try:
-                    said["listens"] = post("/api/v1/client/config", {"sdk_version": "0.38.0"})
-                except urllib.error.URLError:
-                    assert time.monotonic() < until
-                    time.sleep(0.02)
+            wait_for(listens)
             session = json.load(post("/api/v1/create_session", {"sdk_version": "0.38.0"}))["session_id"]
             model = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 4}}
             json.load(post("/api/v1/create_model", model))

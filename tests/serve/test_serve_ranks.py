@@ -6,13 +6,13 @@ import os
 import socket
 import sqlite3
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Pipe
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +21,9 @@ from seeds import SOAK
 from serving import NAME, Killed, Talk, datum, host_of, leave
 from starlette.testclient import TestClient
 from test_serve_journal import Story, same, told
+from waiting import SECONDS, wait_for
 
+from packlora.engine.generate import Sampler
 from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.errors import InputError, ProcessError
 from packlora.serve import tenant
@@ -69,16 +71,20 @@ class Two(Talk):
 
     def run(self) -> None:
         """Do all that is due, on both ranks."""
-        until = time.monotonic() + 30
-        while self.leader.queue.waiting or self.leader.samplers.placed or self.worker.queue.waiting:
-            if self.is_dead:
-                raise Killed
-            did = [self.leader.turn(), self.worker.turn()]
-            if not any(did):
-                time.sleep(0.001)
-            assert time.monotonic() < until, "a result did not come"
+        wait_for(lambda: not self._goes_on(), "a result did not come")
         while self.worker.turn() or self.leader.turn():
             pass
+
+    def _goes_on(self) -> bool:
+        """Take turns on both ranks as long as there is something to do."""
+        waiting = True
+        while waiting:
+            if self.is_dead:
+                raise Killed
+            waiting = bool(self.leader.queue.waiting or self.leader.samplers.placed or self.worker.queue.waiting)
+            if waiting and not any([self.leader.turn(), self.worker.turn()]):
+                return True
+        return False
 
     def die_at(self, write: int) -> None:
         """Let both processes end at this write of the journal, before it is committed."""
@@ -99,7 +105,7 @@ class Two(Talk):
         self.worker._run()
         self.leader.stop()
         self.rank.channel.close()
-        self.follower.join(10)
+        self.follower.join(SECONDS)
         for service in (self.leader, self.worker):
             leave(service)
 
@@ -204,7 +210,7 @@ def test_an_end_of_two_ranks_at_any_write_changes_no_bit_of_what_one_process_doe
         two.die_at(write)
         with pytest.raises((Killed, ProcessError)):
             Story(two).tell()
-        two.follower.join(10)
+        two.follower.join(SECONDS)
         for service in (two.leader, two.worker):
             leave(service)
         two.leader.journal.close()
@@ -266,6 +272,22 @@ def test_samples_go_to_the_rank_with_the_least_load(hosts: list[Host], tmp_path:
     two.end()
 
 
+def turn(talk: Talk) -> None:
+    talk.service.turn()
+    if isinstance(talk, Two):
+        talk.worker.turn()
+
+
+def all_are_there(talk: Talk, number: int) -> bool:
+    """Whether so many requests of the endpoint have come, after a turn in which nothing is drawn."""
+    with mock.patch.object(Sampler, "step", return_value=[]):
+        turn(talk)
+    samplers = talk.service.samplers
+    if isinstance(talk, Two):
+        return len(talk.leader.samplers._streams) == number
+    return sum(len(on.running) + sum(map(len, on.waiting.values())) for on in samplers._on.values()) == number
+
+
 def answers(talk: Talk, bodies: list[dict[str, Any]]) -> list[Any]:
     """Of the endpoint, asked for at once."""
     http = TestClient(application(talk.desk, Keys()), headers={"x-api-key": "tml-one"})
@@ -277,10 +299,9 @@ def answers(talk: Talk, bodies: list[dict[str, Any]]) -> list[Any]:
     threads = [threading.Thread(target=ask, args=own) for own in enumerate(bodies)]
     for thread in threads:
         thread.start()
+    wait_for(lambda: all_are_there(talk, len(bodies)))  # so that they are drawn together
     while any(thread.is_alive() for thread in threads):
-        talk.service.turn()
-        if isinstance(talk, Two):
-            talk.worker.turn()
+        turn(talk)
     return found
 
 
@@ -342,7 +363,8 @@ def test_streams_of_another_rank_end_where_they_are_left_or_refused(hosts: list[
     for asked in (left, refused):
         samplers.enter(request, asked, lambda: None)
     assert two.leader.loads()[1][0] == 400, "tokens that are to be drawn"
-    wait_for(lambda: two.worker.turn() and bool(left.tokens) and bool(refused.why))
+    wait_for(lambda: two.worker.turn() and hosts[1].samples)
+    wait_for(lambda: left.tokens and refused.why)
     assert refused.why.startswith("server: ") and "gone" in refused.why and hosts[1].samples == 1
     for asked in (left, refused):
         samplers.leave(asked)
@@ -387,7 +409,7 @@ def test_a_rank_that_fails_ends_the_service_with_its_reason(hosts: list[Host], t
     two.leader.on_failure = ends.set
     two.worker.turn = lambda: 1 / 0  # type: ignore
     two.worker._run()
-    assert ends.wait(10)
+    assert ends.wait(SECONDS)
     assert str(two.leader.failure).startswith("rank 1 (process 7, cpu) has failed: ZeroDivisionError")
     assert two.leader.status()["status"] == "failed"
     two.end()
@@ -398,22 +420,15 @@ def test_an_end_without_a_word_is_noticed_by_the_other(hosts: list[Host], tmp_pa
     two, ends = Two(hosts, tmp_path), threading.Event()
     two.leader.on_failure = ends.set
     cut_off(two.rank.channel)
-    assert ends.wait(10)
+    assert ends.wait(SECONDS)
     assert "rank 1 (process 7, cpu) has ended without a word" in str(two.leader.failure)
-    two.follower.join(10)
+    two.follower.join(SECONDS)
     assert two.ended is not None and "rank 0 has ended" in str(two.ended)
     with pytest.raises(ProcessError, match="rank 0 has ended"):
         two.worker.journal.all("select 1")
     two.leader.stop()
     for service in (two.leader, two.worker):
         leave(service)
-
-
-def wait_for(comes: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not comes():
-        time.sleep(0.001)
-        assert time.monotonic() < until, "it did not come"
 
 
 def cut_off(channel: Channel) -> None:
@@ -444,19 +459,18 @@ def test_ranks_meet_by_a_key_that_nobody_else_knows(tmp_path: Path, monkeypatch:
 
     def come() -> None:
         file = tmp_path / meeting.FILE
-        while not file.exists():
-            time.sleep(0.001)
+        wait_for(file.exists)
         assert file.stat().st_mode & 0o777 == 0o600
         port = meeting.json.loads(file.read_bytes())["port"]
         with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
             Client(("127.0.0.1", port), authkey=b"guessed")
-        found.append(joined(Place(1, 2, 1), tmp_path, 30))
+        found.append(joined(Place(1, 2, 1), tmp_path, SECONDS))
 
     (tmp_path / meeting.FILE).write_text('{"port": 1, "key": "00"}')  # left by a service that was killed
     thread = threading.Thread(target=come)
     (tmp_path / meeting.FILE).unlink()
     thread.start()
-    with gathered(Place(0, 2, 0), tmp_path, 30) as channels:
+    with gathered(Place(0, 2, 0), tmp_path, SECONDS) as channels:
         assert [*channels] == [1] and not (tmp_path / meeting.FILE).exists()
         thread.join()
     assert found[0].read()[0] == "stop"

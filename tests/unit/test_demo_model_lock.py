@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Forks
+from waiting import SECONDS
 
 from packlora.base import demo_model
 from packlora.errors import InputError
 
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with Forks(tmp_path_factory.mktemp("forks"), ["converting"]) as forks:
-        yield forks
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def start(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[str]]:
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     """A process that gets the demo model from a cache in tmp_path, once so many are ready."""
-    monkeypatch.setenv("PACKLORA_CACHE", str(tmp_path))
+    env = os.environ | {"PACKLORA_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def start(together: int = 1) -> subprocess.Popen[str]:
-        return forks.start("converting", str(tmp_path), str(together), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        words = [sys.executable, str(ROOT / "tests" / "converting.py"), str(tmp_path), str(together)]
+        return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     return start
 
 
 def test_two_processes_at_once_convert_it_once_and_both_get_it_whole(tmp_path: Path, start: Any) -> None:
     both = [start(together=2) for _ in range(2)]
-    said = [process.communicate(timeout=60) for process in both]
+    said = [process.communicate(timeout=SECONDS) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert [out for out, _ in said] == [f"{tmp_path / demo_model.DEMO_MODEL}\n"] * 2
     assert (tmp_path / "conversions").read_text() == "one\n"
@@ -49,7 +48,7 @@ def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path, start: Any) 
     killed.communicate()
     assert not (tmp_path / demo_model.DEMO_MODEL).exists()
     again = start()
-    said = again.communicate(timeout=60)
+    said = again.communicate(timeout=SECONDS)
     assert again.returncode == 0, said
 
 
@@ -58,7 +57,7 @@ def test_a_folder_that_was_left_partial_is_made_again(tmp_path: Path, start: Any
     partial.mkdir()
     (partial / "config.json").write_text("config.json")
     process = start()
-    said = process.communicate(timeout=60)
+    said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
 
 

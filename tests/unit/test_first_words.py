@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from test_progress import job, shown, stepped
+from waiting import SECONDS
 
 from packlora.commands import plan_tables
 from packlora.errors import InputError
@@ -30,7 +31,7 @@ def test_a_slip_in_the_run_file_is_refused_before_torch_is_loaded(command: str, 
     run = tmp_path / "run.yaml"
     run.write_text("base_model: m\noutput_dir: o\njobs: [{name: a, data: {path: d.jsonl}, train: {learningrate: 1}}]\n")
     words = [sys.executable, "-c", WITHOUT_TORCH, command, str(run)]
-    process = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
     assert process.returncode == 2, process.stderr
     assert "train.learningrate: unknown key; did you mean 'learning_rate'?" in process.stderr
     assert "Traceback" not in process.stderr
@@ -59,7 +60,7 @@ def test_data_is_read_before_torch_is_loaded_and_once(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("base_model: m\noutput_dir: o\njobs: [{name: a, data: {path: d.jsonl}}]\n")
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\nno\n')
     words = [sys.executable, "-c", WITHOUT_TORCH, "train", str(tmp_path / "run.yaml")]
-    process = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
     assert process.returncode == 2 and "d.jsonl, line 2: not valid JSON" in process.stderr, process.stderr
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     run = load_run(tmp_path / "run.yaml")
@@ -73,7 +74,7 @@ def test_data_is_read_before_torch_is_loaded_and_once(tmp_path: Path) -> None:
 
 def test_a_request_to_a_run_loads_no_torch_and_does_not_say_so(tmp_path: Path) -> None:
     words = [sys.executable, "-c", WITHOUT_TORCH, "stop", str(tmp_path), "a"]
-    process = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
     assert process.returncode == 2 and str(tmp_path) in process.stderr, process.stderr
     assert "loading" not in process.stderr and "Traceback" not in process.stderr
 

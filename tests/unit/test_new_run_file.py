@@ -14,6 +14,7 @@ import pytest
 from test_first_words import WITHOUT_TORCH
 from test_run_file_limits import ODD, TREE, changed, places
 from typer.testing import CliRunner
+from waiting import SECONDS
 
 import packlora
 from packlora.cli import app
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, cwd=cwd, timeout=120
+        [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, cwd=cwd, timeout=SECONDS
     )
 
 

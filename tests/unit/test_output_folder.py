@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import SECONDS
 
 from packlora.errors import WriteError
 from packlora.events import CheckpointSaved
@@ -37,7 +38,7 @@ class Case:
         return SimpleNamespace(step=job.step)
 
     def write(self, folder: Path, job: Any, snapshot: Any, run: str, keep: int | None) -> Path:
-        assert self.may[job.name].wait(5)
+        assert self.may[job.name].wait(SECONDS)
         if snapshot.step == 13:
             raise OSError("no luck")
         return folder / f"checkpoint-{snapshot.step}"
@@ -67,7 +68,7 @@ def test_so_many_jobs_are_on_their_way_and_the_next_one_waits_for_the_oldest(cas
     thread.join(0.2)
     assert thread.is_alive() and case.copied == names
     case.may[names[0]].set()
-    thread.join(60)
+    thread.join(SECONDS)
     assert case.copied == [*names, "one more"] and case.saved == [(names[0], 2)]
     for may in case.may.values():
         may.set()
@@ -79,7 +80,7 @@ def test_so_many_jobs_are_on_their_way_and_the_next_one_waits_for_the_oldest(cas
 def test_a_job_s_next_checkpoint_waits_for_its_own_and_one_that_fails_is_told_then(case: Case) -> None:
     case.save("a", 13)
     thread = beside(lambda: case.save("b"))
-    thread.join(60)
+    thread.join(SECONDS)
     assert not thread.is_alive()  # the other job does not wait
     case.may["a"].set()
     with pytest.raises(WriteError, match="'a': step 13 cannot be written"):

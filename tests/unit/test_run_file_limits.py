@@ -223,12 +223,12 @@ def test_texts_that_yaml_1_1_would_read_as_numbers_or_dates_stay_texts(tmp_path:
     ],
 )  # fmt: skip
 def test_a_strange_run_file_is_refused_in_printable_words(tmp_path: Path, text: str, said: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     message = refusal(tmp_path, text)
     assert said in message
     assert all(line.isprintable() for line in message.split("\n"))
     assert len(message) < 2000
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_a_run_file_with_a_byte_order_mark_and_windows_lines_is_read(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from terminals import Tty, is_tame
 from test_progress import began, job, stepped
+from waiting import SECONDS
 
 from packlora import terminal
 from packlora.errors import spelt_out
@@ -183,7 +184,7 @@ def test_a_command_brings_nothing_of_its_arguments_to_a_terminal(term: str, tmp_
             break
         data += block
     os.close(ours)
-    assert run.wait(60) == 2 and b"pwned" in data
+    assert run.wait(SECONDS) == 2 and b"pwned" in data
     assert b"\x1b]" not in data and b"\x07" not in data
     assert term != "dumb" or b"\x1b" not in data
 

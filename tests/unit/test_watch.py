@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from test_report import write_run
+from waiting import SECONDS
 
 from packlora.cli import app
 from packlora.commands.watch import HOST, Server, output_folder, own_names, report_again
@@ -54,7 +55,7 @@ Ask = Callable[..., tuple[int, dict[str, str], bytes]]
 @pytest.fixture
 def ask(served: Server) -> Ask:
     def request(path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(HOST, served.server_port, timeout=20)
+        connection = http.client.HTTPConnection(HOST, served.server_port, timeout=SECONDS)
         connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
         for name, value in headers.items():
             connection.putheader(name.replace("_", "-"), value)
@@ -222,7 +223,7 @@ def test_whatever_bytes_come_they_are_refused_and_the_page_is_served_on(
         get.replace(b"1.1", b"1.0") + end,
     ]
     for raw in hostile:
-        with socket.create_connection((HOST, served.server_port), timeout=20) as link:
+        with socket.create_connection((HOST, served.server_port), timeout=SECONDS) as link:
             link.sendall(raw)
             link.shutdown(socket.SHUT_WR)
             answer = b""
@@ -366,7 +367,7 @@ def test_the_server_of_several_runs_answers_for_all_and_for_each(folder: Path, t
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
         def jobs(path: str) -> Any:
-            connection = http.client.HTTPConnection(HOST, server.server_port, timeout=20)
+            connection = http.client.HTTPConnection(HOST, server.server_port, timeout=SECONDS)
             connection.request("GET", f"{path}data?look=-1")
             answer = connection.getresponse()
             body = answer.read()
@@ -387,11 +388,11 @@ def test_ctrl_c_ends_watching_with_a_line(folder: Path) -> None:
         assert process.stdout is not None
         first = process.stdout.readline()
         port = int(first.split("http://127.0.0.1:")[1].split("/")[0])
-        connection = http.client.HTTPConnection(HOST, port, timeout=20)
+        connection = http.client.HTTPConnection(HOST, port, timeout=SECONDS)
         connection.request("GET", "/")
         assert connection.getresponse().status == 200
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("watching has ended\n", "")
+        assert process.communicate(timeout=SECONDS) == ("watching has ended\n", "")
         assert process.returncode == 0
 
 
