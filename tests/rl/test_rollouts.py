@@ -230,6 +230,7 @@ def test_a_teacher_with_other_tokens_is_refused(
     ("change", "said"),
     [
         ({"rollout": {"reward": None}}, "neither a reward nor a teacher"),
+        ({"rollout": {"teacher_weight": 0.5}}, "teacher_weight is for completions with rollout.teacher"),
         ({"rollout": {"teacher": "nowhere"}}, "rollout.teacher 'nowhere'"),
         ({"train": {"loss_type": "dpo"}}, "rollout is for trainer grpo, and this job's trainer is dpo"),
         ({"train": {"global_batch_size": 6}}, "no whole groups of 4"),
@@ -241,7 +242,7 @@ def test_a_teacher_with_other_tokens_is_refused(
         ({"rollout": {"max_new_token": 5}}, "max_new_tokens"),
         ({"rollout": None}, "set rollout"),
         ({"data": {"eval_split": 0.01}}, "of 6 prompts data.eval_split 0.01 is 0, so none is held out"),
-        ({"rows": '{"completion": "x"}'}, "line 1: its messages is missing; a row has a prompt"),
+        ({"rows": '{"completion": "x"}'}, "line 1: found completion; a row has a prompt"),
         ({"rows": '{"messages": [{"role": "assistant", "content": "x"}]}'}, "has been answered already"),
         ({"rows": '{"prompt": ["x"]}'}, "no text and no messages"),
         ({"rows": ""}, "has no prompts"),
