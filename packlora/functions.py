@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import re
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,9 @@ def load_function(spec: str, key: str) -> tuple[str, Any]:
         known = [
             own
             for own, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
+            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
         ]
-        raise InputError(f"{key} {spec}: {path} has no function {name!r}; it has {', '.join(known) or 'none'}")
+        raise InputError(f"{key} {spec}: {path} has no {name!r}; it has {', '.join(known) or 'none'}")
     return path, function
 
 
@@ -70,9 +71,21 @@ def _handed_over(spec: str, key: str) -> tuple[str, Any]:
     return code.co_filename if code is not None else f"<{type(function).__name__}>", function
 
 
+def why_not_called(function: Any, fields: Mapping[str, Any]) -> str | None:
+    """Why a function cannot be called with arguments of these names; None where it can, or tells no names."""
+    try:
+        inspect.signature(function).bind(**fields)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        return None
+    return None
+
+
 def place_of(error: BaseException, file: str) -> str:
     """Line of the user's file at which an error came up."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{file}, line {error.lineno},"
-    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    known = {file, str(Path(file).absolute())}  # of a module Python writes the whole path
+    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in known]
     return f"{file}, line {own[-1]}," if own else file

@@ -115,6 +115,7 @@ def _elsewhere(key: str) -> str | None:
     places: dict[str, type[BaseModel]] = {
         "a job's data.": DataConfig, "a job's adapter.": AdapterConfig, "a job's train.": TrainConfig, "a job's ": JobConfig,
         "the run's ": Run, "the run's plans.": PlansConfig,
+        "a job's rollout.": next(_models_of(JobConfig.model_fields["rollout"])),
     }  # fmt: skip
     return next((f"see {place}{key}" for place, model in places.items() if key in model.model_fields), None)
 

@@ -137,8 +137,8 @@ def figures(
     out.full = sum(size >= FULL * prepared.budget for size in sizes)
     out.seconds, out.bubble, out.bytes = timeline.makespan, timeline.bubble, known.bytes(max(sizes))
     whole = sum(job.data.tokens for job in prepared.jobs)
-    out.part = min(1.0, out.tokens / whole)
-    if samples >= SAMPLES_SHOWN and out.part < 1:
+    out.part = min(1.0, out.tokens / whole) if samples >= SAMPLES_SHOWN else 1.0
+    if out.part < 1:
         for name in ("microbatches", "full", "noops", "bound", "tokens"):
             setattr(out, name, round(getattr(out, name) / out.part))
         out.seconds /= out.part
@@ -306,6 +306,9 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
         say(f"planned: the first {used.part:.0%} of the run's tokens; counts and times are scaled up from there")
     console.print()
     say(f"times are {_origin(plan.known)}")
+    for job in prepared.jobs:
+        if job.data.guessed:
+            say(f"job {job.config.name!r}: {job.data.guessed}")
     if plan.budgets:
         _print_budgets(plan.budgets, prepared.budget, console)
     parts = estimate.memory_parts(run, prepared, plan.fullest)

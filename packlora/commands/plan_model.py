@@ -149,6 +149,11 @@ def print_card(
     """
     if refused:
         raise InputError(f"--gpu is of a model, without a run file; {refused[0]} is of a run; leave one of them out")
+    if Path(model).is_file():
+        raise InputError(
+            f"--gpu lists settings of a model, and {model} is a file; give the folder or hub id of a model, or leave --gpu "
+            "out: what a run needs is in its own plan"
+        )
     found, console = settings_of(model, card_bytes(gpu), rank, length), table_screen()
 
     def say(text: str) -> None:

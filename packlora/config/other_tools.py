@@ -100,6 +100,16 @@ _HINTS = {
     "see a job's train.undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
     "see a job's train.reference": "ref_model ref_adapter_name ref_model_adapters",
     "the reference is always computed once, before the first step": "precompute_ref_log_probs",
+    # rewards
+    "see a job's rollout.reward": "reward_funcs",
+    "see a job's rollout.max_new_tokens": "max_completion_length",
+    "see a job's rollout.max_turns, which is one more": "max_tool_calling_iterations",
+    "see a job's rollout.num_generations, which is that of evaluations too": "num_generations_eval",
+    "see a job's train.loss_type, gspo for sequence": "importance_sampling_level",
+    "completions are learnt from once; a job's train.global_batch_size counts them":
+        "num_iterations steps_per_generation generation_batch_size",
+    "completions are drawn on the model itself, with its adapters": "use_vllm vllm_mode use_transformers_paged",
+    "completions are always written to the job's folder rollouts": "log_completions",
     # options and commands
     "it is an option: packlora train --resume": "resume_from_checkpoint auto_resume_from_checkpoints",
     "a folder that holds a run is never overwritten; give another output_dir, or --resume": "overwrite_output_dir",

@@ -96,6 +96,10 @@ def of_sharegpt(turns: Any, bad: Bad) -> list[dict[str, Any]]:
     return out
 
 
+ANSWERS = {"completion", "chosen", "rejected"}
+"""Fields that make a row of a prompt."""
+
+
 def no_kind(value: dict[Any, Any], several: bool) -> str:
     """Text of the error for a row of no kind, or of several."""
     found = shown(", ".join(map(str, value)) or "no fields")
@@ -103,6 +107,8 @@ def no_kind(value: dict[Any, Any], several: bool) -> str:
         return f"has fields of several kinds ({found}); data.columns says which are meant, as {{prompt: prompt}}"
     if nulls := [key for key in FIELDS if key in value and value[key] is None]:
         return f"found {found}, where {' and '.join(nulls)} is null; a row needs a value there, or must be left out"
+    if "prompt" in value and not ANSWERS & value.keys():
+        return f"found {found} without a completion, as rows of a job with rollout have it (learning from rewards)"
     if "conversation" in value:
         return f"found {found}: ShareGPT's form has the turns in 'conversations'"
     if len(value) == 2 and all(isinstance(part, str) for part in (*value, *value.values())):

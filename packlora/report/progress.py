@@ -47,6 +47,8 @@ AROUND = 4
 """Lines of a terminal that are not for jobs: headings, the last line, and two of what was said before."""
 LEAST_NEEDED = ("lr", "grad norm", "progress", "held-out")
 """Columns that are left out of it on a narrow terminal, the first one first."""
+OF_SOME = ("reward",)
+"""Columns that are left out where no job has anything in them."""
 
 
 def duration(seconds: float) -> str:
@@ -166,7 +168,8 @@ class Progress:
             left = self.time_left()
             self._print(
                 f"{job.name}  step {job.step}/{job.num_steps}  loss {event.loss:.4f}  "
-                f"grad norm {event.grad_norm:.3g}  lr {event.lr:.3g}  {job.rate:.0f} tokens/s"
+                + (f"reward {reward}  " if (reward := _reward(event)) else "")
+                + f"grad norm {event.grad_norm:.3g}  lr {event.lr:.3g}  {job.rate:.0f} tokens/s"
                 + (f"  {duration(left)} left" if left is not None else "")
             )
 
@@ -215,11 +218,18 @@ class Progress:
             "step": f"{job.step}/{job.num_steps}",
             "progress": "",
             "loss": f"{last.loss:.4f}" if last else "",
+            "reward": _reward(last) if last else "",
             "held-out": job.held_out,
             "lr": f"{last.lr:.3g}" if last else "",
             "grad norm": f"{last.grad_norm:.3g}" if last else "",
             "tokens/s": "failed" if job.status == "failed" else f"{job.rate:.0f}",
         }
+
+
+def _reward(event: Stepped) -> str:
+    """Mean reward of a step; empty where the job learns from none, or all of them failed."""
+    value = event.metrics.get("reward")
+    return "" if value is None else f"{value:.4f}"
 
 
 def _most_wanted(jobs: list[_Shown], room: int) -> list[_Shown]:
@@ -233,7 +243,8 @@ def _most_wanted(jobs: list[_Shown], room: int) -> list[_Shown]:
 def _fitting(rows: Sequence[dict[str, str]], room: int) -> dict[str, int]:
     """Columns that fit into a line of `room` characters, with their widths: the least needed columns are left out first, then
     names are cut; the room that is left goes to names and to the bar."""
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    names = [name for name in rows[0] if name not in OF_SOME or any(row[name] for row in rows)]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
     longest = widths["job"]
     widths["job"] = min(longest, NAME)
 

@@ -18,8 +18,8 @@ UNBROKEN = 400
 """Characters of a line where there is no terminal: in a file a job is one line, whatever its name."""
 SPEAKERS = 3
 """Number of adapters that the closing lines name for a chat."""
-TOLD = ("rewards/accuracies", "rewards/margins")
-"""Columns of jobs with preferences: of held-out samples where there are some, else of the last step."""
+TOLD = ("reward", "rewards/accuracies", "rewards/margins")
+"""Columns of jobs with rewards and preferences: of held-out samples where there are some, else of the last step."""
 
 
 def shown(job: JobResult, name: str) -> str:

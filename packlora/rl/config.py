@@ -120,6 +120,10 @@ class RolloutConfig(Strict):
             raise ValueError(
                 "rollout.max_turns is for completions with rollout.environment_factory or rollout.tools; set one"
             )
+        if self.teacher is None and self.teacher_weight != 1:
+            raise ValueError(
+                "rollout.teacher_weight is for completions with rollout.teacher; set it, or leave this out"
+            )
         if train.trainer != "grpo":
             raise ValueError(
                 f"rollout is for trainer grpo, and this job's trainer is {train.trainer}; set train.loss_type, as dapo"

@@ -286,6 +286,10 @@ class RolloutData(JobData):
         )  # fmt: skip
 
     @property
+    def guessed(self) -> str:
+        return "its completions are taken to be half of rollout.max_new_tokens long; drawing and judging them takes time beside"
+
+    @property
     def rollouts(self) -> RolloutSamples:
         """The samples."""
         assert isinstance(self.samples, RolloutSamples)

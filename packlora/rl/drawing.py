@@ -225,7 +225,7 @@ class Drawing:
         """Use what a group's environments have given, or lose the group."""
         if result is None:
             seconds = drawn.job.config.rollout.reward_timeout
-            result = LostError(f"an environment or tool took more than {seconds:g} seconds")
+            result = LostError(f"an environment or tool took more than {seconds:g} seconds (rollout.reward_timeout)")
         if not isinstance(result, LostError):
             try:
                 take(result[0])

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from packlora.errors import InputError, quoted, reason_of
-from packlora.functions import RAISED, load_function, place_of
+from packlora.functions import RAISED, load_function, place_of, why_not_called
 from packlora.rl.awaiting import awaited
 from packlora.rl.config import RolloutConfig
-from packlora.rl.rewards import numbers_of
+from packlora.rl.rewards import named, numbers_of
 from packlora.rl.tools import Call, run_calls, schemas_of
 
 OWN = ("reset", "step", "get_reward")
@@ -74,6 +74,7 @@ class Environments:
     def __init__(self, config: RolloutConfig, job: str) -> None:
         self._make: Callable[[], Any] | None = None
         self._file, self.has_reward, self.has_step = "", False, False
+        self._reset: Callable[..., Any] | None = None
         self._functions: dict[str, Callable[..., Any]] = {}
         try:
             for spec in config.tool_specs:
@@ -107,6 +108,7 @@ class Environments:
             raise InputError(
                 f"rollout.environment_factory {spec} gives a {type(found).__name__} without `reset`; it gives an environment"
             )
+        self._reset = found.reset
         self.has_step = callable(getattr(found, "step", None))
         self.has_reward = self.has_step or callable(getattr(found, "get_reward", None))
         return self._methods(found)
@@ -116,6 +118,17 @@ class Environments:
             return []
         names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
         return [(name, getattr(environment, name)) for name in names if name not in OWN and not name.startswith("_")]
+
+    def why_not(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """Why `reset` can be called with the fields of none of these rows; None where it can with some."""
+        if self._reset is None:
+            return None
+        given = [_named(self._reset, {"seed": 0, "prompt": "", **row}) for row in rows]
+        reasons = [why_not_called(self._reset, one) for one in given]
+        if not all(reasons):
+            return None
+        given = f"it is given seed, prompt and {named(rows)}"
+        return f"rollout.environment_factory: `reset` cannot be called: {reasons[0]}; {given}"
 
     # --- calls, in a thread of the job; each raises LostError ----------------------------------------------------------------
 

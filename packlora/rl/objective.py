@@ -30,6 +30,10 @@ class RewardObjective(PolicyObjective):
 
     rewards: Sequence[str] = ()
     group: int = 1
+    why_zero = (
+        "all completions of each prompt had the same reward, or their rewards failed, so they taught nothing; rollouts/ in "
+        "the job's folder has them with their rewards"
+    )
 
     @staticmethod
     def of(train: TrainConfig, rollout: RolloutConfig) -> RewardObjective:
@@ -43,6 +47,8 @@ class RewardObjective(PolicyObjective):
         own = RewardObjective(name, clip, beta, over, rollout.max_new_tokens, kl)  # type: ignore[arg-type]
         if rollout.temperature != 1:
             own.terms = (Temperature(rollout.temperature),)
+        if not rollout.reward_sources:
+            own.why_zero = "the teacher has the adapter's own probabilities"
         own.rewards, own.group = names_of(rollout.reward_sources), rollout.num_generations
         return own
 

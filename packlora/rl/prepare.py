@@ -14,7 +14,7 @@ from packlora.errors import InputError
 from packlora.rl.data import FOLDER, RolloutData, RolloutSamples, guess_of
 from packlora.rl.environments import Environments
 from packlora.rl.prompts import read_both
-from packlora.rl.rewards import Rewards
+from packlora.rl.rewards import ENVIRONMENTS, Rewards
 from packlora.rl.teacher import check_teacher
 from packlora.rl.tools import check_calls_are_read
 from packlora.terminal import Told
@@ -54,14 +54,19 @@ def rollout_data(
             f"job {job.name!r}: rollout.max_new_tokens is {new}, and a sample has at most {most} tokens with its prompt "
             "(data.max_length, a microbatch, or the model's context); lower the one or raise the other"
         )
-    Rewards(job.rollout, job.name)
+    rewards, environments = Rewards(job.rollout, job.name), Environments(job.rollout, job.name)
     if job.rollout.has_environment:
-        check_environments(job, tokenizer)
+        check_environments(job, tokenizer, environments)
     if job.rollout.teacher is not None:
         check_teacher(job.rollout.teacher, tokenizer, job.name)
     seed = run.seed_of(job)
     prompts, held_out, notes = read_both(job, tokenizer, most - new, told, seed)
     every = [*prompts, *held_out]
+    fields = [*{frozenset(prompt.columns): prompt.columns for prompt in every}.values()]
+    more = {ENVIRONMENTS: []} if job.rollout.environment_factory is not None else {}
+    for why in (environments.why_not(fields), rewards.why_not([{**row, **more} for row in fields])):
+        if why is not None:
+            raise InputError(f"job {job.name!r}: {why}")
     check_vocabulary(job.name, (prompt.ids for prompt in every), vocabulary, tokenizer)
     steps = configured_steps(job.train, len(prompts) * job.rollout.num_generations)
     samples = RolloutSamples(job, prompts, Path(run.output_dir) / job.name / FOLDER, seed, steps, most - new, held_out)
@@ -71,9 +76,9 @@ def rollout_data(
     return data, few, judged, max(len(prompt.ids) for prompt in every) + new, notes
 
 
-def check_environments(job: JobConfig, tokenizer: Any) -> None:
-    """Raises InputError where a job's environments or tools are not there, give nothing to learn, or cannot be called."""
-    rollout, environments = job.rollout, Environments(job.rollout, job.name)
+def check_environments(job: JobConfig, tokenizer: Any, environments: Environments) -> None:
+    """Raises InputError where a job's environments give nothing to learn, or its tools cannot be called."""
+    rollout = job.rollout
     if rollout.reward is None and rollout.teacher is None and not environments.has_reward:
         raise InputError(
             f"job {job.name!r}: there is no reward: the environment has neither `step` nor `get_reward`; set rollout.reward"

@@ -18,7 +18,7 @@ from packlora.data.readers import files_of, values_of
 from packlora.data.rows import How, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
-from packlora.errors import InputError
+from packlora.errors import InputError, shown
 from packlora.seeding import stable_hash
 from packlora.terminal import Told
 
@@ -140,8 +140,10 @@ def _prompt(value: Any, where: str, job: JobConfig, tokenizer: Any, tools: list[
         if said[-1]["role"] == "assistant":
             raise bad(f"the last of its {key} is the assistant's, which has been answered already")
         asked = with_system([dict(one) for one in said], job.data.system)
+    elif said is None:
+        raise bad(f"found {', '.join(shown(str(name), 40) for name in value) or 'an empty mapping'}")
     else:
-        raise bad(f"its {key} is {'missing' if said is None else 'empty or no text and no messages'}")
+        raise bad(f"its {key} is empty or no text and no messages")
     try:
         ids = tokens_of(asked, tokenizer, job.data.chat_template_kwargs, tools)
     except InputError as error:

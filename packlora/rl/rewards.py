@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from packlora.errors import InputError, reason_of
-from packlora.functions import RAISED, load_function, place_of
+from packlora.errors import InputError, reason_of, shown
+from packlora.functions import RAISED, load_function, place_of, why_not_called
 from packlora.rl.awaiting import awaited
 from packlora.rl.config import RolloutConfig
 from packlora.rl.workers import Future, Worker
@@ -79,11 +79,34 @@ class Rewards:
         weights = config.reward_weights or [1.0] * len(config.rewards)
         self.weights = np.array([*weights, 1.0][: len(self.names)])
         self._timeout = config.reward_timeout
+        self._functions: dict[str, Any] = {}
         try:
-            self._asked = [_ask_of(spec, config.reward_timeout) for spec in config.rewards]
+            self._asked = [self._ask_of(spec) for spec in config.rewards]
         except InputError as error:
             raise InputError(f"job {job!r}: {error}") from None
         self.worker = Worker(config.reward_timeout, rung or threading.Event())
+
+    def _ask_of(self, spec: str) -> tuple[str, Ask]:
+        """File, or address, and what asks it."""
+        if spec.startswith(("http://", "https://")):
+            return spec, lambda prompts, completions, columns: _post(spec, self._timeout, prompts, completions, columns)
+        file, function = load_function(spec, "rollout.reward")
+        self._functions[spec] = function
+
+        def ask(prompts: list[Any], completions: list[Any], columns: Mapping[str, list[Any]]) -> Any:
+            found = function(prompts=prompts, completions=completions, **columns)
+            return awaited(found)
+
+        return file, ask
+
+    def why_not(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """Why a reward can be called with the fields of none of these rows; None where each can with some."""
+        for spec, function in self._functions.items():
+            reasons = [why_not_called(function, {"prompts": [], "completions": [], **row}) for row in rows]
+            if all(reasons):
+                given = f"it is given prompts, completions and {named(rows)}"
+                return f"rollout.reward {spec} cannot be called: {reasons[0]}; {given}"
+        return None
 
     def ask(self, groups: Sequence[Group]) -> list[Future[Judged]]:
         """Begin to judge groups; the results come in their order."""
@@ -91,7 +114,7 @@ class Rewards:
 
     def judged(self, groups: Sequence[Group], futures: Sequence[Future[Judged]]) -> list[Judged]:
         """Results of `ask`, all of which are there. One that took too long is lost."""
-        late = f"took more than {self._timeout:g} seconds"
+        late = f"the rewards took more than {self._timeout:g} seconds (rollout.reward_timeout)"
         return [future.result or self._lost(group, late) for group, future in zip(groups, futures, strict=True)]
 
     def _judge(self, group: Group) -> Judged:
@@ -126,6 +149,12 @@ class Rewards:
         return total
 
 
+def named(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Names of the other fields of rows, as a message lists them."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return f"the fields of rows: {', '.join(shown(name, 40) for name in names) or 'none'}"
+
+
 def names_of(specs: Sequence[str]) -> list[str]:
     """Names of rewards in logs: those of functions, and hosts of addresses; with a number where one comes twice."""
     found = [
@@ -133,19 +162,6 @@ def names_of(specs: Sequence[str]) -> list[str]:
         for spec in specs
     ]
     return [name if found.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(found)]
-
-
-def _ask_of(spec: str, timeout: float) -> tuple[str, Ask]:
-    """File, or address, and what asks it."""
-    if spec.startswith(("http://", "https://")):
-        return spec, lambda prompts, completions, columns: _post(spec, timeout, prompts, completions, columns)
-    file, function = load_function(spec, "rollout.reward")
-
-    def ask(prompts: list[Any], completions: list[Any], columns: Mapping[str, list[Any]]) -> Any:
-        found = function(prompts=prompts, completions=completions, **columns)
-        return awaited(found)
-
-    return file, ask
 
 
 def _post(address: str, timeout: float, prompts: Any, completions: Any, columns: Mapping[str, Any]) -> Any:

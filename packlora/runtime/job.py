@@ -21,6 +21,7 @@ from packlora.data.encode import Sample
 from packlora.data.prompts import Prompt
 from packlora.engine.adapters import AdapterState
 from packlora.engine.engine import Confirmed, Step, StepDone
+from packlora.engine.objectives import Objective
 from packlora.runtime.history import Pieces
 from packlora.runtime.learning import Learning
 from packlora.seeding import stable_hash
@@ -143,10 +144,11 @@ class Judge:
 
 
 class IdleSteps:
-    """How many steps in a row, up to the last one, taught a job nothing. learning_rate: the configured one."""
+    """How many steps in a row, up to the last one, taught a job nothing. learning_rate: the configured one. why_zero: as of
+    its objective."""
 
-    def __init__(self, learning_rate: float) -> None:
-        self.learning_rate, self.count = learning_rate, 0
+    def __init__(self, learning_rate: float, why_zero: str = Objective.why_zero) -> None:
+        self.learning_rate, self.why_zero, self.count = learning_rate, why_zero, 0
 
     def notice(self, result: StepResult, largest: float, changed: bool, is_last: bool) -> str | None:
         """Note that the job goes on without learning, said once.
@@ -167,8 +169,8 @@ class IdleSteps:
         steps = "1 step" if self.count == 1 else f"{self.count} steps"
         if result.loss == 0 and no_gradient:
             return (
-                f"its loss and its gradient were exactly 0 in {steps} up to step {result.step}: there is nothing left to "
-                f"learn, or the learning rate, {result.lr:g}, is too high"
+                f"its loss and its gradient were exactly 0 in {steps} up to step {result.step}: "
+                + self.why_zero.format(lr=result.lr)
             )
         what = "its gradient was exactly 0" if no_gradient else "its adapter did not change by one bit"
         return (
@@ -227,7 +229,7 @@ class Job:
         self._told: StepResult | None = None
         """Result of a step that was counted and not confirmed."""
         self._tokens, self._judge = 0, Judge(train, self.data.configured_steps)
-        self._idle = IdleSteps(train.learning_rate)
+        self._idle = IdleSteps(train.learning_rate, self.learning.objective.why_zero)
 
     @property
     def name(self) -> str:

@@ -41,7 +41,7 @@ def test_a_run_says_what_it_read_and_goes_on_with_the_same_samples(
         said = record["jobs"][name]
         assert (said["samples"], said["eval_samples"], said["skipped"]) == (11, 1, 1)
         (row,) = said["skipped_rows"]
-        assert row.startswith(f"{two}, line 5: found prompt; rows are")
+        assert row.startswith(f"{two}, line 5: found prompt without a completion")
         warned = "\n".join(text for text in record["warnings"] if repr(name) in text)
         assert "1 training rows are no samples and were left out, the first: " in warned and "ShareGPT's" in warned
     assert f"job 'mixture': {one} gives 8 of 11 samples, and has 6" in record["warnings"]

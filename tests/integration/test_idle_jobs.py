@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from test_training import Base, Rows, config, steps, train
 
+from packlora.config import TrainConfig
 from packlora.report.summary import print_summary
+from packlora.rl.config import RolloutConfig
+from packlora.rl.objective import RewardObjective
 from packlora.runtime.job import IdleSteps, StepResult
 
 
@@ -86,6 +89,14 @@ def test_a_job_that_has_nothing_left_to_learn_is_told_in_other_words(
     assert "loss and its gradient were exactly 0 in 3 steps up to step 1: there is nothing left to learn" in str(
         none[2]
     )
+
+
+def test_of_completions_with_equal_rewards_it_says_so() -> None:
+    learning = RolloutConfig(reward="a.py:b"), RolloutConfig(teacher="base")
+    rewarded, taught = (RewardObjective.of(TrainConfig(loss_type="dapo"), one).why_zero for one in learning)
+    said = str(IdleSteps(1e-3, rewarded).notice(result(0.0, 0.0), 1.0, True, is_last=True))
+    assert "exactly 0 in 1 step up to step 1: all completions of each prompt had the same reward" in said
+    assert "too high" not in said and "the teacher has the adapter's own probabilities" in taught
 
 
 def test_it_is_said_once_and_again_after_learning_went_on() -> None:

@@ -125,7 +125,7 @@ def test_a_list_of_numbers_is_one_for_each_label_also_where_a_sample_is_cut(
 
 REFUSED: dict[str, tuple[str, str]] = {
     "no file": ("", r"there is no file .*mine\.py"),
-    "no function": ("def g(logp, rows):\n    return -logp\n", r"has no function 'f'; it has g"),
+    "no function": ("def g(logp, rows):\n    return -logp\n", r"has no 'f'; it has g"),
     "does not run": ("import nothing_of_the_kind\n", r"mine\.py, line 1, failed: ModuleNotFoundError"),
     "not Python": ("def f(logp, rows)\n", r"mine\.py, line 1, failed: SyntaxError"),
     "raises": ("def f(logp, rows):\n    return logp / 0 + missing\n", r"mine\.py, line 2, failed: NameError"),

@@ -122,6 +122,10 @@ class Long(Guess):
         super().reset(word, 1)
         return [{"role": "user", "content": "the " * 300}] if word == "quick" else None
 
+class Needs(Guess):
+    def reset(self, level, seed):
+        super().reset(level, seed)
+
 class Alone:
     pass
 
@@ -139,6 +143,9 @@ def halve(number: float) -> float:
 
 def untold(number):
     return number
+
+def bare(completions):
+    return [0.0 for _ in completions]
 
 def looks(prompts, completions, environments, **columns):
     return [float(len(own.said)) + len(said) for own, said in zip(environments, completions)]
@@ -498,9 +505,15 @@ def test_an_environment_of_a_program_plays_prompts_that_are_texts(base: str, tmp
     [
         ("Alone", {}, "gives a Alone without `reset`"),
         ("Silent", {}, "the environment has neither `step` nor `get_reward`; set rollout.reward"),
-        ("Missing", {}, "has no function 'Missing'"),
+        ("Missing", {}, "has no 'Missing'; it has Guess"),
         ("Gone", {}, "rollout.environment_factory .*envs.py:Gone: .*failed: SystemExit: 3"),
         ("looks", {}, "rollout.environment_factory .*envs.py:looks: .*failed: TypeError"),
+        (
+            "Needs",
+            {},
+            "`reset` cannot be called: missing a required argument: 'level'; it is given .* the fields of rows: word",
+        ),
+        ("Guess", {"reward": "{}:bare"}, "envs.py:bare cannot be called: got an unexpected keyword argument 'prompts'"),
         ("Counter", {}, "writes no tool calls, or in a form that is not read"),
         ("Guess", {"tools": "{}:untold"}, "tool 'untold'.*type hints"),
         ("Guess", {"tools": ["{}:halve", "{}:halve"]}, "has 'halve' twice"),

@@ -18,10 +18,12 @@ from peft import PeftModel
 from test_training import adapter, distance, steps, train
 
 import packlora
+from packlora.commands.plan import print_plan
 from packlora.errors import InputError
 from packlora.report.page import whole_page
 from packlora.rl.courses import Turn
 from packlora.rl.drawing import Drawing
+from packlora.run_file import run_from
 
 REWARDS = """
 def brevity(prompts, completions, **columns):
@@ -230,6 +232,7 @@ def test_a_teacher_with_other_tokens_is_refused(
     ("change", "said"),
     [
         ({"rollout": {"reward": None}}, "neither a reward nor a teacher"),
+        ({"rollout": {"teacher_weight": 0.5}}, "teacher_weight is for completions with rollout.teacher"),
         ({"rollout": {"teacher": "nowhere"}}, "rollout.teacher 'nowhere'"),
         ({"train": {"loss_type": "dpo"}}, "rollout is for trainer grpo, and this job's trainer is dpo"),
         ({"train": {"global_batch_size": 6}}, "no whole groups of 4"),
@@ -241,7 +244,7 @@ def test_a_teacher_with_other_tokens_is_refused(
         ({"rollout": {"max_new_token": 5}}, "max_new_tokens"),
         ({"rollout": None}, "set rollout"),
         ({"data": {"eval_split": 0.01}}, "of 6 prompts data.eval_split 0.01 is 0, so none is held out"),
-        ({"rows": '{"completion": "x"}'}, "line 1: its messages is missing; a row has a prompt"),
+        ({"rows": '{"completion": "x"}'}, "line 1: found completion; a row has a prompt"),
         ({"rows": '{"messages": [{"role": "assistant", "content": "x"}]}'}, "has been answered already"),
         ({"rows": '{"prompt": ["x"]}'}, "no text and no messages"),
         ({"rows": ""}, "has no prompts"),
@@ -259,3 +262,12 @@ def test_what_cannot_be_is_refused_before_training(
     with pytest.raises(InputError, match=said):
         packlora.train(tree(tiny_base("llama"), tmp_path / "out", asked))
     assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_a_plan_says_that_completions_are_guessed_and_scales_nothing_up_of_a_short_run(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_plan(run_from(tree(tiny_base("llama"), tmp_path / "out", job("brief", files, max_steps=3))))
+    said = capsys.readouterr().out
+    assert "job 'brief': its completions are taken to be half of rollout.max_new_tokens long; drawing" in said
+    assert "planned: the first" not in said

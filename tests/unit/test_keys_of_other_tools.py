@@ -42,6 +42,8 @@ def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:
         ("train", "report_to", "trackers"),
         ("train", "completion_only_loss", "turns of the assistant"),
         ("adapter", "lora_target_linear", "target_modules"),
+        ("rollout", "max_completion_length", "rollout.max_new_tokens"),
+        ("train", "reward_funcs", "rollout.reward"),
     ],
 )
 def test_a_key_of_another_tool_is_refused_with_what_stands_for_it_here(part: str, key: str, here: str) -> None:
@@ -60,6 +62,7 @@ def test_a_key_of_another_tool_is_refused_with_what_stands_for_it_here(part: str
         ("train", "max_length", "see a job's data.max_length"),
         ("train", "gradient_checkpointing", "see the run's gradient_checkpointing"),
         ("adapter", "seed", "see a job's seed"),
+        ("train", "num_generations", "see a job's rollout.num_generations"),
     ],
 )
 def test_a_key_in_the_wrong_place_is_refused_with_its_place(part: str, key: str, here: str) -> None:
@@ -73,8 +76,9 @@ def keys(model: Any) -> set[str]:
 
 def test_what_stands_for_them_exists_and_none_of_them_is_a_key_here() -> None:
     from packlora.config import AdapterConfig, DataConfig, JobConfig, TrainConfig
+    from packlora.rl.config import RolloutConfig
 
-    parts = {"adapter": AdapterConfig, "train": TrainConfig, "data": DataConfig}
+    parts = {"adapter": AdapterConfig, "train": TrainConfig, "data": DataConfig, "rollout": RolloutConfig}
     for key, instead in OTHER_TOOLS.items():
         assert all(key not in keys(model) for model in (Run, JobConfig, *parts.values()))
         for words in instead.split():

@@ -116,6 +116,12 @@ def test_what_is_no_card_is_refused(text: str) -> None:
         card_bytes(text)
 
 
+def test_a_run_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("base_model: a")
+    out = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--gpu", "24 GB"])
+    assert out.exit_code == 2 and "run.yaml is a file; give the folder or hub id" in out.output
+
+
 def test_options_of_a_run_do_not_go_with_a_card(model: str) -> None:
     out = CliRunner().invoke(app, ["plan", model, "--gpu", "24 GB", "--stages", "2"])
     assert out.exit_code == 2 and "--stages is of a run" in out.output

@@ -73,6 +73,19 @@ def test_every_job_is_shown_with_its_loss_rate_and_status(terminal: bool) -> Non
 
 
 @pytest.mark.parametrize("terminal", [True, False])
+def test_a_job_that_learns_from_rewards_is_shown_with_its_reward(terminal: bool) -> None:
+    progress = shown(job("plain"), job("brief"), terminal=terminal, width=140)
+    out = progress.console.file
+    progress(stepped("plain", 1))
+    assert "reward" not in str(out.getvalue())  # type: ignore[attr-defined]
+    progress(Stepped("brief", 1, 0.0, 1.0, 1e-4, 20, 0.1, 1.0, {"reward": -0.4375}))
+    progress(Stepped("brief", 2, 0.0, 1.0, 1e-4, 20, 0.1, 1.0, {"reward": None}))
+    progress.__exit__()
+    text = str(out.getvalue())  # type: ignore[attr-defined]
+    assert ("reward -0.4375" in text) != terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("compiles", [True, False])
 def test_before_the_first_microbatch_it_says_what_takes_the_time(compiles: bool, terminal: bool) -> None:
     progress = shown(job("first"), terminal=terminal, width=140)

@@ -70,7 +70,8 @@ def test_every_format_gives_the_same_rows_each_with_its_place(tmp_path: Path, su
         ("{}", "found no fields"),
         (
             '{"prompt": "a"}',
-            "found prompt; rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, ",
+            "found prompt without a completion, as rows of a job with rollout have it (learning from rewards); rows are "
+            "{prompt, completion}, {messages}, {text}, {input_ids, labels}, ",
         ),
         ('{"completion": "a", "input": 1}', "found completion, input"),
         ('{"prompt": "a", "completion": null}', "found prompt, completion"),

@@ -102,6 +102,7 @@ class Objective:
     has_reference: whether the job is held to another model.
     has_estimate: whether `estimate` runs forwards of its own for each global batch.
     terms: that belong to it, as the temperature of its log-probabilities.
+    why_zero: what it says of a job whose loss and gradient are exactly 0; {lr} is the learning rate.
     """
 
     name = ""
@@ -112,6 +113,7 @@ class Objective:
     has_reference = False
     has_estimate = False
     terms: tuple[Term, ...] = ()
+    why_zero = "there is nothing left to learn, or the learning rate, {lr:g}, is too high"
 
     def columns_of(self, rows: Sequence[Row]) -> Mapping[str, np.ndarray]:
         """Values of all columns: [L], or [N] or [N, width]."""
