@@ -26,6 +26,7 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.alone import ALONE
 from packlora.serve.command import listening
+from packlora.serve.errors import Refused
 from packlora.serve.group.host import GroupHost
 from packlora.serve.group.leader import GroupService
 from packlora.serve.group.together import together
@@ -61,10 +62,14 @@ def test_models_and_samples_of_a_base_that_is_cut_are_those_of_one_process_which
         state.mkdir()
     one = host_of(base, states[0], "dtype=float64", budget=64)
     talk = Talk(Service({NAME: one}, states[0]))
-    want = served_cut.whole(talk)
+    want, _ = served_cut.whole(talk)
     end(talk)
     found = ranks(2).run(served_cut.told, 2, base, states[1])[0]
     assert "no memory for another adapter" in found.pop("large")
+    said = (
+        "user_metadata.packlora.init_lora_weights: olora needs whole weights, and this service has cut its base model "
+    )
+    assert [text.startswith(said) for text in found.pop("refused")] == [True, True]
     same(found, want)
     after = []
     for state in states:  # one process goes on with what two have left, snapshots and requests since then
@@ -148,8 +153,15 @@ def test_an_error_of_rank_0_while_all_compute_ends_the_service(
     talk.service._run()
     said = "rank 0 has failed: ValueError: a defect; start again, and the service goes on"
     assert str(talk.service.failure) == said and ends and talk.service.status()["failure"].endswith(said)
-    assert talk.service.stop() == 1 and talk.desk.journal is not None and promise
+    assert talk.service.stop() == 1 and promise
     leave(talk.service)
+
+    def spec_of(wanted: Any) -> None:
+        raise Refused("it needs whole weights")
+
+    monkeypatch.setattr(host, "spec_of", spec_of)
+    with pytest.raises(InputError, match="it has a model that cannot go on: it needs whole weights"):
+        GroupService({NAME: host}, tmp_path, [])  # type: ignore[dict-item]
 
 
 def same(found: dict[str, Any], want: dict[str, Any]) -> None:
