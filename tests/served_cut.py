@@ -158,8 +158,9 @@ def whole(talk: Talk) -> tuple[dict[str, Any], Story]:
     story.end("start")
     story.learn(range(2))
     story.go_back()
-    story.rest()
     story.learn(range(2, 3))
+    story.rest()
+    story.learn(range(3, 4))
     story.sample()
     return story.end(), story
 
