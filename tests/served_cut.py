@@ -10,9 +10,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from serving import NAME, Talk, datum
 
 from packlora.errors import ProcessError
+from packlora.serve.errors import Refused
 from packlora.serve.group import leader
 from packlora.serve.group.follower import work
 from packlora.serve.group.host import GroupHost
@@ -150,16 +152,17 @@ def plain(result: Any) -> Any:
 
 
 @mock.patch.object(Tenant, "kind", None)
-def whole(talk: Talk) -> dict[str, Any]:
+def whole(talk: Talk) -> tuple[dict[str, Any], Story]:
     """The whole story. The two adapt different modules, in one microbatch, as on a GPU."""
     story = Story(talk)
     story.end("start")
     story.learn(range(2))
     story.go_back()
-    story.rest()
     story.learn(range(2, 3))
+    story.rest()
+    story.learn(range(3, 4))
     story.sample()
-    return story.end()
+    return story.end(), story
 
 
 def told(rank: int, size: int, base: str, state: Path, device: str = "cpu") -> dict[str, Any] | None:
@@ -168,11 +171,26 @@ def told(rank: int, size: int, base: str, state: Path, device: str = "cpu") -> d
     with rooms, cut(rank, size, base, state, f"device={device}", "dtype=float64") as talk:
         if talk is None:
             return None
-        found = whole(talk)
+        found, story = whole(talk)
         model = talk.model(talk.session("large"), rank=60)
         promise = talk.forward_backward(model, rows(0, 0))
         talk.run()
-        return found | {"large": str(talk.result(promise))}
+        return found | {"large": str(talk.result(promise)), "refused": refused(talk, story)}
+
+
+def refused(talk: Talk, story: Story) -> list[str]:
+    """What is said of adapters that begin with what is in whole weights: a new one, and a checkpoint of one."""
+    with pytest.raises(Refused) as first:
+        talk.model(story.session, 7, init_lora_weights="olora")
+    path = f"tinker://{story.models[0]}/weights/kept"
+    with talk.service.journal.write() as db:
+        set_it = "update checkpoints set spec = json_set(spec, '$.adapter.init_lora_weights', 'olora') where path = ?"
+        db.execute(set_it, (path,))
+    body = {"session_id": story.session, "model_seq_id": 8, "path": path}
+    with pytest.raises(Refused) as second:
+        talk.desk.load_as_new(talk.owner, body)
+    assert len(talk.service.tenants) == len(KINDS) + 1
+    return [first.value.text, second.value.text]
 
 
 def failing(rank: int, base: str, state: Path) -> str:

@@ -70,6 +70,8 @@ class Models(Promises):
             raise Refused(f"base_model: {quoted(asked)}, and the checkpoint is of {row['base']}")
         check_switches(body, "optimizer")
         metadata = metadata_of(body, self.limits.metadata_bytes)
+        own, result = Wanted.of_dict(json.loads(row["spec"])), {"path": row["path"], "type": "load_weights"}
+        host.spec_of(own)
         self._check_room(owner)
         model = f"{session['id']}:train:{number}"
         stores = self.service.stores
@@ -77,7 +79,6 @@ class Models(Promises):
         stores.copy(stores.checkpoint(row["path"]), start)
         if not body.get("optimizer"):
             (start / "optimizer.safetensors").unlink(missing_ok=True)
-        own, result = Wanted.of_dict(json.loads(row["spec"])), {"path": row["path"], "type": "load_weights"}
         return self._make(owner, session["id"], number, key, digest, "load_weights", host, own, metadata, result)
 
     def _make(

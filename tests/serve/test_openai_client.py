@@ -27,7 +27,7 @@ from waiting import SECONDS, wait_for
 from packlora.data.template import set_clock
 from packlora.engine.generate import Sampler
 from packlora.serve import openai as endpoint
-from packlora.serve import samplers
+from packlora.serve.host import Host
 from packlora.serve.openai_fields import ChatFields
 
 tinker = pytest.importorskip("tinker")
@@ -224,7 +224,7 @@ def test_what_would_change_an_answer_and_is_not_served_is_refused_by_name(world:
 
 
 def test_an_adapter_that_is_not_its_trainers_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "load_adapter", lambda folder, adapter: adapter.flat.zero_())
+    monkeypatch.setattr(Host, "take", lambda host, adapter, state, found: adapter.flat.zero_())
     with pytest.raises(openai.InternalServerError, match="sampler and the trainer differ"):
         world.client().completions.create(model="out", prompt="a")
     assert world.client().completions.create(model=NAME, prompt="a", max_tokens=2).usage.completion_tokens

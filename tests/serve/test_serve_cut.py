@@ -26,6 +26,7 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.alone import ALONE
 from packlora.serve.command import listening
+from packlora.serve.errors import Refused
 from packlora.serve.group.host import GroupHost
 from packlora.serve.group.leader import GroupService
 from packlora.serve.group.together import together
@@ -61,10 +62,14 @@ def test_models_and_samples_of_a_base_that_is_cut_are_those_of_one_process_which
         state.mkdir()
     one = host_of(base, states[0], "dtype=float64", budget=64)
     talk = Talk(Service({NAME: one}, states[0]))
-    want = served_cut.whole(talk)
+    want, _ = served_cut.whole(talk)
     end(talk)
     found = ranks(2).run(served_cut.told, 2, base, states[1])[0]
     assert "no memory for another adapter" in found.pop("large")
+    said = (
+        "user_metadata.packlora.init_lora_weights: olora needs whole weights, and this service has cut its base model "
+    )
+    assert [text.startswith(said) for text in found.pop("refused")] == [True, True]
     same(found, want)
     after = []
     for state in states:  # one process goes on with what two have left, snapshots and requests since then
@@ -73,7 +78,7 @@ def test_models_and_samples_of_a_base_that_is_cut_are_those_of_one_process_which
         trained = by_train(base, folder_of(talk, "start"), state / "train")
         assert max(float((trained[key] - own).abs().max()) for key, own in found["tensors"][0].items()) < 1e-10
         story = served_cut.Story(talk)
-        story.learn(range(3, 4))
+        story.learn(range(4, 5))
         after.append(story.end("after"))
         end(talk)
     same(*after)
@@ -87,13 +92,13 @@ def folder_of(talk: Talk, name: str) -> str:
 
 
 def by_train(base: str, start: str, out: Path) -> dict[str, torch.Tensor]:
-    """The first model as `packlora.train` trains it on one process: three steps on all of its rows."""
+    """The first model as `packlora.train` trains it on one process: four steps on all of its rows."""
     out.mkdir()
     data = out / "rows.jsonl"
     ids = [[int(row.ids[0]), *row.inputs["target_tokens"].tolist()] for row in served_cut.rows(0, 0)]
     data.write_text("".join(json.dumps({"input_ids": own}) + "\n" for own in ids))
     train = {
-        "global_batch_size": 4, "max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
+        "global_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
         "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-12, "weight_decay": 0.1, "max_grad_norm": 0.5,
     }  # fmt: skip
     job = {"name": "alone", "data": {"path": str(data)}, "adapter": {"init_from": start}, "train": train}
@@ -148,8 +153,15 @@ def test_an_error_of_rank_0_while_all_compute_ends_the_service(
     talk.service._run()
     said = "rank 0 has failed: ValueError: a defect; start again, and the service goes on"
     assert str(talk.service.failure) == said and ends and talk.service.status()["failure"].endswith(said)
-    assert talk.service.stop() == 1 and talk.desk.journal is not None and promise
+    assert talk.service.stop() == 1 and promise
     leave(talk.service)
+
+    def spec_of(wanted: Any) -> None:
+        raise Refused("it needs whole weights")
+
+    monkeypatch.setattr(host, "spec_of", spec_of)
+    with pytest.raises(InputError, match="it has a model that cannot go on: it needs whole weights"):
+        GroupService({NAME: host}, tmp_path, [])  # type: ignore[dict-item]
 
 
 def same(found: dict[str, Any], want: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def test_models_that_come_and_go_have_the_bits_of_the_same_passes_without_graphs
     with pytest.MonkeyPatch.context() as patch:
         eager = Story(graphed_host(base, tmp_path, patch, 1000), tmp_path / "eager").run()
     plain = Story(host_of(base, tmp_path, budget=64), tmp_path / "plain").run()
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("packlora")]
     for one, other, third in zip(got, eager, plain, strict=True):
         assert np.array_equal(one, other)
         np.testing.assert_allclose(one, third, rtol=2e-4, atol=2e-5)
