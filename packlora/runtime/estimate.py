@@ -41,8 +41,8 @@ TRAINABLE_BYTES = 4 * 5
 """Per trainable parameter while a microbatch runs: with its value."""
 GRADIENT_BYTES = 4
 """Per trainable parameter of a microbatch's gradient, which is whole when the activations are gone."""
-LIBRARY_BYTES = 72 * 2**20
-"""Workspaces of cuBLAS, and small tensors."""
+LIBRARY_BYTES, RECORDING_BYTES = 72 * 2**20, 64 * 2**20
+"""Workspaces of cuBLAS, and small tensors; and its workspaces of the stream on which CUDA graphs are recorded."""
 RANK_MULTIPLE = 16
 """Kernels pad ranks to multiples of it."""
 INPUTS_ON_DEVICE = 3
@@ -150,9 +150,10 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     and layer what backward needs, also of adapters (with checkpointing one tensor per layer, and one layer's). On top comes the
     more of two moments: the loss (logits and their gradient, or where kernels make it one chunk of them and three tensors like
     the hidden states), of which "logits" is what exceeds "buffers", a layer's backward (gradients of its input and of two inner
-    products; checkpointed, inputs of products; the two largest quantised weights as they are multiplied). 45 measured peaks of
-    an H200 and an H100 are 0.97 to 1.04 of the sum. Not counted: what keep_outputs saves, the allocator's rounding, and about
-    0.6 GiB of a CPU process.
+    products; checkpointed, inputs of products; the two largest quantised weights as they are multiplied; with CUDA graphs the
+    hidden states, their gradient and the copy of it that a graph reads, which are gone by then without graphs). 45 measured
+    peaks of an H200 and an H100 are 0.97 to 1.04 of the sum. Not counted: what keep_outputs saves, the allocator's rounding,
+    and about 0.6 GiB of a CPU process.
 
     Args:
         kernels: whether kernels compute attention, norms and the loss; None: as on the run's device.
@@ -183,6 +184,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         loss = CHUNK_BYTES["cuda"] + 3 * tokens * shape.hidden * width
         inside = shape.hidden * (2 if run.gradient_checkpointing else 1) + 2 * shape.inner
         buffers = tokens * width * inside + temporary
+        if run.cuda_graphs is True or (run.cuda_graphs == "auto" and not run.parallel.ways):
+            buffers += 3 * tokens * shape.hidden * width + RECORDING_BYTES
         if run.gradient_checkpointing:  # in the loss no layer is computed again
             loss -= tokens * per_layer
     else:

@@ -63,6 +63,7 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
         gradient_checkpointing=checkpointing,
         offload_embedding=False,
         activation_offloading=False,
+        cuda_graphs=False,
     )
     outputs = {f"{layer}.{name}": width for layer in range(32) for name, width in LLAMA_8B.items()}
     modules = {path: SimpleNamespace(kind="linear", rank=rank) for path in outputs}
@@ -81,6 +82,35 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
     recorded = json.loads((RESULTS / "model-h200.json").read_text())["summary"]
     measured = sum(recorded[key.removeprefix("-")] * (-1 if key.startswith("-") else 1) for key in keys) * 2**30
     assert sum(parts.values()) + adapters == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "checkpointing", "graphs", "ways", "more"),
+    [
+        (4096, True, "auto", [], 3 * 4096 * 4096 * 2 + 2**26), (4096, True, True, ["tensor"], 3 * 4096 * 4096 * 2 + 2**26),
+        (4096, True, "auto", ["tensor"], 0), (4096, True, False, [], 0),
+        # the loss takes 2**28 + 3 * T * 4096 * 2 bytes, a layer's backward T * 2 * (4096 + 2 * 14336): the latter is less
+        (256, False, "auto", [], 0), (4096, False, "auto", [], 3 * 4096 * 4096 * 2 + 2**26 - (2**28 - 4096 * 2 * 20480)),
+    ],
+)  # fmt: skip
+def test_graphs_add_what_the_loss_leaves_to_a_layer_s_backward(
+    tokens: int, checkpointing: bool, graphs: Any, ways: list[str], more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states [T, 4096], their gradient and its copy, and workspaces: where the loss is not the more of the two."""
+    monkeypatch.setattr(estimate, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(estimate, "why_no_kernels", lambda device: None)
+    shape = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
+    job = SimpleNamespace(data=SimpleNamespace(label_share=1.0), spec=SimpleNamespace(modules={}), products={})
+    prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0))
+
+    def total(cuda_graphs: Any) -> int:
+        run: Any = SimpleNamespace(
+            dtype="bfloat16", device="auto", gradient_checkpointing=checkpointing, offload_embedding=False,
+            activation_offloading=False, cuda_graphs=cuda_graphs, parallel=SimpleNamespace(ways=ways),
+        )  # fmt: skip
+        return sum(estimate.memory_parts(run, prepared, tokens).values())
+
+    assert total(graphs) - total(False) == more
 
 
 @pytest.mark.parametrize(
@@ -110,6 +140,7 @@ def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
         gradient_checkpointing=False,
         offload_embedding=False,
         activation_offloading=False,
+        cuda_graphs=False,
     )
     jobs, samples = [], []
     for name, (lengths, rank) in JOBS.items():
