@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import rows_into
 from seeds import SEED, SOAK
 from steps import after_microbatch, crash, terminate
 from test_training import JOBS, adapter, config, distance, same_bits, steps, train
@@ -46,6 +47,18 @@ def lines(out: Path, name: str) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACKLORA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A run of two windows, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    tree = config(tiny_base(), folder / "whole", rows_into(folder), LONG, max_tokens_per_microbatch=150, eval_every=5)
+    tree["jobs"][0]["data"]["eval_path"] = tree["jobs"][0]["data"]["path"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACKLORA_CACHE", str(folder / "cache"))
+        train(tree)
+    return tree, folder / "whole"
 
 
 @pytest.fixture
@@ -89,12 +102,9 @@ def test_jobs_of_different_batches_and_epochs_give_under_every_method_what_they_
     assert len(ran) < len(lines(tmp_path / "solo", "microbatches"))
 
 
-def test_every_sample_is_run_once_in_its_own_batch_and_lines_say_so(
-    tiny_base: Base, write_rows: Rows, tmp_path: Path
-) -> None:
-    tree = config(tiny_base(), tmp_path / "out", write_rows, LONG, max_tokens_per_microbatch=150)
-    train(tree)
-    ran = lines(tmp_path / "out", "microbatches")
+def test_every_sample_is_run_once_in_its_own_batch_and_lines_say_so(whole: tuple[dict[str, Any], Path]) -> None:
+    _, out = whole
+    ran = lines(out, "microbatches")
     assert [line["index"] for line in ran] == list(range(len(ran)))
     tokens: dict[tuple[str, int], int] = {}
     for line in ran:
@@ -104,11 +114,11 @@ def test_every_sample_is_run_once_in_its_own_batch_and_lines_say_so(
         assert line["predicted"] > 0
         for name, batch in line["batches"].items():
             tokens[name, batch] = tokens.get((name, batch), 0) + line["tokens"][name]
-    assert tokens == {(line["job"], line["step"] - 1): line["tokens"] for line in steps(tmp_path / "out")}
-    windows = lines(tmp_path / "out", "windows")
+    assert tokens == {(line["job"], line["step"] - 1): line["tokens"] for line in steps(out)}
+    windows = lines(out, "windows")
     assert [line["window"] for line in windows] == [0, 16]
     assert sum(line["microbatches"] for line in windows) == len(ran) >= sum(line["bound"] for line in windows)
-    html = (tmp_path / "out" / "report.html").read_text()
+    html = (out / "report.html").read_text()
     assert "Time of a microbatch" in html
     assert "the lower bound is" in html
 
@@ -132,27 +142,18 @@ def test_short_jobs_need_fewer_microbatches_than_they_have_steps(
 
 @pytest.mark.usefixtures("planning_process")
 def test_a_planning_process_that_fails_is_reported_and_changes_no_bit(
-    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = config(tiny_base(), tmp_path / "whole", write_rows, LONG, max_tokens_per_microbatch=150)
-    train(tree)
+    tree, reference = whole
     broken = functools.partial(windows.BackgroundPlanner, command=[sys.executable, "-c", "raise SystemExit(3)"])
     monkeypatch.setattr(windows, "BackgroundPlanner", broken)
     train({**tree, "output_dir": str(tmp_path / "broken")})
-    same_bits(tmp_path / "whole", tmp_path / "broken", LONG)
+    same_bits(reference, tmp_path / "broken", LONG)
     warnings = json.loads((tmp_path / "broken" / "run.json").read_text())["warnings"]
     assert any("a process that plans microbatches failed" in text for text in warnings)
 
 
 # --- resume ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def whole(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> tuple[dict[str, Any], Path]:
-    tree = config(tiny_base(), tmp_path / "whole", write_rows, LONG, max_tokens_per_microbatch=150)
-    tree["jobs"][0]["data"]["eval_path"] = tree["jobs"][0]["data"]["path"]
-    train({**tree, "eval_every": 5})
-    return {**tree, "eval_every": 5}, tmp_path / "whole"
 
 
 def test_interrupted_inside_a_window_and_at_its_border_a_run_goes_on_to_the_same_bits(

@@ -160,7 +160,7 @@ def test_a_run_that_is_stopped_while_one_job_lags_behind_goes_on_with_the_same_b
 
     def begin(event: Event) -> None:
         if isinstance(event, WindowPlanned):
-            rounds.append(event.first_round)
+            rounds.append(event.window)
 
     assert run(tiny_base("llama"), out, jobs(where, Gate()), begin, resume=True).status == "done"
     assert rounds[0] >= 2, "nobody waits for the steps by which one lags behind"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from serving import NAME, Talk, datum, host_of, leave
 from starlette.testclient import TestClient
 from waiting import SECONDS, own_port, wait_for
 
+from packlora.engine.generate import Sampler
 from packlora.serve import command
 from packlora.serve.app import Keys, application
 from packlora.serve.logs import LOG, Logfmt, log
@@ -98,9 +100,11 @@ def test_a_line_of_the_log_is_made_of_fields(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_service_that_is_asked_to_stop_says_what_waits(
-    tiny_base: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_base: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command in this process: `status` prints its figures; SIGTERM ends it, streams end with a reason."""
+    step, drawn = Sampler.step, itertools.count()
+    monkeypatch.setattr(Sampler, "step", lambda own: step(own) if next(drawn) < 9 else [])  # no stream ends by itself
     port = own_port()
     url, said = f"http://127.0.0.1:{port}", dict[str, Any]()
 

@@ -4,6 +4,7 @@ what needs an optional package works without it."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,23 @@ from packlora.cli import app
 said = CliRunner().invoke(app, ["doctor"])
 assert said.exit_code == 0 and "bitsandbytes" in said.output, said.output
 """
+WITHOUT_TRITON = """
+import importlib, pkgutil, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+    del sys.modules[name]
+sys.modules["triton"] = None
+import packlora
+for module in pkgutil.walk_packages(packlora.__path__, "packlora."):
+    if not module.name.endswith("__main__") and "megatron" not in module.name:
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            assert "triton" in str(error), (module.name, error)
+"""
+KERNELS = re.compile(
+    r"packlora\.(ops\..*|codes\.(four_bit|kernel)|fp8\.(change_kernels|change_launches|kernel|launches))"
+)
+"""Modules that need Triton; all others reach them where a GPU has it."""
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +149,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
     """Lines of each module of packlora that a run, an accelerated step and all imports have loaded when they are done."""
     folder = tmp_path_factory.mktemp("loaded")
     codes = {"train": TRAIN.replace("FOLDER", str(folder)), "accelerate": ACCELERATE, "everything": EVERYTHING}
+    codes["without triton"] = WITHOUT_TRITON
     asked = json.dumps([(code, str(folder / f"{name}.json")) for name, code in codes.items()])
     done = subprocess.run([sys.executable, "-c", WARMED], cwd=ROOT, input=asked, capture_output=True, text=True)
     files = {name: folder / f"{name}.json" for name in codes}
@@ -155,3 +174,9 @@ def test_modules_import_and_accelerate_and_doctor_work_without_optional_packages
 ) -> None:
     """Without a warning of ours."""
     assert set(PLUGINS) < set(loaded["everything"]) | {"packlora.megatron"}
+
+
+def test_nothing_but_kernels_needs_triton(loaded: dict[str, dict[str, int]]) -> None:
+    """It is not there on a Mac and on Windows, nor beside torch's builds for CPUs."""
+    missing = loaded["everything"].keys() - loaded["without triton"].keys()
+    assert missing and [name for name in missing if not KERNELS.fullmatch(name)] == []

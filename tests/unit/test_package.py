@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import os
 import pydoc
 import re
 import subprocess
@@ -192,30 +191,3 @@ def test_a_typed_file_uses_every_public_name() -> None:
     text = (ROOT / "tests" / "typed_user.py").read_text()
     assert (ROOT / "packlora" / "py.typed").exists()
     assert all(re.search(rf"\b{name}\b", text) for name in PUBLIC)
-
-
-WITHOUT_TRITON = """
-import importlib, pkgutil, sys
-sys.modules["triton"] = None
-import packlora
-for module in pkgutil.walk_packages(packlora.__path__, "packlora."):
-    if not module.name.endswith("__main__"):
-        try:
-            importlib.import_module(module.name)
-        except ImportError as error:
-            assert "triton" in str(error), (module.name, error)
-            print(module.name)
-"""
-KERNELS = re.compile(
-    r"packlora\.(ops\..*|codes\.(four_bit|kernel)|fp8\.(change_kernels|change_launches|kernel|launches))"
-)
-"""Modules that need Triton; all others reach them where a GPU has it."""
-
-
-def test_nothing_but_kernels_needs_triton() -> None:
-    """It is not there on a Mac and on Windows, nor beside torch's builds for CPUs."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = done.stdout.split()
-    assert found and [name for name in found if not KERNELS.fullmatch(name)] == []
