@@ -32,6 +32,8 @@ COLUMNS = (
     "Status",
 )  # fmt: skip
 """Columns of the table of jobs after the name."""
+TOLD = ("reward", "rewards/accuracies", "rewards/margins")
+"""Metrics that stand under a job's losses."""
 RECENT = 20
 """Steps of a job from which the time that it still takes is told."""
 
@@ -211,10 +213,11 @@ def job_table(run: RunFiles) -> str:
     )
 
 
-def _of_preferences(lines: Sequence[Line], prefix: str) -> str:
-    """Rewards of a job with preferences in the last line. prefix: of their names, eval_ for those of held-out samples."""
+def _of_rewards(lines: Sequence[Line], prefix: str) -> str:
+    """Rewards in the last line of a job that learns from them, or from preferences. prefix: of their names, eval_ for those of
+    held-out samples."""
     line = lines[-1] if lines else {}
-    found = [(name, line.get(f"{prefix}rewards/{name}")) for name in ("accuracies", "margins")]
+    found = [(name.rpartition("/")[2], line.get(f"{prefix}{name}")) for name in TOLD]
     return ", ".join(f"{name} {value:.3g}" for name, value in found if isinstance(value, int | float))
 
 
@@ -239,8 +242,8 @@ def _job_row(run: RunFiles, job: JobFiles) -> str:
         (f"{rate:g}" if rate else UNKNOWN) + sub(str(train.get("lr_scheduler_type", "")).replace("_", " ")),
         f"{job.step:,}" + (f" / {total:,}" if total else "") + bar + sub(f"batch {batch}" if batch else ""),
         change(mean(losses[:window]), mean(losses[-window:]) if len(losses) > 1 else None)
-        + sub(_of_preferences(job.metrics, ""), "wrap"),
-        change(before, after) + sub(_of_preferences(job.evals, "eval_"), "wrap"),
+        + sub(_of_rewards(job.metrics, ""), "wrap"),
+        change(before, after) + sub(_of_rewards(job.evals, "eval_"), "wrap"),
         f"{job.tokens:,}" + sub(plural(info["samples"], "sample") if "samples" in info else ""),
         (short(info["trainable_parameters"]) if "trainable_parameters" in info else UNKNOWN)
         + sub(plural(info["adapted_modules"], "module") if "adapted_modules" in info else ""),

@@ -78,11 +78,11 @@ def test_a_job_that_learns_from_rewards_is_shown_with_its_reward(terminal: bool)
     out = progress.console.file
     progress(stepped("plain", 1))
     assert "reward" not in str(out.getvalue())  # type: ignore[attr-defined]
-    progress(Stepped("brief", 1, 0.0, 1.0, 1e-4, 20, 0.1, 1.0, {"reward": -0.4375}))
-    progress(Stepped("brief", 2, 0.0, 1.0, 1e-4, 20, 0.1, 1.0, {"reward": None}))
+    progress(Stepped("brief", 1, 0.0, 1.0, 1e-4, 20, 0.1, 1.0, {"reward": None}))
+    progress(Stepped("brief", 2, 0.0, 1.0, 1e-4, 20, 0.1, 1.0, {"reward": -0.4375}))
     progress.__exit__()
     text = str(out.getvalue())  # type: ignore[attr-defined]
-    assert ("reward -0.4375" in text) != terminal
+    assert "-0.4375" in text and ("reward -0.4375" in text) != terminal
 
 
 @pytest.mark.parametrize("terminal", [True, False])

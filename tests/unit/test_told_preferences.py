@@ -61,7 +61,11 @@ def test_the_last_words_show_held_out_rewards_or_else_those_of_the_last_step(
     head, *lines = capsys.readouterr().out.strip().splitlines()
     assert "rewards/accuracies" in head and "rewards/margins" in head
     assert "2.5" in lines[0] and "9" not in lines[0].replace("tokens", "") and "0.75" in lines[1] and "1.25" in lines[1]
-    del jobs["held"], jobs["own"]
+    assert "reward " not in head
+    jobs["rewarded"] = JobResult("done", 2, tmp_path, metrics={"eval_reward": 0.375, "reward": 9.5})
+    print_summary(Result("done", 1.0, 9, tmp_path, tmp_path / "report.html", jobs), "")
+    assert re.search(r"rewarded .* 0\.375 ", capsys.readouterr().out)
+    del jobs["held"], jobs["own"], jobs["rewarded"]
     print_summary(Result("done", 1.0, 9, tmp_path, tmp_path / "report.html", jobs), "")
     assert "rewards" not in capsys.readouterr().out
 
@@ -77,3 +81,5 @@ def test_the_page_shows_them_under_the_loss_of_the_same_samples(tmp_path: Path) 
     assert "accuracies 0.75, margins 1.25" in trained and "margins" not in held_out
     trained, held_out = cells({"step": 2, "eval_loss": 0.5, "eval_rewards/margins": 2.0})
     assert "margins 1.25" in trained and "0.500" in held_out and "margins 2<" in held_out
+    trained, held_out = cells({"step": 0, "eval_loss": 2e-17}, {"step": 2, "eval_loss": 1e-17, "eval_reward": -0.25})
+    assert "reward -0.25<" in held_out and "%" not in held_out
