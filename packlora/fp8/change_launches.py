@@ -31,7 +31,7 @@ def changed_rows(x_tK: torch.Tensor, mask: Mask) -> Rows:
     rows, (block, columns, warps) = _room(x_tK), _cut(K)
     args = (x_tK, mask.keys_t2, *rows, *_numbers(mask), T, K, x_tK.stride(0))
     _launch(
-        changed_rows_kernel, (-(-T // block),), args, LARGEST=LARGEST, LEAST=LEAST, BM=block,
+        changed_rows_kernel, (-(-T // block),), args, (T, K, x_tK.stride(0)), LARGEST=LARGEST, LEAST=LEAST, BM=block,
         BK=columns, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return rows
@@ -43,7 +43,7 @@ def scaled_rows(d_tN: torch.Tensor, g_N: torch.Tensor, scales_N: torch.Tensor, m
     rows, (block, columns, warps) = _room(d_tN), _cut(N)
     args = (d_tN, g_N, scales_N, *rows, dropout_threshold(mask.rate), T, N, d_tN.stride(0))
     _launch(
-        scaled_rows_kernel, (-(-T // (TURNS * block)),), args, LEFT_OUT=left_out, LARGEST=LARGEST,
+        scaled_rows_kernel, (-(-T // (TURNS * block)),), args, (T, N, d_tN.stride(0)), LEFT_OUT=left_out, LARGEST=LARGEST,
         LEAST=LEAST, TURNS=TURNS, BM=block, BN=columns, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return rows
@@ -71,16 +71,19 @@ def _product(
     X, V, Y = Descriptor(rows.codes, [BM, BYTES]), Descriptor(codes_QP, [BN, BYTES]), Descriptor(y_TQ, [BM, BN // 2])
     args = X, V, Y, None if z_TQ is None else Descriptor(z_TQ, [BM, BN // 2]), rows.scales, *more, T, P, Q
     _launch(
-        change_kernel, (min(programs, -(-T // BM) * -(-Q // BN)),), args,
+        change_kernel, (min(programs, -(-T // BM) * -(-Q // BN)),), args, (T, P, Q),
         **constants, BM=BM, BN=BN, BK=BYTES, GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=STAGES,
     )  # fmt: skip
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **constants: Any) -> None:
+def _launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], sizes: tuple[int, ...], **constants: Any
+) -> None:
+    """sizes: numbers that decide the grid, and what the kernel is compiled for."""
     tensors = [getattr(arg, "base", arg) for arg in args]
-    kinds = [(own.dtype, own.data_ptr() % 16 == 0) if isinstance(own, torch.Tensor) else own for own in tensors]
+    kinds = [(own.dtype, own.data_ptr() % 16 == 0) if isinstance(own, torch.Tensor) else own is None for own in tensors]
     with on_device(tensors[0].device):
-        key = kernel.__name__, tensors[0].device, *kinds
+        key = kernel.__name__, tensors[0].device, *sizes, *kinds
         launcher.launch(kernel, grid, args, launcher.bounded(_LAUNCHES), key, **constants)
 
 

@@ -134,7 +134,8 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
                     [layer.bias is not None for layer in layers],
                     needs=(not first.issuperset(group), True, True),
                     composed=any(module.use_dora or module.train_bias for module in modules),
-                    base_dropped=any(module.use_dora and module.dropout and module.base_dropped for module in modules),
+                    base_dropped=run.compute != "dora_fp8"
+                    and any(module.use_dora and module.dropout and module.base_dropped for module in modules),
                 )
                 out[case] = max(out.get(case, 1), len(mix))
                 layers_of[case] += 1

@@ -22,7 +22,7 @@ import packlora
 from packlora.fp8.change import CodedBeside
 from packlora.fp8.change_launches import add_change, add_change_t
 from packlora.fp8.change_rows import LEFT_OUT, changed_rows_of, factors_of, odds, scaled_rows_of
-from packlora.fp8.rows import coded, plain_rows_of
+from packlora.fp8.rows import CODE, Rows, coded, plain_rows_of
 from packlora.fp8.weight import TwiceCoded, why_not_on
 from packlora.ops.dropout.keys import token_keys
 from packlora.ops.lora_linear.autograd import lora_group
@@ -90,6 +90,15 @@ def test_products_are_those_of_the_codes_and_stay_in_their_rows(shape: tuple[int
     assert (dx.double() - want_dx - factors_of(mask, K) * u).norm() < ERROR * want_dx.norm()
     for whole, first in zip((whole_y, whole_z, whole_dx), before, strict=True):
         assert torch.equal(whole[:2], first[:2]) and torch.equal(whole[2 + T :], first[2 + T :])
+
+
+def test_codes_of_rows_that_are_left_out_are_not_read() -> None:
+    nan = torch.full((130, 128), 0x7F, dtype=torch.uint8, device=DEVICE).view(CODE)
+    rows, dx = Rows(nan, torch.zeros(130, device=DEVICE)), torch.randn(130, 256, device=DEVICE, dtype=HALF)
+    rows.codes.view(torch.uint8)[129], rows.scales[129] = 0x38, 1.0  # the code of 1
+    got = dx.clone()
+    add_change_t(rows, torch.ones(256, 128, device=DEVICE).to(CODE), mask_of(130, 0.5), got)
+    assert torch.equal(got[:129], dx[:129]) and not torch.equal(got[129], dx[129])
 
 
 def on_device(case: GroupCase) -> GroupCase:

@@ -19,8 +19,10 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.fp8 import change
 from packlora.fp8.change import CodedBesideLinear
+from packlora.live import layers
 from packlora.runtime.estimate import memory_parts
 from packlora.runtime.prepare import prepare
+from packlora.tune.plans import cases_of_run
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -48,19 +50,23 @@ def test_a_run_is_near_that_of_two_products_the_same_alone_and_lora_beside_it_is
         train({**tree, "compute": "dtype"}, resume=True)
 
 
-def test_the_estimate_knows_that_codes_lie_beside_the_weights(
+def test_the_estimate_knows_of_codes_beside_the_weights_and_tune_of_one_base_product(
     tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
     tree = config(tiny_base("qwen2"), tmp_path / "out", write_rows, [DORA], compute="dora_fp8")
     run = Run.model_validate(tree)
-    prepared, plain = prepare(run), prepare(run.model_copy(update={"compute": "dtype"}))
-    layers = [own for own in load_base(run, prepared.tokenizer).model.modules() if isinstance(own, CodedBesideLinear)]
-    codes = [own.frozen.make() for own in layers]
-    held = sum(own.weight.nbytes for own in layers)
+    dtype = run.model_copy(update={"compute": "dtype"})
+    prepared, plain = prepare(run), prepare(dtype)
+    beside = [own for own in load_base(run, prepared.tokenizer).model.modules() if isinstance(own, CodedBesideLinear)]
+    codes = [own.frozen.make() for own in beside]
+    held = sum(own.weight.nbytes for own in beside)
     held += sum(t.nbytes for own in codes for t in (own.stored, own.turned, own.scales_N, own.ones_K))
-    assert prepared.in_codes == (sum(own.weight.numel() for own in layers), held)
+    assert prepared.in_codes == (sum(own.weight.numel() for own in beside), held)
+    assert [any(case.base_dropped for case in cases_of_run(own, torch.device("cpu"))[0]) for own in (run, dtype)] == [
+        False, True,
+    ]  # fmt: skip
     more = [memory_parts(run, one, 1)["frozen weights"] for one in (prepared, plain)]
-    assert more[0] - more[1] == held - sum(own.weight.nbytes for own in layers)
+    assert more[0] - more[1] == held - sum(own.weight.nbytes for own in beside)
 
 
 def test_what_does_not_go_with_it_is_refused_by_name(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
@@ -77,9 +83,12 @@ def test_a_model_of_peft_is_near_its_two_products_and_has_its_own_bits_without_d
     ours = adapted(tiny_model("qwen2", torch.float64), use_dora=True, lora_dropout=0.1)
 
     def outcome(**keys: Any) -> dict[str, torch.Tensor]:
-        report = packlora.accelerate(ours, **keys)
-        torch.manual_seed(3)
-        found = results(ours)
+        with mock.patch.object(layers, "choose_plan", wraps=layers.choose_plan) as choose:
+            report = packlora.accelerate(ours, **keys)
+            torch.manual_seed(3)
+            found = results(ours)
+        cases = [layers.choose_plan(*call.args)[1] for call in choose.call_args_list]
+        assert {case.base_dropped for case in cases if any(case.drops)} <= {"compute" not in keys}
         packlora.restore(ours)
         return found | {"report": report}
 

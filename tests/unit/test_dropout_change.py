@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {name: own for name, own in KINDS.items() if 
         "ranks": [[8, 0, 3], [4, 20, 0], [0, 0, 0], [16, 2, 5]], "dropouts": [0.25, 0.1, 0.1, 0.05],
         "dora": [True, False, False, True], "biases": [False, True, False, False],
     },
+    "DoRA, dropout, outputs kept": {"ranks": [[5, 7]], "dropouts": [0.3], "dora": [True], "keep_output": True},
 }  # fmt: skip
 
 
@@ -51,7 +52,8 @@ def spread(case: GroupCase, size: float) -> GroupCase:
 
 def of_kind(kind: str, T: int, K: int, dtype: torch.dtype, size: float = 0.3) -> GroupCase:
     own = CASES[kind]
-    return spread(make_case(T, K, SIZES[: len(own["ranks"][0])], with_bias=True, seed=SEED, dtype=dtype, **own), size)
+    sizes, bias = SIZES[: len(own["ranks"][0])], not own.get("keep_output", False)
+    return spread(make_case(T, K, sizes, with_bias=bias, seed=SEED, dtype=dtype, **own), size)
 
 
 @pytest.mark.parametrize("plan", [CHAIN, Plan(up="before", dx="before")], ids=lambda plan: plan.name)
@@ -65,6 +67,13 @@ def test_a_group_gives_the_specified_numbers(kind: str, plan: Plan) -> None:
 @pytest.mark.parametrize("size", [1e-3, 1e-2, 0.1, 1.0])
 def test_numbers_are_as_specified_however_far_scales_are_from_1(size: float) -> None:
     case = of_kind("DoRA, dropout", 31, 32, torch.float32, size)
+    compare(outcome(beside(case), CHAIN), specified(case), 1e-9)
+
+
+def test_a_job_that_drops_the_low_rank_branch_alone_is_left_alone() -> None:
+    case = of_kind("several DoRA, LoRA and none, ragged", 31, 32, torch.float32)
+    segments = tuple(replace(segment, base_dropped=segment.adapter != 3) for segment in case.segments)
+    case = replace(case, segments=segments)
     compare(outcome(beside(case), CHAIN), specified(case), 1e-9)
 
 
@@ -270,14 +279,3 @@ def test_the_kernel_adds_products_by_its_scales_and_masks(keep: bool) -> None:
     torch.testing.assert_close(got_z, of_z.half() if keep else z, rtol=1e-3, atol=1e-2)
     add_change_t(rows, weight, mask, got_dx)
     torch.testing.assert_close(got_dx, (y.double() + factors_of(mask, Q) * u).half(), rtol=1e-3, atol=1e-2)
-
-
-def test_the_kernel_does_not_read_what_is_left_out() -> None:
-    rows, y = (
-        Rows(torch.full((130, 128), float("nan")).to(torch.float8_e4m3fn), torch.zeros(130)),
-        torch.randn(130, 256).half(),
-    )
-    rows.codes[129], rows.scales[129] = 1.0, 1.0
-    got = y.clone()
-    add_change_t(rows, torch.ones(256, 128).to(torch.float8_e4m3fn), mask_of(130, 0.5), got)
-    assert torch.equal(got[:129], y[:129]) and not torch.equal(got[129], y[129])
