@@ -1,6 +1,6 @@
 """Trains a tiny run where modules and names are missing that Windows lacks.
 
-    python tests/without_posix.py RUN.yaml
+    python tests/without_posix.py RUN.yaml FOLDER
 
 They are taken away once libraries are imported, whose builds for this system need some of them.
 """

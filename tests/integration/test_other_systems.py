@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from test_training import config, same_bits, train
+from test_training import config, train
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,22 +23,6 @@ from packlora.ops import wide
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
-
-
-def test_a_run_trains_and_resumes_without_what_windows_lacks(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
-    """In one process: help, plan, a run that is ended after a step, and the rest of it; with the bits of a run here."""
-    job = {"name": "a", "adapter": {"r": 2}, "train": {"global_batch_size": 4, "max_steps": 2}}
-    tree = config(tiny_base(), tmp_path / "there", write_rows, [job], save_every=1)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    root = Path(packlora.__file__).parent.parent
-    command = [sys.executable, str(root / "tests" / "without_posix.py"), str(tmp_path / "run.yaml"), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(root), "PACKLORA_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert "Traceback" not in done.stderr, done.stderr[-5000:]
-    train({**tree, "output_dir": str(tmp_path / "here")})
-    same_bits(tmp_path / "here", tmp_path / "there", [job])
-    assert json.loads((tmp_path / "there" / "run.json").read_text(encoding="utf-8"))["result"]["status"] == "done"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""How much of packlora a run of one LoRA job and an accelerated step load, and that neither loads a plug-in; and that all but
-what needs an optional package works without it."""
+"""How much of packlora a run of one LoRA job and an accelerated step load, and that neither loads a plug-in; that all but what
+needs an optional package works without it, and a run without what Windows lacks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from conftest import rows_into
+from test_training import config, same_bits, train
 
 ROOT = Path(__file__).parents[2]
 LINES_OF_TRAIN, LINES_OF_ACCELERATE = 31_180, 8_500
@@ -138,6 +143,15 @@ for module in pkgutil.walk_packages(packlora.__path__, "packlora."):
         except ImportError as error:
             assert "triton" in str(error), (module.name, error)
 """
+WITHOUT_POSIX = """
+import os, sys
+sys.path[:0] = ["ROOT", "ROOT/tests"]
+os.environ["PACKLORA_CACHE"] = "FOLDER/cache"
+os.chdir("FOLDER")
+sys.argv = ["without_posix.py", "FOLDER/run.yaml", "FOLDER"]
+import without_posix
+without_posix.main()
+"""
 KERNELS = re.compile(
     r"packlora\.(ops\..*|codes\.(four_bit|kernel)|fp8\.(change_kernels|change_launches|kernel|launches))"
 )
@@ -145,15 +159,29 @@ KERNELS = re.compile(
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+def small(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run file of two steps, written to the folder of its output folder."""
+    folder = tmp_path_factory.mktemp("small")
+    job = {"name": "a", "adapter": {"r": 2}, "train": {"global_batch_size": 4, "max_steps": 2}}
+    tree = config(tiny_base(), folder / "there", rows_into(folder), [job], save_every=1)
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return tree
+
+
+@pytest.fixture(scope="module")
+def loaded(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Lines of each module of packlora that a run, an accelerated step and all imports have loaded when they are done."""
     folder = tmp_path_factory.mktemp("loaded")
     codes = {"train": TRAIN.replace("FOLDER", str(folder)), "accelerate": ACCELERATE, "everything": EVERYTHING}
     codes["without triton"] = WITHOUT_TRITON
+    codes["without posix"] = WITHOUT_POSIX.replace("ROOT", str(ROOT)).replace(
+        "FOLDER", str(Path(small["output_dir"]).parent)
+    )
     asked = json.dumps([(code, str(folder / f"{name}.json")) for name, code in codes.items()])
     done = subprocess.run([sys.executable, "-c", WARMED], cwd=ROOT, input=asked, capture_output=True, text=True)
     files = {name: folder / f"{name}.json" for name in codes}
     assert done.returncode == 0 and all(file.exists() for file in files.values()), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return {name: json.loads(file.read_text()) for name, file in files.items()}
 
 
@@ -180,3 +208,13 @@ def test_nothing_but_kernels_needs_triton(loaded: dict[str, dict[str, int]]) -> 
     """It is not there on a Mac and on Windows, nor beside torch's builds for CPUs."""
     missing = loaded["everything"].keys() - loaded["without triton"].keys()
     assert missing and [name for name in missing if not KERNELS.fullmatch(name)] == []
+
+
+def test_a_run_trains_and_resumes_without_what_windows_lacks(
+    loaded: dict[str, dict[str, int]], small: dict[str, Any]
+) -> None:
+    """Help, plan, a run that is ended after a step, and the rest of it; with the bits of a run here."""
+    there, here = (Path(small["output_dir"]).with_name(name) for name in ("there", "here"))
+    train({**small, "output_dir": str(here)})
+    same_bits(here, there, small["jobs"])
+    assert json.loads((there / "run.json").read_text(encoding="utf-8"))["result"]["status"] == "done"
