@@ -209,7 +209,7 @@ class Progress:
     def _row(self, job: _Shown) -> dict[str, str]:
         """A job's cells by heading; the bar is drawn where its width is known."""
         last = job.recent[-1][1] if job.recent else None
-        reward = last and last.metrics.get("reward")
+        reward = last.metrics.get("reward") if last else None
         return {
             "job": job.name, "step": f"{job.step}/{job.num_steps}", "progress": "",
             "loss": f"{last.loss:.4f}" if last else "", "reward": "" if reward is None else f"{reward:.4f}",
