@@ -35,7 +35,7 @@ def datum(prompt: list[int], drawn: types.SampledSequence, advantage: float) -> 
 
 
 for step in range(steps):
-    sampler = model.save_weights_and_get_sampling_client()  # the model as it is now
+    sampler = model.save_weights_and_get_sampling_client().result()  # the model as it is now
     asked = [
         sampler.sample(
             prompt=types.ModelInput.from_ints(prompt), num_samples=group,

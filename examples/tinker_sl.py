@@ -31,7 +31,7 @@ for step in range(12):
     model.optim_step(types.AdamParams(learning_rate=5e-4)).result()
     print(step + 1, round(losses.result().metrics["loss:sum"], 3))
 print(model.save_state("facts").result().path)
-sampler = model.save_weights_and_get_sampling_client("facts")
+sampler = model.save_weights_and_get_sampling_client("facts").result()
 for question, _ in facts:
     prompt = types.ModelInput.from_ints(tokenizer.encode(question))
     params = types.SamplingParams(max_tokens=8, temperature=0.0, stop=["\n"])

@@ -194,7 +194,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises:
         InputError: another process has it, or its lock is not a file of its own.
     """
-    path, in_use = folder / LOCK, InputError(f"{folder} is in use by another run of packlora")
+    path, in_use = folder / LOCK, InputError(f"the folder {folder} is in use by another run of packlora")
     if fcntl is None:
         with held(path) as ours:
             if not ours:

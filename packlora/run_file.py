@@ -106,10 +106,6 @@ def _read_tree(path: Path, what: str) -> dict[str, Any]:
         raise InputError(
             f"cannot read the run file {path}: it does not exist; packlora init DATA -o RUN.yaml writes one"
         ) from None
-    except IsADirectoryError:
-        is_model = (path / "config.json").is_file()
-        more = f'of a model; packlora plan {shlex.quote(str(path))} --gpu "24 GB" lists settings that fit on a card'
-        raise InputError(f"cannot read the run file {path}: it is a folder{f' {more}' * is_model}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
         raise InputError(f"cannot read the run file {path}: {getattr(error, 'strerror', None) or error}") from None
     if path.suffix in OF_DATA:
@@ -307,10 +303,9 @@ def _job_index(jobs: list[Any], part: str, override: str) -> int:
         return names.index(part)
     if part.isdecimal() and int(part) < len(jobs):
         return int(part)
-    known = ", ".join(shown(name, 100) for name in names if name is not None)
+    known = shown(", ".join(map(str, names)))
     raise InputError(
-        f"--set {quoted(override)}: there is no item {quoted(part)}; there are {len(jobs)}, counted from 0"
-        + (f", or by name: {known}" if known else "")
+        f"--set {quoted(override)}: there is no item {quoted(part)}; there are {len(jobs)}, counted from 0: {known}"
     )
 
 

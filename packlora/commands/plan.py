@@ -307,8 +307,8 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
     console.print()
     say(f"times are {_origin(plan.known)}")
     for job in prepared.jobs:
-        if job.data.guessed:
-            say(f"job {job.config.name!r}: {job.data.guessed}")
+        if guessed := getattr(job.data, "guessed", ""):  # RolloutData
+            say(f"job {job.config.name!r}: {guessed}")
     if plan.budgets:
         _print_budgets(plan.budgets, prepared.budget, console)
     parts = estimate.memory_parts(run, prepared, plan.fullest)

@@ -199,9 +199,8 @@ class Run(Strict):
         seen: dict[str, str] = {}
         for job in self.jobs:  # case-insensitive file systems would mix two such folders
             if job.name.lower() in seen:
-                other = seen[job.name.lower()]
                 raise ValueError(
-                    f"jobs: the name {job.name!r} is used twice{f' (also as {other!r})' * (other != job.name)}; "
+                    f"jobs: the name {job.name!r} is used twice (also as {seen[job.name.lower()]!r}); "
                     "job names become folders and must be unique, ignoring case"
                 )
             seen[job.name.lower()] = job.name

@@ -58,8 +58,6 @@ OF_A_BATCH = {
 """Loss types of TRL that this version does not support, and the reasons."""
 TRAINER_OF_LOSS: tuple[Trainer, ...] = get_args(Trainer)
 """Values of loss_type that name a trainer, with its first loss; they set `trainer` where that is not written."""
-TELLING = tuple(dict.fromkeys([*TRAINER_OF_LOSS, *LOSS_TYPES["grpo"]]))
-"""Values of loss_type that set `trainer`: these, and the losses of grpo, which no other trainer has."""
 LEARNING_RATES: dict[Trainer, float] = {"sft": 2e-4, "dpo": 5e-6, "kto": 5e-6, "orpo": 5e-6, "grpo": 1e-5}
 """Learning rate of a job that gives none, by trainer; docs/settings.md has the reasons."""
 BY_TRAINER: Any = None
@@ -232,7 +230,7 @@ class TrainConfig(Strict):
             if getattr(self, key) is not None and self.trainer not in trainers:
                 other = {
                     "label_smoothing": "; of completions it is label_smoothing_factor",
-                    "loss_type": f"; found {quoted(self.loss_type)}, and {', '.join(TELLING)} set one that is not written",
+                    "loss_type": f"; found {quoted(self.loss_type)}; {', '.join(TRAINER_OF_LOSS)} or a loss of grpo set it",
                 }.get(key, "")
                 raise ValueError(
                     f"{key} is for trainer {' and '.join(trainers)}; this job's trainer is {self.trainer}{other}"

@@ -48,11 +48,6 @@ class JobData:
         )
 
     @property
-    def guessed(self) -> str:
-        """What of its samples is guessed before training, and is in no prediction; empty where nothing is."""
-        return ""
-
-    @property
     def num_samples(self) -> int:
         return len(self.samples)
 

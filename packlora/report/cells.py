@@ -67,15 +67,11 @@ def sub(text: str, style: str = "") -> str:
     return f"<small class='{style}'>{escape(text)}</small>" if text else ""
 
 
-LEAST = 1e-6
-"""Of a loss whose change is told in percent: one that is 0 up to rounding, as of rewards, has none."""
-
-
 def change(first: float | None, last: float | None) -> str:
-    """Format a loss before and after, with the change in percent."""
+    """Format a loss before and after, with the change in percent, but for one that was 0 up to rounding."""
     if first is None or last is None:
         return loss_text(first if last is None else last)
-    percent = f"{100 * (last / first - 1):+.0f} %".replace("-", "&minus;") if first > LEAST else ""
+    percent = f"{100 * (last / first - 1):+.0f} %".replace("-", "&minus;") if first > 1e-6 else ""
     return f"{loss_text(first)} → <b>{loss_text(last)}</b><small>{percent}</small>"
 
 

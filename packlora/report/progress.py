@@ -47,8 +47,6 @@ AROUND = 4
 """Lines of a terminal that are not for jobs: headings, the last line, and two of what was said before."""
 LEAST_NEEDED = ("lr", "grad norm", "progress", "held-out")
 """Columns that are left out of it on a narrow terminal, the first one first."""
-OF_SOME = ("reward",)
-"""Columns that are left out where no job has anything in them."""
 
 
 def duration(seconds: float) -> str:
@@ -165,10 +163,10 @@ class Progress:
         job = self.jobs[event.job]
         self._ends[job.name] = job.take(event, time.perf_counter(), self._start)
         if self.in_lines and logged:
-            left = self.time_left()
+            left, reward = self.time_left(), self._row(job)["reward"]
             self._print(
                 f"{job.name}  step {job.step}/{job.num_steps}  loss {event.loss:.4f}  "
-                + (f"reward {reward}  " if (reward := _reward(event)) else "")
+                + (f"reward {reward}  " if reward else "")
                 + f"grad norm {event.grad_norm:.3g}  lr {event.lr:.3g}  {job.rate:.0f} tokens/s"
                 + (f"  {duration(left)} left" if left is not None else "")
             )
@@ -196,9 +194,7 @@ class Progress:
             cells["job"].stylize(colour)
             bar = widths.get("progress", 0)
             done = round(bar * job.step / job.num_steps)
-            rest = (
-                "─" if self.console.no_color or self.console.color_system is None else "━"
-            )  # which colours tell apart
+            rest = "─" if self.console.no_color or self.console.color_system is None else "━"  # else colours tell
             cells["progress"] = Text.assemble(("━" * done, colour), (rest * (bar - done), "dim"))
             table.add_row(*(cells[name] for name in widths))
         foot = f"{duration(time.perf_counter() - self._start)} elapsed"
@@ -213,23 +209,14 @@ class Progress:
     def _row(self, job: _Shown) -> dict[str, str]:
         """A job's cells by heading; the bar is drawn where its width is known."""
         last = job.recent[-1][1] if job.recent else None
+        reward = last.metrics.get("reward") if last else None
         return {
-            "job": job.name,
-            "step": f"{job.step}/{job.num_steps}",
-            "progress": "",
-            "loss": f"{last.loss:.4f}" if last else "",
-            "reward": _reward(last) if last else "",
-            "held-out": job.held_out,
-            "lr": f"{last.lr:.3g}" if last else "",
+            "job": job.name, "step": f"{job.step}/{job.num_steps}", "progress": "",
+            "loss": f"{last.loss:.4f}" if last else "", "reward": "" if reward is None else f"{reward:.4f}",
+            "held-out": job.held_out, "lr": f"{last.lr:.3g}" if last else "",
             "grad norm": f"{last.grad_norm:.3g}" if last else "",
             "tokens/s": "failed" if job.status == "failed" else f"{job.rate:.0f}",
-        }
-
-
-def _reward(event: Stepped) -> str:
-    """Mean reward of a step; empty where the job learns from none, or all of them failed."""
-    value = event.metrics.get("reward")
-    return "" if value is None else f"{value:.4f}"
+        }  # fmt: skip
 
 
 def _most_wanted(jobs: list[_Shown], room: int) -> list[_Shown]:
@@ -243,7 +230,7 @@ def _most_wanted(jobs: list[_Shown], room: int) -> list[_Shown]:
 def _fitting(rows: Sequence[dict[str, str]], room: int) -> dict[str, int]:
     """Columns that fit into a line of `room` characters, with their widths: the least needed columns are left out first, then
     names are cut; the room that is left goes to names and to the bar."""
-    names = [name for name in rows[0] if name not in OF_SOME or any(row[name] for row in rows)]
+    names = [name for name in rows[0] if name != "reward" or any(row[name] for row in rows)]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
     longest = widths["job"]
     widths["job"] = min(longest, NAME)

@@ -32,8 +32,6 @@ COLUMNS = (
     "Status",
 )  # fmt: skip
 """Columns of the table of jobs after the name."""
-TOLD = ("reward", "rewards/accuracies", "rewards/margins")
-"""Metrics that stand under a job's losses."""
 RECENT = 20
 """Steps of a job from which the time that it still takes is told."""
 
@@ -214,10 +212,10 @@ def job_table(run: RunFiles) -> str:
 
 
 def _of_rewards(lines: Sequence[Line], prefix: str) -> str:
-    """Rewards in the last line of a job that learns from them, or from preferences. prefix: of their names, eval_ for those of
-    held-out samples."""
+    """Rewards in the last line of a job, also of preferences. prefix: of their names, eval_ for those of held-out samples."""
     line = lines[-1] if lines else {}
-    found = [(name.rpartition("/")[2], line.get(f"{prefix}{name}")) for name in TOLD]
+    names = ("reward", "rewards/accuracies", "rewards/margins")
+    found = [(name.rpartition("/")[2], line.get(f"{prefix}{name}")) for name in names]
     return ", ".join(f"{name} {value:.3g}" for name, value in found if isinstance(value, int | float))
 
 

@@ -58,7 +58,7 @@ class RewardObjective(PolicyObjective):
         rewards, lost = by_name["reward"], by_name["lost"]
         judged = rewards[lost == 0]
         lengths = np.array([sample.num_labels for sample in batch])
-        idle = [not sample.columns["advantages"].any() for sample in batch]
+        idle = np.array([not sample.columns["advantages"].any() for sample in batch]).reshape(-1, self.group).all(1)
         away = [sample.columns["away"] for sample in batch if "away" in sample.columns]
         found = {
             "reward": float(judged.mean()) if len(judged) else np.nan,

@@ -63,7 +63,7 @@ def rollout_data(
     prompts, held_out, notes = read_both(job, tokenizer, most - new, told, seed)
     every = [*prompts, *held_out]
     fields = [*{frozenset(prompt.columns): prompt.columns for prompt in every}.values()]
-    more = {ENVIRONMENTS: []} if job.rollout.environment_factory is not None else {}
+    more: dict[str, Any] = {ENVIRONMENTS: []} if job.rollout.environment_factory is not None else {}
     for why in (environments.why_not(fields), rewards.why_not([{**row, **more} for row in fields])):
         if why is not None:
             raise InputError(f"job {job.name!r}: {why}")

@@ -21,7 +21,6 @@ from packlora.data.encode import Sample
 from packlora.data.prompts import Prompt
 from packlora.engine.adapters import AdapterState
 from packlora.engine.engine import Confirmed, Step, StepDone
-from packlora.engine.objectives import Objective
 from packlora.runtime.history import Pieces
 from packlora.runtime.learning import Learning
 from packlora.seeding import stable_hash
@@ -144,10 +143,9 @@ class Judge:
 
 
 class IdleSteps:
-    """How many steps in a row, up to the last one, taught a job nothing. learning_rate: the configured one. why_zero: as of
-    its objective."""
+    """How many steps in a row, up to the last one, taught a job nothing. learning_rate: configured. why_zero: of Objective."""
 
-    def __init__(self, learning_rate: float, why_zero: str = Objective.why_zero) -> None:
+    def __init__(self, learning_rate: float, why_zero: str) -> None:
         self.learning_rate, self.why_zero, self.count = learning_rate, why_zero, 0
 
     def notice(self, result: StepResult, largest: float, changed: bool, is_last: bool) -> str | None:
@@ -168,10 +166,8 @@ class IdleSteps:
             return None
         steps = "1 step" if self.count == 1 else f"{self.count} steps"
         if result.loss == 0 and no_gradient:
-            return (
-                f"its loss and its gradient were exactly 0 in {steps} up to step {result.step}: "
-                + self.why_zero.format(lr=result.lr)
-            )
+            why = self.why_zero.format(lr=result.lr)
+            return f"its loss and its gradient were exactly 0 in {steps} up to step {result.step}: {why}"
         what = "its gradient was exactly 0" if no_gradient else "its adapter did not change by one bit"
         return (
             f"{what} in {steps} up to step {result.step}: it learns nothing any more (loss {result.loss:.4g}, learning rate "

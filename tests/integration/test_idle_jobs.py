@@ -11,6 +11,7 @@ import pytest
 from test_training import Base, Rows, config, steps, train
 
 from packlora.config import TrainConfig
+from packlora.engine.objectives import Objective
 from packlora.report.summary import print_summary
 from packlora.rl.config import RolloutConfig
 from packlora.rl.objective import RewardObjective
@@ -83,7 +84,7 @@ def test_a_job_that_has_nothing_left_to_learn_is_told_in_other_words(
     tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
     """A learning rate that is far too high can bring the loss to exactly 0 as well."""
-    own = IdleSteps(1e-3)
+    own = IdleSteps(1e-3, Objective.why_zero)
     none = [own.notice(result(0.0, 0.0), 1.0, True, is_last=False) for _ in range(5)]
     assert [text is not None for text in none] == [False, False, True, False, False]
     assert "loss and its gradient were exactly 0 in 3 steps up to step 1: there is nothing left to learn" in str(
@@ -100,7 +101,7 @@ def test_of_completions_with_equal_rewards_it_says_so() -> None:
 
 
 def test_it_is_said_once_and_again_after_learning_went_on() -> None:
-    own = IdleSteps(1e-3)
+    own = IdleSteps(1e-3, Objective.why_zero)
     zero, fine = result(2.0, 0.0), result(2.0, 0.5)
     assert notices(own, zero, zero, zero, zero, zero) == [False, False, True, False, False]
     assert notices(own, fine, zero, zero, fine, zero, zero, zero) == [False] * 6 + [True]

@@ -16,9 +16,12 @@ from test_rollouts import files, job, tree
 from test_training import adapter, distance, steps, train
 
 import packlora
+from packlora.config import TrainConfig
+from packlora.data.encode import Sample
 from packlora.errors import InputError
+from packlora.rl.config import RolloutConfig
 from packlora.rl.drawing import Drawn
-from packlora.rl.objective import standard_error
+from packlora.rl.objective import COLUMNS, RewardObjective, standard_error
 
 assert callable(files)  # a fixture
 
@@ -149,3 +152,14 @@ def test_the_standard_error_is_of_the_prompts_that_were_judged() -> None:
     rewards, lost = np.array([1.0, 3.0, 5.0, 5.0, 0.0, 0.0]), np.array([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
     assert standard_error(rewards, lost, 2) == pytest.approx(np.sqrt(4.5 / 2))
     assert np.isnan(standard_error(rewards[2:], lost[2:], 2))
+
+
+def test_a_completion_with_the_mean_reward_of_its_prompt_does_not_make_the_prompt_an_idle_one() -> None:
+    """TRL counts prompts whose rewards have no deviation."""
+    rollout = RolloutConfig(reward="a.py:b", num_generations=3)
+    objective, rest = RewardObjective.of(TrainConfig(loss_type="dapo"), rollout), dict.fromkeys(COLUMNS, np.array(0.0))
+    batch = [
+        Sample(np.zeros(2, np.int32), np.array([False, True]), columns={"advantages": np.array(advantage), **rest})
+        for advantage in (1.0, 0.0, -1.0, 0.0, 0.0, 0.0)
+    ]
+    assert objective.facts(batch)["frac_reward_zero_std"] == 0.5

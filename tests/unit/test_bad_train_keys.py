@@ -41,7 +41,11 @@ CASES: list[tuple[Any, str, str]] = [
     (train(trainer="orpo", loss_type="dpo"), "loss_type is dpo and trainer is 'orpo'", "leave one of them out"),
     (train(trainer="sft", loss_type="kto"), "loss_type is kto and trainer is 'sft'", "leave one of them out"),
     (train(trainer="dpo", loss_type="kto"), "loss_type is kto and trainer is 'dpo'", "leave one of them out"),
-    (train(loss_type="sigmoid"), "loss_type is for trainer dpo and kto", "found 'sigmoid', and sft, dpo, kto"),
+    (
+        train(loss_type="sigmoid"),
+        "loss_type is for trainer dpo and kto",
+        "found 'sigmoid'; sft, dpo, kto, orpo, grpo or a loss of grpo set it",
+    ),
     (train(trainer="orpo", neftune_noise_alpha=5), "neftune_noise_alpha", "this job's trainer is orpo"),
     (streamed(train=STEPS | {"trainer": "dpo"}), "data.streaming", "for trainer sft"),
     (train(optim="adam"), "train.optim", "'adam'"),

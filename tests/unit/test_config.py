@@ -414,7 +414,7 @@ def test_override_values_have_the_types_of_YAML(tmp_path: Path) -> None:
     [
         ("seed", "write it as dotted.key=value"), ("=3", "write it as dotted.key=value"),
         ("jobs..name=x", "write it as dotted.key=value"), ("jobs.1.name=x", "there is no item '1'; there are 1"),
-        ("jobs.-1.name=x", "there is no item '-1'"), ("jobs.second.name=x", "counted from 0, or by name: first"),
+        ("jobs.-1.name=x", "there is no item '-1'"), ("jobs.second.name=x", "there are 1, counted from 0: first"),
         ("jobs.²=x", "there is no item '²'"), ("base_model.x=1", "base_model is a text and has no key 'x'"),
         ("seed=[1", "--set seed is not valid YAML"), ("seed={{x}}", "--set seed is not valid YAML"),
         ("seed=", "seed: input should be a valid integer; found None"), ("seed=1.5", "found 1.5"),

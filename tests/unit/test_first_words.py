@@ -81,12 +81,9 @@ def test_a_request_to_a_run_loads_no_torch_and_does_not_say_so(tmp_path: Path) -
 
 def test_a_data_file_in_the_place_of_a_run_file_and_none_at_all_are_sent_to_init(tmp_path: Path) -> None:
     (tmp_path / "my rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
     for file, said in (
         ("my rows.jsonl", "is a data file, and this takes a run file; `packlora init '{}'` writes one for it"),
         ("run.yaml", "cannot read the run file {}: it does not exist; packlora init DATA -o RUN.yaml writes one"),
-        ("model", "cannot read the run file {0}: it is a folder of a model; packlora plan {0} --gpu "),
     ):
         with pytest.raises(InputError) as caught:
             load_run(tmp_path / file)
