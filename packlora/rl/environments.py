@@ -127,8 +127,8 @@ class Environments:
         reasons = [why_not_called(self._reset, one) for one in given]
         if not all(reasons):
             return None
-        given = f"it is given seed, prompt and {named(rows)}"
-        return f"rollout.environment_factory: `reset` cannot be called: {reasons[0]}; {given}"
+        said = f"`reset` cannot be called: {reasons[0]}; it is given seed, prompt and {named(rows)}"
+        return f"rollout.environment_factory: {said}"
 
     # --- calls, in a thread of the job; each raises LostError ----------------------------------------------------------------
 
