@@ -361,7 +361,7 @@ class _File:
 
     def begin(self, cases: Sequence[Case], keep: bool) -> None:
         """Expect these cases. Where rows are not kept, those of this table go; rows of other tables always stay."""
-        self.wanted += [one.label for one in cases]
+        self.wanted = list(dict.fromkeys([*self.wanted, *(one.label for one in cases)]))
         if not keep:
             own = {one.label.partition(" unit ")[0] for one in cases}
             self.rows = {key: row for key, row in self.rows.items() if key.partition(" unit ")[0] not in own}

@@ -177,8 +177,11 @@ def _write(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def resumed(folder: Path, parallel: Row, size: int) -> Row:
     """A run that is killed when it has saved a step, gone on with on half of the processes: the seconds of both parts and the
-    largest relative difference of a loss to the run without a kill, which `sharded` has left."""
+    largest relative difference of a loss to the run without a kill, which `sharded` has left; where that was measured by an
+    earlier benchmark, it is run once more before."""
     out, spared = folder / "resumed", size // 2
+    if not losses(folder / "sharded"):
+        launched(folder, "sharded", WAYS["sharded"], size)
     start = time.perf_counter()
     kill = lambda: any(out.glob("*/checkpoint-*"))  # noqa: E731
     launched(folder, out.name, parallel, size, "--set", "save_every=1", kill=kill)
