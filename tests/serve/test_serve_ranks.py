@@ -13,7 +13,6 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Pipe
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -279,16 +278,6 @@ def turn(talk: Talk) -> None:
         talk.worker.turn()
 
 
-def all_are_there(talk: Talk, number: int) -> bool:
-    """Whether so many requests of the endpoint have come, after a turn in which nothing is drawn."""
-    with mock.patch.object(Sampler, "step", return_value=[]):
-        turn(talk)
-    samplers = talk.service.samplers
-    if isinstance(talk, Two):
-        return len(talk.leader.samplers._streams) == number
-    return sum(len(on.running) + sum(map(len, on.waiting.values())) for on in samplers._on.values()) == number
-
-
 def answers(talk: Talk, bodies: list[dict[str, Any]]) -> list[Any]:
     """Of the endpoint, asked for at once."""
     http = TestClient(application(talk.desk, Keys()), headers={"x-api-key": "tml-one"})
@@ -300,7 +289,6 @@ def answers(talk: Talk, bodies: list[dict[str, Any]]) -> list[Any]:
     threads = [threading.Thread(target=ask, args=own) for own in enumerate(bodies)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: all_are_there(talk, len(bodies)))  # so that they are drawn together
     while any(thread.is_alive() for thread in threads):
         turn(talk)
     return found
