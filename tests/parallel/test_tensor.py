@@ -168,8 +168,8 @@ def inputs_recomputed(rank: int, case: Case) -> tuple[float, int, int]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_is_not_kept_for_the_backward_alone_is_not_kept_over_processes(sequence: bool, ranks: Pool) -> None:
-    """Nor is the output of a sum taken for that of a layer. With sequence parallelism the first block keeps what it is given, one
-    of six inputs of a microbatch: nothing flows back into it, so it has no message for the gradients of its A's."""
+    """Nor is the output of a sum taken for that of a layer. With sequence parallelism the first block keeps its input, one of
+    six of a microbatch: nothing flows back into it, so it has no message for the gradients of its A's."""
     case = case_of("llama", adapter_of("DoRA"), saving=True, sequence=sequence)
     for error, alone, here in ranks(2).run(inputs_recomputed, case):
         assert error < BOUND
