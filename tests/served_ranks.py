@@ -16,11 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from forked import Forks
+from seeds import SOAK
 from waiting import SECONDS, wait_for
 
 ROOT = Path(__file__).parents[1]
+MODULES = ("launched", "torch.distributed.run", "packlora.cli", "packlora.serve.app", "uvicorn")
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 IDS = list(range(60, 72))
+
+
+@contextlib.contextmanager
+def forks_of(folder: Path, module: str) -> Iterator[Forks | None]:
+    """Where processes run that need a module of the service; None under soak: each is a Python of its own."""
+    if SOAK:
+        yield None
+        return
+    with Forks(folder, [*MODULES, module]) as forks:
+        yield forks
 
 
 class Process:

@@ -71,7 +71,7 @@ class RoutedWeights(TrainedWeights):
 
     @classmethod
     def layer(cls, inner: torch.nn.Module, attached: Attached, of_rows: bool, path: str) -> Routed:
-        """What stands in the place of the module. Arguments are Routed's."""
+        """Make what stands in the place of the module. Arguments are Routed's."""
         return Routed(inner, attached, of_rows)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What dropout changes of DoRA's base product, multiplied in FP8 beside products in the weight's own dtype.
+"""FP8 products of what dropout changes of DoRA's base product, beside products in the weight's own dtype.
 
     v = c drop(x) - x     in codes by token; with W's codes by output it is y += (g - 1) v W' and z += v W'
     u = (g - 1) d W       (g - 1) d times W's scales in codes by token, and W's codes again; dx += c drop(u) - u

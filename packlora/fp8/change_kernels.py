@@ -107,20 +107,5 @@ def change_kernel(
             left, right = tl.split(tl.permute(tl.reshape(u, (BM, 2, BN // 2)), (0, 2, 1)))
             _add(left, Y, Z, v_scales, g, keys, m * BM, n * BN, salt, threshold, T, Q, FORWARD, KEEP, BM, BN // 2)
             _add(
-                right,
-                Y,
-                Z,
-                v_scales,
-                g,
-                keys,
-                m * BM,
-                n * BN + BN // 2,
-                salt,
-                threshold,
-                T,
-                Q,
-                FORWARD,
-                KEEP,
-                BM,
-                BN // 2,
-            )
+                right, Y, Z, v_scales, g, keys, m * BM, n * BN + BN // 2, salt, threshold, T, Q, FORWARD, KEEP, BM, BN // 2
+            )  # fmt: skip

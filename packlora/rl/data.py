@@ -287,7 +287,7 @@ class RolloutData(JobData):
 
     @property
     def guessed(self) -> str:
-        """What `packlora plan` does not know."""
+        """Guesses that `packlora plan` makes of such a job, in words."""
         return "its completions are taken to be half of rollout.max_new_tokens long; drawing and judging them takes time beside"
 
     @property

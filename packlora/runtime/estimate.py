@@ -152,8 +152,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     the hidden states), of which "logits" is what exceeds "buffers", a layer's backward (gradients of its input and of two inner
     products; checkpointed, inputs of products; the two largest quantised weights as they are multiplied; with CUDA graphs the
     hidden states, their gradient and the copy of it that a graph reads, which are gone by then without graphs). 45 measured
-    peaks of an H200 and an H100 are 0.97 to 1.04 of the sum. Not counted: what keep_outputs saves, the allocator's rounding,
-    and about 0.6 GiB of a CPU process.
+    peaks of an H200 and an H100 were 0.97 to 1.04 of the sum before graphs were counted; 13 of fit-h100.json are 0.996 to 1.028
+    of it now. Not counted: what keep_outputs saves, the allocator's rounding, and about 0.6 GiB of a CPU process.
 
     Args:
         kernels: whether kernels compute attention, norms and the loss; None: as on the run's device.

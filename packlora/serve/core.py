@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from packlora.errors import WriteError, reason_of
+from packlora.errors import ProcessError, WriteError, reason_of
 from packlora.serve.errors import Failed
 from packlora.serve.figures import Figures
 from packlora.serve.host import Host
@@ -101,6 +101,16 @@ class Core:
         self.failure = error
         self.tell_all()
         LOG.exception("the thread that computes has ended")
+
+    def fail(self, why: str) -> None:
+        """End the service, since another rank has ended: nobody else has its part. The first reason counts. Any thread may call
+        it."""
+        if self.failure is None:
+            self.failure = ProcessError(why)
+            LOG.error("%s", why)
+        self.stopping = True
+        self.tell_all()
+        self.on_failure()
 
     def status(self, owner: str | None = None) -> dict[str, Any]:
         """Figures that `packlora serve status` and the live page show. No id and no key is in it.

@@ -16,8 +16,7 @@ from forked import Forks
 from peft import PeftModel
 from ranks import Ranks
 from safetensors.torch import load_file
-from seeds import SOAK
-from served_ranks import NAME, Process, client_of, story
+from served_ranks import NAME, Process, client_of, forks_of, story
 from serving import Talk, datum, host_of, leave, served
 from transformers import AutoModelForCausalLM
 
@@ -39,18 +38,7 @@ pytest.importorskip("tinker")
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks | None]:
-    if SOAK:
-        yield None
-        return
-    modules = [
-        "launched",
-        "torch.distributed.run",
-        "packlora.cli",
-        "packlora.serve.app",
-        "packlora.serve.group.leader",
-        "uvicorn",
-    ]
-    with Forks(tmp_path_factory.mktemp("forks"), modules) as forks:
+    with forks_of(tmp_path_factory.mktemp("forks"), "packlora.serve.group.leader") as forks:
         yield forks
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from forked import Forks
-from seeds import SOAK
-from served_ranks import NAME, Process, client_of, story
+from served_ranks import NAME, Process, client_of, forks_of, story
 from serving import host_of, served
 from test_client import ADAM, datum, model
 from waiting import SECONDS, own_port, wait_for
@@ -18,18 +17,7 @@ pytest.importorskip("tinker")
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks | None]:
-    if SOAK:
-        yield None
-        return
-    modules = [
-        "launched",
-        "torch.distributed.run",
-        "packlora.cli",
-        "packlora.serve.app",
-        "packlora.serve.service",
-        "uvicorn",
-    ]
-    with Forks(tmp_path_factory.mktemp("forks"), modules) as forks:
+    with forks_of(tmp_path_factory.mktemp("forks"), "packlora.serve.service") as forks:
         yield forks
 
 

@@ -45,8 +45,7 @@ def settle(
         rest = settle(layers, layout, slots, tables, num_adapters, wide, x, without(segments), salt, plan, boundaries)
         return by_change(rest, apart)
     plan = ordered(legal(plan, found), x.element_size())
-    on_every = boundaries.known and owns_all(segments, T)
-    on_every = on_every and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
+    single = _single(segments, T, layout, len(layers)) if boundaries.known else None
     plan_up: list[Up] = [plan.up if rank or plan.up == "merged" else "after" for rank in layout.max_padded]
 
     kernels: Path = TORCH
@@ -72,7 +71,9 @@ def settle(
         layout=layout, plan=plan, segments=segments, salt=salt, lead=x.shape[:-1], T=T, K=K, dtype=dtype, device=device,
         slots=_slots(layout, slots, segments), stacked=stacked, parts=parts, composed=composed, plan_up=tuple(plan_up),
         from_y=tuple(layer.keep_output and not _any_bias(layer) and not apart for layer in layers),
-        base_dropped=apart, wide=wide, shape=(layout, K, dtype),
+        base_dropped=apart,
+        wide=wide,
+        shape=(layout, K, dtype),
         sums_dtype=wide if device.type == "cuda" and wide == torch.float32 else dtype,
         down=kernels if plan.down == "routed" else TORCH,
         up=up,
@@ -82,12 +83,20 @@ def settle(
         scale_rows=rows[0],
         add_dropped=rows[1],
         fused=fused, word=signed(salt),
-        single_adapter=segments[0] if on_every else None,
-        threshold=dropout_threshold(segments[0].dropout) if on_every else 0,
+        single_adapter=single, threshold=0 if single is None else dropout_threshold(single.dropout),
         whole=_whole(stacked),
         unread=_one_element(dtype, device),
-        tables=tables, segment_tables=segment_tables, moving=not boundaries.known,
+        tables=tables,
+        segment_tables=segment_tables,
+        moving=not boundaries.known,
     )  # fmt: skip
+
+
+def _single(segments: tuple[Segment, ...], T: int, layout: Layout, layers: int) -> Segment | None:
+    """The segment of all tokens, whose adapter is on all layers; None where there is none."""
+    if owns_all(segments, T) and all((segments[0].adapter, index) in layout.places for index in range(layers)):
+        return segments[0]
+    return None
 
 
 def _tables(

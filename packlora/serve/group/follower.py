@@ -24,7 +24,7 @@ LOST = "rank 0 has ended; the same command goes on"
 
 
 class Follower:
-    """What a rank is told of a base. Adapters have the numbers that they have on rank 0. Raises together.Ended."""
+    """Obeys what a rank is told of a base. Adapters have the numbers that they have on rank 0. Raises together.Ended."""
 
     def __init__(self, host: GroupHost) -> None:
         self.host = host

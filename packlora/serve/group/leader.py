@@ -17,7 +17,6 @@ from packlora.serve.group.together import Ended, processes
 from packlora.serve.host import Host
 from packlora.serve.journal import from_json
 from packlora.serve.limits import Limits
-from packlora.serve.logs import LOG
 from packlora.serve.queue import Request
 from packlora.serve.ranks.channel import Channel, packed
 from packlora.serve.ranks.records import Rank
@@ -92,28 +91,23 @@ class GroupService(Service):
             return
         if not error.is_own:
             self._said.wait(LAST_WORDS)
-        self._fail(f"rank 0 has failed: {error.reason}; start again, and the service goes on")
+        self.fail(f"rank 0 has failed: {error.reason}; start again, and the service goes on")
 
-    def _fail(self, why: str) -> None:
-        """The service ends, since no rank computes without the others."""
-        if self.failure is None:
-            self.failure = ProcessError(why)
-            LOG.error("%s", why)
-        self.stopping = True
+    def fail(self, why: str) -> None:
+        """See Core."""
+        super().fail(why)
         self._said.set()
-        self.tell_all()
-        self.on_failure()
 
     def _read_all(self, rank: Rank) -> None:
         while not rank.is_stopped:
             try:
                 kind, values = rank.channel.read()
             except EOFError:
-                self._fail(rank.lost)
+                self.fail(rank.lost)
                 return
             rank.is_stopped = kind == "stopped"
             if kind == "failed":
-                self._fail(f"{rank} has failed: {values['reason']}; start again, and the service goes on")
+                self.fail(f"{rank} has failed: {values['reason']}; start again, and the service goes on")
                 return
 
     def status(self, owner: str | None = None) -> dict[str, Any]:

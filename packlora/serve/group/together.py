@@ -31,7 +31,7 @@ class Ended(BaseException):
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """What all ranks do at the same time. Raises Ended where it fails."""
+    """Mark work that all ranks do at the same time. Raises Ended where it fails."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others, as values of messages: adapters, rows, steps and prompts."""
+"""Values of the messages that rank 0 tells the others: adapters, rows, steps and prompts."""
 
 from __future__ import annotations
 

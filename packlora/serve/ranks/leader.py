@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from packlora.engine.sampling import SampleRequest
-from packlora.errors import ProcessError, reason_of
+from packlora.errors import reason_of
 from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.journal import from_json
 from packlora.serve.limits import Limits
-from packlora.serve.logs import LOG, log
+from packlora.serve.logs import log
 from packlora.serve.queue import Request
 from packlora.serve.ranks.records import Rank, Recent, RemoteLane, RemoteTenant, number_of, waiting_tokens
 from packlora.serve.ranks.remote import answered, execute
@@ -233,15 +233,6 @@ class Leader(Service):
         if self.failure is not None:
             self.on_failure()
 
-    def _fail(self, why: str) -> None:
-        """A rank has ended: the service ends too, since nothing else computes that rank's models."""
-        if self.failure is None:
-            self.failure = ProcessError(why)
-            LOG.error("%s", why)
-        self.stopping = True
-        self.tell_all()
-        self.on_failure()
-
     # --- messages of the other ranks ---------------------------------------------------------------------------------------
 
     def _read_all(self, rank: Rank) -> None:
@@ -250,10 +241,10 @@ class Leader(Service):
                 kind, values = rank.channel.read()
                 self._take_message(rank, kind, values)
             except EOFError:
-                self._fail(rank.lost)
+                self.fail(rank.lost)
                 return
             except Exception as error:
-                self._fail(f"what {rank} has computed cannot be kept: {reason_of(error)}")
+                self.fail(f"what {rank} has computed cannot be kept: {reason_of(error)}")
                 return
 
     def _take_message(self, rank: Rank, kind: str, values: Mapping[str, Any]) -> None:
@@ -276,7 +267,7 @@ class Leader(Service):
         elif kind == "make_room":
             self.queue.call(lambda: self.samplers.make_room(values["owner"]))
         elif kind == "failed":
-            self._fail(f"{rank} has failed: {values['reason']}; start again, and the service goes on")
+            self.fail(f"{rank} has failed: {values['reason']}; start again, and the service goes on")
         else:
             rank.is_stopped = kind == "stopped"
 
