@@ -110,7 +110,7 @@ WORDS, PROMPT = 5000, 32
 """Of the tokenizer, and of a prompt."""
 WARM = 2
 """Steps of a policy that are not counted, where there are more: kernels are compiled and graphs recorded in them."""
-LIMITS = {"packlora": 90.0, "trl": 70.0}
+LIMITS = {"packlora": 80.0, "trl": 180.0}
 """Seconds after which a contender is ended; its figures are then of the steps that it has taken."""
 LENGTH = """
 def length(prompts, completions, **columns):

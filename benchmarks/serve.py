@@ -54,7 +54,7 @@ from packlora.tune.timing import Contender, Timings, Work, paired
 OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE = "packlora", "sequential", "set_adapter", "train", "with_idle", "engine"
 RANK, WORDS, WARM = 16, 1000, 2
 """Rank of every adapter; words of the tokenizer; steps of a run that are not counted."""
-RECORDING = 10
+RECORDING = 20
 """Runs of tenants at once on a GPU before any is timed: microbatches of each size run without CUDA graphs first."""
 SHAPE = "Qwen3-0.6B"
 SMALL = {
@@ -84,7 +84,14 @@ def _cases(shape: str, many: Row, tokens: tuple[int, int], one: Row, idle: int, 
     return [
         case("tenants 64", shape=shape, what="tenants", tokens=short, key="mixed_vs_sequential", **many),
         case("latency datum", shape=shape, what="latency", tokens=short, rounds=rounds[1]),
-        case("tenants 250", shape=shape, what="tenants", tokens=long, key="mixed_vs_sequential_250", **many),
+        case(
+            "tenants 250",
+            shape=shape,
+            what="tenants",
+            tokens=long,
+            key="mixed_vs_sequential_250",
+            **many | {"rounds": 3},
+        ),
         case("one tenant", shape=shape, what="one", tenants=1, **one),
         case("idle models", shape=shape, what="idle", tokens=short, idle=idle, **many | {"rounds": rounds[0]}),
     ]
@@ -414,8 +421,8 @@ SERVE = Benchmark(
     "output, AdamW. A tenant sends forward_backward and optim_step of a step, and those of the next one before it waits for "
     "the results. Contenders run in turn in one loop, the order drawn anew in each round; ratios are medians over rounds of "
     "the ratio within a round. tenants 64 / 250: tenants, samples a step and tokens a sample as the rows say; packlora: all "
-    "tenants at once, after ten runs on a GPU in which sizes are recorded; sequential: the same service, one tenant after the "
-    "other; set_adapter (of 250): one PEFT model with as "
+    "tenants at once, after twenty runs on a GPU in which sizes are recorded; sequential: the same service, one tenant after "
+    "the other; set_adapter (of 250): one PEFT model with as "
     "many adapters, set_adapter for each tenant, bfloat16 on a GPU and float32 on a CPU, fused AdamW, liger-kernel where it is "
     "installed, a step's samples in one batch. one tenant: seconds per token of a tenant whose rows fill microbatches over "
     "those of `packlora train` by its command, each the median time between ends of steps, the first two left out; a run of "

@@ -38,6 +38,7 @@ from packlora.codes import four_bit
 from packlora.fp8 import change_launches
 from packlora.fp8 import launches as fp8_launches
 from packlora.ops import gpu, launcher
+from packlora.ops.attention import cached_kernel as cached_attention
 from packlora.ops.attention import triton_path as attention_path
 from packlora.ops.cross_entropy import triton_path as cross_entropy_path
 from packlora.ops.dropout import kernel as dropping
@@ -190,6 +191,10 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
                 with mock.patch.object(block_sizes, "processors", return_value=slots):
                     outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
+                    for name, leaf in leaves.items():
+                        leaf.requires_grad_(name == "x")
+                    outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)  # frozen adapters
+                    torch.autograd.grad(outputs, own.x, own.dy)
     for kind in ("one adapter", "four adapters, siblings") if everything and capability == 90 else ():
         case = f"{kind}, {FUSED.name}, FP8"
         settings = KINDS[kind]
@@ -238,6 +243,11 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
         for window, cap in ((None, None), (100, 30.0)) if SOAK else ((100, 30.0),):
             y, sums = attention_path.forward(q, k, k, blocks, 0.1, window, cap)
             attention_path.backward(q, k, k, y, sums, blocks, y, 0.1, window, cap)
+        kept, numbers = torch.zeros(64, 2, 256, D, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
+        for more in ((None, None, None), (100, 30.0, torch.zeros(4))):
+            cached_attention.attend(
+                q[:, :64], k[:, :64], k[:, :64], (kept, kept), numbers, numbers, numbers, 0.1, *more
+            )
     for rank in () if not everything else (16, 128) if SOAK else (128,):
         case = f"experts, rank {rank}"
         routing = Routing.of(torch.zeros(256, 2, dtype=torch.int64), 4)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from packlora.base.packing import CachedPass
-from packlora.ops.attention.attention import packed_attention
+from packlora.ops.attention.attention import packed_attention, uses_kernels
 from packlora.ops.attention.cached import Visible, cached_attention
 
 
@@ -114,6 +114,13 @@ class Decode(CachedPass):
         window: int | None, softcap: float | None, sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of each row to its sequence, [R, H, D]."""
+        if uses_kernels(q_HRD, v_hRD):
+            from packlora.ops.attention.cached_kernel import attend
+
+            pair, places_S = self.cache.of(module, k_hRD, v_hRD), self.visible.places_S
+            return attend(
+                q_HRD, k_hRD, v_hRD, pair, self.rows_S, self.slots_R, places_S, scale, window, softcap, sinks_H
+            )
         with in_any_order():
             pair = self.cache.of(module, k_hRD, v_hRD)
             for kept, new in zip(pair, (k_hRD, v_hRD), strict=True):

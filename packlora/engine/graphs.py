@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,12 +75,15 @@ class GraphedDevice:
         columns, routes: as of Body.
         patience: microbatches of a shape that run without a graph before one is recorded.
         steps: sizes, as of Shape.
+        lent: microbatches of a shape that run by the graphs of a larger one, where there is one that they fill half of, before
+            the shape has graphs of its own.
     """
 
     def __init__(
         self, single: SingleDevice, buffers: Buffers, dropout: bool, budget: int,
         tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
         columns: Mapping[str, torch.dtype] | None = None, routes: bool = False, patience: int = 1, steps: int = STEPS,
+        lent: int = 0,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
         self._alone = single.base.storage.is_whole
@@ -89,7 +92,9 @@ class GraphedDevice:
         self._unfit: str | None = None
         """Why these adapters cannot have graphs."""
         self._shape_of = lambda lengths: Shape.of(lengths, budget, steps)
-        self._patience = patience
+        self._patience, self._lent = patience, lent
+        self._lends = dict[Shape, int]()
+        """How often a shape has run by the graphs of another."""
         self._follow(buffers, dropout, columns, routes)
         self._new_recorder = recorder
         self._recorder: Any = None
@@ -219,7 +224,7 @@ class GraphedDevice:
         return self.single.plans()
 
     def _load(self, parts: Parts) -> _Ready:
-        body = self._body(self._shape_of([n for row in rows_of(parts) for n in row.sample.part_lengths]))
+        body = self._body(self._shape_for([n for row in rows_of(parts) for n in row.sample.part_lengths]))
         batch = collate(parts, self.single.base.device, body.shape.tokens)
         body.load(batch)
         is_first, self._is_first = self._is_first, False
@@ -230,6 +235,15 @@ class GraphedDevice:
                 self._drop()
                 return self._load(parts)
         return _Ready(parts, body, batch)
+
+    def _shape_for(self, lengths: Sequence[int]) -> Shape:
+        """The shape by whose graphs samples of so many tokens run now."""
+        own = self._shape_of(lengths)
+        if own in self._bodies or self._lends.get(own, 0) >= self._lent:
+            return own
+        larger = [shape for shape, body in self._bodies.items() if body.recorded and shape.holds(lengths)]
+        self._lends[own] = self._lends.get(own, 0) + bool(larger)
+        return min(larger, default=own)
 
     def _body(self, shape: Shape) -> Body:
         body = self._bodies.pop(shape, None)
@@ -293,6 +307,7 @@ class GraphedDevice:
         """Free the memory of all graphs."""
         self._waiting, self._ready, self._recorder = False, None, None
         self._bodies.clear()
+        self._lends.clear()
         self._room.clear()
         gc.collect()
         free_memory(self.single.base.device)

@@ -16,7 +16,7 @@ Shapes: L label rows, C those of a chunk, D hidden size, V vocabulary, M metrics
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,56 +95,69 @@ def judge(losses_L: torch.Tensor, batch: PackedBatch) -> Judgement:
     One sum per part over its own rows, in row order: index_add on a GPU would add in any order.
     """
     logps = (-widened(losses_L.detach())).split([part.num_rows for part in batch.parts])
-    sums, factors = dict[int, torch.Tensor](), list[torch.Tensor | None]()
-    for part, logp_L in zip(batch.parts, logps, strict=True):
-        own, gradient_L = _judged(part, logp_L)
-        sums[part.adapter] = own if part.adapter not in sums else sums[part.adapter] + own
-        factors.append(gradient_L)
-    if all(part.objective.weights == "before" for part in batch.parts):
+    own = [logp_L[: part.num_labels] for part, logp_L in zip(batch.parts, logps, strict=True)]
+    at = [number for number, part in enumerate(batch.parts) if part.objective.weights != "before"]
+    weighed = _weighed([(batch.parts[number].objective, own[number], batch.parts[number].view) for number in at])
+    found, sums = dict(zip(at, weighed, strict=True)), dict[int, torch.Tensor]()
+    for number, part in enumerate(batch.parts):
+        total = found[number].sums if number in found else _known_sums(part, own[number])
+        sums[part.adapter] = total if part.adapter not in sums else sums[part.adapter] + total
+    if not found:
         return Judgement(sums, None)
-    ones = [torch.ones_like(logp_L) if own is None else own for own, logp_L in zip(factors, logps, strict=True)]
-    return Judgement(sums, torch.cat(ones))
+    factors = [
+        F.pad(found[number].factors_L, (0, part.padding), value=1.0) if number in found else torch.ones_like(logp_L)
+        for number, (part, logp_L) in enumerate(zip(batch.parts, logps, strict=True))
+    ]
+    return Judgement(sums, torch.cat(factors))
 
 
-def _judged(part: PackedPart, logp_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sums [1 + M] of a part, and factors [L], 1 for padding; None where they are 1 for all."""
-    own_L = logp_L[: part.num_labels]
-    if part.objective.weights == "before":
-        losses, metrics_M = part.objective.loss(own_L, part.view)
-        padded = F.pad(losses, (0, part.padding)) if part.padding else losses
-        loss = padded.sum()[None]
-        return torch.cat([loss, metrics_M]) if len(metrics_M) else loss, None
-    loss, metrics_M, factors_L = _weighed(part.objective, own_L, part.view)
-    return torch.cat([loss[None], metrics_M]), F.pad(factors_L, (0, part.padding), value=1.0)
+def _known_sums(part: PackedPart, logp_L: torch.Tensor) -> torch.Tensor:
+    """Sums [1 + M] of a part whose weights were known before."""
+    losses, metrics_M = part.objective.loss(logp_L, part.view)
+    padded = F.pad(losses, (0, part.padding)) if part.padding else losses
+    loss = padded.sum()[None]
+    return torch.cat([loss, metrics_M]) if len(metrics_M) else loss
 
 
-def _weighed(
-    objective: Objective, logp_L: torch.Tensor, view: RowsView
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of losses [], sums of metrics [M], and factors [L]."""
+class _Weighed(NamedTuple):
+    """Sums of losses and metrics [1 + M], and factors [L], of the rows of an objective."""
+
+    sums: torch.Tensor
+    factors_L: torch.Tensor
+
+
+def _weighed(rows: Sequence[tuple[Objective, torch.Tensor, RowsView]]) -> list[_Weighed]:
+    """What objectives give for their log-probabilities [L]. One pass of autograd for all: each takes the host a while."""
+    leaves, losses, sums = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     with torch.enable_grad():
-        leaf = logp_L.clone().requires_grad_()
-        losses, metrics_M = objective.loss(leaf, view)
-        loss = losses.sum()
-        found = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
-    return loss.detach(), metrics_M.detach(), torch.zeros_like(logp_L) if found is None else -found
+        for objective, logp_L, view in rows:
+            leaves.append(logp_L.clone().requires_grad_())
+            losses_L, metrics_M = objective.loss(leaves[-1], view)
+            losses.append(losses_L.sum())
+            sums.append(torch.cat([losses[-1].detach()[None], metrics_M.detach()]))
+        roots = [loss for loss in losses if loss.requires_grad]
+        found = torch.autograd.grad(roots, leaves, allow_unused=True) if roots else [None] * len(leaves)
+    return [
+        _Weighed(own, torch.zeros_like(leaf) if gradient_L is None else -gradient_L)
+        for own, leaf, gradient_L in zip(sums, leaves, found, strict=True)
+    ]
 
 
 def _weigh_rows(losses_C: torch.Tensor, batch: PackedBatch, start: int, stop: int) -> torch.Tensor:
     """Factors [C] of label rows start to stop, where objectives know them by row."""
-    out, first, logp_C = [], 0, -widened(losses_C.detach())
+    logp_C, first = -widened(losses_C.detach()), 0
+    factors_C, rows, places = torch.ones_like(logp_C), [], []
     for part in batch.parts:
-        begin, end = max(start, first), min(stop, first + part.num_rows)
-        labels = max(min(end - first, part.num_labels) - max(begin - first, 0), 0)
-        if end > begin:
-            own_C = logp_C[begin - start : end - start]
-            factors_C = torch.ones_like(own_C)
-            if labels and part.objective.weights != "before":
-                view = part.view.labels(begin - first, begin - first + labels)
-                factors_C[:labels] = _weighed(part.objective, own_C[:labels], view)[2]
-            out.append(factors_C)
+        begin, end = max(start, first), min(stop, first + part.num_labels)
+        if end > begin and part.objective.weights != "before":
+            rows.append(
+                (part.objective, logp_C[begin - start : end - start], part.view.labels(begin - first, end - first))
+            )
+            places.append(slice(begin - start, end - start))
         first += part.num_rows
-    return torch.cat(out)
+    for place, own in zip(places, _weighed(rows), strict=True):
+        factors_C[place] = own.factors_L
+    return factors_C
 
 
 def _smoothed(logits_LV: torch.Tensor, labels_L: torch.Tensor, smoothing_L: torch.Tensor) -> torch.Tensor:

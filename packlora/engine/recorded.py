@@ -39,6 +39,11 @@ class Shape(NamedTuple):
         more = -(-(total - tokens) // max(lengths))  # samples of nobody's tokens
         return Shape(total, max(_power(len(lengths) + more), _power(total // BLOCK), LEAST_SAMPLES))
 
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether a microbatch of these samples has room in it, and fills at least half of it."""
+        more = -(-(self.tokens - sum(lengths)) // max(lengths))
+        return self.tokens // 2 <= sum(lengths) <= self.tokens and len(lengths) + more <= self.samples
+
 
 def _power(number: int) -> int:
     """The next power of two."""

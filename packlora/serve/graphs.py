@@ -20,6 +20,10 @@ SIZES = 2
 """Numbers of tokens from a power of two to the next that have graphs of their own. Requests come together in any number, and
 each size costs passes without a graph and a recording; tokens that pad a microbatch cost little while it is small."""
 
+LENT = 24
+"""Microbatches of a size that run by the graphs of a larger one before it has its own: passes without a graph and the recording
+take the time of some tens of them, in which nobody else is served."""
+
 
 def graphs_of(run: Run, base: Base, single: SingleDevice) -> GraphedDevice | None:
     """The executor with graphs, of no model yet; None where there are none.
@@ -34,4 +38,4 @@ def graphs_of(run: Run, base: Base, single: SingleDevice) -> GraphedDevice | Non
         if reason is not None and base.device.type == "cuda":
             LOG.warning("%s: %s", NO_GRAPHS, reason)
         return None
-    return GraphedDevice(single, {}, False, 0, LOG.warning, patience=PATIENCE, steps=SIZES)
+    return GraphedDevice(single, {}, False, 0, LOG.warning, patience=PATIENCE, steps=SIZES, lent=LENT)

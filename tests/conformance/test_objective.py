@@ -421,7 +421,8 @@ def test_no_objective_waits_for_the_device(cases: list[Case]) -> None:
 
 def test_a_wrong_gradient_would_be_seen(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     original = heads._weighed
-    monkeypatch.setattr(heads, "_weighed", lambda *args: (*original(*args)[:2], original(*args)[2] * 1.001))
+    wrong = lambda rows: [own._replace(factors_L=own.factors_L * 1.001) for own in original(rows)]  # noqa: E731
+    monkeypatch.setattr(heads, "_weighed", wrong)
     for name in ("dpo", "mine ppo"):
         number, case = next((n, case) for n, case in enumerate(cases) if case.name == name)
         for head in HEADS:

@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from cached_cases import attended, drawn
 from conftest import tiny_model
+from exactness import assert_as_exact
 from peft import LoraConfig
 from sampling_cases import prompt
+from seeds import SEED
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.linear import Attached
 from packlora.adapters.spec import resolve
+from packlora.base import kv_cache
 from packlora.base.packing import prepare_model
 from packlora.engine.generate import Sampler, sample
 from packlora.engine.recorded_decode import GraphedPasses
@@ -89,3 +93,26 @@ def test_graphs_draw_what_passes_without_draw(names: tuple[str, ...]) -> None:
             compared += 1
         is_same &= one.id == other.id
     assert compared > len(plain) / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("H", "h", "D", "window", "cap", "sinks"),
+    [(16, 8, 128, None, None, False), (14, 2, 64, None, None, True), (8, 4, 256, 65, 30.0, False), (9, 3, 80, 17, None, False)],
+)  # fmt: skip
+def test_attention_of_new_tokens_is_as_exact_as_by_torch(
+    H: int, h: int, D: int, window: int | None, cap: float | None, sinks: bool, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    how = D**-0.5, window, cap, torch.linspace(-1, 4, H, device="cuda") if sinks else None
+
+    def draw(seed: int) -> Any:
+        narrow = [tensor.to("cuda", dtype) for tensor in drawn(H, h, D, seed)]
+        got = attended(narrow, *how)
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_cache, "uses_kernels", lambda q, v: False)
+            torchs, want = attended(narrow, *how), attended([tensor.double() for tensor in narrow], *how)
+        assert torch.equal(got["k"], torchs["k"]) and torch.equal(got["v"], torchs["v"])
+        return {"y": got["y"]}, {"y": torchs["y"]}, {"y": want["y"]}
+
+    assert_as_exact(draw, draws=3, seed=SEED)

@@ -168,6 +168,7 @@ def test_a_graph_decides_anew_what_is_left_out() -> None:
 
     wants = {}
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for size in (0.0, 0.125):
             write(size)

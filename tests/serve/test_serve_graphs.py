@@ -171,3 +171,29 @@ def test_nothing_is_launched_ahead_while_another_model_has_work(
         story.talk.forward_backward(story.models["dora"], [datum(number, 60)])
     story.talk.run()
     assert asked and not any(asked)
+
+
+def test_a_size_runs_by_the_graphs_of_a_larger_one_before_it_has_its_own(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+) -> None:
+    found, passes = [], []
+    for lent in (3, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(serve_graphs, "LENT", lent)
+            story = Story(graphed_host(base, tmp_path, patch, 1), tmp_path / str(lent))
+            story.enter("plain")
+            promises, bare = [], []
+            for number, tokens in enumerate([60, 60, 60, 40, 41, 42, 40, 43, 20]):
+                before = count.bare, count.recorded
+                promises.append(story.talk.forward_backward(story.models["plain"], [datum(number, tokens)]))
+                story.talk.step(story.models["plain"])
+                story.talk.run()
+                bare.append((count.bare - before[0], count.recorded - before[1]))
+            found.append([story.talk.result(promise)[1] for promise in promises])
+            passes.append(bare)
+    first, recorded, replayed = (1, 0), (0, 2), (0, 0)
+    begun = [first, first, recorded]  # the second one is watched for waits
+    assert passes[0] == [*begun, *[replayed] * 3, first, recorded, first], "20 tokens fill less than half of any"
+    assert passes[1] == [*begun, first, recorded, *[replayed] * 3, first]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)

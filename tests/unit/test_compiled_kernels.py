@@ -22,8 +22,8 @@ from packlora.ops.row_norm import tables as row_norm_tables
 
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """What a program can have, by compute capability."""
-RARE = {"fingerprint_kernel", "finish_kernel", "experts_blocks_kernel"}
-"""With loads of one element: samples of W, rows that are computed anew, and where groups of rows end."""
+RARE = {"fingerprint_kernel", "finish_kernel", "experts_blocks_kernel", "cached_attention_kernel"}
+"""With loads of one element: samples of W, rows that are computed anew, where groups of rows end, and a token's key."""
 
 
 def compiled(target: int | str, cache: Path, *kinds: str) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ import torch
 
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.types import Segment
-from packlora.ops.stamp import Unchanged
 
 
 class Operands(Protocol):
@@ -45,22 +44,27 @@ class _Copies:
         self.sources: list[torch.Tensor] = []
         self._parts: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...] = (([], []), ([], []))
         """Places and sources that lie alike, which are copied by few launches, and the others."""
-        self._unchanged = Unchanged()
+        self._versions: list[int] = []
+        """Of the sources at the last copy; they stay the objects that they are, so it is all that tells a write."""
+        self._counts_writes = True
 
     def add(self, into: torch.Tensor, source: torch.Tensor) -> None:
         self.sources.append(source)
+        self._counts_writes = self._counts_writes and not source.is_inference()
         places, sources = self._parts[into.stride() != source.stride()]
         places.append(into)
         sources.append(source)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        if self._unchanged(self.sources):
+        versions = [source._version for source in self.sources] if self._counts_writes else []
+        if versions and versions == self._versions:
             return
-        with self._unchanged.unless_it_fails():
-            for places, sources in self._parts:
-                if places:
-                    torch._foreach_copy_(places, sources)
+        self._versions = []  # a copy that fails is made again
+        for places, sources in self._parts:
+            if places:
+                torch._foreach_copy_(places, sources)
+        self._versions = versions
 
 
 class KeptTensor:

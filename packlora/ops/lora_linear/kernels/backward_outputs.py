@@ -241,7 +241,7 @@ def sum_grads_kernel(
                     total += tl.load(at, mask=mine & (first + more < spans), other=0.0)
                     at += step
             tl.store(dS + rows[:, None] * width + (column + ranks)[None, :], total.to(dS.dtype.element_ty), mask=mine)
-    else:
+    elif dB_parts is not None:
         adapter = (program - num_tiles) // num_blocks
         _, offset, rank = _place_of(places, adapter, single_column, single_offset, single_rank, SINGLE)
         cols = ((program - num_tiles) % num_blocks * BN + tl.arange(0, BN)).to(tl.int64)

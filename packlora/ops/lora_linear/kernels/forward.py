@@ -265,7 +265,10 @@ def up(
     layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
     size = segments.config
-    N, span, epilogue = layout.sizes[index], size.up_n * size.up_loop, base_TN is not None
+    N, tiles, epilogue = layout.sizes[index], segments.counts[size.up_m], base_TN is not None
+    span = size.up_n * size.up_loop
+    if sizes.cdiv(N, span) * tiles < sizes.programs_at_once(call.device):
+        span = size.up_n
     scales = own.scales[index] if composed else None
     bias = None if base_TN is None else own.biases[index] if scales is None else scales.bias
     y_TN = base_TN if base_TN is not None and not keep_z else None
@@ -278,7 +281,7 @@ def up(
     key = ("up", call.shape, index, sizes.dtype_of(bias), scales is None, epilogue, keep_z, y_TN.dtype)
     if not launcher.launched(segments.launches, key, args):
         launcher.launch(
-            up_kernel, (sizes.cdiv(N, span), segments.counts[size.up_m]), args, segments.launches, key,
+            up_kernel, (sizes.cdiv(N, span), tiles), args, segments.launches, key,
             HAS_BIAS=bias is not None, EPILOGUE=epilogue, COMPOSED=scales is not None, KEEP=keep_z, PRECISION="ieee",
             BM=size.up_m, BN=size.up_n, BR=sizes.block_of(layout.max_padded[index], 64), num_warps=size.up_warps,
             num_stages=size.up_stages,
