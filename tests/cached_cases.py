@@ -13,7 +13,9 @@ from packlora.ops.attention.cached import Visible
 PLACES, ROWS = [0, 63, 64, 7, 129, 0], [2, 4, 1, 3, 0, 2]
 """Of each slot; the last one is idle, and names the row of the first."""
 SLOTS = [4, 2, 0, 3, 1, 1, 0]
-"""Of each row; the last two are padding."""
+"""Of each row; the last ones are padding."""
+REAL = 5
+"""Rows before the padding."""
 LENGTH = 130
 LAYER = torch.nn.Identity()
 

@@ -191,8 +191,8 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
                 with mock.patch.object(block_sizes, "processors", return_value=slots):
                     outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
-                    for name, leaf in leaves.items():
-                        leaf.requires_grad_(name == "x")
+                    for leaf in leaves.values():
+                        leaf.requires_grad_(leaf is own.x)
                     outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)  # frozen adapters
                     torch.autograd.grad(outputs, own.x, own.dy)
     for kind in ("one adapter", "four adapters, siblings") if everything and capability == 90 else ():

@@ -56,6 +56,11 @@ class KeyValueCache:
         self.turn += 1
         self.layers.clear()
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the kernel attends to it, in all layers: it looks at the places that are there, however many are said."""
+        return bool(self.layers) and all(uses_kernels(k, v) for k, v in self.layers.values())
+
     def of(self, module: torch.nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer whose new ones are k and v, [h, ..., D]."""
         if module not in self.layers:
@@ -94,8 +99,8 @@ class Prefill(CachedPass):
 class Decode(CachedPass):
     """One token of each sequence, in rows of any order.
 
-    rows_S: int64; row of each slot's token. A slot without a sequence names any row: it is written at its first place, which
-        the next prefill writes over.
+    rows_S: int64; row of each slot's token. A slot without a sequence names any row: it may be written at its first place,
+        which the next prefill writes over.
     slots_R: int64; slot of each row. A row of padding names any slot.
     visible: places of the tokens by slot, and how many places are looked at.
     """

@@ -250,7 +250,9 @@ class GraphedDevice:
         if body is None:
             body = self._new_body(shape)
             if len(self._bodies) >= MOST:
-                del self._bodies[next(iter(self._bodies))]
+                oldest = next(iter(self._bodies))
+                del self._bodies[oldest]
+                self._lends.pop(oldest, None)
         self._bodies[shape] = body
         return body
 

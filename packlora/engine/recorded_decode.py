@@ -125,7 +125,8 @@ class GraphedPasses:
             return None
         rows = max(MIN_ROWS, 1 << (len(tokens) - 1).bit_length())
         places = max(VIEW, 1 << max(token.place for token in tokens).bit_length())
-        return Shape(rows, self.cache.slots, min(places, self.cache.length), adapters)
+        places = self.cache.length if self.cache.by_kernel else min(places, self.cache.length)
+        return Shape(rows, self.cache.slots, places, adapters)
 
     def _fit(self, adapters: Sequence[int]) -> bool:
         """Whether all that these adapters train is low-rank, of linear layers."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cached_cases import PLACES, SLOTS, attended, drawn
+from cached_cases import PLACES, REAL, SLOTS, attended, drawn
 from exactness import assert_as_exact, poisoned
 from seeds import SEED
 
@@ -38,7 +38,8 @@ def test_a_pass_is_as_exact_as_by_torch_and_keeps_the_same(
         narrow = [tensor.float() for tensor in wide]
         got, torchs, want = by_kernel(narrow, *how), attended(narrow, *how), attended(wide, *how)
         assert torch.equal(got["k"], torchs["k"]) and torch.equal(got["v"], torchs["v"])
-        return {"y": got["y"]}, {"y": torchs["y"]}, {"y": want["y"]}
+        assert not got["y"][REAL:].any()
+        return tuple({"y": one["y"][:REAL]} for one in (got, torchs, want))
 
     assert_as_exact(draw, draws=2, seed=SEED)
 
@@ -52,5 +53,18 @@ def test_a_row_sees_nothing_of_other_slots_nor_of_later_places() -> None:
             tensor[slot, :, place:] = torch.nan
         tensor[4] = torch.nan
     got = by_kernel([q, k, v, *kept], 0.25, None, None, None)["y"]
-    others = [row for row, slot in enumerate(SLOTS) if slot != 4]
+    others = [row for row, slot in enumerate(SLOTS[:REAL]) if slot != 4]
     assert torch.equal(got[others], want[others]) and got[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "sink"), [(-80, 0, 0), (-95, 10, 0), (-200, 0, 0), (-100, -10, 4), (5, -9, 30)]
+)
+def test_scores_far_from_a_sink_are_weighed_as_by_torch(own: float, others: float, sink: float) -> None:
+    """Scores of the token itself and of what is in the cache, and the sink's."""
+    q, k, v, *kept = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in drawn(2, 2, 16, 0))
+    q[..., 0], k[..., 0], kept[0][..., 0] = 1, own, others
+    v[:], kept[1][:] = 1, 2
+    how = 1.0, None, None, torch.full((2,), float(sink))
+    got, want = (one([q, k, v, *kept], *how)["y"][:REAL] for one in (by_kernel, attended))
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=0)

@@ -61,6 +61,7 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
         "experts_add_scaled_kernel",
         "dropped_kernel",
         "experts_sums_kernel",
+        "cached_attention_kernel",
     }
     for kernel in ("coded_rows_kernel", "changed_rows_kernel", "scaled_rows_kernel", "change_kernel"):
         assert (kernel in found) == (capability == 90)

@@ -33,7 +33,7 @@ def cached_attention_kernel(
     Args:
         q: [H, R, D]. new_k, new_v: [h, R, D], of the new tokens.
         k, v: [S, h, L, D]; the new ones are written at their places.
-        y: [R, H, D]; written.
+        y: [R, H, D]; written, 0 in rows of padding.
         rows, places: [S], row and place of each slot's token. slots: [R], of each row; one of padding names any.
         sinks: [H], or None.
         q_h, q_r and so on: elements from one head, or row, to the next.
@@ -48,13 +48,16 @@ def cached_attention_kernel(
     cols, members = tl.arange(0, BLOCK_D), tl.arange(0, BG)
     fits, heads = cols < D, head * GROUP + members
     own = (members < GROUP)[:, None] & fits[None, :]
+    at_y = y + (row.to(tl.int64) * tl.num_programs(1) * GROUP + heads)[:, None] * D + cols[None, :]
+    if token != row:  # of padding
+        tl.store(at_y, tl.zeros((BG, BLOCK_D), dtype=y.dtype.element_ty), mask=own)
+        return
     q_tile = tl.load(q + heads.to(tl.int64)[:, None] * q_h + token * q_r + cols[None, :], mask=own, other=0.0)
     key = tl.load(new_k + head.to(tl.int64) * k_h + token * k_r + cols, mask=fits, other=0.0)
     value = tl.load(new_v + head.to(tl.int64) * v_h + token * v_r + cols, mask=fits, other=0.0)
     kept = (slot * tl.num_programs(1) + head) * L * D
-    if token == row:
-        tl.store(k + kept + place * D + cols, key.to(k.dtype.element_ty), mask=fits)
-        tl.store(v + kept + place * D + cols, value.to(v.dtype.element_ty), mask=fits)
+    tl.store(k + kept + place * D + cols, key.to(k.dtype.element_ty), mask=fits)
+    tl.store(v + kept + place * D + cols, value.to(v.dtype.element_ty), mask=fits)
     UNIT: tl.constexpr = (CAP if CAP > 0 else SCALE) * LOG2E
     product = tl.sum(q_tile.to(tl.float32) * key.to(tl.float32)[None, :], 1)
     score, _one = _scores(product, SCALE, CAP)
@@ -62,7 +65,10 @@ def cached_attention_kernel(
     total = tl.full((BG,), 1.0, dtype=tl.float32)
     acc = tl.zeros((BG, BLOCK_D), dtype=tl.float32) + value.to(tl.float32)[None, :]
     if sinks is not None:
-        total += tl.exp2(tl.load(sinks + heads, mask=members < GROUP, other=0.0).to(tl.float32) * LOG2E - top)
+        sink = tl.load(sinks + heads, mask=members < GROUP, other=0.0).to(tl.float32) * LOG2E
+        first_score, top = top, tl.maximum(top, sink)
+        total = tl.exp2(first_score - top) + tl.exp2(sink - top)
+        acc *= tl.exp2(first_score - top)[:, None]
     low = 0
     if WINDOW > 0:
         low = tl.maximum(place - WINDOW + 1, 0)
@@ -78,7 +84,6 @@ def cached_attention_kernel(
         total = total * factor + tl.sum(weights, 1)
         acc = acc * factor[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
         top = highest
-    at_y = y + (row.to(tl.int64) * tl.num_programs(1) * GROUP + heads)[:, None] * D + cols[None, :]
     tl.store(at_y, (acc / total[:, None]).to(y.dtype.element_ty), mask=own)
 
 
@@ -93,17 +98,19 @@ def attend(
     Args:
         kept: keys and values [S, h, L, D], contiguous.
         rows_S, places_S: int64, row and place of each slot's token. slots_R: int64, slot of each row; of rows with one slot
-            rows_S names the one that counts, and all get its result.
+            rows_S names the one that counts, the others are padding and get zeros.
         scale, window, softcap, sinks_H: as those of packed_attention.
     """
     q, k, v = (_dense(tensor) for tensor in (q_HRD, k_hRD, v_hRD))
     (H, R, D), h, L = q.shape, len(k), kept[0].shape[2]
     y_RHD = torch.empty(R, H, D, dtype=q.dtype, device=q.device)
     strides = tuple(stride for tensor in (q, k, v) for stride in tensor.stride()[:2])
+    assert H % h == 0 and kept[0].is_contiguous() and kept[1].is_contiguous()
     args = (q, k, v, *kept, y_RHD, rows_S, slots_R, places_S, sinks_H, *strides, L)
     aligned = [tensor.data_ptr() % 16 for tensor in (q, k, v, *kept, rows_S, slots_R, places_S)]
     sinks = None if sinks_H is None else sinks_H.dtype
-    key = (q.device, q.dtype, H, R, D, h, L, strides, *aligned, sinks, scale, window, softcap)
+    dtypes = tuple(tensor.dtype for tensor in (q, k, v, *kept))
+    key = (q.device, dtypes, H, R, D, h, L, strides, *aligned, sinks, scale, window, softcap)
     with on_device(q.device):
         launcher.launch(
             cached_attention_kernel, (R, h), args, launcher.bounded(_LAUNCHES), key,
