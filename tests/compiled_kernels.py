@@ -195,7 +195,7 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
                         leaf.requires_grad_(leaf is own.x)
                     outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)  # frozen adapters
                     torch.autograd.grad(outputs, own.x, own.dy)
-    for kind in ("one adapter", "four adapters, siblings") if everything and capability == 90 else ():
+    for kind in () if not (everything and capability == 90) else FEW if SOAK else FEW[1:]:
         case = f"{kind}, {FUSED.name}, FP8"
         settings = KINDS[kind]
         sizes = [512, 256][: len(settings["ranks"][0])]
