@@ -207,11 +207,11 @@ class Door:
 
         self.service.listen(promise, call)
         try:
-            row = await run_in_threadpool(self.desk.result, owner, given)
+            row = self.desk.result(owner, given)
             if row is None and not self.is_closing:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(told.wait(), self.hold)
-                row = await run_in_threadpool(self.desk.result, owner, given)
+                row = self.desk.result(owner, given)
         finally:
             self.service.unlisten(promise, call)
         if row is None:

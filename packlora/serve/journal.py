@@ -60,6 +60,9 @@ class Journal:
             self._db.execute("pragma journal_mode = wal")
             self._db.execute("pragma synchronous = full")
             self._db.executescript(TABLES)
+            self._reader = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
+            self._reader.row_factory = sqlite3.Row
+            self._reader.execute("pragma query_only = on")
             self.set_fact("version", str(VERSION))
         except sqlite3.OperationalError as error:
             self._db.close()
@@ -85,6 +88,7 @@ class Journal:
         """Close the database."""
         with self._lock:
             self._db.close()
+        self._reader.close()
 
     @contextmanager
     def write(self, flush: bool = True) -> Iterator[sqlite3.Connection]:
@@ -116,6 +120,14 @@ class Journal:
                 self._db.execute(query, values).fetchone() if all(map(_can_be, values)) else None
             )
             return found
+
+    def committed(self, query: str, *values: Any) -> sqlite3.Row | None:
+        """The first row of a query, see `all`, as it was committed last. It waits for no write, so the thread that speaks HTTP
+        may call it, and no other one."""
+        found: sqlite3.Row | None = (
+            self._reader.execute(query, values).fetchone() if all(map(_can_be, values)) else None
+        )
+        return found
 
     # --- facts -------------------------------------------------------------------------------------------------------------
 

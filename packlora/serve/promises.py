@@ -163,9 +163,10 @@ class Promises:
         return promise, True
 
     def result(self, owner: str, promise: Any) -> sqlite3.Row | None:
-        """The result of a promise; None: there is none yet. Raises Refused where it is unknown."""
+        """The result of a promise; None: there is none yet. Raises Refused where it is unknown. One thread alone may call it,
+        see Journal.committed."""
         query = "select kind, state, result from requests where id = ? and owner = ?"
-        row = self.journal.one(query, text_of(promise), owner)
+        row = self.journal.committed(query, text_of(promise), owner)
         if row is None or row["state"] == REFUSED:
             raise Refused(f"request_id: there is no promise {quoted(promise)} of yours", 410)
         return None if row["state"] == "waiting" else row
