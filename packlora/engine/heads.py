@@ -127,7 +127,8 @@ class _Weighed(NamedTuple):
 
 
 def _weighed(rows: Sequence[tuple[Objective, torch.Tensor, RowsView]]) -> list[_Weighed]:
-    """What objectives give for their log-probabilities [L]. One pass of autograd for all: each takes the host a while."""
+    """Weigh rows by their objectives, from their log-probabilities [L]. One pass of autograd for all: each takes the host a
+    while."""
     leaves, losses, sums = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     with torch.enable_grad():
         for objective, logp_L, view in rows:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from packlora.fp8.kernel import _store_codes
 from packlora.ops.dropout.kernel import _kept, _keys
-from packlora.ops.lora_linear.kernels.gemm import _base
+from packlora.ops.lora_linear.kernels.gemm import _base, _place_of_tile
 
 
 @triton.jit
@@ -95,10 +95,7 @@ def change_kernel(
     num_m, num_n = tl.cdiv(T, BM), tl.cdiv(Q, BN)
     steps = tl.cdiv(P, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=False):
-        group = tile // (GROUP * num_n)
-        size = min(num_m - group * GROUP, GROUP)
-        m = group * GROUP + (tile % (GROUP * num_n)) % size
-        n = (tile % (GROUP * num_n)) // size
+        m, n = _place_of_tile(tile, num_m, num_n, GROUP)
         rows = m * BM + tl.arange(0, BM)
         own = tl.load(x_scales + rows, mask=rows < T, other=0.0)
         if tl.max(own, 0) > 0:

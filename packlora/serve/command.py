@@ -92,6 +92,7 @@ def serve(
         import uvicorn
 
         from packlora.serve.app import Keys, application
+        from packlora.serve.http import BoundedProtocol
     except ImportError as error:
         raise needed(str(error.name), "serve", "packlora serve") from None
     from packlora.serve.desk import Desk
@@ -107,7 +108,8 @@ def serve(
     ):
         hosts = service.hosts
         app = application(Desk(service), Keys(known))
-        server = _Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5), app)
+        how: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 5}
+        server = _Server(uvicorn.Config(app, http=BoundedProtocol, **how), app)
         service.on_failure = server.end
         log("service started", bases=",".join(hosts), models=len(service.tenants), waiting=service.queue.waiting)
         service.start()

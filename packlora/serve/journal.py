@@ -60,9 +60,6 @@ class Journal:
             self._db.execute("pragma journal_mode = wal")
             self._db.execute("pragma synchronous = full")
             self._db.executescript(TABLES)
-            self._reader = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
-            self._reader.row_factory = sqlite3.Row
-            self._reader.execute("pragma query_only = on")
             self.set_fact("version", str(VERSION))
         except sqlite3.OperationalError as error:
             self._db.close()
@@ -70,6 +67,9 @@ class Journal:
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise InputError(f"{file} is no journal of packlora serve: {error}; give another --state") from None
+        self._reader = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
+        self._reader.row_factory = sqlite3.Row
+        self._reader.execute("pragma query_only = on")
 
     def _check_version(self, file: Path) -> None:
         """Raises InputError before anything is written into what is of another version, or none of ours."""
@@ -124,9 +124,9 @@ class Journal:
     def committed(self, query: str, *values: Any) -> sqlite3.Row | None:
         """The first row of a query, see `all`, as it was committed last. It waits for no write, so the thread that speaks HTTP
         may call it, and no other one."""
-        found: sqlite3.Row | None = (
-            self._reader.execute(query, values).fetchone() if all(map(_can_be, values)) else None
-        )
+        if not all(map(_can_be, values)):
+            return None
+        found: sqlite3.Row | None = self._reader.execute(query, values).fetchone()
         return found
 
     # --- facts -------------------------------------------------------------------------------------------------------------

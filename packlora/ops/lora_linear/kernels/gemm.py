@@ -33,6 +33,14 @@ from packlora.ops.lora_linear.kernels import sizes
 
 
 @triton.jit
+def _place_of_tile(tile, num_m, num_n, GROUP: tl.constexpr):
+    """Row and column of a tile: GROUP rows of tiles are walked through column by column, so that what they read is near."""
+    group = tile // (GROUP * num_n)
+    size = min(num_m - group * GROUP, GROUP)
+    return group * GROUP + (tile % (GROUP * num_n)) % size, (tile % (GROUP * num_n)) // size
+
+
+@triton.jit
 def _low_rank_of_segments(
     acc, L, R, segments, places, first, last, rows, cols, Q, width, FORWARD: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr
 ):  # fmt: skip
@@ -151,10 +159,7 @@ def fused_kernel(
     num_m, num_n = tl.cdiv(T, BM), tl.cdiv(Q, BN)
     steps = tl.cdiv(P, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=False):
-        group = tile // (GROUP * num_n)
-        size = min(num_m - group * GROUP, GROUP)
-        m = group * GROUP + (tile % (GROUP * num_n)) % size
-        n = (tile % (GROUP * num_n)) // size
+        m, n = _place_of_tile(tile, num_m, num_n, GROUP)
         rows = m * BM + tl.arange(0, BM)
         cols = n * BN + tl.arange(0, BN)
         inside = rows < T
