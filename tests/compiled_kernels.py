@@ -44,6 +44,7 @@ from packlora.ops.cross_entropy import triton_path as cross_entropy_path
 from packlora.ops.dropout import kernel as dropping
 from packlora.ops.lora_experts import low_rank as experts_low_rank
 from packlora.ops.lora_experts.routing import Routing
+from packlora.ops.lora_linear import few_rows
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.changes import Mask
 from packlora.ops.lora_linear.kernels import config as kernel_config
@@ -195,6 +196,15 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
                         leaf.requires_grad_(leaf is own.x)
                     outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)  # frozen adapters
                     torch.autograd.grad(outputs, own.x, own.dy)
+    for kind in ("four adapters, siblings", "DoRA, beside LoRA") if everything else ():
+        case = f"few tokens, {kind}"
+        settings = KINDS[kind] | {"dropouts": [0.0] * len(KINDS[kind]["ranks"])}
+        drawn = make_case(
+            64, 2048, [512, 256][: len(settings["ranks"][0])], with_bias=True, seed=1, dtype=half, **settings
+        )
+        own, _ = cast(drawn, half)
+        with torch.no_grad(), mock.patch.object(few_rows, "_runs", return_value=True):
+            lora_group(own.x, own.layers, own.segments)
     for kind in () if not (everything and capability == 90) else FEW if SOAK else FEW[1:]:
         case = f"{kind}, {FUSED.name}, FP8"
         settings = KINDS[kind]

@@ -34,7 +34,7 @@ from packlora.ops.lora_linear.frozen import FrozenLinear
 from packlora.ops.lora_linear.moving import MovingSegments
 
 UNRECORDED = 8
-"""Passes of a shape that run without a graph before one is recorded."""
+"""Passes of a shape that run without a graph, or by that of a larger one, before one is recorded."""
 MOST = 16
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
 VIEW = 256
@@ -48,6 +48,12 @@ class Shape(NamedTuple):
     slots: int
     places: int
     adapters: tuple[int, ...]
+
+    def holds(self, other: Shape) -> bool:
+        """Whether a pass of the other shape can be run as one of this. A single adapter would be given all rows."""
+        adapters = self.adapters == other.adapters or (len(self.adapters) > 1 and {*self.adapters} >= {*other.adapters})
+        sizes = self.rows >= other.rows and self.slots == other.slots and self.places >= other.places
+        return adapters and sizes
 
 
 def why_no_decode_graphs(model: PreTrainedModel, attached: Attached) -> str | None:
@@ -101,9 +107,10 @@ class GraphedPasses:
         if self._turn != self.cache.turn:
             self._drop()
         shape = self._shape(tokens)
-        if shape is None or self._seen.setdefault(shape, 0) < UNRECORDED:
-            if shape is not None:
-                self._seen[shape] += 1
+        if shape is not None and self._seen.setdefault(shape, 0) < UNRECORDED:
+            self._seen[shape] += 1
+            shape = self._recorded_larger(shape)
+        if shape is None:
             return self.eager.decode(tokens)
         try:
             with one_error_for_memory():
@@ -127,6 +134,11 @@ class GraphedPasses:
         places = max(VIEW, 1 << max(token.place for token in tokens).bit_length())
         places = self.cache.length if self.cache.by_kernel else min(places, self.cache.length)
         return Shape(rows, self.cache.slots, places, adapters)
+
+    def _recorded_larger(self, shape: Shape) -> Shape | None:
+        """The smallest recorded shape whose graph can run a pass of this one."""
+        found = [own for own, body in self._bodies.items() if body.is_recorded and own.holds(shape)]
+        return min(found, key=lambda own: (own.rows, own.places, len(own.adapters)), default=None)
 
     def _fit(self, adapters: Sequence[int]) -> bool:
         """Whether all that these adapters train is low-rank, of linear layers."""
@@ -172,6 +184,10 @@ class _Body:
         self._wanted: tuple[tuple[int, ...], torch.Tensor] = (), self._every_R
         self._logits_RV: torch.Tensor | None = None
         self._replay: Callable[[], None] | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._replay is not None
 
     def run(self, tokens: Sequence[NextToken]) -> torch.Tensor:
         """Logits [len(tokens), V]. The first time it runs without a graph, so that whatever is made at first calls is there;

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -427,6 +428,30 @@ def test_passes_by_graphs_draw_the_same_tokens(tmp_path: Path, monkeypatch: pyte
     for samples, others in zip(got, want, strict=True):
         assert ids_of(samples[0]) == ids_of(others[0])
         np.testing.assert_allclose([t.logprob for t in samples[0]], [t.logprob for t in others[0]], rtol=1e-3)
+
+
+def test_a_pass_that_has_no_graph_yet_goes_by_that_of_more_rows_and_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample of two adapters alone, after the passes of all three have been recorded: the tokens of passes without graphs."""
+    case = case_of(tmp_path, ("lora", "dora", "some"), torch.float32, num_hidden_layers=1)
+    for layer in adapted_layers(case.model).values():
+        layer.chooser = Routed(torch.device("cpu"))  # type: ignore[union-attr]
+    monkeypatch.setattr(recorded_decode, "UNRECORDED", 2)
+    pretended, eager = Pretended(torch.device("cpu")), Passes(case.model, case.attached)
+    sampler = Sampler(case.model, case.attached)
+    passes = sampler._passes = GraphedPasses(eager, lambda device: pretended)
+    sample(sampler, [SampleRequest(prompt(at, 4), at, recorded_decode.UNRECORDED + 4) for at in range(3)])
+    assert pretended.recorded == 1
+    fewer = [SampleRequest(prompt(at, 5), at % 2, 3, seed=at, temperature=0.0) for at in (7, 8)]
+    with mock.patch.object(Passes, "decode", side_effect=AssertionError("without a graph")):
+        got = sample(sampler, fewer)
+    assert passes.why_not is None and pretended.recorded == 1
+    for samples, others in zip(got, sample(Sampler(case.model, case.attached), fewer), strict=True):
+        assert ids_of(samples[0]) == ids_of(others[0])
+    single, all_ = (recorded_decode.Shape(32, 4, 64, adapters) for adapters in ((1,), (0, 1, 2)))
+    assert all_.holds(single) and not single.holds(single._replace(adapters=())) and single.holds(single)
+    assert not any(all_.holds(all_._replace(**more)) for more in ({"rows": 64}, {"slots": 2}, {"adapters": (0, 3)}))
 
 
 @pytest.mark.parametrize("vocabulary", [7, 512, 5000])

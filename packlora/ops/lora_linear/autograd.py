@@ -18,10 +18,11 @@ import torch
 
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON, is_elsewhere, on_device
+from packlora.ops.lora_linear import few_rows
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients
 from packlora.ops.lora_linear.composed import dropped_rows
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
 from packlora.ops.lora_linear.temporary import forget
 from packlora.ops.lora_linear.types import Layer, Segment, check_tokens, rows_of
@@ -71,10 +72,14 @@ def lora_group(
         raise ValueError(f"plan {plan.name} needs triton, which is not installed")
     own_tokens = None if recompute is None else recompute.elsewhere
     plan = plan if own_tokens is None else own_tokens.plan(plan)
+    few = not torch.is_grad_enabled() and few_rows.are_few(x, layers, segments)
+    plan = ROUTED if few else plan
     prepared = (state or GroupState()).prepared(x, layers, plan, own_tokens is not None and x.is_cuda)
     call = prepared.call(x, segments, salt, plan, boundaries.settled)
     boundaries.ready(prepared, call)
     if not torch.is_grad_enabled():  # no gradients are needed: no node, and nothing is kept
+        if few and call.plan == ROUTED:
+            return tuple(y.view(*x.shape[:-1], -1) for y in few_rows.outputs(call, prepared.operands, rows_of(x)))
         x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
         return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
     hooks = saving_hooks()
