@@ -18,7 +18,6 @@ import torch
 
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON, is_elsewhere, on_device
-from packlora.ops.lora_linear import few_rows
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients
 from packlora.ops.lora_linear.composed import dropped_rows
@@ -72,14 +71,14 @@ def lora_group(
         raise ValueError(f"plan {plan.name} needs triton, which is not installed")
     own_tokens = None if recompute is None else recompute.elsewhere
     plan = plan if own_tokens is None else own_tokens.plan(plan)
-    few = not torch.is_grad_enabled() and few_rows.are_few(x, layers, segments)
-    plan = ROUTED if few else plan
+    few = None if torch.is_grad_enabled() or x.element_size() != 2 else _few_rows(x, layers, segments)
+    plan = plan if few is None else ROUTED
     prepared = (state or GroupState()).prepared(x, layers, plan, own_tokens is not None and x.is_cuda)
     call = prepared.call(x, segments, salt, plan, boundaries.settled)
     boundaries.ready(prepared, call)
     if not torch.is_grad_enabled():  # no gradients are needed: no node, and nothing is kept
-        if few and call.plan == ROUTED:
-            return tuple(y.view(*x.shape[:-1], -1) for y in few_rows.outputs(call, prepared.operands, rows_of(x)))
+        if few is not None and call.plan == ROUTED:
+            return tuple(y.view(*x.shape[:-1], -1) for y in few(call, prepared.operands, rows_of(x)))
         x_TK, dropped, S = made_S(prepared, call, x, keys_T2)
         return tuple(outputs_of(prepared, call, x_TK, dropped, S, x.shape, False)[0])
     hooks = saving_hooks()
@@ -102,6 +101,15 @@ def lora_group(
         return outputs_of(prepared, call, x_TK, dropped_rows(call, x_TK, keys_T2), S, x.shape, False)[0]
 
     return Outputs.apply(make, *placeholders)  # type: ignore[no-any-return]
+
+
+def _few_rows(
+    x: torch.Tensor, layers: tuple[Layer, ...], segments: tuple[Segment, ...]
+) -> Callable[[Call, Any, torch.Tensor], list[torch.Tensor]] | None:
+    """The way of few tokens (few_rows.py), where it computes them."""
+    from packlora.ops.lora_linear import few_rows
+
+    return few_rows.outputs if few_rows.are_few(x, layers, segments) else None
 
 
 class Group(torch.autograd.Function):

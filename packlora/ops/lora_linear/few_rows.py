@@ -23,10 +23,10 @@ MOST = 256
 
 
 def are_few(x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment]) -> bool:
-    """Whether x [..., K] is few tokens in 16 bits, of layers that lie in memory as they are and have low-rank adapters, without
+    """Whether x [..., K], in 16 bits, is few tokens, of layers that lie in memory as they are and have low-rank adapters, without
     dropout, where kernels run."""
     return (
-        x.element_size() == 2 and 0 < x.numel() <= MOST * x.shape[-1] and _runs(x.device)
+        0 < x.numel() <= MOST * x.shape[-1] and _runs(x.device)
         and not any(segment.dropout for segment in segments)
         and all(type(layer.frozen) is Dense and any(low.rank for low in layer.adapters.values()) for layer in layers)
     )  # fmt: skip
