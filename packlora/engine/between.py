@@ -15,7 +15,7 @@ import torch
 from packlora.adapters.attach import AdaptedHead, trained_on
 from packlora.engine.collate import PackedBatch
 from packlora.engine.heads import head_losses
-from packlora.engine.passes import Pending, SingleDevice, pending_of
+from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, pending_of
 
 
 class Between:
@@ -40,6 +40,12 @@ class Between:
         with self._single.attached.active(batch.owners):
             losses = head_losses(base.model, hidden_TD[batch.rows_L], batch, batch.weights_L)
         return pending_of(base, batch, losses, routed)
+
+    def evaluate(self, batch: PackedBatch, outputs: Sequence[torch.Tensor]) -> MicrobatchResult:
+        """Each label's loss, of weight 1, without gradients. outputs: as of forward."""
+        with self._single.attached.active(batch.owners):
+            losses = head_losses(self._single.base.model, outputs[0][batch.rows_L], batch)
+        return Pending(batch, losses).result()
 
     def backward(
         self, pending: Pending, outputs: Sequence[torch.Tensor]

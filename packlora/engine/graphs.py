@@ -195,6 +195,11 @@ class GraphedDevice:
         return result
 
     def evaluate(self, parts: Parts) -> MicrobatchResult:
+        """See Executor. By a graph that training has recorded, where no adapter has dropout: its forward is the same then."""
+        if (body := self._recorded_for(parts)) is not None:
+            result = self._attempt(lambda: self._evaluate(parts, body))
+            if result is not None:
+                return result
         try:
             return self.single.evaluate(parts)
         except torch.OutOfMemoryError:
@@ -202,6 +207,24 @@ class GraphedDevice:
                 raise
         self._drop()  # when nothing refers to the error any more, nor to what it held in memory
         return self.single.evaluate(parts)
+
+    def _recorded_for(self, parts: Parts) -> Body | None:
+        """The smallest recorded body that an evaluation has room in."""
+        if self._dropout or not self._takes(parts):
+            return None
+        lengths = _lengths(parts)
+        own = self._shape_of(lengths)
+        found = [
+            shape for shape, body in self._bodies.items() if body.recorded and (shape == own or shape.holds(lengths))
+        ]
+        return self._bodies[min(found)] if found else None
+
+    @torch.no_grad()
+    def _evaluate(self, parts: Parts, body: Body) -> MicrobatchResult:
+        self._ready = None  # what it has loaded is written over
+        batch = collate(parts, self.single.base.device, body.shape.tokens)
+        body.load(batch)
+        return self._between.evaluate(batch, body.forward())
 
     def idle(self, backward: bool) -> None:
         self.single.idle(backward)
@@ -224,7 +247,7 @@ class GraphedDevice:
         return self.single.plans()
 
     def _load(self, parts: Parts) -> _Ready:
-        body = self._body(self._shape_for([n for row in rows_of(parts) for n in row.sample.part_lengths]))
+        body = self._body(self._shape_for(_lengths(parts)))
         batch = collate(parts, self.single.base.device, body.shape.tokens)
         body.load(batch)
         is_first, self._is_first = self._is_first, False
@@ -293,6 +316,7 @@ class GraphedDevice:
         """These adapters may own tokens."""
         self.adapters = frozenset(buffers)
         """Adapters that the graphs know."""
+        self._dropout = dropout
         self._gradients = gradients = Gradients(buffers)
         self._between = Between(self.single, gradients.parameters)
         self._new_body: Callable[[Shape], Body] = lambda shape: Body(
@@ -313,6 +337,11 @@ class GraphedDevice:
         self._room.clear()
         gc.collect()
         free_memory(self.single.base.device)
+
+
+def _lengths(parts: Parts) -> list[int]:
+    """Tokens of each sample, or of each of its parts that see nothing of one another."""
+    return [length for row in rows_of(parts) for length in row.sample.part_lengths]
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,13 +11,14 @@ import graph_runs
 import numpy as np
 import pytest
 import torch
-from graph_runs import JOBS, MICROBATCHES, Pretended, Run, attention_by_starts
+from graph_runs import COLUMNS, JOBS, MICROBATCHES, Pretended, Run, attention_by_starts
 from packed import PackedSample, parts
 
 from packlora.data.encode import Sample
 from packlora.engine import recorded
 from packlora.engine.collate import collate
 from packlora.engine.graphs import MOST, GraphedDevice
+from packlora.engine.passes import SingleDevice
 from packlora.engine.recorded import Body, Shape
 from packlora.ops import launcher
 from packlora.ops.attention.blocks import most_blocks, table_of
@@ -245,3 +246,33 @@ def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: 
         (pair for own in run.buffers.values() for pair in own), other.parameters(), strict=True
     ):
         torch.testing.assert_close(one, parameter.grad, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_evaluations_go_by_a_recorded_graph_unless_one_drops(monkeypatch: pytest.MonkeyPatch, dropout: bool) -> None:
+    """Of samples that the shape has room for, after the job has stepped, and after a forward that was launched ahead."""
+    monkeypatch.setattr(graph_runs, "MICROBATCHES", MICROBATCHES[:4])
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 64)
+    run = Run(Pretended, Always(CHAIN), shrink=4, jobs=("dora",))
+    run.executor = GraphedDevice(run.executor.single, run.buffers, dropout, 64, run.told.append, Pretended, COLUMNS)
+    run.train(times=2)
+    assert any(body.recorded for body in run.executor._bodies.values())
+    first, *_, last = (run.packed(number) for number in range(4) if run.owned(number))
+    run.executor.prepare(first)
+    for parts_ in (first, last[-1:]):
+        want = run.executor.single.evaluate(parts_)
+        with mock.patch.object(SingleDevice, "evaluate", side_effect=AssertionError("without a graph")) as by_itself:
+            if dropout:
+                with pytest.raises(AssertionError):
+                    run.executor.evaluate(parts_)
+            else:
+                got = run.executor.evaluate(parts_)
+                torch.testing.assert_close(got.losses_L, want.losses_L, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(got.sums, want.sums, rtol=1e-5, atol=1e-6)
+        assert bool(by_itself.call_count) == dropout
+    ahead = run.executor.forward(first)
+    torch.testing.assert_close(
+        ahead.pending.losses.losses_L, run.executor.single.forward(first).losses.losses_L, rtol=1e-5, atol=1e-6
+    )
+    assert not run.told

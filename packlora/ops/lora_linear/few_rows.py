@@ -23,8 +23,8 @@ MOST = 256
 
 
 def are_few(x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment]) -> bool:
-    """Whether x [..., K], in 16 bits, is few tokens, of layers that lie in memory as they are and have low-rank adapters, without
-    dropout, where kernels run."""
+    """Whether x [..., K], in 16 bits, is few tokens, of layers that lie in memory as they are and have low-rank adapters,
+    without dropout, where kernels run."""
     return (
         0 < x.numel() <= MOST * x.shape[-1] and _runs(x.device)
         and not any(segment.dropout for segment in segments)
