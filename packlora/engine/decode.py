@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,8 +42,7 @@ class Prompt:
     places: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class NextToken:
+class NextToken(NamedTuple):
     """The last token of a sample, and its place; its logits are wanted."""
 
     id: int
@@ -122,7 +122,8 @@ class Passes:
     def decode(self, tokens: Sequence[NextToken]) -> torch.Tensor:
         """Logits [len(tokens), V]; the tokens' keys and values are in the cache then."""
         layout = lay_out(tokens, self.cache.slots, self._even, self.fewest)
-        ids_R, places_R, slots_R, rows_S, places_S, wanted_N = self._send(layout.columns)
+        columns, wanted_N = self._send([layout.columns, layout.wanted])
+        ids_R, places_R, slots_R, rows_S, places_S = columns.split(layout.sizes)
         length = min(-(-layout.places // VIEW) * VIEW, self.cache.length)
         every_R = torch.arange(len(ids_R), device=ids_R.device)
         owners = TokenOwners(len(ids_R), layout.segments, label_rows=(layout.segments, every_R))
@@ -142,38 +143,64 @@ class Passes:
         return sent
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Rows of a decode pass.
 
-    columns: token, place and slot of each row [R]; row and place of each slot [S]; row of each token, in their order.
-    segments: of the rows that adapters own. places: that are looked at, at least.
+    columns: int64, token, place and slot of each row [R], then row and place of each slot [S]. sizes: R, R, R, S, S.
+    wanted: row of each token, in their order. segments: of the rows that adapters own. places: that are looked at, at least.
     """
 
-    columns: tuple[Sequence[int] | np.ndarray, ...]
+    columns: np.ndarray
+    sizes: tuple[int, ...]
+    wanted: tuple[int, ...]
     segments: tuple[tuple[int, int, int], ...]
     places: int
 
 
+class _Order(NamedTuple):
+    """Order of rows, the same from pass to pass while the same samples run in the same slots.
+
+    columns: those of Layout, without tokens and places. tokens_R: number of each row's token. places_N: index of the place of
+    each token's slot in the columns.
+    """
+
+    columns: np.ndarray
+    tokens_R: np.ndarray
+    places_N: np.ndarray
+    wanted: tuple[int, ...]
+    segments: tuple[tuple[int, int, int], ...]
+
+
 def lay_out(tokens: Sequence[NextToken], slots: int, even: int, fewest: int) -> Layout:
     """Order tokens by adapter. even: multiple of which each adapter's rows are; fewest: rows at least."""
-    rows: list[NextToken] = []
+    ids, adapters, own_slots, places = zip(*tokens, strict=True)
+    order = _order(adapters, own_slots, slots, even, fewest)
+    R, columns = len(order.tokens_R), order.columns.copy()
+    columns[:R] = np.array(ids)[order.tokens_R]
+    columns[R : 2 * R] = np.array(places)[order.tokens_R]
+    columns[order.places_N] = places
+    return Layout(columns, (R, R, R, slots, slots), order.wanted, order.segments, max(places) + 1)
+
+
+@lru_cache(maxsize=16)
+def _order(adapters: tuple[int, ...], own_slots: tuple[int, ...], slots: int, even: int, fewest: int) -> _Order:
+    """Order of tokens of these adapters and slots."""
+    rows: list[int] = []
     segments: list[tuple[int, int, int]] = []
     row_of: dict[int, int] = {}
-    for adapter, own in _by_adapter(range(len(tokens)), [token.adapter for token in tokens]):
+    for adapter, own in _by_adapter(range(len(adapters)), adapters):
         first = len(rows)
-        for at in own:
-            row_of[at] = len(rows)
-            rows.append(tokens[at])
+        row_of.update((at, first + number) for number, at in enumerate(own))
+        rows += own
         rows += [rows[first]] * _lacking(len(rows) - first, even)
         segments.append((adapter, first, len(rows)))
     rows += [rows[0]] * (fewest - len(rows))
-    rows_S, places_S = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
-    for at, row in row_of.items():
-        rows_S[tokens[at].slot], places_S[tokens[at].slot] = row, tokens[at].place
-    columns = [row.id for row in rows], [row.place for row in rows], [row.slot for row in rows], rows_S, places_S
-    wanted = [row_of[at] for at in range(len(tokens))]
-    return Layout((*columns, wanted), _owned(segments), int(places_S.max()) + 1)
+    R, taken = len(rows), np.array(own_slots)
+    wanted = tuple(row_of[at] for at in range(len(adapters)))
+    columns = np.zeros(3 * R + 2 * slots, np.int64)
+    columns[2 * R : 3 * R] = taken[rows]
+    columns[3 * R + taken] = wanted
+    return _Order(columns, np.array(rows), 3 * R + slots + taken, wanted, _owned(segments))
 
 
 def _lacking(rows: int, even: int) -> int:

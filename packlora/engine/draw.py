@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from packlora.base.kv_cache import in_any_order
 from packlora.engine.sampling import Likeliest, PromptScores, SampleRequest
 
 ROWS = 64
@@ -24,46 +25,53 @@ BLOCK = 512
 
 
 class Drawn(NamedTuple):
-    """ids: int64 [R]. logprobs: float64 [R], NaN where logits are not finite. top: by row, where requested."""
+    """ids; logprobs: NaN where logits are not finite. top: where requested. All by row."""
 
-    ids: np.ndarray
-    logprobs: np.ndarray
+    ids: list[int]
+    logprobs: list[float]
     top: list[Likeliest | None]
 
 
 @torch.no_grad()
 def draw(logits_RV: torch.Tensor, requests: Sequence[SampleRequest], uniforms: Sequence[float]) -> Drawn:
-    """Draw one token of each row.
+    """Draw one token of each row. It waits for the device once, at its end, unless the likeliest tokens are requested.
 
     Args:
         requests: that each row is of.
-        uniforms: of each row's own generator, from [0, 1).
+        uniforms: of each row's own generator, from [0, 1); that of a row with temperature 0 is not used.
     """
-    asked = np.array([[request.temperature or 1.0 for request in requests], uniforms])
-    heat_R, u_R = torch.from_numpy(asked).to(logits_RV.device)
-    parts = list[torch.Tensor]()
+    found = logits_RV.new_empty(2, len(requests), dtype=torch.float64)
     tops = list[Likeliest | None]()
     for at in range(0, len(requests), ROWS):
         here, own = slice(at, at + ROWS), requests[at : at + ROWS]
-        logp = logprobs_of(logits_RV[here], heat_R[here])
-        parts.append(_drawn(logp, own, u_R[here]))
+        logp = logprobs_of(logits_RV[here], [request.temperature or 1.0 for request in own])
+        found[0, here], found[1, here] = _drawn(logp, own, uniforms[here])
         tops += _tops(logp, own)
-    ids, logprobs = torch.cat(parts, 1).cpu().numpy()
-    return Drawn(ids.astype(np.int64), logprobs, tops)
+    ids, logprobs = found.cpu().numpy()
+    return Drawn(ids.astype(np.int64).tolist(), logprobs.tolist(), tops)
 
 
-def _drawn(logp_RV: torch.Tensor, requests: Sequence[SampleRequest], u_R: torch.Tensor) -> torch.Tensor:
-    """Tokens and their log-probabilities, float64 [2, R]."""
-    ids_R = logp_RV.argmax(-1)
-    drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
-    if len(drawn) == len(requests):
-        ids_R = _inverse(_filtered(logp_RV, requests), u_R)
-    elif drawn:
-        rows = torch.tensor(drawn, device=logp_RV.device)
-        ids_R[rows] = _inverse(_filtered(logp_RV[rows], [requests[row] for row in drawn]), u_R[rows])
-    logprobs = logp_RV.gather(-1, ids_R[:, None])[:, 0]
-    finite = logp_RV.amax(-1).isfinite()  # a row with a NaN is NaN all over; infinite logits give NaN
-    return torch.stack([ids_R.double(), torch.where(finite, logprobs.double(), float("nan"))])
+def _sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values on the device. The host does not wait for the pass that the device runs."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def _drawn(
+    logp_RV: torch.Tensor, requests: Sequence[SampleRequest], uniforms: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and their log-probabilities; a row of logits that are not finite is NaN all over."""
+    rows = [row for row, request in enumerate(requests) if request.temperature > 0]
+    if not rows:
+        logprobs_R, ids_R = logp_RV.max(-1)
+        return ids_R, logprobs_R
+    u_N = _sent([uniforms[row] for row in rows], torch.float64, logp_RV.device)
+    if len(rows) == len(requests):
+        ids_R = _inverse(_filtered(logp_RV, requests), u_N)
+    else:
+        ids_R, rows_N = logp_RV.argmax(-1), _sent(rows, torch.int64, logp_RV.device)
+        ids_R[rows_N] = _inverse(_filtered(logp_RV[rows_N], [requests[row] for row in rows]), u_N)
+    return ids_R, logp_RV.gather(-1, ids_R[:, None])[:, 0]
 
 
 def _tops(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Likeliest | None]:
@@ -78,28 +86,31 @@ def _tops(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Like
     ]
 
 
-def logprobs_of(logits_RV: torch.Tensor, temperatures_R: torch.Tensor | None = None) -> torch.Tensor:
-    """Log-probabilities [R, V] in float32, or float64 of float64 logits."""
+def logprobs_of(logits_RV: torch.Tensor, temperatures: Sequence[float] = ()) -> torch.Tensor:
+    """Log-probabilities [R, V] in float32, or float64 of float64 logits. temperatures: by row; none: 1."""
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    logits = logits_RV.to(wide)
-    if temperatures_R is not None:
-        logits = logits / temperatures_R.to(wide)[:, None]
-    return torch.log_softmax(logits, -1)
+    if any(temperature != 1 for temperature in temperatures):
+        logits_RV = logits_RV / _sent(temperatures, wide, logits_RV.device)[:, None]
+    return torch.log_softmax(logits_RV, -1, dtype=wide)
 
 
 def _filtered(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
     """The log-probabilities with -inf for tokens that top_k or top_p leave out."""
-    V = logp_RV.shape[1]
-    limited = [row for row, request in enumerate(requests) if 0 < request.top_k < V or request.top_p < 1]
+    V, device = logp_RV.shape[1], logp_RV.device
+    limited: dict[int, list[int]] = {}
+    for row, request in enumerate(requests):
+        if 0 < request.top_k < V or request.top_p < 1:
+            limited.setdefault(request.top_k if 0 < request.top_k < V else V, []).append(row)
     logp_RV = logp_RV.clone() if limited else logp_RV
-    for row in limited:
-        request = requests[row]
-        whole = not 0 < request.top_k < V
-        best, order = logp_RV[row].topk(V if whole else request.top_k)
-        probs = torch.softmax(best.double(), -1)
-        kept = probs.cumsum(-1) - probs < request.top_p
-        kept[0] = True
-        logp_RV[row] = logp_RV.new_full((V,), float("-inf")).scatter(0, order[kept], best[kept])
+    for k, rows in limited.items():
+        rows_N = _sent(rows, torch.int64, device)
+        p_N = _sent([requests[row].top_p for row in rows], torch.float64, device)
+        best_Nk, order_Nk = logp_RV[rows_N].topk(k)
+        probs_Nk = torch.softmax(best_Nk, -1, dtype=torch.float64)
+        left_out_Nk = probs_Nk.cumsum(-1).sub_(probs_Nk) >= p_N[:, None]
+        kept_NV = logp_RV.new_full((len(rows), V), float("-inf"))
+        with in_any_order():
+            logp_RV[rows_N] = kept_NV.scatter_(1, order_Nk, best_Nk.masked_fill_(left_out_Nk, float("-inf")))
     return logp_RV
 
 
@@ -113,21 +124,26 @@ def _inverse(logp_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_in_blocks(logp_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
-    """The same by sums of blocks first: a running sum over a whole vocabulary goes through it one thread block a row."""
-    p_RNB = F.pad(logp_RV.exp(), (0, -logp_RV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    """The same by sums of blocks first: a running sum over a whole vocabulary goes through it one thread block a row. Rows of
+    NaN give any token."""
+    R, V = logp_RV.shape
+    p_RNB = logp_RV.new_empty(R, -(-V // BLOCK), BLOCK)
+    p_RP = p_RNB.view(R, -1)
+    torch.exp(logp_RV, out=p_RP[:, :V])
+    p_RP[:, V:] = 0
     sums_RN = p_RNB.sum(-1, dtype=torch.float64).cumsum(-1)
     wanted_R = u_R * sums_RN[:, -1]
     block_R = _passed(sums_RN, wanted_R)
-    own_RB = p_RNB[torch.arange(len(u_R), device=u_R.device), block_R].cumsum(-1, dtype=torch.float64)
+    own_RB = p_RNB.gather(1, block_R[:, None, None].expand(-1, 1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
     before_R = F.pad(sums_RN, (1, 0)).gather(-1, block_R[:, None])[:, 0]
-    return block_R * BLOCK + _passed(own_RB, wanted_R - before_R)
+    return (block_R * BLOCK + _passed(own_RB, wanted_R - before_R)).clamp_(max=V - 1)
 
 
 def _passed(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The first place of each row of rising sums that is above what is wanted; where rounding leaves none, the first that has
     the last sum, so that nothing of probability 0 is found."""
-    above = torch.searchsorted(sums, wanted[:, None], right=True)
-    return torch.minimum(above, torch.searchsorted(sums, sums[:, -1:].contiguous()))[:, 0]
+    below_the_last = torch.minimum(wanted, sums[:, -1] * (1 - 2**-53))  # the next smaller number
+    return torch.searchsorted(sums, below_the_last[:, None], right=True)[:, 0].clamp_(max=sums.shape[1] - 1)
 
 
 def likeliest(logp_RV: torch.Tensor, k: int) -> Likeliest:

@@ -25,7 +25,9 @@ from packlora.engine.recorded_decode import GraphedPasses, why_no_decode_graphs
 from packlora.engine.sampling import PromptScores, SampledToken, SampleRequest, Sampling, check_request
 
 PREFILL_TOKENS = 2048
-"""Most tokens of prompts that are prefilled in one pass, where there are several."""
+"""Most tokens of prompts that are prefilled in one pass, where there are several: samples that run wait for it."""
+PREFILL_ALONE = 8192
+"""The same where no sample runs. Prompts that are scored stay with fewer, since each of their tokens has logits."""
 LEAST_LENGTH = 64
 """Fewest places of a slot; longer ones are powers of two."""
 FEWEST_ROWS = 32
@@ -141,11 +143,11 @@ class Sampler:
     def _enter(self) -> list[_Entry]:
         """Give slots to the requests that wait longest, as far as there is room."""
         entered: list[_Entry] = []
-        tokens = 0
+        tokens, busy = 0, bool(self._running)
         while self._queue:
             entry = self._queue[0]
             tokens += len(entry.ids)
-            if entered and tokens > PREFILL_TOKENS:
+            if entered and tokens > (PREFILL_TOKENS if busy or entry.scored else PREFILL_ALONE):
                 break
             slots = self._free_slots(entry.length, len(entry.samples))
             if not slots:
@@ -206,22 +208,21 @@ class Sampler:
         self, samples: Sequence[Growing], logits_RV: torch.Tensor, scores: dict[int, PromptScores] | None = None
     ) -> None:
         """Draw the next token of these samples. scores: of prompts, by ticket."""
-        drawn = draw(logits_RV, [one.request for one in samples], [one.generator.random() for one in samples])
+        drawn = draw(logits_RV, [one.request for one in samples], [one.uniform() for one in samples])
         ended = set[int]()
-        for sample, token, logprob, top in zip(samples, *(column for column in drawn), strict=True):
-            text, reason = sample.take(int(token), float(logprob))
+        for sample, token, logprob, top in zip(samples, *drawn, strict=True):
+            text, reason = sample.take(token, logprob)
             if reason is not None:
                 ended.add(id(sample))
             if reason == "not finite":
                 self._passes.cache.clear(sample.slot)
-            own = (scores or {}).get(sample.ticket) if sample.number == 0 else None
+            own = scores.get(sample.ticket) if scores and sample.number == 0 else None
             version = self._versions.get(sample.request.adapter, 0)
             self._out.append(
-                SampledToken(
-                    sample.ticket, sample.number, int(token), float(logprob), text, reason, version, top, own
-                )
-            )  # fmt: skip
-        self._running = [sample for sample in self._running if id(sample) not in ended]
+                SampledToken(sample.ticket, sample.number, token, logprob, text, reason, version, top, own)
+            )
+        if ended:
+            self._running = [sample for sample in self._running if id(sample) not in ended]
 
 
 def sampler_for(

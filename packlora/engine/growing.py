@@ -19,13 +19,14 @@ def generator_of(seed: int, number: int) -> np.random.Generator:
 
 @dataclass(slots=True, eq=False)
 class Growing:
-    """A sample. ids: its tokens so far. limit: most that it may have. slot: its place in a cache."""
+    """A sample. generator: None at temperature 0. ids: its tokens so far. limit: most that it may have. slot: its place in a
+    cache."""
 
     ticket: int
     number: int
     request: SampleRequest
     limit: int
-    generator: np.random.Generator
+    generator: np.random.Generator | None
     text: TextStream | None
     stops: StopStrings
     ids: list[int] = field(default_factory=list)
@@ -37,11 +38,15 @@ class Growing:
         limit = min(room, request.max_tokens or room)
         return [
             Growing(
-                ticket, number, request, limit, generator_of(request.seed, number),
+                ticket, number, request, limit, generator_of(request.seed, number) if request.temperature > 0 else None,
                 TextStream(tokenizer) if request.stop_strings else None, StopStrings(request.stop_strings),
             )
             for number in range(request.num_samples)
         ]  # fmt: skip
+
+    def uniform(self) -> float:
+        """The number from [0, 1) by which the next token is drawn; the likeliest one needs none."""
+        return 0.0 if self.generator is None else self.generator.random()
 
     def take(self, token: int, logprob: float) -> tuple[str, Reason | None]:
         """The text that becomes complete with a new token, and the reason if the sample ends with it."""

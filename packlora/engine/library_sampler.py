@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ class LibrarySampler:
         self._queue.popleft()
         if scores is not None:
             at = next(number for number, token in enumerate(told) if token.sample == 0)
-            told[at] = replace(told[at], scores=scores)
+            told[at] = told[at]._replace(scores=scores)
         return told
 
     def _generate(self, ids: torch.Tensor, request: SampleRequest, drawing: _Drawing, limit: int) -> None:
@@ -149,15 +148,13 @@ class _Drawing(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         going = [number for number, ended in enumerate(self.ended) if not ended]
         requests = [self.samples[number].request for number in going]
-        drawn = draw(scores[going], requests, [self.samples[number].generator.random() for number in going])
+        drawn = draw(scores[going], requests, [self.samples[number].uniform() for number in going])
         chosen = torch.zeros(len(self.samples), dtype=torch.int64)
         for number, token, logprob, top in zip(going, *drawn, strict=True):
             one = self.samples[number]
-            text, reason = one.take(int(token), float(logprob))
-            self.ended[number], chosen[number] = reason is not None, int(token)
-            self.told.append(
-                SampledToken(one.ticket, one.number, int(token), float(logprob), text, reason, self.version, top)
-            )
+            text, reason = one.take(token, logprob)
+            self.ended[number], chosen[number] = reason is not None, token
+            self.told.append(SampledToken(one.ticket, one.number, token, logprob, text, reason, self.version, top))
         only = torch.full_like(scores, float("-inf"))
         return only.scatter_(1, chosen[:, None].to(scores.device), 0.0)
 

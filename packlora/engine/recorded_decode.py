@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -173,6 +172,7 @@ class _Body:
         self._passes, self._shape, self._recorder = passes, shape, recorder
         R, S, where = shape.rows, shape.slots, passes.model.device
         self._buffer = torch.zeros(3 * R + 2 * S, dtype=torch.int64, device=where)
+        self._staged = torch.zeros(3 * R + 2 * S, dtype=torch.int64, pin_memory=self._buffer.is_cuda)
         self._every_R = torch.arange(R, device=where)
         self._moving = MovingSegments(R, shape.adapters) if shape.adapters else None
         nominal = self._moving.nominal if self._moving is not None else ()
@@ -193,17 +193,17 @@ class _Body:
         """Logits [len(tokens), V]. The first time it runs without a graph, so that whatever is made at first calls is there;
         the second time it is recorded."""
         layout = lay_out(tokens, self._shape.slots, 1, self._shape.rows)
-        *columns, wanted = layout.columns
-        host = torch.from_numpy(np.concatenate([np.asarray(column, np.int64) for column in columns]))
-        self._buffer.copy_(host.pin_memory() if self._buffer.is_cuda else host, non_blocking=True)
+        # one staging buffer is enough: whoever samples reads the tokens of a pass, and so waits for it, before the next one
+        self._staged.numpy()[:] = layout.columns
+        self._buffer.copy_(self._staged, non_blocking=True)
+        if layout.wanted != self._wanted[0]:
+            self._wanted = layout.wanted, torch.tensor(layout.wanted, device=self._buffer.device)
         if self._moving is not None:
             self._bring_up_to_date(self._moving, layout.segments)
         if self._replay is None and self._logits_RV is not None:
             self._replay = self._recorder.record(self._forward)
         (self._replay or self._forward)()
         assert self._logits_RV is not None
-        if (rows := tuple(wanted)) != self._wanted[0]:
-            self._wanted = rows, torch.tensor(rows, device=self._buffer.device)
         return self._logits_RV[self._wanted[1]]
 
     def _bring_up_to_date(self, moving: MovingSegments, segments: tuple[tuple[int, int, int], ...]) -> None:

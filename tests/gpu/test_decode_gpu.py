@@ -5,6 +5,7 @@ make gpu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +25,7 @@ from packlora.adapters.spec import resolve
 from packlora.base import kv_cache
 from packlora.base.packing import prepare_model
 from packlora.engine.generate import Sampler, sample
-from packlora.engine.recorded_decode import GraphedPasses
+from packlora.engine.recorded_decode import UNRECORDED, GraphedPasses
 from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.runtime.run import deterministic
 
@@ -93,6 +94,44 @@ def test_graphs_draw_what_passes_without_draw(names: tuple[str, ...]) -> None:
             compared += 1
         is_same &= one.id == other.id
     assert compared > len(plain) / 2
+
+
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}], ids=str
+)
+def test_a_pass_waits_for_the_device_once_when_its_tokens_are_read(how: dict[str, float]) -> None:
+    """Beside greedy samples. A wait before that would have the device idle while the host asks for what draws."""
+    model, attached, _ = adapted(("lora", "dora"))
+    sampler = Sampler(model, attached, rows=8)
+    for at in range(8):
+        more: dict[str, Any] = how if at % 4 else {"temperature": 0.0}
+        sampler.submit(SampleRequest(prompt(at, 9), at % 2, NEW, seed=at, **more))
+    for _ in range(UNRECORDED + 4):
+        sampler.step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            tokens = sampler.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert isinstance(sampler._passes, GraphedPasses) and sampler._passes.why_not is None
+    waits = [str(one.message) for one in found if "called a synchronizing" in str(one.message)]
+    assert len(tokens) == 8 and len(waits) == 1, waits
+
+
+def test_an_adapter_that_is_not_finite_ends_its_own_samples_alone() -> None:
+    """By blocks of the vocabulary, whose sums are then NaN: an index beyond them would end the process."""
+    model, attached, adapters = adapted(("lora", "dora"))
+    sampler = Sampler(model, attached, rows=8)
+    own = {sampler.submit(SampleRequest(prompt(at, 9), at % 2, 12, seed=at)): at % 2 for at in range(8)}
+    sampler.step()
+    adapters[1].flat.fill_(float("nan"))
+    for token in sampler.step():
+        assert (token.reason == "not finite") == (own[token.ticket] == 1)
+    while sampler.waiting:
+        assert all(own[token.ticket] == 0 and token.reason != "not finite" for token in sampler.step())
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -113,7 +113,7 @@ def prompt_from(values: Sequence[Any]) -> Prompt:
 
 def token_values(token: NextToken) -> list[int]:
     """The last token of a sample."""
-    return [token.id, token.adapter, token.slot, token.place]
+    return [*token]
 
 
 def token_from(values: Sequence[int]) -> NextToken:
