@@ -2,16 +2,19 @@
 
 `python -m benchmarks.policy_trainer FOLDER packlora|trl` reads FOLDER/case.json and prints a line for each step when it ends:
 {"policy": its number, "step": 1, ..., "end": seconds of a clock, "rollout": seconds of the step that are generation, "gib":
-peak of memory}. The stacks of all threads go to stderr every STUCK seconds, so that the log of a run that hangs says where.
+peak of memory}. The stacks of all threads go to stderr where no step has ended for STUCK seconds, so that the log of a run that
+hangs says where.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -21,10 +24,26 @@ from benchmarks.trainer import DEVICE, Ends
 ROWS = 16
 """Completions of a microbatch of TRL."""
 STUCK = 40
+_ended: SimpleQueue[bool] = SimpleQueue()
+"""True for each step that has ended, False at the end of all."""
+
+
+def watch() -> None:
+    """Print the stacks of all threads where no step has ended for STUCK seconds, and again after as many. Python's own thread
+    prints them: `faulthandler`, which does not wait for the interpreter's lock, reads stacks that are changing, and such a read
+    has ended the process that it watched."""
+    while True:
+        try:
+            if not _ended.get(timeout=STUCK):
+                return
+        except Empty:
+            for number, frame in sys._current_frames().items():
+                print(f"thread {number}:\n{''.join(traceback.format_stack(frame))}", file=sys.stderr, flush=True)
 
 
 def tell(policy: int, step: int, rollout: float) -> None:
     """Print the line of a step that has ended."""
+    _ended.put(True)
     gib = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else 0.0
     line = {"policy": policy, "step": step, "end": time.perf_counter(), "rollout": rollout, "gib": gib}
     print(json.dumps(line), flush=True)
@@ -98,7 +117,9 @@ def length(completions: list[str], **columns: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(STUCK, repeat=True)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     where, what = Path(sys.argv[1]), {"packlora": train_packlora, "trl": train_trl}[sys.argv[2]]
     what(where, json.loads((where / "case.json").read_text()))
-    faulthandler.cancel_dump_traceback_later()
+    _ended.put(False)
+    watcher.join()
