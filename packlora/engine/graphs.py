@@ -196,8 +196,8 @@ class GraphedDevice:
 
     def evaluate(self, parts: Parts) -> MicrobatchResult:
         """See Executor. By a graph that training has recorded, where no adapter has dropout: its forward is the same then."""
-        if (body := self._recorded_for(parts)) is not None:
-            result = self._attempt(lambda: self._evaluate(parts, body))
+        if not self._dropout and self._takes(parts) and (shapes := self._recorded(_lengths(parts))):
+            result = self._attempt(lambda: self._evaluate(parts, self._bodies[min(shapes)]))
             if result is not None:
                 return result
         try:
@@ -208,23 +208,10 @@ class GraphedDevice:
         self._drop()  # when nothing refers to the error any more, nor to what it held in memory
         return self.single.evaluate(parts)
 
-    def _recorded_for(self, parts: Parts) -> Body | None:
-        """The smallest recorded body that an evaluation has room in."""
-        if self._dropout or not self._takes(parts):
-            return None
-        lengths = _lengths(parts)
-        own = self._shape_of(lengths)
-        found = [
-            shape for shape, body in self._bodies.items() if body.recorded and (shape == own or shape.holds(lengths))
-        ]
-        return self._bodies[min(found)] if found else None
-
     @torch.no_grad()
     def _evaluate(self, parts: Parts, body: Body) -> MicrobatchResult:
         self._ready = None  # what it has loaded is written over
-        batch = collate(parts, self.single.base.device, body.shape.tokens)
-        body.load(batch)
-        return self._between.evaluate(batch, body.forward())
+        return self._between.evaluate(_loaded(body, parts, self.single.base.device), body.forward())
 
     def idle(self, backward: bool) -> None:
         self.single.idle(backward)
@@ -248,8 +235,7 @@ class GraphedDevice:
 
     def _load(self, parts: Parts) -> _Ready:
         body = self._body(self._shape_for(_lengths(parts)))
-        batch = collate(parts, self.single.base.device, body.shape.tokens)
-        body.load(batch)
+        batch = _loaded(body, parts, self.single.base.device)
         is_first, self._is_first = self._is_first, False
         if is_first and self._can_rehearse():
             try:
@@ -264,9 +250,16 @@ class GraphedDevice:
         own = self._shape_of(lengths)
         if own in self._bodies or self._lends.get(own, 0) >= self._lent:
             return own
-        larger = [shape for shape, body in self._bodies.items() if body.recorded and shape.holds(lengths)]
+        larger = self._recorded(lengths)
         self._lends[own] = self._lends.get(own, 0) + bool(larger)
         return min(larger, default=own)
+
+    def _recorded(self, lengths: Sequence[int]) -> list[Shape]:
+        """Shapes whose graphs can run samples of so many tokens."""
+        own = self._shape_of(lengths)
+        return [
+            shape for shape, body in self._bodies.items() if body.recorded and (shape == own or shape.holds(lengths))
+        ]
 
     def _body(self, shape: Shape) -> Body:
         body = self._bodies.pop(shape, None)
@@ -291,9 +284,8 @@ class GraphedDevice:
         """
         if why_not is not None and why_not != self._unfit:
             self.tell(f"{NO_GRAPHS}: {why_not}")
-        if (
-            self.why_not != SHORT and self._out_of_memory < TRIES
-        ):  # what could not be recorded was perhaps of one that has left
+        # what could not be recorded was perhaps of one that has left
+        if self.why_not != SHORT and self._out_of_memory < TRIES:
             self.why_not = why_not
         self._unfit = why_not
         self._watch_anew()
@@ -305,8 +297,7 @@ class GraphedDevice:
         """Adapters that own no tokens have come onto the layers, or left them. Operands are packed anew, which a recording must
         not see."""
         self._watch_anew()
-        for shape in [shape for shape, body in self._bodies.items() if not body.recorded]:
-            del self._bodies[shape]
+        self._bodies = {shape: body for shape, body in self._bodies.items() if body.recorded}
 
     def _watch_anew(self) -> None:
         """The next microbatch makes what a first one makes, for which the host may wait."""
@@ -332,11 +323,17 @@ class GraphedDevice:
     def _drop(self) -> None:
         """Free the memory of all graphs."""
         self._waiting, self._ready, self._recorder = False, None, None
-        self._bodies.clear()
-        self._lends.clear()
-        self._room.clear()
+        for kept in (self._bodies, self._lends, self._room):
+            kept.clear()
         gc.collect()
         free_memory(self.single.base.device)
+
+
+def _loaded(body: Body, parts: Parts, device: torch.device) -> PackedBatch:
+    """A microbatch that lies in the buffers of a body."""
+    batch = collate(parts, device, body.shape.tokens)
+    body.load(batch)
+    return batch
 
 
 def _lengths(parts: Parts) -> list[int]:

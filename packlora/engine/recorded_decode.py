@@ -36,6 +36,8 @@ UNRECORDED = 8
 """Passes of a shape that run without a graph, or by that of a larger one, before one is recorded."""
 MOST = 16
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
+SEEN = 1024
+"""Shapes whose passes are counted."""
 VIEW = 256
 """Fewest places that a pass looks at; more are powers of two."""
 
@@ -97,8 +99,8 @@ class GraphedPasses:
 
     def free(self) -> None:
         """Give the memory of the cache and of all graphs back."""
-        self._drop()
         self.cache.free()
+        self._drop()
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[NextToken]) -> torch.Tensor:
@@ -108,6 +110,8 @@ class GraphedPasses:
         shape = self._shape(tokens)
         if shape is not None and self._seen.setdefault(shape, 0) < UNRECORDED:
             self._seen[shape] += 1
+            if len(self._seen) > SEEN:
+                self._seen.clear()
             shape = self._recorded_larger(shape)
         if shape is None:
             return self.eager.decode(tokens)
@@ -157,12 +161,12 @@ class GraphedPasses:
         return body
 
     def _drop(self) -> None:
-        """Free the memory of all graphs."""
+        """Free the memory of all graphs. A shape that had one is recorded again when it is met again."""
         self._turn, self._recorder = self.cache.turn, None
-        self._bodies.clear()
-        self._seen.clear()
         self._fits.clear()
-        free_memory(self.eager.model.device)
+        if self._bodies:
+            self._bodies.clear()
+            free_memory(self.eager.model.device)
 
 
 class _Body:
