@@ -10,7 +10,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from packlora.config.shared import LEAST_WEIGHT, MOST_STEPS, MOST_WEIGHT, PathText, Strict
 from packlora.config.trainers import Declaration, built_in, trainers
-from packlora.errors import quoted, shown
+from packlora.errors import quoted
 from packlora.given import MEMORY
 
 Scheduler = Literal[
@@ -21,6 +21,8 @@ Optim = Literal[
     "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit",
     "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
 ]  # fmt: skip
+NEED_ARGUMENTS = ("cosine_with_min_lr", "warmup_stable_decay")
+"""Schedules that need one of lr_scheduler_kwargs."""
 CUT_OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd")
 """Optimizers that step slices of a job exactly as they step the whole job."""
 LACKED = {
@@ -28,21 +30,6 @@ LACKED = {
     **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), ("adam_epsilon",)),
 }  # fmt: skip
 """Keys that an optimizer does not have."""
-_SHAPES = ("linear", "cosine", "1-sqrt")
-SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]] = {
-    "cosine": {"num_cycles": (float, 1e-6, 1e6)},
-    "cosine_with_restarts": {"num_cycles": (int, 1, 1e6)},
-    "polynomial": {"lr_end": (float, 0, 1e30), "power": (float, 1e-6, 1e3)},
-    "inverse_sqrt": {"timescale": (int, 1, MOST_STEPS)},
-    "cosine_with_min_lr": {
-        "min_lr": (float, 0, 1e30), "min_lr_rate": (float, 0, 1), "num_cycles": (float, 1e-6, 1e6),
-    },
-    "warmup_stable_decay": {
-        "num_decay_steps": (int, 0, MOST_STEPS), "num_stable_steps": (int, 0, MOST_STEPS), "min_lr_ratio": (float, 0, 1),
-        "num_cycles": (float, 1e-6, 1e6), "warmup_type": _SHAPES, "decay_type": _SHAPES,
-    },
-}  # fmt: skip
-"""Keys of lr_scheduler_kwargs by schedule: type, least and most, or the texts that are taken."""
 BY_TRAINER: Any = None
 BASE = "base"
 """Value of `reference` that means the base model without an adapter."""
@@ -268,7 +255,10 @@ class _Common(Strict):
             raise ValueError(
                 f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}; give one of them"
             )
-        self._check_schedule()
+        if self.lr_scheduler_kwargs or self.lr_scheduler_type in NEED_ARGUMENTS:
+            from packlora.config.schedule_keys import check_schedule
+
+            check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
         for key in LACKED.get(self.optim, ()):
             if (value := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is {value:g}, which the optimizer {self.optim!r} does not have; leave it out")
@@ -283,38 +273,6 @@ class _Common(Strict):
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise ValueError("early_stopping_threshold goes with early_stopping_patience; set both")
         return self
-
-    def _check_schedule(self) -> None:
-        known, given = SCHEDULE_KEYS.get(self.lr_scheduler_type, {}), self.lr_scheduler_kwargs
-        for key, value in given.items():
-            where = f"lr_scheduler_kwargs has {shown(key, 40)}: {quoted(value, 40)}"
-            if key not in known:
-                listed = ", ".join(known) or "none"
-                raise ValueError(
-                    f"{where}, which the schedule {self.lr_scheduler_type!r} does not take; its keys: {listed}"
-                )
-            rule = known[key]
-            if isinstance(rule[0], str):
-                if value not in rule:
-                    raise ValueError(f"{where}; it is one of {', '.join(map(str, rule))}")
-                continue
-            kind, least, most = rule
-            number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-            if not number or not least <= value <= most:
-                raise ValueError(
-                    f"{where}; it is {'a whole' if kind is int else 'a'} number from {least:g} to {most:g}"
-                )
-        if self.lr_scheduler_type == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & given.keys()) != 1:
-            raise ValueError(
-                "the schedule 'cosine_with_min_lr' needs one of min_lr and min_lr_rate in lr_scheduler_kwargs"
-            )
-        if self.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in given:
-            raise ValueError("the schedule 'warmup_stable_decay' needs num_decay_steps in lr_scheduler_kwargs")
-        for key in ("min_lr", "lr_end"):
-            if given.get(key, 0) > self.learning_rate:
-                raise ValueError(
-                    f"lr_scheduler_kwargs has {key}: {given[key]:g}, which is over the learning rate, {self.learning_rate:g}"
-                )
 
     @property
     def needs_evaluations(self) -> bool:
