@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from packlora.data.encode import Sample
-from packlora.engine.objectives import Term
+from packlora.engine.objective import Term
 from packlora.engine.objectives.balance import Balance
 from packlora.engine.objectives.neftune import Neftune
 from packlora.engine.objectives.smoothing import LabelSmoothing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packlora.base.demo_model import DEMO_MODEL, check_place
 from packlora.config import DataConfig, TrainConfig
-from packlora.config.train import LEARNING_RATES, Trainer
+from packlora.config.trainers import built_in, trainers
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
@@ -86,7 +86,7 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
         truncate=DROPS if max(map(characters, rows)) > CHARACTERS * LENGTH else SAYS_TRUNCATE,
         length=LENGTH,
         batch=min(len(rows), TrainConfig.model_fields["global_batch_size"].default),
-        rate=f"{LEARNING_RATES[trainer]:.0e}".replace("e-0", "e-"),
+        rate=f"{built_in()[trainer].learning_rate:.0e}".replace("e-0", "e-"),
         trainer=f"\n      trainer: {trainer}              # docs/preference.md" * (trainer != "sft"),
     )  # fmt: skip
     try:
@@ -101,9 +101,9 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
 def _check_rows(rows: Sequence[Row], base_model: str) -> None:
     """Raises InputError where no one job takes all rows, or the base model cannot see what they hold."""
     wanted = trainer_of(rows[0])
-    if wanted == "kto" and len(rows) == 1:
+    if built_in()[wanted].rows == "judged" and len(rows) == 1:
         raise InputError(
-            f"{rows[0].where}: {kind_of(rows[0])}; kto compares samples with one another and takes at least 2"
+            f"{rows[0].where}: {kind_of(rows[0])}; {wanted} compares samples with one another and takes at least 2"
         )
     for row in rows:
         if row.completion == "":
@@ -130,11 +130,10 @@ def characters(row: Row) -> int:
     return sum(len(text) for text in texts if text) + sum(len(str(one.get("content"))) for one in row.messages or ())
 
 
-def trainer_of(row: Row) -> Trainer:
+def trainer_of(row: Row) -> str:
     """Trainer that takes rows like this one."""
-    if row.pair is not None:
-        return "dpo"
-    return "kto" if isinstance(row.label, bool) else "sft"
+    kind = "pairs" if row.pair is not None else "judged" if isinstance(row.label, bool) else "completions"
+    return trainers(lambda own: own.rows == kind)[0]
 
 
 def kind_of(row: Row) -> str:
@@ -143,7 +142,7 @@ def kind_of(row: Row) -> str:
         return row.form
     if row.pair is not None:
         return "pairs of completions, of which the chosen one is preferred"
-    if trainer_of(row) == "kto":
+    if isinstance(row.label, bool):
         return "completions, of which those with the label true are desirable"
     if row.messages is not None:
         return "conversations, of which the assistant's turns are learnt"

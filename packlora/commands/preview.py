@@ -25,7 +25,6 @@ from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
 from packlora.data import encode
 from packlora.data.encode import Encoded, Sample, text_of
-from packlora.data.flags import OF_PAIRS
 from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row
 from packlora.data.samples import encode_rows
@@ -138,7 +137,7 @@ def _read(job: JobConfig, rows: int | None, told: Told) -> tuple[list[Row], list
             next(rows_of(source, job.name), None)  # refuses what cannot be streamed
         most = min((limit for limit in (left, source.max_samples) if limit is not None), default=None)
         limited = source.model_copy(update={"max_samples": most})
-        found = read_data(limited, job.name, told, job.data.on_bad_row, pairs=job.train.trainer in OF_PAIRS)
+        found = read_data(limited, job.name, told, job.data.on_bad_row, pairs=job.train.declared.rows == "pairs")
         out += found.rows
         skipped += found.skipped
     return out, skipped
@@ -211,7 +210,7 @@ class _Encoder:
             if encoded.truncated:
                 notes.append(f"cut: {self._too_long(job, row, tokenizer)}")
             number = re.search(r"(\d+)$", row.where)
-            judged = sample.preference if job.train.trainer == "kto" else None
+            judged = sample.preference if job.train.declared.rows == "judged" else None
             out.samples.append(
                 Preview(
                     job.name, int(number[1]) if number else 0, tuple(pieces), sample.num_tokens, sample.num_labels,

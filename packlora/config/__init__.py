@@ -13,9 +13,9 @@ from packlora.config.job import JobConfig
 from packlora.config.parallel import ParallelConfig
 from packlora.config.run import Run
 from packlora.config.shared import MOST_NESTED
-from packlora.config.train import BASE, CUT_OPTIMS, HIGHER_IS_BETTER, LOSS_TYPES, TrainConfig
+from packlora.config.train import BASE, BUILT_IN, CUT_OPTIMS, HIGHER_IS_BETTER, TrainConfig
 
 __all__ = [
-    "BASE", "CUT_OPTIMS", "HIGHER_IS_BETTER", "LOSS_TYPES", "MOST_NESTED", "AdapterConfig", "DataConfig", "DataSource",
+    "BASE", "BUILT_IN", "CUT_OPTIMS", "HIGHER_IS_BETTER", "MOST_NESTED", "AdapterConfig", "DataConfig", "DataSource",
     "JobConfig", "ParallelConfig", "PlansConfig", "QuantizationConfig", "Run", "ScheduleConfig", "TrainConfig",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from packlora.config.adapter import AdapterConfig
 from packlora.config.data import DataConfig
 from packlora.config.section import Section
 from packlora.config.shared import JOB_NAME, MOST_PROMPTS, RESERVED_NAMES, Prompt, Strict
-from packlora.config.train import BASE, TRAINER_KEYS, TrainConfig
+from packlora.config.train import BASE, TrainConfig
 from packlora.errors import quoted
 from packlora.files import TEMPORARY
 from packlora.portable import why_no_file
@@ -39,7 +39,7 @@ class JobConfig(Strict):
     @property
     def has_reference(self) -> bool:
         """Whether its model is held to another one."""
-        return self.train.trainer in TRAINER_KEYS["reference"]
+        return "reference" in self.train.declared.shared
 
     @property
     def reference_adapter(self) -> str | None:
@@ -61,8 +61,10 @@ class JobConfig(Strict):
     def _rewarded(self) -> JobConfig:
         if self.rollout is not None:
             self.rollout.check(self)
-        elif self.train.trainer == "grpo":
-            raise ValueError("train.trainer grpo learns from rewards of what the adapter generates; set rollout")
+        elif self.train.declared.rows == "rewards":
+            raise ValueError(
+                f"train.trainer {self.train.trainer} learns from rewards of what the adapter generates; set rollout"
+            )
         return self
 
     @model_validator(mode="after")
@@ -79,7 +81,7 @@ class JobConfig(Strict):
             "train.neftune_noise_alpha": self.train.neftune_noise_alpha,
         }  # fmt: skip
         for key, value in own.items():
-            if value and self.train.trainer != "sft":
+            if value and self.train.declared.rows != "completions":
                 raise ValueError(
                     f"{key} is for trainer sft; this job's trainer is {self.train.trainer}"
                     + ("; of preferences it is label_smoothing" if key.endswith("factor") else "")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from packlora.config.shared import LEAST_WEIGHT, MOST_STEPS, MOST_WEIGHT, PathText, Strict
-from packlora.errors import quoted, shown
+from packlora.config.trainers import Declaration, built_in, trainers
+from packlora.errors import quoted
 from packlora.given import MEMORY
 
 Scheduler = Literal[
@@ -20,6 +21,8 @@ Optim = Literal[
     "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit",
     "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
 ]  # fmt: skip
+NEED_ARGUMENTS = ("cosine_with_min_lr", "warmup_stable_decay")
+"""Schedules that need one of lr_scheduler_kwargs."""
 CUT_OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd")
 """Optimizers that step slices of a job exactly as they step the whole job."""
 LACKED = {
@@ -27,51 +30,30 @@ LACKED = {
     **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), ("adam_epsilon",)),
 }  # fmt: skip
 """Keys that an optimizer does not have."""
-_SHAPES = ("linear", "cosine", "1-sqrt")
-SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]] = {
-    "cosine": {"num_cycles": (float, 1e-6, 1e6)},
-    "cosine_with_restarts": {"num_cycles": (int, 1, 1e6)},
-    "polynomial": {"lr_end": (float, 0, 1e30), "power": (float, 1e-6, 1e3)},
-    "inverse_sqrt": {"timescale": (int, 1, MOST_STEPS)},
-    "cosine_with_min_lr": {
-        "min_lr": (float, 0, 1e30), "min_lr_rate": (float, 0, 1), "num_cycles": (float, 1e-6, 1e6),
-    },
-    "warmup_stable_decay": {
-        "num_decay_steps": (int, 0, MOST_STEPS), "num_stable_steps": (int, 0, MOST_STEPS), "min_lr_ratio": (float, 0, 1),
-        "num_cycles": (float, 1e-6, 1e6), "warmup_type": _SHAPES, "decay_type": _SHAPES,
-    },
-}  # fmt: skip
-"""Keys of lr_scheduler_kwargs by schedule: type, least and most, or the texts that are taken."""
-Trainer = Literal["sft", "dpo", "kto", "orpo", "grpo"]
-LOSS_TYPES: dict[str, tuple[str, ...]] = {
-    "dpo": (
-        "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-        "discopop", "sft", "sigmoid_norm",
-    ),
-    "kto": ("kto", "apo_zero_unpaired"),
-    "grpo": ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "gspo", "dro", "ppo", "importance_sampling"),
-}  # fmt: skip
-"""Loss types by trainer; the first one is the default."""
-OF_A_BATCH = {
-    "aot": "sorts the whole global batch", "aot_unpaired": "sorts the whole global batch",
-}  # fmt: skip
-"""Loss types of TRL that this version does not support, and the reasons."""
-TRAINER_OF_LOSS: tuple[Trainer, ...] = get_args(Trainer)
-"""Values of loss_type that name a trainer, with its first loss; they set `trainer` where that is not written."""
-LEARNING_RATES: dict[Trainer, float] = {"sft": 2e-4, "dpo": 5e-6, "kto": 5e-6, "orpo": 5e-6, "grpo": 1e-5}
-"""Learning rate of a job that gives none, by trainer; docs/settings.md has the reasons."""
 BY_TRAINER: Any = None
 BASE = "base"
 """Value of `reference` that means the base model without an adapter."""
-TRAINER_KEYS: dict[str, tuple[str, ...]] = {
-    "beta": ("dpo", "kto", "orpo", "grpo"), "loss_type": ("dpo", "kto", "grpo"), "loss_weights": ("dpo",),
-    "label_smoothing": ("dpo",),
-    "discopop_tau": ("dpo",), "reference": ("dpo", "kto"), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
-    "epsilon": ("grpo",), "epsilon_high": ("grpo",),
-}  # fmt: skip
-"""Keys of `train` that some trainers alone have."""
-HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins", "eval_reward", "reward")
+BUILT_IN = built_in()
+_HELD_OUT = tuple(dict.fromkeys(metric for own in BUILT_IN.values() for metric in own.metrics))
+HIGHER_IS_BETTER = (*_HELD_OUT, *(metric for own in BUILT_IN.values() for metric in own.compared))
 """Metrics of preferences and rewards that may choose the best adapter; of eval_loss the lower is the better."""
+TRAINERS_OF_KEY: dict[str, list[str]] = {}
+"""Trainers that have a key, of the keys that some lack."""
+for _name, _own in BUILT_IN.items():
+    for _key in (*_own.shared, *_own.keys.model_fields):
+        TRAINERS_OF_KEY.setdefault(_key, []).append(_name)
+_BY_LOSS = trainers(lambda own: own.names_trainer)
+if TYPE_CHECKING:
+    Trainer: TypeAlias = str
+    Metric: TypeAlias = str
+
+    class _Keys(Strict):
+        """Keys that objectives declare."""
+else:
+    Trainer, Metric = Literal[*BUILT_IN], Literal["eval_loss", *_HELD_OUT]
+    _Keys = create_model(
+        "_Keys", __base__=tuple(own.keys for own in reversed(BUILT_IN.values()) if own.keys is not Strict)
+    )
 
 
 def with_trainer(keys: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,12 +61,15 @@ def with_trainer(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     where another trainer is written."""
     keys = {key: value for key, value in keys.items() if key != "learning_rate" or value is not None}
     loss = keys.get("loss_type")
-    if isinstance(loss, str) and loss in LOSS_TYPES["grpo"] and keys.get("trainer", "grpo") == "grpo":
-        return {**keys, "trainer": "grpo"}
-    if not isinstance(loss, str) or loss not in TRAINER_OF_LOSS:
+    if not isinstance(loss, str):
+        return keys
+    for named in _BY_LOSS:
+        if loss in BUILT_IN[named].losses and keys.get("trainer", named) == named:
+            return {**keys, "trainer": named}
+    if loss not in BUILT_IN:
         return keys
     trainer = keys.get("trainer", loss)
-    if "trainer" in keys and isinstance(trainer, str) and loss in LOSS_TYPES.get(trainer, ()):
+    if isinstance(trainer, str) and trainer in BUILT_IN and loss in BUILT_IN[trainer].losses and "trainer" in keys:
         return keys  # a loss of TRL's with a trainer's name: kto of kto, sft of dpo
     if trainer != loss:
         raise ValueError(f"loss_type is {loss} and trainer is {quoted(trainer)}; leave one of them out")
@@ -97,8 +82,8 @@ def _or_null(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [number, {"type": "null"}]
 
 
-class TrainConfig(Strict):
-    """Optimization of one job; the meaning of every key is that of transformers' TrainingArguments."""
+class _Common(Strict):
+    """Keys of all objectives, and those that several have."""
 
     global_batch_size: int = Field(8, ge=1, le=MOST_STEPS)
     """Samples per optimizer step."""
@@ -149,9 +134,7 @@ class TrainConfig(Strict):
     """Evaluate before the first step too."""
     load_best_model_at_end: bool = False
     """The adapter of the evaluation with the best metric_for_best_model is the job's result, not that of its last step."""
-    metric_for_best_model: Literal["eval_loss", "eval_rewards/accuracies", "eval_rewards/margins", "eval_reward"] = (
-        "eval_loss"
-    )
+    metric_for_best_model: Metric = "eval_loss"
     """Metric that decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better;
     or, for pairs, how often and by how much the chosen completion has the higher reward; with a rollout the held-out reward."""
     early_stopping_patience: int | None = Field(None, ge=1, le=MOST_STEPS)
@@ -170,29 +153,20 @@ class TrainConfig(Strict):
     """sft, dpo, orpo or kto sets trainer where that is not written, and so does a loss of grpo. With trainer dpo: sigmoid, or
     another of TRL's losses, or a list of these, which are added; with kto: kto, or apo_zero_unpaired; with grpo: dapo, grpo,
     dr_grpo, bnpo, cispo, gspo, dro, ppo or importance_sampling."""
-    epsilon: float | None = Field(None, ge=0, lt=1)
-    """grpo: how far below 1 a ratio of probabilities counts. null: 0.2."""
-    epsilon_high: float | None = Field(None, ge=0, le=MOST_WEIGHT)
-    """grpo: how far above 1; null: as epsilon. Of cispo the largest ratio itself; null: 5."""
-    loss_weights: list[float] | None = None
-    """dpo: of each of loss_type; null: 1 for each."""
-    label_smoothing: float | None = Field(None, ge=0, lt=1)
-    """dpo, with robust or exo_pair: share of preferences that are taken to be the other way round."""
-    discopop_tau: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    """dpo, with discopop: its temperature. null: 0.05."""
     reference: PathText | None = None
     """Reference model (dpo, kto): base, the base model without an adapter, or the folder of an adapter with the job's modules
     and ranks; null: the adapter of init_from as it was, or without one the base."""
-    desirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    """kto: of the losses of desirable completions. null: 1."""
-    undesirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    """kto: of the others. null: 1."""
+
+    @property
+    def declared(self) -> Declaration:
+        """What the trainer declares."""
+        return BUILT_IN[self.trainer]
 
     @property
     def loss_types(self) -> tuple[str, ...]:
         """loss_type as a list."""
         if self.loss_type is None:
-            return LOSS_TYPES.get(self.trainer, ())[:1]
+            return self.declared.losses[:1]
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
     @model_validator(mode="before")
@@ -201,9 +175,9 @@ class TrainConfig(Strict):
         return with_trainer(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
-    def _rate_of_the_trainer(self) -> TrainConfig:
+    def _rate_of_the_trainer(self) -> Self:
         if "learning_rate" not in self.model_fields_set:  # an assignment would count as given by the run file
-            self.__dict__["learning_rate"] = LEARNING_RATES[self.trainer]
+            self.__dict__["learning_rate"] = self.declared.learning_rate
         return self
 
     @field_validator("objective")
@@ -216,8 +190,8 @@ class TrainConfig(Strict):
         return value
 
     @model_validator(mode="after")
-    def _own_objective(self) -> TrainConfig:
-        taken = [key for key in TRAINER_KEYS if key != "reference" and getattr(self, key) is not None]
+    def _own_objective(self) -> Self:
+        taken = [key for key in TRAINERS_OF_KEY if key != "reference" and getattr(self, key) is not None]
         taken += ["label_smoothing_factor"] * (self.label_smoothing_factor > 0)
         taken += ["metric_for_best_model"] * (self.metric_for_best_model != "eval_loss")
         if self.objective is not None and taken:
@@ -225,48 +199,40 @@ class TrainConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _of_the_trainer(self) -> TrainConfig:
-        for key, trainers in TRAINER_KEYS.items():
-            if getattr(self, key) is not None and self.trainer not in trainers:
-                other = {
-                    "label_smoothing": "; of completions it is label_smoothing_factor",
-                    "loss_type": f"; found {quoted(self.loss_type)}; {', '.join(TRAINER_OF_LOSS)} or a loss of grpo set it",
-                }.get(key, "")
-                raise ValueError(
-                    f"{key} is for trainer {' and '.join(trainers)}; this job's trainer is {self.trainer}{other}"
-                )
-        known, types = LOSS_TYPES.get(self.trainer, ()), self.loss_types
+    def _of_the_trainer(self) -> Self:
+        self._check_keys()
+        own, types = self.declared, self.loss_types
         for name in types if self.loss_type is not None else ():
-            why = f", which {OF_A_BATCH[name]} and is not taken" if name in OF_A_BATCH else ""
-            if name not in known:
-                raise ValueError(f"loss_type has {quoted(name)}{why}; {self.trainer} takes {', '.join(known)}")
+            refused = next((one.refused[name] for one in BUILT_IN.values() if name in one.refused), None)
+            why = f", which {refused} and is not taken" if refused else ""
+            if name not in own.losses:
+                raise ValueError(f"loss_type has {quoted(name)}{why}; {self.trainer} takes {', '.join(own.losses)}")
         if self.loss_type is not None and (not types or len(set(types)) < len(types)):
             raise ValueError(
                 f"loss_type is {quoted(self.loss_type)}; {self.trainer} takes at least one loss, each once"
             )
-        if self.trainer != "dpo" and len(types) > 1:
+        if not own.adds_losses and len(types) > 1:
             raise ValueError(f"loss_type has {len(types)} losses; {self.trainer} takes one")
-        if types == ("kto",) and self.global_batch_size < 2 and self.objective is None:
+        own.check(self)
+        metric = self.metric_for_best_model
+        if metric != "eval_loss" and metric not in own.metrics:
+            having = trainers(lambda one: metric in one.metrics)
             raise ValueError(
-                "global_batch_size is 1; loss_type kto compares with the completions of other samples of the global batch and "
-                "takes at least 2; apo_zero_unpaired takes 1"
+                f"metric_for_best_model {metric} is of {BUILT_IN[having[0]].rows}, for {' and '.join(having)}"
             )
-        if self.loss_weights is not None and len(self.loss_weights) != len(types):
-            raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(types)} losses")
-        _check_weights(self.loss_weights or [])
-        smoothed = {"robust", "exo_pair"} & set(types)
-        if self.label_smoothing and not smoothed:
-            raise ValueError("label_smoothing goes with loss_type robust or exo_pair")
-        if "exo_pair" in types and not self.label_smoothing:
-            raise ValueError("loss_type exo_pair needs label_smoothing above 0, such as 1e-3")
-        if "robust" in types and (self.label_smoothing or 0) >= 0.5:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}; robust takes less than 0.5")
-        if "discopop" not in types and self.discopop_tau is not None:
-            raise ValueError("discopop_tau goes with loss_type discopop")
-        kind = "rewards, for grpo" if self.metric_for_best_model == "eval_reward" else "pairs, for dpo and orpo"
-        if self.metric_for_best_model != "eval_loss" and self.trainer not in kind.split():
-            raise ValueError(f"metric_for_best_model {self.metric_for_best_model} is of {kind}")
         return self
+
+    def _check_keys(self) -> None:
+        for key, having in TRAINERS_OF_KEY.items():
+            if getattr(self, key) is not None and self.trainer not in having:
+                other = {
+                    "label_smoothing": "; of completions it is label_smoothing_factor",
+                    "loss_type": f"; found {quoted(self.loss_type)}; {', '.join(BUILT_IN)} or a loss of {', '.join(_BY_LOSS)} "
+                    "set it",
+                }.get(key, "")
+                raise ValueError(
+                    f"{key} is for trainer {' and '.join(having)}; this job's trainer is {self.trainer}{other}"
+                )
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod
@@ -276,7 +242,7 @@ class TrainConfig(Strict):
         return value
 
     @model_validator(mode="after")
-    def _consistent(self) -> TrainConfig:
+    def _consistent(self) -> Self:
         if self.max_steps == 0:
             raise ValueError("max_steps is 0, so nothing would be trained; give -1 or a positive number")
         warmup = "warmup_steps" if self.warmup_steps else "warmup_ratio"
@@ -289,7 +255,10 @@ class TrainConfig(Strict):
             raise ValueError(
                 f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}; give one of them"
             )
-        self._check_schedule()
+        if self.lr_scheduler_kwargs or self.lr_scheduler_type in NEED_ARGUMENTS:
+            from packlora.config.schedule_keys import check_schedule
+
+            check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
         for key in LACKED.get(self.optim, ()):
             if (value := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is {value:g}, which the optimizer {self.optim!r} does not have; leave it out")
@@ -305,38 +274,6 @@ class TrainConfig(Strict):
             raise ValueError("early_stopping_threshold goes with early_stopping_patience; set both")
         return self
 
-    def _check_schedule(self) -> None:
-        known, given = SCHEDULE_KEYS.get(self.lr_scheduler_type, {}), self.lr_scheduler_kwargs
-        for key, value in given.items():
-            where = f"lr_scheduler_kwargs has {shown(key, 40)}: {quoted(value, 40)}"
-            if key not in known:
-                listed = ", ".join(known) or "none"
-                raise ValueError(
-                    f"{where}, which the schedule {self.lr_scheduler_type!r} does not take; its keys: {listed}"
-                )
-            rule = known[key]
-            if isinstance(rule[0], str):
-                if value not in rule:
-                    raise ValueError(f"{where}; it is one of {', '.join(map(str, rule))}")
-                continue
-            kind, least, most = rule
-            number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-            if not number or not least <= value <= most:
-                raise ValueError(
-                    f"{where}; it is {'a whole' if kind is int else 'a'} number from {least:g} to {most:g}"
-                )
-        if self.lr_scheduler_type == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & given.keys()) != 1:
-            raise ValueError(
-                "the schedule 'cosine_with_min_lr' needs one of min_lr and min_lr_rate in lr_scheduler_kwargs"
-            )
-        if self.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in given:
-            raise ValueError("the schedule 'warmup_stable_decay' needs num_decay_steps in lr_scheduler_kwargs")
-        for key in ("min_lr", "lr_end"):
-            if given.get(key, 0) > self.learning_rate:
-                raise ValueError(
-                    f"lr_scheduler_kwargs has {key}: {given[key]:g}, which is over the learning rate, {self.learning_rate:g}"
-                )
-
     @property
     def needs_evaluations(self) -> bool:
         """Whether held-out losses decide how the job ends."""
@@ -347,11 +284,5 @@ class TrainConfig(Strict):
         return self.warmup_steps or math.ceil(self.warmup_ratio * steps)
 
 
-def _check_weights(weights: list[float]) -> None:
-    """Raises ValueError where weights of losses are out of range."""
-    if odd := [weight for weight in weights if not 0 <= weight <= MOST_WEIGHT]:
-        raise ValueError(f"loss_weights has {odd[0]}; a weight is a number from 0 to {MOST_WEIGHT:g}")
-    if weights and max(weights) < LEAST_WEIGHT:
-        raise ValueError(
-            f"loss_weights is {quoted(weights)}, so nothing would be learnt; one of them is at least {LEAST_WEIGHT:g}"
-        )
+class TrainConfig(_Keys, _Common):
+    """Optimization of one job; the meaning of every key is that of transformers' TrainingArguments."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from packlora.config import DataConfig
+from packlora.config.trainers import trainers
 from packlora.data.places import check_variables, names_of
 from packlora.data.rows import Row, with_system
 from packlora.data.spans import learn
@@ -320,8 +321,9 @@ def _without_extras(row: Row, tokenizer: Any, data: DataConfig, where: str) -> T
     system, variables = data.system, data.chat_template_kwargs
     rendered = "data.system" if system is not None else "data.chat_template_kwargs" if variables else None
     if row.pair is not None:
+        paired = " or ".join(trainers(lambda own: own.rows == "pairs"))
         raise InputError(
-            f"{where}: 'chosen' and 'rejected' are compared by train.trainer: dpo or orpo; here a loss is of one completion"
+            f"{where}: 'chosen' and 'rejected' are compared by train.trainer: {paired}; here a loss is of one completion"
         )
     if (row.ids is not None or row.text is not None) and rendered is not None:
         raise InputError(f"{where}: {rendered} goes with prompts and messages; a plain text or token ids show none")

@@ -17,8 +17,6 @@ KINDS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 """Fields of a row of each kind; a row with the fields of two kinds is refused."""
 FIELDS = tuple(name for kind in KINDS for name in kind)
-OF_PAIRS = ("dpo", "orpo")
-"""Trainers that compare two completions of a row."""
 VARIABLES, LAST, SINGLE = "chat_template_kwargs", "mask_history", "parallel_tool_calls"
 """Keys of rows of prompts and messages that are honoured: the variables of the chat template (TRL), whether only the last
 answer is learnt (LLaMA-Factory), whether a turn may have several calls (OpenAI)."""

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from packlora.config import DataConfig
+from packlora.config import BUILT_IN, DataConfig
 from packlora.data.encode import Notes, Preference, Sample, encoded_rows, refuse
-from packlora.data.flags import OF_PAIRS
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
 from packlora.modality import ExtrasReader
@@ -65,15 +64,16 @@ def _halves(
 
 def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[str]) -> bool:
     """Whether the trainer takes a row; otherwise the row is skipped, or an error raised."""
-    problem = None
-    if trainer in OF_PAIRS and row.pair is None:
+    own, problem = BUILT_IN[trainer], None
+    if own.rows == "pairs" and row.pair is None:
         problem = f"train.trainer: {trainer} compares two completions; rows are {{prompt, chosen, rejected}}"
-    if trainer == "kto" and (row.pair is not None or not isinstance(row.label, bool)):
+    if own.rows == "judged" and (row.pair is not None or not isinstance(row.label, bool)):
         found = "a pair" if row.pair is not None else f"label {quoted(row.label)}"
         problem = (
-            f"train.trainer: kto takes rows {{prompt, completion, label}} with a label of true or false; found {found}"
+            f"train.trainer: {trainer} takes rows {{prompt, completion, label}} with a label of true or false; "
+            f"found {found}"
         )
-    if trainer != "dpo" and any(half.files for half in row.pair or (row,)):
+    if not own.takes_images and any(half.files for half in row.pair or (row,)):
         problem = f"the row has images, which train.trainer: {trainer} does not take in this version"
     if problem is not None:
         refuse(InputError(f"job {job!r}: {row.where}: {problem}"), data, job, skipped)
@@ -81,14 +81,14 @@ def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[
 
 
 def joined(parts: Sequence[Sample], row: Row, trainer: str, limit: int) -> Sample:
-    """The parts of a sample as one. ORPO takes the likelihood of the whole chosen part, its prompt included."""
+    """The parts of a sample as one. A trainer that learns prompts has the whole chosen part as labels."""
     ids, is_label = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "is_label"))
-    is_context = None
-    if trainer == "orpo":
+    own, is_context = BUILT_IN[trainer], None
+    if own.learns_prompt:
         is_context = np.zeros(len(ids), bool)
         is_context[1 : parts[0].num_tokens] = ~parts[0].is_label[1:]
         is_label = is_label | is_context
-    desirable = bool(row.label) if trainer == "kto" else True
+    desirable = bool(row.label) if own.rows == "judged" else True
     preference = Preference(tuple(part.num_tokens for part in parts), desirable, is_context, limit)
     extras = [part.extras for part in parts if part.extras is not None]
     return Sample(ids, is_label, preference, extras[0].joined(extras[1:]) if extras else None)

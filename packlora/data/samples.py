@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from packlora.config import DataConfig
+from packlora.config import BUILT_IN, DataConfig
 from packlora.data.encode import Encoded, Notes, Sample, encoded_rows, noted, refuse
 from packlora.data.rows import Row
 from packlora.errors import InputError
@@ -35,7 +35,7 @@ def encode_rows(
 ) -> Encoded:
     """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
 
-    Of trainers that compare (dpo and orpo pairs, kto judged completions) `max_length` and the model's context limit each part,
+    Of trainers that compare, pairs or judged completions, `max_length` and the model's context limit each part,
     the budget limits the sample, which is never split.
 
     Args:
@@ -55,9 +55,10 @@ def encode_rows(
         InputError: a row has no label tokens or is not what the trainer takes, its template cannot be followed, or it is too
             long and truncate is error.
     """
-    out, limits = Encoded([]), _Limits.of(data, budget, context, trainer)
+    is_one = BUILT_IN[trainer].rows == "completions"
+    out, limits = Encoded([]), _Limits.of(data, budget, context, is_one)
     made: Iterable[tuple[Row, list[Sample], Notes]]
-    if trainer == "sft":
+    if is_one:
         every = encoded_rows(rows, tokenizer, data, job, out.skipped, told, reader)
         made = ((row, [_with_fields(sample, row, fields)], notes) for row, sample, notes in every)
     else:
@@ -81,7 +82,7 @@ def encode_rows(
             out.dropped += 1
             continue
         out.truncated += kept is not parts
-        whole = kept[0] if trainer == "sft" else _with_fields(joined(kept, row, trainer, limits.part), row, fields)
+        whole = kept[0] if is_one else _with_fields(joined(kept, row, trainer, limits.part), row, fields)
         out.samples.append(whole)
         out.where += [row.where] * fields
         noted(out.notes, notes)
@@ -100,28 +101,28 @@ def _with_fields(sample: Sample, row: Row, fields: bool) -> Sample:
 @dataclass(frozen=True, slots=True)
 class _Limits:
     """Limits of samples, in tokens. part: most of a part; budget: most of a sample. named: what sets `part`, in words.
-    is_asked: a key of the run file sets it."""
+    is_asked: a key of the run file sets it. is_one: a sample has one part."""
 
     part: int
     budget: int
     named: str
     is_asked: bool
-    trainer: str
+    is_one: bool
     truncate: str
 
     @staticmethod
-    def of(data: DataConfig, budget: int, context: int, trainer: str) -> _Limits:
+    def of(data: DataConfig, budget: int, context: int, is_one: bool) -> _Limits:
         of_parts = {"max_length": data.max_length, "the model's context of": context}
-        if trainer == "sft":  # its one part is the sample
+        if is_one:
             of_parts["max_tokens_per_microbatch"] = budget
         name = min(of_parts, key=lambda key: of_parts[key])
         part = of_parts[name]
-        return _Limits(part, budget, f"{name} {part}", name.startswith("max_"), trainer, data.truncate)
+        return _Limits(part, budget, f"{name} {part}", name.startswith("max_"), is_one, data.truncate)
 
     @property
     def described(self) -> str:
         whole = f" and max_tokens_per_microbatch {self.budget}, into which a sample must fit whole"
-        return self.named + whole * (self.trainer != "sft")
+        return self.named + whole * (not self.is_one)
 
     def applied(self, parts: list[Sample]) -> list[Sample]:
         """The parts of a sample; cut ones as a new list; empty where the sample is to be left out.
@@ -143,7 +144,7 @@ class _Limits:
         return parts if total <= self.budget else []
 
     def _too_long(self, part: Sample) -> str:
-        what = "the sample" if self.trainer == "sft" else "a prompt with its completion"
+        what = "the sample" if self.is_one else "a prompt with its completion"
         seen, remedies = "", ["raise it"] * self.is_asked
         if part.extras is not None:
             seen = f", {part.extras.num_tokens} of them of {part.extras.kind}"

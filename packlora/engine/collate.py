@@ -16,7 +16,7 @@ import torch
 
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.data.encode import Sample
-from packlora.engine.objectives import Carried, RowsView, Term
+from packlora.engine.objective import Carried, RowsView, Term
 from packlora.engine.parts import PackedPart, Part, Parts, num_tokens, rows_of
 from packlora.engine.rows import NO_ADAPTER
 from packlora.modality import BatchExtras, Modality

@@ -27,7 +27,7 @@ from packlora.adapters.attach import AdaptedHead, trained_on
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
 from packlora.engine.collate import IGNORE, PackedBatch
-from packlora.engine.objectives import COOLING, Objective, RowsView
+from packlora.engine.objective import COOLING, Objective, RowsView
 from packlora.engine.objectives.smoothing import SMOOTHING
 from packlora.engine.parts import PackedPart
 from packlora.ops.cross_entropy.chunked import Weigh, chunked_cross_entropy

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from packlora.engine.objectives import Objective, RowsView, Term
-from packlora.engine.objectives.sft import CROSS_ENTROPY
+from packlora.engine.objective import Objective, RowsView, Term
+from packlora.engine.objectives.sft.loss import CROSS_ENTROPY
 from packlora.engine.rows import Row
 
 

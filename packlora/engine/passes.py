@@ -20,7 +20,7 @@ from packlora.base.model import Base
 from packlora.base.packing import packed_logits
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.heads import Losses, token_losses
-from packlora.engine.objectives import Carried, CarriedSums
+from packlora.engine.objective import Carried, CarriedSums
 from packlora.engine.parts import Parts, num_tokens
 
 NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")

@@ -16,7 +16,7 @@ from packlora.base.model import Base
 from packlora.base.packing import hidden_states
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.heads import Losses, token_losses
-from packlora.engine.objectives import CarriedSums
+from packlora.engine.objective import CarriedSums
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import MicrobatchResult, one_error_for_memory, with_carried
 from packlora.pipeline.stages import Stage

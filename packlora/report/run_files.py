@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from packlora.config.trainers import built_in
 from packlora.files import LOCK
 from packlora.report.charts import Point
 from packlora.report.follow import Followed, Line, is_held, read_object
@@ -29,10 +30,11 @@ def loss_of(train: Line) -> tuple[str, str]:
     if train.get("objective"):
         return Path(str(train["objective"])).name, ""
     trainer, types = str(train.get("trainer") or "sft"), train.get("loss_type")
-    unit = {"sft": "nats per token", "dpo": "per pair", "orpo": "per pair", "kto": "per sample"}.get(trainer, "")
-    if types in (None, "sigmoid", ["sigmoid"]):
-        return trainer.upper(), f"nats {unit}" if trainer == "dpo" else unit
-    return f"{trainer.upper()} ({types if isinstance(types, str) else ', '.join(map(str, types))})", unit
+    own, named = built_in().get(trainer), [types] if isinstance(types, str) else types
+    units = own.units if own else ("",)
+    if named is None or (own and len(units) > 1 and named == [own.losses[0]]):
+        return trainer.upper(), units[0]
+    return f"{trainer.upper()} ({', '.join(map(str, named))})", units[-1]
 
 
 @dataclass

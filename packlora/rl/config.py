@@ -124,7 +124,7 @@ class RolloutConfig(Strict):
             raise ValueError(
                 "rollout.teacher_weight is for completions with rollout.teacher; set it, or leave this out"
             )
-        if train.trainer != "grpo":
+        if train.declared.rows != "rewards":
             raise ValueError(
                 f"rollout is for trainer grpo, and this job's trainer is {train.trainer}; set train.loss_type, as dapo"
             )

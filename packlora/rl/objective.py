@@ -8,21 +8,12 @@ import numpy as np
 
 from packlora.config import TrainConfig
 from packlora.data.encode import Sample
-from packlora.engine.objectives import Facts
-from packlora.engine.objectives.policy import BETA, PolicyObjective
+from packlora.engine.objective import Facts
+from packlora.engine.objectives.grpo.loss import settings
+from packlora.engine.objectives.policy import PolicyObjective
 from packlora.rl.config import RolloutConfig
 from packlora.rl.rewards import names_of
 from packlora.rl.temperature import Temperature
-
-MOST_CISPO = 5.0
-"""Largest ratio of cispo where the run file does not say."""
-KINDS = {
-    "dapo": ("ppo", "tokens"),
-    "bnpo": ("ppo", "tokens"),
-    "grpo": ("ppo", "samples"),
-    "dr_grpo": ("ppo", "constant"),
-}
-"""By loss type, name of the loss of policies and what its mean is over; of others: themselves, over tokens."""
 
 
 class RewardObjective(PolicyObjective):
@@ -38,13 +29,7 @@ class RewardObjective(PolicyObjective):
     @staticmethod
     def of(train: TrainConfig, rollout: RolloutConfig) -> RewardObjective:
         """Objective of a job."""
-        (kind,) = train.loss_types
-        name, over = KINDS.get(kind, (kind, "samples" if kind == "gspo" else "tokens"))
-        low = 0.2 if train.epsilon is None else train.epsilon
-        high = low if train.epsilon_high is None else train.epsilon_high
-        clip = (0.0, train.epsilon_high or MOST_CISPO) if kind == "cispo" else (1 - low, 1 + high)
-        beta, kl = (BETA if train.beta is None else train.beta, 0.0) if kind == "dro" else (BETA, train.beta or 0.0)
-        own = RewardObjective(name, clip, beta, over, rollout.max_new_tokens, kl)  # type: ignore[arg-type]
+        own = RewardObjective(**settings(train), length=rollout.max_new_tokens)
         if rollout.temperature != 1:
             own.terms = (Temperature(rollout.temperature),)
         if not rollout.reward_sources:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from packlora.engine.objectives import COOLING, Column, Term
+from packlora.engine.objective import COOLING, Column, Term
 from packlora.engine.rows import Row
 
 

@@ -21,7 +21,7 @@ from packlora.data.reader import Rows
 from packlora.data.rows import Row
 from packlora.data.samples import encode_rows
 from packlora.data.tokens import check_vocabulary
-from packlora.engine.objectives import Objective
+from packlora.engine.objective import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
 from packlora.modality import ExtrasReader

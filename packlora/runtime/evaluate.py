@@ -12,7 +12,7 @@ import torch
 from packlora.adapters.files import load_adapter
 from packlora.changes import Changes
 from packlora.data.encode import Sample
-from packlora.engine.objectives import RowsView
+from packlora.engine.objective import RowsView
 from packlora.engine.rows import NO_ADAPTER, Row
 from packlora.runtime.forwards import Forwards, Found
 from packlora.runtime.job import Job

@@ -12,7 +12,7 @@ import torch
 from packlora.data.encode import Sample
 from packlora.data.order import SampleOrder
 from packlora.engine.memory import TokenBudget, free_memory
-from packlora.engine.objectives import Term
+from packlora.engine.objective import Term
 from packlora.engine.parts import Part
 from packlora.engine.passes import Executor, MicrobatchResult
 from packlora.engine.rows import Row

@@ -11,7 +11,7 @@ import torch
 from packlora.config import TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
-from packlora.engine.objectives import Evaluate, Facts, Objective, Term
+from packlora.engine.objective import Evaluate, Facts, Objective, Term
 from packlora.engine.objectives.configured import objective_of, terms_of
 
 

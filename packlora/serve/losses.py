@@ -13,7 +13,7 @@ import torch
 
 from packlora.data.encode import Sample
 from packlora.data.targets import TargetSample
-from packlora.engine.objectives import Objective, RowsView
+from packlora.engine.objective import Objective, RowsView
 from packlora.engine.objectives.policy import (
     ADVANTAGE,
     COUNTED,

@@ -23,6 +23,7 @@ import numpy as np
 from packlora.adapters.files import CONFIG, WEIGHTS
 from packlora.changes import SHOWN
 from packlora.config import JobConfig, Run
+from packlora.config.trainers import trainers
 from packlora.errors import InputError, quoted
 from packlora.files import write_folder, write_json
 from packlora.run_file import parse_jobs
@@ -36,11 +37,6 @@ from packlora.sweep.page import BEST, name_of
 
 MOST_TRIED = 100
 """Candidates that are prepared before training to see that they can be."""
-TRAINERS = {
-    "eval_rewards/margins": ("dpo", "orpo", "kto"), "eval_rewards/accuracies": ("dpo", "orpo"), "eval_reward": ("grpo",),
-    "reward": ("grpo",),
-}  # fmt: skip
-"""Trainers that have a metric; eval_loss all have."""
 NEEDS_OPTUNA = "sweep.method: optuna needs the package optuna: pip install 'packlora[sweep]'; or use random"
 
 
@@ -166,9 +162,9 @@ class Sweep:
         tree = self.template.model_dump(mode="json", exclude_unset=True)
         tree["name"] = f"{self.template.name}-{number:03d}"
         job = _with_values(tree, parameters, "sweep")
-        if job.train.trainer not in (trainers := TRAINERS.get(self.config.metric, (job.train.trainer,))):
+        if (having := _having(self.config.metric)) and job.train.trainer not in having:
             raise InputError(
-                f"sweep.metric: {self.config.metric} is of trainer {', '.join(trainers)}; with {dict(parameters)} the trainer "
+                f"sweep.metric: {self.config.metric} is of trainer {', '.join(having)}; with {dict(parameters)} the trainer "
                 f"is {job.train.trainer}"
             )
         return job
@@ -365,6 +361,11 @@ class Sweep:
     def _told(self, cost: float) -> float | None:
         """Value that is compared, for JSON: null where it is not finite."""
         return self.sign * cost if math.isfinite(cost) else None
+
+
+def _having(metric: str) -> list[str]:
+    """Trainers that have a metric; none for the held-out loss, which all have."""
+    return [*trainers(lambda own: metric in own.metrics), *trainers(lambda own: metric in own.compared)]
 
 
 def _with_values(tree: dict[str, Any], values: Mapping[str, Any], source: str) -> JobConfig:

@@ -41,7 +41,7 @@ def _check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
     for job in jobs:
         found = {one.preference.desirable for one in job.eval_encoded.samples if one.preference is not None}
         candidate = re.fullmatch(rf"{re.escape(run.sweep.job)}-\d{{3,}}", job.config.name)
-        if candidate and job.config.train.trainer == "kto" and len(found) == 1:
+        if candidate and job.config.train.declared.rows == "judged" and len(found) == 1:
             kind = "desirable" if True in found else "undesirable"
             raise InputError(
                 f"sweep.metric: {run.sweep.metric} compares desirable with undesirable completions; those of "

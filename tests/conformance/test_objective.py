@@ -24,12 +24,12 @@ from packlora.data.targets import TargetSample
 from packlora.engine import heads
 from packlora.engine.collate import collate
 from packlora.engine.heads import token_losses
-from packlora.engine.objectives import Objective
+from packlora.engine.objective import Objective
+from packlora.engine.objectives.configured import objective_of
 from packlora.engine.objectives.function import FunctionObjective
 from packlora.engine.objectives.neftune import Neftune, add_noise
 from packlora.engine.objectives.policy import CLIPS, POLICY_LOSSES, PolicyObjective, WeightedCrossEntropy
-from packlora.engine.objectives.preference import PreferenceObjective
-from packlora.engine.objectives.sft import CROSS_ENTROPY
+from packlora.engine.objectives.sft.loss import CROSS_ENTROPY
 from packlora.engine.objectives.smoothing import LabelSmoothing
 from packlora.engine.parts import Part
 from packlora.engine.rows import Row
@@ -201,8 +201,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     file = tmp_path_factory.mktemp("objective") / "mine.py"
     file.write_text(MINE)
 
-    def preference(**keys: Any) -> PreferenceObjective:
-        return PreferenceObjective.of(TrainConfig.model_validate({"beta": 0.3} | keys))
+    def preference(**keys: Any) -> Objective:
+        return objective_of(TrainConfig.model_validate({"beta": 0.3} | keys))
 
     def mine(name: str, samples: list[Sample]) -> Objective:
         return FunctionObjective(f"{file}:{name}").tried(samples)

@@ -35,9 +35,9 @@ PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 Show = Callable[[str], Path]
 
 
-def shown(page: str) -> tuple[str, str]:
-    """File that the first block of code of a page is for, and the code."""
-    code = re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)[0]
+def shown(page: str, block: int = 0) -> tuple[str, str]:
+    """File that a block of code of a page is for, and the code."""
+    code = re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)[block]
     return code.split("\n")[0].removeprefix("# "), code
 
 

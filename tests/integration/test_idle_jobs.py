@@ -11,7 +11,7 @@ import pytest
 from test_training import Base, Rows, config, steps, train
 
 from packlora.config import TrainConfig
-from packlora.engine.objectives import Objective
+from packlora.engine.objective import Objective
 from packlora.report.summary import print_summary
 from packlora.rl.config import RolloutConfig
 from packlora.rl.objective import RewardObjective

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from packlora.data.encode import Sample
-from packlora.engine.objectives import RowsView
+from packlora.engine.objective import RowsView
 from packlora.engine.objectives.policy import PolicyObjective
 from packlora.engine.rows import Row
 

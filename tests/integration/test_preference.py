@@ -21,9 +21,10 @@ from test_training import adapter, config, distance, steps, train
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from packlora.config import LOSS_TYPES, Run, TrainConfig
+from packlora.config import BUILT_IN, Run, TrainConfig
 from packlora.data.encode import Preference, Sample
 from packlora.data.preference import mismatched
+from packlora.engine.objectives.configured import objective_of
 from packlora.engine.objectives.preference import PreferenceObjective, Scores
 from packlora.errors import InputError
 from packlora.events import RunBegan, Stop
@@ -484,11 +485,15 @@ def test_a_completion_that_is_learnt_or_unlearnt_to_the_last_bit_leaves_loss_and
         return logps_N3, Scores(logps_N3, torch.full_like(counts_N3, -7.0), counts_N3, ones_N, 1.0)
 
     smoothed = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}}
-    pairs = [{"trainer": "dpo", "loss_type": name, "beta": 1.0} | smoothed.get(name, {}) for name in LOSS_TYPES["dpo"]]
+    pairs = [
+        {"trainer": "dpo", "loss_type": name, "beta": 1.0} | smoothed.get(name, {}) for name in BUILT_IN["dpo"].losses
+    ]
     objectives: list[dict[str, Any]] = [{"trainer": "orpo", "beta": 1.0}, {"trainer": "kto"}, *pairs]
     for keys in objectives:
         logps_N3, given = scores()
-        loss = PreferenceObjective.of(TrainConfig.model_validate(keys)).losses_of(given).sum()
+        objective = objective_of(TrainConfig.model_validate(keys))
+        assert isinstance(objective, PreferenceObjective)
+        loss = objective.losses_of(given).sum()
         (gradient,) = torch.autograd.grad(loss, logps_N3)
         assert loss.isfinite() and gradient.isfinite().all(), keys
         if keys["trainer"] == "orpo" and -800 < chosen < 0 and -800 < rejected < 0 and -1e-17 not in (chosen, rejected):

@@ -23,7 +23,7 @@ from test_training import adapter, distance, steps, train
 
 import packlora
 from packlora.data.template import Template
-from packlora.engine.objectives import RowsView
+from packlora.engine.objective import RowsView
 from packlora.engine.rows import Row
 from packlora.errors import InputError
 from packlora.rl.config import RolloutConfig

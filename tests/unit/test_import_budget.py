@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import rows_into
-from test_training import config, same_bits, train
+from test_how_to import shown
+from test_training import config, same_bits, steps, train
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 LINES_OF_TRAIN, LINES_OF_ACCELERATE = 31_180, 8_500
@@ -96,6 +99,31 @@ tokens = torch.arange(8)[None]
 model(input_ids=tokens, labels=tokens).loss.backward()
 torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]).step()
 """
+OBJECTIVE = """
+import importlib.util, sys
+spec = importlib.util.find_spec("packlora.engine.objectives")
+sys.modules[spec.name] = package = importlib.util.module_from_spec(spec)
+package.__path__.append("FOLDER/objectives")
+spec.loader.exec_module(package)
+from packlora.config import TrainConfig
+from packlora.commands.schema import run_file_schema
+assert "torch" not in vars(sys.modules["packlora.engine.objectives.focal"])
+train = run_file_schema()["$defs"]["TrainConfig"]["properties"]
+assert "focal" in str(train["trainer"]) and "power of 1 - p" in train["focal_gamma"]["description"]
+assert TrainConfig(trainer="focal").learning_rate == TrainConfig(loss_type="focal").learning_rate == 2e-4
+for keys, said in (
+    ({"focal_gamma": 1.0}, "focal_gamma is for trainer focal; this job's trainer is sft"),
+    ({"trainer": "focal", "focal_gamma": 11.0}, "less than or equal to 10"),
+    ({"trainer": "focal", "beta": 0.1}, "this job's trainer is focal"),
+):
+    try:
+        raise AssertionError(TrainConfig(**keys))
+    except ValueError as error:
+        assert said in str(error), error
+""" + TRAIN.replace(
+    '"global_batch_size": 1', '"global_batch_size": 2, "loss_type": "focal", "focal_gamma": 3.0'
+).replace('"device": "cpu"', '"device": "cpu", "dtype": "float64"')
+"""A run with an objective that is in a folder of its own."""
 EVERYTHING = """
 import importlib, pkgutil, warnings
 import torch
@@ -169,11 +197,21 @@ def small(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def loaded(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of what the forks write."""
+    return tmp_path_factory.mktemp("loaded")
+
+
+@pytest.fixture(scope="module")
+def loaded(small: dict[str, Any], folder: Path) -> dict[str, dict[str, int]]:
     """Lines of each module of packlora that a run, an accelerated step and all imports have loaded when they are done."""
-    folder = tmp_path_factory.mktemp("loaded")
     codes = {"train": TRAIN.replace("FOLDER", str(folder)), "accelerate": ACCELERATE, "everything": EVERYTHING}
-    codes["without triton"] = WITHOUT_TRITON
+    codes["without triton"], codes["objective"] = WITHOUT_TRITON, OBJECTIVE.replace("FOLDER", str(folder / "own"))
+    for block in (1, 2):
+        name, code = shown("add-an-objective.md", block)
+        file = folder / "own" / "objectives" / "focal" / Path(name).name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
     codes["without posix"] = WITHOUT_POSIX.replace("ROOT", str(ROOT)).replace(
         "FOLDER", str(Path(small["output_dir"]).parent)
     )
@@ -195,6 +233,21 @@ def test_an_accelerated_step_loads_no_more_than_its_budget_and_no_plug_in(loaded
     lines = loaded["accelerate"]
     assert "packlora.live.layers" in lines and sum(lines.values()) <= LINES_OF_ACCELERATE
     assert not [name for name in lines if name.startswith((*PLUGINS, *OF_LAYOUTS, *OF_JOBS))]
+
+
+def test_the_built_in_objective_of_the_page_is_its_folder_alone(
+    loaded: dict[str, dict[str, int]], folder: Path
+) -> None:
+    """Its key and its learning rate are taken, other keys refused, and its loss is the formula on transformers' numbers."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "own" / "base", dtype=torch.float64)
+    found = []
+    for ids in ([2, 3, 4, 5, 1], [6, 7, 8, 1]):
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+        found.append(torch.log_softmax(logits, 1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])])
+    logp = torch.cat(found).detach()
+    (step,) = steps(folder / "own" / "out")
+    assert step["loss"] == pytest.approx(float((-((1 - logp.exp()) ** 3) * logp).mean()), rel=1e-10)
+    assert "packlora.engine.objectives.focal.loss" in loaded["objective"]
 
 
 def test_modules_import_and_accelerate_and_doctor_work_without_optional_packages(

@@ -20,7 +20,7 @@ import packlora
 from packlora.cli import app
 from packlora.commands.init import write_run_file
 from packlora.commands.schema import run_file_schema
-from packlora.config.train import LEARNING_RATES
+from packlora.config import BUILT_IN
 from packlora.errors import InputError
 from packlora.run_file import _parse_yaml, expanded, load_run, parse_run
 
@@ -82,7 +82,7 @@ def test_init_names_the_trainer_that_takes_the_rows(
     (tmp_path / "d.jsonl").write_text(2 * (json.dumps(row) + "\n"))
     assert said in write_run_file(tmp_path / "d.jsonl", tmp_path / "run.yaml")
     train = load_run(tmp_path / "run.yaml").jobs[0].train
-    assert (train.trainer, train.learning_rate) == (trainer, LEARNING_RATES[train.trainer])
+    assert (train.trainer, train.learning_rate) == (trainer, BUILT_IN[train.trainer].learning_rate)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from packlora.engine.objectives import Carried, CarriedSums, Facts, Term
+from packlora.engine.objective import Carried, CarriedSums, Facts, Term
 from packlora.ops.wide import widened
 
 METRIC = "aux_loss"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from packlora.config import JobConfig, Run, TrainConfig
 from packlora.data.encode import Sample
-from packlora.engine.objectives import Objective, Term
+from packlora.engine.objective import Objective, Term
 from packlora.engine.objectives.neftune import Neftune, add_noise
-from packlora.engine.objectives.sft import CROSS_ENTROPY
 from packlora.engine.objectives.smoothing import LabelSmoothing
 from packlora.seeding import stable_hash
 
@@ -32,15 +32,8 @@ def objective_of(train: TrainConfig, samples: Sequence[Sample] = (), where: Sequ
 
         own = FunctionObjective(train.objective)
         return own.tried(samples, where) if samples else own
-    if train.trainer == "sft":
-        return CROSS_ENTROPY
-    if train.trainer == "grpo":
-        from packlora.engine.objectives.policy import PolicyObjective
-
-        return PolicyObjective("ppo")  # what a job learns by comes with its data (rl/objective.py)
-    from packlora.engine.objectives.preference import PreferenceObjective
-
-    return PreferenceObjective.of(train)
+    own_loss = import_module(f"packlora.engine.objectives.{train.trainer}.loss")
+    return own_loss.objective(train)  # type: ignore[no-any-return]
 
 
 CHANGES_OF_EMBEDDINGS = add_noise

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from packlora.data.encode import Sample
-from packlora.engine.objectives import Column, Evaluate, Facts, Objective, RowsView
+from packlora.engine.objective import Column, Evaluate, Facts, Objective, RowsView
 from packlora.engine.rows import Row
 from packlora.errors import InputError, quoted, reason_of
 from packlora.functions import load_function, place_of

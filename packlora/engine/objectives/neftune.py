@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from packlora.engine.objectives import Column, Term
+from packlora.engine.objective import Column, Term
 from packlora.engine.rows import Row
 from packlora.ops.dropout.keys import layer_salt, packed_token_keys, uniform
 

@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from packlora.engine.objectives import Column, Facts, Objective, RowsView
+from packlora.engine.objective import Column, Facts, Objective, RowsView
 from packlora.engine.rows import Row
 
 WEIGHT, SAMPLED, ADVANTAGE, LOW, HIGH, COUNTED = "weights", "logprobs", "advantages", "low", "high", "counted"

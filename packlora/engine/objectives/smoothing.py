@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from packlora.engine.objectives import Column, Term
+from packlora.engine.objective import Column, Term
 from packlora.engine.rows import Row
 
 SMOOTHING = "smoothing"
