@@ -1,7 +1,7 @@
 """Objectives that packlora has itself, and terms beside them.
 
-A built-in objective is a folder named as `train.trainer` names it. Its `__init__.py` has a DECLARATION for run files, without
-torch (config/trainers.py); its `loss.py` has `objective(train)`, imported where a job learns.
+A built-in objective is a folder named as `train.trainer` names it. Its package has a DECLARATION for run files, without
+torch (config/trainers.py); its module `loss` has `objective(train)`, imported where a job learns.
 """
 
 from __future__ import annotations
