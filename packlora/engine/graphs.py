@@ -75,8 +75,8 @@ class GraphedDevice:
         columns, routes: as of Body.
         patience: microbatches of a shape that run without a graph before one is recorded.
         steps: sizes, as of Shape.
-        lent: microbatches of a shape that run by the graphs of a larger one, where there is one that they fill half of, before
-            the shape has graphs of its own.
+        lent: tokens of nobody that are computed before a shape has graphs of its own, while its microbatches run by those of a
+            larger one that they fill half of.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GraphedDevice:
         self._shape_of = lambda lengths: Shape.of(lengths, budget, steps)
         self._patience, self._lent = patience, lent
         self._lends = dict[Shape, int]()
-        """How often a shape has run by the graphs of another."""
+        """Tokens of nobody with which a shape has run by the graphs of another."""
         self._follow(buffers, dropout, columns, routes)
         self._new_recorder = recorder
         self._recorder: Any = None
@@ -250,9 +250,9 @@ class GraphedDevice:
         own = self._shape_of(lengths)
         if own in self._bodies or self._lends.get(own, 0) >= self._lent:
             return own
-        larger = self._recorded(lengths)
-        self._lends[own] = self._lends.get(own, 0) + bool(larger)
-        return min(larger, default=own)
+        best = min(self._recorded(lengths), default=own)
+        self._lends[own] = self._lends.get(own, 0) + (best != own) * (best.tokens - sum(lengths))
+        return best
 
     def _recorded(self, lengths: Sequence[int]) -> list[Shape]:
         """Shapes whose graphs can run samples of so many tokens."""

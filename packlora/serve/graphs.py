@@ -20,9 +20,10 @@ SIZES = 2
 """Numbers of tokens from a power of two to the next that have graphs of their own. Requests come together in any number, and
 each size costs passes without a graph and a recording; tokens that pad a microbatch cost little while it is small."""
 
-LENT = 24
-"""Microbatches of a size that run by the graphs of a larger one before it has its own: passes without a graph and the recording
-take the time of some tens of them, in which nobody else is served."""
+LENT = 1e14
+"""Tokens of nobody, times parameters, for which a size runs by the graphs of a larger one before it has its own. Passes without
+a graph and the recording take some 2 s of the host, in which nobody is served; a GPU computes six times as many operations in
+1 to 2 s."""
 
 
 def graphs_of(run: Run, base: Base, single: SingleDevice) -> GraphedDevice | None:
@@ -38,4 +39,5 @@ def graphs_of(run: Run, base: Base, single: SingleDevice) -> GraphedDevice | Non
         if reason is not None and base.device.type == "cuda":
             LOG.warning("%s: %s", NO_GRAPHS, reason)
         return None
-    return GraphedDevice(single, {}, False, 0, LOG.warning, patience=PATIENCE, steps=SIZES, lent=LENT)
+    lent = int(LENT / sum(parameter.numel() for parameter in base.model.parameters()))
+    return GraphedDevice(single, {}, False, 0, LOG.warning, patience=PATIENCE, steps=SIZES, lent=lent)

@@ -276,3 +276,28 @@ def test_evaluations_go_by_a_recorded_graph_unless_one_drops(monkeypatch: pytest
         ahead.pending.losses.losses_L, run.executor.single.forward(first).losses.losses_L, rtol=1e-5, atol=1e-6
     )
     assert not run.told
+
+
+def test_a_size_runs_by_the_graphs_of_a_larger_one_until_its_filling_is_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses; then it has a body of its own, which counts anew."""
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(recorded, "LEAST_TOKENS", 16)
+    run = Run(Pretended, Always(CHAIN), jobs=("dora",))
+    device = GraphedDevice(run.executor.single, run.buffers, False, 0, run.told.append, Pretended, COLUMNS, lent=40)
+
+    def microbatch(tokens: int) -> list[Any]:
+        ids = np.random.default_rng(tokens).integers(3, 90, tokens).astype(np.int32)
+        return parts([PackedSample(0, Sample(ids, np.arange(tokens) > 2), 0, 0, None)], np.array([0.1]))
+
+    def shapes() -> list[int]:
+        return sorted(shape.tokens for shape in device._bodies)
+
+    for _ in range(3):
+        device.backward(device.forward(microbatch(64)))
+    assert shapes() == [64] and next(iter(device._bodies.values())).recorded
+    for tokens, want in ((46, [64]), (46, [64]), (60, [64]), (46, [64]), (46, [48, 64]), (31, [32, 48, 64])):
+        own = microbatch(tokens)
+        got = device.backward(device.forward(own))
+        torch.testing.assert_close(got.sums, run.executor.single.evaluate(own).sums, rtol=1e-4, atol=1e-5)
+        assert shapes() == want
+    assert not run.told
