@@ -134,8 +134,9 @@ class GraphedDevice:
 
     def _takes(self, parts: Parts) -> bool:
         """Whether a microbatch goes by a graph now."""
-        known = self.why_not is None and not self._waiting
-        return known and all(part.adapter in self.adapters or part.adapter == NO_ADAPTER for part in parts)
+        # a single adapter is given all tokens of a graph (moving.py), those of the base model too
+        known = self.adapters | {NO_ADAPTER} if len(self.adapters) > 1 else self.adapters
+        return self.why_not is None and not self._waiting and all(part.adapter in known for part in parts)
 
     def _attempt(self, compute: Callable[[], T]) -> T | None:
         """Result of `compute`; None where that goes without graphs alone. Nothing refers to the error then, nor to what it

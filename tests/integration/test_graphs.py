@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from packlora.engine.collate import collate
 from packlora.engine.graphs import MOST, GraphedDevice
 from packlora.engine.passes import SingleDevice
 from packlora.engine.recorded import Body, Shape
+from packlora.engine.rows import NO_ADAPTER
 from packlora.ops import launcher
 from packlora.ops.attention.blocks import most_blocks, table_of
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
@@ -259,6 +261,9 @@ def test_evaluations_go_by_a_recorded_graph_unless_one_drops(monkeypatch: pytest
     run.train(times=2)
     assert any(body.recorded for body in run.executor._bodies.values())
     first, *_, last = (run.packed(number) for number in range(4) if run.owned(number))
+    of_base = [replace(first[-1], adapter=NO_ADAPTER)]  # a single adapter has all tokens of a graph
+    got, want = (executor.evaluate(of_base).sums for executor in (run.executor, run.executor.single))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     run.executor.prepare(first)
     for parts_ in (first, last[-1:]):
         want = run.executor.single.evaluate(parts_)
