@@ -133,8 +133,7 @@ class GraphedDevice:
         return self.single.forward(parts)
 
     def _takes(self, parts: Parts) -> bool:
-        """Whether a microbatch goes by a graph now."""
-        # a single adapter is given all tokens of a graph (moving.py), those of the base model too
+        """Whether a microbatch goes by a graph now. Tokens of the base model do beside several adapters, not one (moving.py)."""
         known = self.adapters | {NO_ADAPTER} if len(self.adapters) > 1 else self.adapters
         return self.why_not is None and not self._waiting and all(part.adapter in known for part in parts)
 
