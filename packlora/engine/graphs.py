@@ -133,7 +133,7 @@ class GraphedDevice:
         return self.single.forward(parts)
 
     def _takes(self, parts: Parts) -> bool:
-        """Whether a microbatch goes by a graph now. Tokens of the base model do beside several adapters, not one (moving.py)."""
+        """Whether a microbatch goes by a graph now. The base model's do beside several adapters alone (moving.py)."""
         known = self.adapters | {NO_ADAPTER} if len(self.adapters) > 1 else self.adapters
         return self.why_not is None and not self._waiting and all(part.adapter in known for part in parts)
 
