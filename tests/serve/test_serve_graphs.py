@@ -177,10 +177,12 @@ def test_a_size_runs_by_the_graphs_of_a_larger_one_before_it_has_its_own(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
 ) -> None:
     found, passes = [], []
-    for lent in (3, 0):
+    for lent in (60, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(serve_graphs, "LENT", lent)
-            story = Story(graphed_host(base, tmp_path, patch, 1), tmp_path / str(lent))
+            host = graphed_host(base, tmp_path, patch, 1)
+            assert host.graphs is not None
+            host.graphs._lent = lent
+            story = Story(host, tmp_path / str(lent))
             story.enter("plain")
             promises, bare = [], []
             for number, tokens in enumerate([60, 60, 60, 40, 41, 42, 40, 43, 20]):
