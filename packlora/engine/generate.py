@@ -27,7 +27,8 @@ from packlora.engine.sampling import PromptScores, SampledToken, SampleRequest, 
 PREFILL_TOKENS = 2048
 """Most tokens of prompts that are prefilled in one pass, where there are several: samples that run wait for it."""
 PREFILL_ALONE = 8192
-"""The same where no sample runs. Prompts that are scored stay with fewer, since each of their tokens has logits."""
+"""The same where no sample runs and memory has not run out. Prompts that are scored stay with fewer, since each of their tokens
+has logits."""
 LEAST_LENGTH = 64
 """Fewest places of a slot; longer ones are powers of two."""
 FEWEST_ROWS = 32
@@ -89,7 +90,7 @@ class Sampler:
         self._out: list[SampledToken] = []
         """Tokens that were drawn and not handed out yet."""
         self._versions: dict[int, int] = {}
-        self._tickets = 0
+        self._tickets, self._alone = 0, PREFILL_ALONE
 
     @property
     def waiting(self) -> int:
@@ -125,8 +126,10 @@ class Sampler:
                 self._take(running, self._passes.decode([_next_token(sample) for sample in running]))
             if entries:
                 self._prefill(entries)
-        except BaseException:
+        except BaseException as error:
             self._leave_again(entries)
+            if isinstance(error, torch.OutOfMemoryError):
+                self._alone = PREFILL_TOKENS
             raise
         out, self._out = self._out, []
         return out
@@ -147,7 +150,7 @@ class Sampler:
         while self._queue:
             entry = self._queue[0]
             tokens += len(entry.ids)
-            if entered and tokens > (PREFILL_TOKENS if busy or entry.scored else PREFILL_ALONE):
+            if entered and tokens > (PREFILL_TOKENS if busy or entry.scored else self._alone):
                 break
             slots = self._free_slots(entry.length, len(entry.samples))
             if not slots:

@@ -64,6 +64,24 @@ def test_many_prompts_enter_at_once_where_no_sample_waits_for_them(
     assert passes.prefilled == prefilled
 
 
+def test_fewer_prompts_enter_at_once_after_memory_has_run_out() -> None:
+    class Short(Counted):
+        def prefill(self, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
+            if sum(len(one.ids) for one in prompts) > 4096:
+                raise torch.OutOfMemoryError("4096 tokens fit")
+            return super().prefill(prompts)
+
+    passes = Short()
+    sampler = Sampler(tiny_model("llama"), Attached([]), rows=256, context=512, passes=passes)
+    for at in range(70):
+        sampler.submit(SampleRequest(prompt(at, 64), max_tokens=2, temperature=0.0))
+    with pytest.raises(torch.OutOfMemoryError):
+        sampler.step()
+    while sampler.waiting:
+        sampler.step()
+    assert passes.prefilled == [2048, 2048, 384]
+
+
 def check(layout: Layout, tokens: Sequence[NextToken], slots: int, even: int, fewest: int) -> None:
     """Each token's row and slot by themselves."""
     ids_R, places_R, slots_R, rows_S, places_S = np.split(layout.columns, np.cumsum(layout.sizes)[:-1])
