@@ -134,7 +134,7 @@ SAMPLING = Benchmark(
     "adapters as the case says in one batch; packlora_base: the same loop without adapters; generate: transformers' own with "
     "its dynamic cache, generate_static: with its static cache, compiled; generate_batch: its continuous batching; all three "
     "of the base model alone. tokens_per_s: new tokens. sampling_vs_transformers: packlora's rate over the fastest of these; "
-    "sampling_over_base: packlora_base's rate over packlora's. Of transformers' ways generate takes part on a CPU, and the other "
+    "sampling_over_base: packlora_base's rate over packlora's. Of transformers' ways generate takes part on a CPU, the other "
     "two on a GPU, where continuous batching did not end after it in one process.",
     [OWN, BASE, *THEIRS], where="any",
 )  # fmt: skip

@@ -194,9 +194,9 @@ class GraphedDevice:
         self._checked += not pending.body.recorded
         return result
 
-    def evaluate(self, parts: Parts) -> MicrobatchResult:
-        """See Executor. By a graph that training has recorded, where no adapter has dropout: its forward is the same then."""
-        if not self._dropout and self._takes(parts) and (shapes := self._recorded(_lengths(parts))):
+    def evaluate(self, parts: Parts, by_graph: bool = False) -> MicrobatchResult:
+        """See Executor. A graph is one of training: where no adapter has dropout its forward is the same."""
+        if by_graph and not self._dropout and self._takes(parts) and (shapes := self._recorded(_lengths(parts))):
             result = self._attempt(lambda: self._evaluate(parts, self._bodies[min(shapes)]))
             if result is not None:
                 return result

@@ -59,8 +59,9 @@ class Executor(Protocol):
     def backward(self, pending: Any) -> MicrobatchResult:
         """Add the gradients of what `forward` returned to the parameters of its owners."""
 
-    def evaluate(self, parts: Parts) -> MicrobatchResult:
-        """Losses alone, without gradients."""
+    def evaluate(self, parts: Parts, by_graph: bool = False) -> MicrobatchResult:
+        """Losses alone, without gradients. by_graph: whatever was recorded may run them, which depends on what has run before,
+        and so do the last bits."""
 
     def idle(self, backward: bool) -> None:
         """A process of several runs this while others run a microbatch, forward alone or backward too, and it has none."""
@@ -178,7 +179,7 @@ class SingleDevice:
             return pending.result()
 
     @torch.no_grad()
-    def evaluate(self, parts: Parts) -> MicrobatchResult:
+    def evaluate(self, parts: Parts, by_graph: bool = False) -> MicrobatchResult:
         """See Executor."""
         with one_error_for_memory():
             batch = collate(parts, self.base.device, self._total(parts), self.base.modality)

@@ -245,7 +245,7 @@ class StageDevice:
             pending.gradient = back.contiguous()
 
     @torch.no_grad()
-    def evaluate(self, parts: Parts) -> MicrobatchResult:
+    def evaluate(self, parts: Parts, by_graph: bool = False) -> MicrobatchResult:
         """All stages call it for the same microbatches."""
         links, shape = self.stage.links, self._shape(parts)
         incoming = None if links.is_first else links.up.receive(shape, self.stage.dtype)

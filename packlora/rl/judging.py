@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +90,7 @@ class Judging:
 
     def _scores(self, drawn: Drawn, forwards: Forwards) -> _Scores | None:
         """Score each completion's tokens. None where a stop is asked for."""
-        job, name = drawn.job, drawn.job.name
+        job, name, forwards = drawn.job, drawn.job.name, replace(forwards, by_graph=True)
         samples = [sample_of(talk.start, talk.ids, talk.mask) for talk in drawn.talks]
         own = forwards.over({name: samples}, {name: job.adapter.number}, [name], job.learning.objective.terms)
         if own is None:

@@ -41,6 +41,8 @@ class Forwards:
     executor: Executor
     budget: TokenBudget
     team: Team
+    by_graph: bool = False
+    """See Executor.evaluate."""
 
     def over(
         self, samples: Samples, owners: Mapping[str, int], wants_logps: Collection[str] = (), terms: Terms = ()
@@ -110,7 +112,7 @@ class Forwards:
     ) -> MicrobatchResult | None:
         (name,) = {placed.job for placed in microbatch.samples}
         part = Part(owners[name], [Row(samples[name][placed.sample]) for placed in microbatch.samples], terms=terms)
-        return self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate([part]))
+        return self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate([part], self.by_graph))
 
 
 class _Logps:

@@ -259,7 +259,7 @@ class Host:
 
     def evaluate(self, parts: Parts) -> MicrobatchResult | None:
         """Losses of rows without gradients; None where memory ran out and a smaller microbatch may fit."""
-        run: Callable[[], MicrobatchResult] = lambda: self.executor.evaluate(parts)  # noqa: E731
+        run: Callable[[], MicrobatchResult] = lambda: self.executor.evaluate(parts, by_graph=True)  # noqa: E731
         return self.budget.attempt(num_tokens(parts), run)
 
     def score(self, adapter: int, ids: np.ndarray) -> np.ndarray | None:

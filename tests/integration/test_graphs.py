@@ -262,17 +262,18 @@ def test_evaluations_go_by_a_recorded_graph_unless_one_drops(monkeypatch: pytest
     assert any(body.recorded for body in run.executor._bodies.values())
     first, *_, last = (run.packed(number) for number in range(4) if run.owned(number))
     of_base = [replace(first[-1], adapter=NO_ADAPTER)]  # a single adapter has all tokens of a graph
-    got, want = (executor.evaluate(of_base).sums for executor in (run.executor, run.executor.single))
+    got, want = (executor.evaluate(of_base, by_graph=True).sums for executor in (run.executor, run.executor.single))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     run.executor.prepare(first)
     for parts_ in (first, last[-1:]):
         want = run.executor.single.evaluate(parts_)
+        assert torch.equal(run.executor.evaluate(parts_).losses_L, want.losses_L)
         with mock.patch.object(SingleDevice, "evaluate", side_effect=AssertionError("without a graph")) as by_itself:
             if dropout:
                 with pytest.raises(AssertionError):
-                    run.executor.evaluate(parts_)
+                    run.executor.evaluate(parts_, by_graph=True)
             else:
-                got = run.executor.evaluate(parts_)
+                got = run.executor.evaluate(parts_, by_graph=True)
                 torch.testing.assert_close(got.losses_L, want.losses_L, rtol=1e-5, atol=1e-6)
                 torch.testing.assert_close(got.sums, want.sums, rtol=1e-5, atol=1e-6)
         assert bool(by_itself.call_count) == dropout

@@ -157,7 +157,7 @@ def up(
         *three(products), *three(outputs), *three([tables.places[index] for index in layers]), *three(N),
         segments.blocks[BM], tables.adapters, T, layout.width,
     )  # fmt: skip
-    key = ("few up", call.shape, tuple(layers), composed, sizes.dtype_of(biases[0]))
+    key = ("few up", call.shape, tuple(layers), composed, *map(sizes.dtype_of, biases))
     if not launcher.launched(segments.launches, key, args):
         launcher.launch(
             few_up_kernel, (sum(sizes.cdiv(n, UP_N) for n in N), segments.counts[BM]), args, segments.launches, key,
