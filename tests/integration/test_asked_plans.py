@@ -251,6 +251,7 @@ def test_plans_may_change_when_a_run_goes_on(tiny_base: Base, write_rows: Rows, 
     assert {line["plan"] for line in chosen(tmp_path / "out")} == {named_plan("base-added").name}
 
 
+@pytest.mark.soak
 def test_microbatches_of_several_jobs_whose_boundaries_move_train_the_same_without_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

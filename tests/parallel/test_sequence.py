@@ -44,7 +44,8 @@ from packlora.parallel.tokens import all_tokens
 Pool = Callable[[int], Ranks]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4])
 def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
     """Biases behind the sum, gathered outputs, activations that are recomputed, tokens that are filled up."""
     cases = [
