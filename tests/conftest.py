@@ -46,7 +46,10 @@ torch.set_num_threads(1)
 if importlib.util.find_spec("bitsandbytes") is not None:
     from bitsandbytes.backends.default import ops as of_bitsandbytes
 
-    for name in ("_dequantize_4bit_compute", "_dequantize_blockwise_compute"):  # compiled, the first call takes ten seconds
+    for name in (
+        "_dequantize_4bit_compute",
+        "_dequantize_blockwise_compute",
+    ):  # compiled, the first call takes ten seconds
         own = getattr(of_bitsandbytes, name, None)
         setattr(of_bitsandbytes, name, getattr(own, "__wrapped__", own))
 transformers.utils.logging.set_verbosity_error()

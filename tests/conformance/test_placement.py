@@ -299,8 +299,8 @@ def check(route: list[tuple[int, Tree]], tree: Tree, ranks: Groups, out: Path) -
 
 
 def routes(short: list[list[str]], layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:
-    """Routes of runs by names of layouts: short ones; under `make soak` also from every layout to the one after it, and back, and
-    from larger ones to the first and back."""
+    """Routes of runs by names of layouts: short ones. Under `make soak` also from every layout to the one after it and back,
+    and from larger ones to the first and back."""
     names = [name for name in layouts if name != "one"]
     found = [[one, other, one] for one, other in zip(names, names[1:] + names[:1], strict=True)]
     found += [[name, next(iter(layouts)), name] for name in larger]

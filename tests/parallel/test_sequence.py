@@ -90,7 +90,11 @@ def last_tokens_not_joined_back() -> Any:
 
 
 @pytest.mark.parametrize(
-    "wrong", [biases_not_added_up, gradients_of_inputs_added_up_twice, last_tokens_not_joined_back],
+    "wrong", [
+        biases_not_added_up,
+        pytest.param(gradients_of_inputs_added_up_twice, marks=pytest.mark.soak),
+        pytest.param(last_tokens_not_joined_back, marks=pytest.mark.soak),
+    ],
     ids=lambda wrong: wrong.__name__,
 )  # fmt: skip
 def test_the_comparison_sees_what_is_broken(wrong: Callable[[], Any], ranks: Pool) -> None:

@@ -242,7 +242,14 @@ BREAKS: dict[Callable[[], AbstractContextManager[Any]], dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", BREAKS, ids=lambda wrong: wrong.__name__)
+USUAL = (masks_from_feature_0, sums_of_own_words)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param(own, marks=[pytest.mark.soak] * (own not in USUAL)) for own in BREAKS],
+    ids=lambda wrong: wrong.__name__,
+)
 def test_the_comparison_sees_what_is_broken(wrong: Callable[[], Any], ranks: Pool) -> None:
     case = case_of("llama", BREAKS[wrong], steps=2)
     assert min(ranks(2).run(error_when_broken, wrong, case)) > WRONG
