@@ -175,7 +175,7 @@ def chosen(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "float64"])
-@pytest.mark.parametrize("method", ["solo", "auto"])
+@pytest.mark.parametrize("method", [pytest.param("solo", marks=pytest.mark.soak), "auto"])
 def test_a_run_by_fewest_operations_gives_the_losses_of_the_default(
     method: str, dtype: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:

@@ -270,6 +270,7 @@ def resumed_from_damaged_logs(case: Case, out: Path, how: str, seed: int) -> Non
 DAMAGES = ("torn", "reordered", "zeros", "noise", "twice")
 
 
+@pytest.mark.soak
 def test_damaged_logs_change_no_bit_of_what_a_resumed_run_trains(case: Case, tmp_path: Path) -> None:
     killed_run(case, tmp_path / "killed", case.operations * 2 // 3)
     for how in DAMAGES[:3]:

@@ -336,6 +336,7 @@ def test_a_job_gives_alone_what_it_gives_beside_others_and_an_interruption_chang
     same(tmp_path / "together", tmp_path / "parts", [job["name"] for job in tree["jobs"]])
 
 
+@pytest.mark.soak
 def test_a_stop_before_references_are_known_leaves_a_run_that_can_go_on(
     tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -368,6 +368,7 @@ def test_killed_with_sigkill_at_random_moments_and_resumed_gives_the_same_bits(
     assert not list(out.glob("**/.tmp-*"))
 
 
+@pytest.mark.soak
 def test_sigterm_saves_says_how_to_go_on_and_exits_with_143(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:

@@ -68,7 +68,7 @@ def some_cases(size: int) -> list[Case]:
     """Every kind, dropout and bias on some family, all families with three adapters; of larger groups some of them."""
     found = [case_of(FAMILIES[(at + at // 4) % 4], one) for at, (_, one) in enumerate(singles())]
     found = [replace(case, model={**case.model, "num_hidden_layers": 1}) for case in found]  # which has two blocks
-    found = found if size == 2 else found[1::4]
+    found = found if size == 2 else found[1 :: 4 if SOAK else 6]
     families = FAMILIES if size == 2 or SOAK else ("qwen2", "gemma2")
     found += [case_of(family, *threes(0.1 if at % 2 == size // 2 - 1 else 0.0)) for at, family in enumerate(families)]
     low_rank = [adapter_of("DoRA", 0.1, dora_dropout="low_rank"), adapter_of("LoRA", 0.1)]
