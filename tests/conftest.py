@@ -12,6 +12,7 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are defined
 
 import gc
+import importlib.util
 import json
 import random
 import signal
@@ -42,6 +43,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     make_fast()
 torch.set_num_threads(1)
+if importlib.util.find_spec("bitsandbytes") is not None:
+    from bitsandbytes.backends.default import ops as of_bitsandbytes
+
+    for name in (
+        "_dequantize_4bit_compute",
+        "_dequantize_blockwise_compute",
+    ):  # compiled, the first call takes ten seconds
+        own = getattr(of_bitsandbytes, name, None)
+        setattr(of_bitsandbytes, name, getattr(own, "__wrapped__", own))
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
@@ -52,11 +62,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What `make quick`, `make test` and `make soak` choose: cases marked `soak`, and two thirds of the `sampled` ones, are for
-    the last alone.
+    the last alone. Without a GPU one test of each file that needs it says so.
     """
-    tenth = config.getoption("--tenth")
+    tenth, has_gpu, seen = config.getoption("--tenth"), torch.cuda.is_available(), set[Path]()
 
     def chosen(item: pytest.Item) -> bool:
+        if item.get_closest_marker("gpu") is not None and not has_gpu:
+            if item.path in seen:
+                return False
+            seen.add(item.path)
         if item.get_closest_marker("soak") is not None and not SOAK:
             return False
         if item.get_closest_marker("sampled") is not None and not SOAK and zlib.crc32(item.nodeid.encode()) % 3:

@@ -22,7 +22,6 @@ from expert_models import in_float64, tiny_experts
 from golden import job, pairs
 from ranks import Ranks
 from safetensors.torch import load_file
-from seeds import SOAK
 from test_training import adapter, distance
 
 import packlora
@@ -299,21 +298,17 @@ def check(route: list[tuple[int, Tree]], tree: Tree, ranks: Groups, out: Path) -
     return errors(out, Path(tree["output_dir"]), names)
 
 
-def routes(layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:
-    """Routes of runs by names of layouts: from every other layout to the one after it, the last one by way of the first; under
-    `make soak` from all of them, and back, and from larger ones to the first layout and back."""
+def routes(short: list[list[str]], layouts: dict[str, Any], larger: dict[str, Any]) -> list[Any]:
+    """Routes of runs by names of layouts: short ones. Under `make soak` also from every layout to the one after it and back,
+    and from larger ones to the first and back."""
     names = [name for name in layouts if name != "one"]
-    found = [list(pair) for pair in zip(names, names[1:] + names[:1], strict=True)][:: 1 if SOAK else 2]
-    for route in found:
-        route += route[:1] * SOAK
-    found[-1] += ["one"] * ("one" in layouts)
+    found = [[one, other, one] for one, other in zip(names, names[1:] + names[:1], strict=True)]
     found += [[name, next(iter(layouts)), name] for name in larger]
-    return [
-        pytest.param(route, marks=[pytest.mark.soak] * (route[0] in larger), id=" to ".join(route)) for route in found
-    ]
+    marks = [([], short), ([pytest.mark.soak], found)]
+    return [pytest.param(route, marks=own, id=" to ".join(route)) for own, some in marks for route in some]
 
 
-@pytest.mark.parametrize("route", routes(LAYOUTS, LARGER))
+@pytest.mark.parametrize("route", routes([["shared jobs", "tensor"], ["three stages", "one"]], LAYOUTS, LARGER))
 def test_a_layout_gives_the_numbers_of_one_device(route: list[str], dense: Tree, ranks: Groups, tmp_path: Path) -> None:
     every = LAYOUTS | LARGER
     found = check([every[name] for name in route], dense, ranks, tmp_path / "out")
@@ -327,7 +322,7 @@ def test_four_processes_give_the_numbers_of_one_device(dense: Tree, ranks: Group
     assert max(found.values()) < BOUND, sorted(found.items(), key=lambda own: -own[1])[:9]
 
 
-@pytest.mark.parametrize("route", routes(EXPERT_LAYOUTS, LARGER_EXPERTS))
+@pytest.mark.parametrize("route", routes([["rows", "exchanged"], ["staged", "cut"]], EXPERT_LAYOUTS, LARGER_EXPERTS))
 def test_a_layout_of_experts_gives_the_numbers_of_one_device(
     route: list[str], routed: Tree, ranks: Groups, tmp_path: Path
 ) -> None:
@@ -386,11 +381,11 @@ def by_own_norm(original: Any) -> Any:
 
 FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("pipeline", "packlora.pipeline.passes.StageDevice._send_down", halved),
-    ("shared jobs", "packlora.parallel.replicas.Replicas.add", nothing),
-    ("tensor", "packlora.parallel.adapter.WholeGradient.norm", without_parts),
     ("exchanged", "packlora.experts.replicas.SharedGradient._added", nothing),
 ]
 MORE_FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("shared jobs", "packlora.parallel.replicas.Replicas.add", nothing),
+    ("tensor", "packlora.parallel.adapter.WholeGradient.norm", without_parts),
     ("pipeline", "packlora.runtime.restoring._restore_optimizer", nothing),
     ("tensor", "packlora.parallel.sequence.summed_tokens", itself),
     ("shared jobs", "packlora.engine.collate.packed_token_keys", by_process),

@@ -811,6 +811,7 @@ def products_in_graphs(model: Any, **inputs: Any) -> int:
     return count
 
 
+@pytest.mark.soak
 def test_compiled_siblings_read_their_input_once() -> None:
     """q, k and v share one product with the stacked A, gate and up another: three fewer a layer than apart, where each of seven
     layers takes three; one more is the output layer's."""

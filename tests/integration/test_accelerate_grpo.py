@@ -190,7 +190,13 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+SOONER = ("kl to the base", "kl to a copy")
+"""Each has a case below that does more."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(own, marks=[pytest.mark.soak] * (name in SOONER)) for name, own in CASES.items()], ids=CASES
+)
 def test_grpo_has_the_completions_rewards_losses_and_adapters_of_a_run_without(
     case: Case, trl: Any, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from seeds import some
 from test_training import perturbed_peft
 from test_whole_models import TEXT, WHOLE, by_peft, loaded, logits, plain, run_of, without
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -238,7 +239,7 @@ def test_an_architecture_that_transformers_does_not_have_is_told(tiny_base: Base
     assert "names 'LlavaLlamaForCausalLM' as its architecture" in note and "named as in LlamaForCausalLM" in note
 
 
-@pytest.mark.parametrize("family", SHOWN)
+@pytest.mark.parametrize("family", some(list(SHOWN), 2))
 def test_vision_language_models_are_merged_and_exported_as_others_build_them(
     family: str, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -175,7 +175,7 @@ def chosen(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "float64"])
-@pytest.mark.parametrize("method", ["solo", "auto"])
+@pytest.mark.parametrize("method", [pytest.param("solo", marks=pytest.mark.soak), "auto"])
 def test_a_run_by_fewest_operations_gives_the_losses_of_the_default(
     method: str, dtype: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
@@ -251,6 +251,7 @@ def test_plans_may_change_when_a_run_goes_on(tiny_base: Base, write_rows: Rows, 
     assert {line["plan"] for line in chosen(tmp_path / "out")} == {named_plan("base-added").name}
 
 
+@pytest.mark.soak
 def test_microbatches_of_several_jobs_whose_boundaries_move_train_the_same_without_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

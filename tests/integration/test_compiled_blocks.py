@@ -78,7 +78,7 @@ KINDS = [(False, False), (True, True), (False, True), (True, False)]
 """Whether it is DoRA, and whether blocks are checkpointed."""
 
 
-@pytest.mark.parametrize(("dora", "checkpointing"), KINDS if SOAK else KINDS[:2])
+@pytest.mark.parametrize(("dora", "checkpointing"), KINDS if SOAK else KINDS[1:2])
 def test_blocks_of_one_shape_share_a_graph_and_have_the_numbers_of_peft(dora: bool, checkpointing: bool) -> None:
     model = peft_model(dora)
     own, x = copy.deepcopy(model), torch.randn(4, 7, dtype=torch.float64)
@@ -102,7 +102,8 @@ def test_blocks_of_one_shape_share_a_graph_and_have_the_numbers_of_peft(dora: bo
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("dora", [False, True] if SOAK else [False])
+@pytest.mark.soak
+@pytest.mark.parametrize("dora", [False, True])
 def test_a_model_with_checkpointed_blocks_is_one_graph(dora: bool) -> None:
     model, x = peft_model(dora), torch.randn(4, 7, dtype=torch.float64)
     own = copy.deepcopy(model)

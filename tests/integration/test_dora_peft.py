@@ -319,7 +319,8 @@ def test_dtypes_are_peft_s_and_errors_within_twice_its_own(
     assert sum(ours) <= 2 * sum(theirs) + 1e-6, f"{sum(ours):.3g} against {sum(theirs):.3g}, seed {SEED}"
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.soak), 0.3])
+@pytest.mark.soak
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_compiled_without_graph_breaks_and_after_a_change_of_the_adapter(dropout: float) -> None:
     model = net(lora_dropout=dropout)
     twin = copy.deepcopy(model)

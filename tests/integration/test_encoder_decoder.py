@@ -86,7 +86,7 @@ class SharedDropout(nn.Module):
         return x * kept[1]
 
 
-SETTINGS = some(list(itertools.product(MODELS, (0.0, 0.3), (False, True), (False, True))), 3)
+SETTINGS = some(list(itertools.product(MODELS, (0.0, 0.3), (False, True), (False, True))), 5)
 
 
 @pytest.mark.parametrize(("name", "dropout", "dora", "checkpointed"), SETTINGS)

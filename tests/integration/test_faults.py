@@ -152,7 +152,12 @@ def test_a_run_without_faults_makes_operations_to_fail(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "constants"), [(kind, (LONG, {})[at % 2]) for at, kind in enumerate(KINDS)], ids=KINDS
+    ("kind", "constants"),
+    [
+        pytest.param(kind, (LONG, {})[at % 2], marks=[pytest.mark.soak] * (kind == "EIO"))
+        for at, kind in enumerate(KINDS)
+    ],
+    ids=KINDS,
 )
 def test_a_fault_at_a_file_operation_loses_nothing_and_changes_no_bit(
     kind: str, constants: dict[str, int], case: Case, tmp_path: Path
@@ -265,6 +270,7 @@ def resumed_from_damaged_logs(case: Case, out: Path, how: str, seed: int) -> Non
 DAMAGES = ("torn", "reordered", "zeros", "noise", "twice")
 
 
+@pytest.mark.soak
 def test_damaged_logs_change_no_bit_of_what_a_resumed_run_trains(case: Case, tmp_path: Path) -> None:
     killed_run(case, tmp_path / "killed", case.operations * 2 // 3)
     for how in DAMAGES[:3]:
@@ -332,7 +338,7 @@ PHASES = {
     "saving": "packlora.runtime.checkpoint:save_checkpoint",
     "report": PAGE,
 }
-RARE = ("planning", "first step", "evaluation")
+RARE = ("planning", "first step", "evaluation", "evaluation before the first step")
 
 
 def signalled(case: Case, out: Path, number: signal.Signals, where: str, times: int = 1) -> Ended:

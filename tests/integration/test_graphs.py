@@ -48,6 +48,13 @@ class Always(Fixed):
         return self.plan
 
 
+@pytest.fixture(autouse=True)
+def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three that read one input, and one by itself."""
+    own = {"target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]}
+    monkeypatch.setattr(graph_runs, "JOBS", {name: own | job for name, job in JOBS.items()})
+
+
 def test_microbatches_of_one_shape_train_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_runs, "MICROBATCHES", [*MICROBATCHES[:4], MICROBATCHES[-1]])
     want = Run(None, shrink=4).train()
@@ -74,7 +81,7 @@ def test_one_job_owns_the_tokens_of_nobody_and_trains_as_without_them(
 ) -> None:
     """Any plan, DoRA with dropout too, which has no kernels for two base products: no boundary has to be looked up."""
     monkeypatch.setattr(graph_runs, "MICROBATCHES", MICROBATCHES[:5])
-    monkeypatch.setitem(JOBS, "dora with dropout", JOBS["dora"] | {"lora_dropout": 0.2})
+    monkeypatch.setitem(graph_runs.JOBS, "dora with dropout", graph_runs.JOBS["dora"] | {"lora_dropout": 0.2})
     want = Run(None, shrink=4, jobs=(job,)).train()
     attention_by_starts(monkeypatch)
     monkeypatch.setattr(recorded, "LEAST_TOKENS", 64)

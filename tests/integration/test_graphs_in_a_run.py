@@ -125,6 +125,7 @@ def test_a_run_that_trains_output_layers_and_embeddings_is_one_without_graphs_an
     assert same(cut["a"], whole["a"]) and same(cut["b"], whole["b"])
 
 
+@pytest.mark.soak
 def test_graphs_are_recorded_anew_for_the_jobs_that_have_joined_and_left(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

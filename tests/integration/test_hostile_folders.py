@@ -111,7 +111,7 @@ def test_a_job_that_is_left_out_is_not_sent_back_without_a_word(word: str, begun
     assert checkpoint.steps(Path(begun["output_dir"]) / "b") == [1, 2]
 
 
-@pytest.mark.parametrize("at", range(1, 7) if SOAK else (1, 4, 6))
+@pytest.mark.parametrize("at", range(1, 7) if SOAK else (4,))
 def test_going_back_to_the_beginning_can_be_broken_off_anywhere(
     at: int, begun: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ def test_any_order_of_forwards_backwards_and_steps_gives_the_bits_of_one_after_t
     "plan",
     [
         Plan(keep_s=False), pytest.param(Plan(up="before", dx="before"), marks=pytest.mark.soak),
-        pytest.param(ROUTED, marks=pytest.mark.slow),
+        pytest.param(ROUTED, marks=pytest.mark.soak),
     ],
     ids=lambda plan: plan.name,
 )  # fmt: skip

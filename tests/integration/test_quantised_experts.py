@@ -30,7 +30,7 @@ def jobs_on(router: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.soak), "llama4"])
 def test_experts_beside_codes_learn_what_they_learn_beside_dense_weights_which_say_the_same(
     family: str, tokenizer: Any, write_rows: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -46,7 +46,11 @@ Base = Callable[..., str]
 
 @pytest.mark.parametrize(
     ("of_codes", "quantization", "kind"),
-    [("nf4 double", DOUBLE, "dora"), ("fp4", "fp4", "patterns"), ("int8", "int8", "bias lora_only")],
+    [
+        ("nf4 double", DOUBLE, "dora"),
+        pytest.param("fp4", "fp4", "patterns", marks=pytest.mark.soak),
+        ("int8", "int8", "bias lora_only"),
+    ],
 )
 def test_losses_and_adapters_are_those_of_peft_on_the_same_codes(
     of_codes: str, quantization: Any, kind: str, tiny_base: Base, write_rows: Rows, tmp_path: Path

@@ -84,7 +84,7 @@ def all_requests(case: Case, **how: Any) -> list[tuple[str, SampleRequest]]:
 
 @pytest.mark.parametrize(
     "room",
-    [{}, {"rows": 3, "cache_tokens": 200}, {"fewest_rows": 1, "rows": 5}],
+    [pytest.param({}, marks=pytest.mark.soak), {"rows": 3, "cache_tokens": 200}, {"fewest_rows": 1, "rows": 5}],
     ids=["all at once", "three slots", "few rows"],
 )
 def test_greedy_tokens_of_mixed_adapters_are_those_of_peft_models(exact: Case, room: dict[str, int]) -> None:

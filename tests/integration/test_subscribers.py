@@ -305,7 +305,7 @@ def test_a_subscriber_stops_the_run_which_saves_and_goes_on_to_the_same_bits_and
     )
 
 
-@pytest.mark.parametrize("kind", [Stepped, Evaluated, MicrobatchDone])
+@pytest.mark.parametrize("kind", [Stepped, pytest.param(Evaluated, marks=pytest.mark.soak), MicrobatchDone])
 def test_a_subscriber_stops_one_job_with_its_adapter_and_no_bit_of_the_other_changes(
     kind: type, whole: dict[str, Any], out: dict[str, Any]
 ) -> None:

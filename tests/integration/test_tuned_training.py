@@ -38,7 +38,7 @@ def used(out: Path) -> set[str]:
     return {line["plan"] for line in json.loads((out / "run.json").read_text())["plans"]}
 
 
-@pytest.mark.parametrize("method", ["solo", "auto"])
+@pytest.mark.parametrize("method", [pytest.param("solo", marks=pytest.mark.soak), "auto"])
 def test_a_plain_job_trains_by_measured_plans_where_a_dora_job_is_attached_and_absent(
     method: str, tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -355,7 +355,7 @@ def lives(rank: int, wrapper: str, folder: str) -> tuple[tuple[float, str], list
     return difference(got, want), wrong, files
 
 
-@pytest.mark.parametrize("wrapper", ["ddp unused", "fsdp2"])
+@pytest.mark.parametrize("wrapper", [pytest.param("ddp unused", marks=pytest.mark.soak), "fsdp2"])
 def test_what_happens_to_a_wrapped_model_is_what_happens_under_peft(wrapper: str, ranks: Pool, tmp_path: Path) -> None:
     """Adapters switched, disabled and merged, copies, pickles, files, restore() and accelerate() again."""
     for (worst, where), wrong, files in ranks(2).run(lives, wrapper, str(tmp_path)):

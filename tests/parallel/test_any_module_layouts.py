@@ -35,7 +35,7 @@ def whole(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return asked
 
 
-@pytest.mark.parametrize("parallel", [{"devices_per_job": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize("parallel", [pytest.param({"devices_per_job": 2}, marks=pytest.mark.soak), {"pipeline": 2}])
 def test_two_processes_give_what_one_process_gives(
     parallel: dict[str, int], whole: dict[str, Any], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

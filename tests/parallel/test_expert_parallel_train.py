@@ -139,14 +139,12 @@ def layouts_of_llama_4() -> list[Any]:
     """By number of processes. Each has what it reads of weights that hold all experts, and experts that are given rows."""
     exchange = {"ep_implementation": "all_to_all"}
     more = [
-        (2, {"expert": 2}), (2, {"shard_base": True}), (2, {"pipeline": 2}),
+        (2, {"expert": 2, **exchange}), (2, {"expert": 2}), (2, {"shard_base": True}), (2, {"pipeline": 2}),
         (2, {"tensor": 2, "sequence_parallel": True}), (4, {"expert": 2, "pipeline": 2}),
         (4, {"expert": 2, "shard_base": True, **exchange}), (4, {"tensor": 2, "expert": 2, **exchange}),
         (4, {"tensor": 2, "pipeline": 2}), (4, {"tensor": 2, "shard_base": 2}),
     ]  # fmt: skip
-    return [
-        (2, {"tensor": 2}), (2, {"expert": 2, **exchange}), *(pytest.param(*one, marks=pytest.mark.soak) for one in more)
-    ]  # fmt: skip
+    return [(2, {"tensor": 2}), *(pytest.param(*one, marks=pytest.mark.soak) for one in more)]
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,8 @@ from packlora.parallel.tokens import all_tokens
 Pool = Callable[[int], Ranks]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4])
 def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
     """Biases behind the sum, gathered outputs, activations that are recomputed, tokens that are filled up."""
     cases = [
@@ -89,7 +90,11 @@ def last_tokens_not_joined_back() -> Any:
 
 
 @pytest.mark.parametrize(
-    "wrong", [biases_not_added_up, gradients_of_inputs_added_up_twice, last_tokens_not_joined_back],
+    "wrong", [
+        biases_not_added_up,
+        pytest.param(gradients_of_inputs_added_up_twice, marks=pytest.mark.soak),
+        pytest.param(last_tokens_not_joined_back, marks=pytest.mark.soak),
+    ],
     ids=lambda wrong: wrong.__name__,
 )  # fmt: skip
 def test_the_comparison_sees_what_is_broken(wrong: Callable[[], Any], ranks: Pool) -> None:

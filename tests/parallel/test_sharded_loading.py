@@ -277,6 +277,7 @@ def memory(rank: int, folder: str, case: Case, whole: bool) -> dict[str, int]:
     return sizes
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory is read from /proc")
 def test_no_rank_ever_holds_the_model(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """Of 90 MiB of weights on two ranks: 1.2 parts to load them; the proof gathers what is no layer's, and a layer,

@@ -89,6 +89,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, st
     return process.returncode, said
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("mishap", "rank", "parallel", "says"),
     some(

@@ -124,7 +124,7 @@ def check_same(out: Path, where: str, alone: Callable[[str, str], Path]) -> None
         assert [line["step"] for line in found] == [0, 1, 2, 3] and found == evals(alone(where, "slow"), "slow")
 
 
-@pytest.mark.parametrize("where", ["reward", "environment", "evaluation"])
+@pytest.mark.parametrize("where", ["reward", pytest.param("environment", marks=pytest.mark.soak), "evaluation"])
 def test_only_the_job_that_waits_stands_still(
     where: str, alone: Callable[[str, str], Path], tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:

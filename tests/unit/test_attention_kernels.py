@@ -89,7 +89,7 @@ def test_operands_that_lie_otherwise_give_the_same_bits() -> None:
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.soak), 17])
 def test_what_is_packed_beside_a_sample_changes_no_bit_of_it_not_even_a_nan(window: int | None) -> None:
     drawn, others = operands(2, 1, 16, torch.float16), operands(2, 1, 16, torch.float16, seed=1)
     want = outcome(packed_attention, *drawn, LENGTHS, 0.25, window)

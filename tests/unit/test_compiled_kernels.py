@@ -109,6 +109,7 @@ def test_kernels_compile_for_gpus_of_amd_and_fit(target: str, tmp_path: Path) ->
             assert row["products"] > 0, row
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_kernels_without_products_compile_for_gpus_without_bfloat16_and_fit(tmp_path: Path) -> None:
     rows = compiled(75, tmp_path)

@@ -161,7 +161,7 @@ def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str, plan: Pl
 
 @pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
 @pytest.mark.parametrize(
-    ("value", "factor"), some([(math.nan, "A"), (math.nan, "B"), (math.inf, "A"), (math.inf, "B")], 3)
+    ("value", "factor"), some([(math.nan, "A"), (math.nan, "B"), (math.inf, "A"), (math.inf, "B")], 4)
 )
 def test_an_adapter_that_is_not_finite_leaves_others_their_bits(value: float, factor: str, plan: Plan) -> None:
     """Also in blocks and tiles that it shares with them."""

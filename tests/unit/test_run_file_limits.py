@@ -68,7 +68,7 @@ ODD: dict[str, Any] = {
     "infinity": float("inf"), "huge": 10**30, "enormous": 10**400, "1e308": 1e308, "tiny": 5e-324, "empty text": "",
     "blank": " ", "text": "x", "control": "a\x1b[2Jb", "nul": "a\0b", "newline": "a\nb", "surrogate": "\ud800",
     "unicode": "\N{SNOWMAN}\u202e\U0001f600", "5000 characters": "x" * 5000, "a million characters": "x" * 10**6,
-    "empty list": [], "list": [1], "empty mapping": {}, "mapping": {"a": 1}, "100000 items": [1] * 10**5,
+    "empty list": [], "list": [1], "empty mapping": {}, "mapping": {"a": 1}, "10000 items": [1] * 10**4,
     "list in itself": recursive(), "mapping of numbers": {1: 2}, "bytes": b"x", "set": {1}, "~": "~", "bad regex": "((",
 }  # fmt: skip
 
