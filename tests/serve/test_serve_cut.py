@@ -214,7 +214,6 @@ def test_what_is_not_served_of_a_base_that_is_cut_is_refused() -> None:
         place_of(two, ["parallel.tensor=2", "parallel.pipeline=2"])
 
 
-@pytest.mark.soak
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_service_which_goes_on_with_nothing_lost(
     tiny_base: Callable[[str], str], forks: Forks | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
