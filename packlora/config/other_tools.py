@@ -109,7 +109,6 @@ _HINTS = {
     "completions are learnt from once; a job's train.global_batch_size counts them":
         "num_iterations steps_per_generation generation_batch_size",
     "completions are drawn on the model itself, with its adapters": "use_vllm vllm_mode use_transformers_paged",
-    "completions are always written to the job's folder rollouts": "log_completions",
     # options and commands
     "it is an option: packlora train --resume": "resume_from_checkpoint auto_resume_from_checkpoints",
     "a folder that holds a run is never overwritten; give another output_dir, or --resume": "overwrite_output_dir",

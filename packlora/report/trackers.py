@@ -3,6 +3,10 @@
 Each job of a run is a run of the tracker, in a group that has the name of the output folder; a resumed run goes on with the
 same ones. Nothing leaves this machine unless the tracker's own environment variables say so. What a tracker raises costs the
 run a note, and it is told nothing more.
+
+Jobs that learn from rewards and have `log_completions` also show completions of each logged step. They are read from the step's
+file once the step is taken: completions may be drawn steps ahead, and Weights & Biases drops what does not come in the order of
+steps.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +38,8 @@ from packlora.events import (
 from packlora.report.metrics import LoggedSteps
 
 FOLDER = "trackers"
+COMPLETIONS = "completions"
+"""Name of what is shown of a step's completions, which is TRL's."""
 WRITTEN_EVERY, MOST_KEPT = 10.0, 900
 """Seconds between transactions with mlflow, and the most numbers in one; mlflow takes 1000."""
 PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
@@ -55,6 +62,9 @@ class JobRun(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log completions; all rows have the same keys."""
+
     def flush(self) -> None: ...
 
     def finish(self, status: str) -> None: ...
@@ -75,14 +85,16 @@ class Tracker:
         self._runs: dict[str, JobRun] = {}
         self._logged: set[str] = set()
         """Jobs with numbers that were logged since they were last flushed."""
-        self._run, self._group = "", ""
+        self._showing: dict[str, Path] = {}
+        """Folders of the jobs that show completions."""
+        self._run, self._group, self._folder = "", "", Path()
         self._steps = LoggedSteps()
 
     def __call__(self, event: Event) -> None:
         logged = self._steps.takes(event)
         match event:
             case RunBegan():
-                self._run, self._group = event.run, event.output_dir.resolve().name
+                self._run, self._group, self._folder = event.run, event.output_dir.resolve().name, event.output_dir
                 configs = {job["name"]: job for job in event.config["jobs"]}
                 for job in event.jobs:
                     self._begin(job.name, configs[job.name], job.step)
@@ -94,6 +106,7 @@ class Tracker:
                 rate = event.tokens / max(event.seconds, 1e-9)
                 values = {"loss": event.loss, "grad_norm": event.grad_norm, "learning_rate": event.lr}
                 self._log(event.job, event.step, values | {"tokens_per_second": rate} | _known(event.metrics))
+                self._show(event.job, event.step)
             case Evaluated(job=name, step=step, eval_loss=loss, metrics=more):
                 self._log(name, step, {"eval_loss": loss} | _known(more))
             case SavePointReached():
@@ -110,6 +123,8 @@ class Tracker:
 
     def _begin(self, name: str, config: Mapping[str, Any], step: int) -> None:
         self._runs[name] = self._open(self._run, self._group, name, config, step)
+        if (config.get("rollout") or {}).get("log_completions"):
+            self._showing[name] = self._folder / name
 
     def _log(self, job: str, step: int, values: Mapping[str, float]) -> None:
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
@@ -117,9 +132,31 @@ class Tracker:
             self._runs[job].log(step, finite)
             self._logged.add(job)
 
+    def _show(self, job: str, step: int) -> None:
+        if job not in self._runs or job not in self._showing:
+            return
+        if rows := import_module("packlora.rl.examples").examples(self._showing[job], step):
+            self._runs[job].show(step, rows)
+            self._logged.add(job)
+
 
 def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if value is not None}
+
+
+NEWLINE, TAB = "\n", "    "
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a text: numbers in bold, and each text below its name, indented, as it is."""
+    return "\n\n---\n\n".join("\n\n".join(_parts(row)) for row in rows) + "\n"
+
+
+def _parts(row: Mapping[str, Any]) -> list[str]:
+    texts = {key: value for key, value in row.items() if isinstance(value, str)}
+    others = {key: value for key, value in row.items() if key not in texts}
+    numbers = ", ".join(f"**{key} {f'{own:.6g}' if isinstance(own, float) else own}**" for key, own in others.items())
+    return [numbers, *(f"{key}:\n\n{TAB}{value.replace(NEWLINE, NEWLINE + TAB)}" for key, value in texts.items())]
 
 
 # --- TensorBoard -----------------------------------------------------------------------------------------------------------
@@ -144,6 +181,9 @@ class _TensorBoardRun:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
+    def show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.writer.add_text(COMPLETIONS, markdown(rows), step)
+
     def flush(self) -> None:
         self.writer.flush()
 
@@ -162,7 +202,8 @@ class Trackio(Tracker):
 
         def open_job(run: str, group: str, job: str, config: Mapping[str, Any], step: int) -> JobRun:
             return _Logged(
-                trackio.init(project=group, name=job, group=run, config=dict(config), resume="allow", embed=False)
+                trackio.init(project=group, name=job, group=run, config=dict(config), resume="allow", embed=False),
+                trackio.Table,
             )
 
         super().__init__(open_job)
@@ -183,18 +224,23 @@ class Wandb(Tracker):
                     project=os.environ.get("WANDB_PROJECT", "packlora"), group=group, name=job, id=f"{run}-{job}",
                     resume="allow", config=dict(config), dir=str(folder), mode=os.environ.get("WANDB_MODE", "offline"),
                     reinit="create_new",
-                )
+                ),
+                wandb.Table,
             )  # fmt: skip
 
         super().__init__(open_job)
 
 
 class _Logged:
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    def __init__(self, run: Any, table: Callable[..., Any]) -> None:
+        self.run, self._table = run, table
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
+
+    def show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({COMPLETIONS: table}, step=step)
 
     def flush(self) -> None:
         pass
@@ -214,12 +260,18 @@ class Mlflow(Tracker):
 
         (output_dir / FOLDER).mkdir(exist_ok=True)
         here = f"sqlite:///{(output_dir / FOLDER / 'mlflow.db').resolve()}"
-        client = mlflow.MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", here))
-        super().__init__(lambda run, group, job, config, step: _MlflowRun(client, run, group, job, config))
+        address = os.environ.get("MLFLOW_TRACKING_URI", here)
+        client = mlflow.MlflowClient(tracking_uri=address)
+        files = (output_dir / FOLDER / "mlflow").resolve().as_uri() if address == here else None
+        super().__init__(lambda run, group, job, config, step: _MlflowRun(client, files, run, group, job, config))
 
 
 class _MlflowRun:
-    def __init__(self, client: Any, run: str, group: str, job: str, config: Mapping[str, Any]) -> None:
+    """A job's run. files: address of what runs of a new experiment store as files; None: the server chooses it."""
+
+    def __init__(
+        self, client: Any, files: str | None, run: str, group: str, job: str, config: Mapping[str, Any]
+    ) -> None:
         from mlflow.entities import Metric
 
         self.client, self._metric = client, Metric
@@ -227,7 +279,7 @@ class _MlflowRun:
         """Numbers that are not written yet."""
         self._written = time.time()
         known = client.get_experiment_by_name(group)
-        experiment = known.experiment_id if known is not None else client.create_experiment(group)
+        experiment = known.experiment_id if known is not None else client.create_experiment(group, files)
         tag = f"{run}-{job}"
         found = client.search_runs([experiment], filter_string=f"tags.`packlora.job` = '{tag}'", max_results=1)
         if found:
@@ -245,6 +297,9 @@ class _MlflowRun:
         self._kept += [self._metric(name, value, int(now * 1000), step) for name, value in values.items()]
         if len(self._kept) > MOST_KEPT or now - self._written > WRITTEN_EVERY:
             self.flush()
+
+    def show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.client.log_text(self.id, markdown(rows), f"{COMPLETIONS}/step-{step}.md")
 
     def flush(self) -> None:
         kept, self._kept, self._written = self._kept, [], time.time()

@@ -51,6 +51,8 @@ class RolloutConfig(Strict):
     the adapter after step max(0, k - max_staleness)."""
     reward_timeout: float = Field(60.0, gt=0, le=86400)
     """Seconds that the rewards of a prompt's completions may take; without them the group teaches nothing."""
+    log_completions: bool = False
+    """Whether the run's trackers get the best and the worst completions of each logged step, with their prompts."""
 
     @property
     def rewards(self) -> list[str]:

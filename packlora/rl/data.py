@@ -27,6 +27,11 @@ FOLDER = "rollouts"
 """Folder of a job's folder that the files stand in."""
 
 
+def file_of(job: Path, step: int) -> Path:
+    """File of the completions that a step learns from, in the folder of a job. step: counted from 1."""
+    return job / FOLDER / f"step-{step}.json"
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A completion of a prompt.
@@ -146,20 +151,21 @@ class RolloutSamples(Sequence[Sample]):
 
     def put(self, batch: Batch) -> None:
         """Take the completions of a step, and write them. Raises OSError."""
-        self._write(batch, self._file(batch.step))
+        self._write(batch, self._file(batch.step), self.prompts)
         self._hold(batch)
 
     def put_held_out(self, batch: Batch) -> None:
         """Take the completions of the held-out prompts, and write them. Raises OSError."""
-        self._write(batch, self.folder / f"held-out-{batch.step}.json")
+        self._write(batch, self.folder / f"held-out-{batch.step}.json", self.held_out)
         gain = batch.gain
         samples = [self.sample(one, batch, gain, self.held_out[one.prompt]) for one in batch.completions]
         self.evaluated = batch.step, samples
 
-    def _write(self, batch: Batch, file: Path) -> None:
+    def _write(self, batch: Batch, file: Path, prompts: Sequence[Prompt]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         tree = {
             "step": batch.step, "version": batch.version, "reward_hash": batch.reward_hash,
+            "prompts": {one.prompt: prompts[one.prompt].text for one in batch.completions},
             "completions": [_tree(one) for one in batch.completions],
         }  # fmt: skip
         write_file(file, lambda path: path.write_text(json.dumps(tree), encoding="utf-8"))
@@ -193,7 +199,7 @@ class RolloutSamples(Sequence[Sample]):
     # --- files -------------------------------------------------------------------------------------------------------------
 
     def _file(self, step: int) -> Path:
-        return self.folder / f"step-{step + 1}.json"
+        return file_of(self.folder.parent, step + 1)
 
     def last_hash(self, step: int) -> str | None:
         """Hash of the rewards by which the step before was learnt; None where there is no file of it."""

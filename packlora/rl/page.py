@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from packlora.report.cells import row, table
 from packlora.rl.data import FOLDER
+from packlora.rl.examples import examples
 
-SHOWN = 3
-"""Completions of each end, by job."""
 LONGEST = 400
 """Characters of a text."""
 COLUMNS = ("Step", "Reward", "Advantage", "Tokens", "Completion")
@@ -20,7 +18,7 @@ COLUMNS = ("Step", "Reward", "Advantage", "Tokens", "Completion")
 
 def section(folder: Path, jobs: Sequence[tuple[str, str]]) -> str:
     """Section of the page; empty where nothing was drawn yet. jobs: names and classes of the style sheet."""
-    rows = [line for name, style in jobs for line in _rows(folder / name / FOLDER, name, style)]
+    rows = [line for name, style in jobs for line in _rows(folder / name, name, style)]
     if not rows:
         return ""
     return (
@@ -30,22 +28,17 @@ def section(folder: Path, jobs: Sequence[tuple[str, str]]) -> str:
 
 
 def _rows(folder: Path, name: str, style: str) -> Iterator[str]:
-    newest = max(folder.glob("step-*.json"), key=_number, default=None)
-    try:
-        found = None if newest is None else json.loads(newest.read_text(encoding="utf-8"))["completions"]
-        ranked = sorted(found or [], key=lambda one: -one["reward"])
-        shown = ranked if len(ranked) <= 2 * SHOWN else ranked[:SHOWN] + ranked[-SHOWN:]
-        for one in shown:
-            yield _row(one, 0 if newest is None else _number(newest), name, style)
-    except (OSError, ValueError, KeyError, TypeError):
-        return
+    newest = max(map(_number, (folder / FOLDER).glob("step-*.json")), default=0)
+    for one in examples(folder, newest):
+        yield _row(one, name, style)
 
 
-def _row(one: dict[str, Any], step: int, name: str, style: str) -> str:
-    text = one["text"] if len(one["text"]) <= LONGEST else one["text"][:LONGEST] + " ..."
+def _row(one: Mapping[str, Any], name: str, style: str) -> str:
+    text = one["completion"] if len(one["completion"]) <= LONGEST else one["completion"][:LONGEST] + " ..."
+    step, reward, advantage, tokens = (one[key] for key in ("step", "reward", "advantage", "tokens"))
     cells = [
-        (f"{step:,}", step), (f"{one['reward']:.4g}", one["reward"]), (f"{one['advantage']:+.3g}", one["advantage"]),
-        (f"{len(one['ids']):,}", len(one["ids"])), (f"<span class='said'>{escape(text)}</span>", text),
+        (f"{step:,}", step), (f"{reward:.4g}", reward), (f"{advantage:+.3g}", advantage), (f"{tokens:,}", tokens),
+        (f"<span class='said'>{escape(text)}</span>", text),
     ]  # fmt: skip
     return row(COLUMNS, f"<span class='name'>{escape(name)}</span>", name, cells, f'class="{style}"')
 

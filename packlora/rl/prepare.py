@@ -43,6 +43,11 @@ def rollout_data(
         InputError: a prompt, a reward or a number of tokens cannot be used.
     """
     new = job.rollout.max_new_tokens
+    if job.rollout.log_completions and not run.trackers:
+        raise InputError(
+            f"job {job.name!r}: rollout.log_completions is for trackers, and this run has none; set trackers, or leave it "
+            f"out: all completions are in {FOLDER}/ of the job's folder"
+        )
     if spec.peft.lora_dropout:
         raise InputError(
             f"job {job.name!r}: its adapter has lora_dropout {spec.peft.lora_dropout:g}, so that what is trained would not be "

@@ -35,6 +35,13 @@ class Prompt:
     said: str | list[dict[str, Any]]
     columns: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def text(self) -> str:
+        """The prompt for a person: a text as it is, of messages roles and contents."""
+        if isinstance(self.said, str):
+            return self.said
+        return "\n".join(f"{one['role']}: {one.get('content') or ''}" for one in self.said)
+
 
 def read_both(
     job: JobConfig, tokenizer: Any, longest: int, told: Told, seed: int

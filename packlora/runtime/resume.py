@@ -247,7 +247,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
     return changed
 
 
-FREE_OF_ROLLOUTS = ("reward", "reward_timeout")
+FREE_OF_ROLLOUTS = ("reward", "reward_timeout", "log_completions")
 """Keys of a job's rollout that may change; that a reward has changed is told."""
 
 

@@ -1,4 +1,5 @@
-"""Weights & Biases, MLflow and Trackio themselves: what a run tells them is read back with their own readers."""
+"""Weights & Biases, MLflow and Trackio themselves: what a run tells them is read back, by their own readers where they have
+some."""
 
 from __future__ import annotations
 
@@ -8,12 +9,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import pytest
 from test_members import base, tree_of
 from test_trackers import lines
 
 import packlora
+from packlora.events import JobAtStart, JobDone, RunBegan, Stepped
+from packlora.report.trackers import trackers
 
 assert callable(base)  # a fixture
 VALUES = {"loss", "grad_norm", "learning_rate", "tokens_per_second"}
@@ -130,3 +135,68 @@ def test_trackio_holds_a_run_of_each_job_that_goes_on(
         assert told.keys() == VALUES | {"eval_loss"}
         assert told["loss"] == pytest.approx(losses)
         assert told["eval_loss"] == pytest.approx(evals)
+
+
+ROWS = [
+    {"step": 2, "prompt": "Say | it.", "completion": "first\nsecond <b>", "reward": 1.5, "advantage": 0.5, "tokens": 3},
+    {"step": 2, "prompt": "Say | it.", "completion": "né 世", "reward": -2.0, "advantage": -0.5, "tokens": 2},
+]
+
+
+def show(out: Path, tracker: str) -> None:
+    """Tell a tracker of the second step of a job that has drawn these completions."""
+    (out / "a" / "rollouts").mkdir(parents=True)
+    drawn = [
+        {
+            "prompt": 7, "text": row["completion"], "ids": [1] * row["tokens"], "is_lost": False,
+            "reward": row["reward"], "advantage": row["advantage"],
+        }
+        for row in ROWS
+    ]  # fmt: skip
+    tree = {"prompts": {"7": "Say | it."}, "completions": drawn[::-1]}
+    (out / "a" / "rollouts" / "step-2.json").write_text(json.dumps(tree))
+    ((told,), notes) = trackers([tracker], out)
+    config = {"jobs": [{"name": "a", "rollout": {"log_completions": True}}]}
+    told(RunBegan("run", out, config, (JobAtStart("a", "running", 1, 2, 10),)))
+    told(Stepped("a", 2, 0.5, 1.0, 1e-3, 10, 0.1, 1.0))
+    told(JobDone("a", 2, out / "a"))
+    assert not notes
+
+
+def test_wandb_keeps_a_table_of_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    show(tmp_path, "wandb")
+    (file,) = (tmp_path / "trackers" / "wandb").glob("offline-run-*-run-a/files/media/table/completions_2_*.json")
+    table = json.loads(file.read_text())
+    assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == ROWS
+
+
+def test_trackio_holds_a_table_of_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "trackio" not in sys.modules:
+        monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    show(tmp_path / "completions-out", "trackio")
+    (table,) = [line["completions"] for line in SQLiteStorage.get_logs("completions-out", "a") if "completions" in line]
+    assert table["_value"] == ROWS
+
+
+def test_mlflow_keeps_completions_as_a_text_in_the_output_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    show(out, "mlflow")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{out / 'trackers' / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("out").experiment_id])
+    assert [one.path for one in client.list_artifacts(run.info.run_id, "completions")] == ["completions/step-2.md"]
+    text = (Path(url2pathname(urlparse(run.info.artifact_uri).path)) / "completions" / "step-2.md").read_text("utf-8")
+    first, second = text.split("\n\n---\n\n")
+    assert first.startswith("**step 2**, **reward 1.5**, **advantage 0.5**, **tokens 3**\n\nprompt:\n\n    Say | it.")
+    assert first.endswith("completion:\n\n    first\n    second <b>") and second.endswith("    né 世\n")
+    assert not (tmp_path / "mlruns").exists(), "nothing beside the output folder"

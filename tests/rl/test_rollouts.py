@@ -51,7 +51,7 @@ def job(name: str, files: tuple[str, str], reward: str = "brevity", seed: int = 
     rollout = {"reward": f"{files[0]}:{reward}", "num_generations": 4, "max_new_tokens": 6}
     rollout |= {
         key: train_keys.pop(key)
-        for key in ("max_staleness", "reward_timeout", "scale_rewards", "teacher", "teacher_weight")
+        for key in ("max_staleness", "reward_timeout", "scale_rewards", "teacher", "teacher_weight", "log_completions")
         if key in train_keys
     }
     if reward == "none":
@@ -242,6 +242,7 @@ def test_a_teacher_with_other_tokens_is_refused(
         ({"rollout": {"reward_weights": [1.0, 2.0]}}, "2 numbers for 1 rewards"),
         ({"rollout": {"max_new_tokens": 5000}}, "lower the one or raise the other"),
         ({"rollout": {"max_new_token": 5}}, "max_new_tokens"),
+        ({"rollout": {"log_completions": True}}, "is for trackers, and this run has none"),
         ({"rollout": None}, "set rollout"),
         ({"data": {"eval_split": 0.01}}, "of 6 prompts data.eval_split 0.01 is 0, so none is held out"),
         ({"rows": '{"completion": "x"}'}, "line 1: found completion; a row has a prompt"),
