@@ -74,7 +74,7 @@ class Sample:
     def with_fields(self, fields: Mapping[str, Any]) -> Sample:
         """The sample with the fields of its row that are numbers, or lists of numbers, as columns."""
         found = {name: _numbers(value) for name, value in fields.items()}
-        return replace(self, columns={name: own for name, own in found.items() if own is not None})
+        return replace(self, columns={**self.columns, **{name: own for name, own in found.items() if own is not None}})
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +83,20 @@ class Sample:
     @property
     def num_labels(self) -> int:
         return int(self.is_label.sum())
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens that are learnt, over which a loss of tokens is a mean."""
+        return self.num_labels
+
+    def odd_target(self, vocabulary: int) -> str | None:
+        """What is wrong with a target that is no token of a vocabulary; None: nothing is."""
+        return None
+
+    @property
+    def target_bytes(self) -> bytes:
+        """Targets that `ids` and `is_label` do not tell, for the hash of data."""
+        return b""
 
     @property
     def label_places(self) -> np.ndarray:
@@ -149,6 +163,7 @@ def samples_hash(samples: Sequence[Sample]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         digest.update(len(sample.ids).to_bytes(4, "little") + sample.ids.tobytes() + sample.is_label.tobytes())
+        digest.update(sample.target_bytes)
         if (own := sample.preference) is not None:
             context = b"" if own.is_context is None else own.is_context.tobytes()
             digest.update(repr((own.lengths, own.desirable)).encode() + context)
@@ -267,7 +282,7 @@ def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, reader: Extras
 def _given(row: Row) -> Sample:
     """Sample of a row of token ids."""
     assert row.ids is not None and row.is_label is not None
-    return _from_second(row.ids, row.is_label.copy())
+    return row.targets or _from_second(row.ids, row.is_label.copy())
 
 
 def _why_no_labels(row: Row) -> str:

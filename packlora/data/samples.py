@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from packlora.config import BUILT_IN, DataConfig
+from packlora.config.trainers import trainers
 from packlora.data.encode import Encoded, Notes, Sample, encoded_rows, noted, refuse
 from packlora.data.rows import Row
 from packlora.errors import InputError
@@ -16,6 +17,10 @@ from packlora.modality import ExtrasReader
 from packlora.terminal import Told, silent
 
 ALIKE = "the chosen and the rejected completion are the same tokens, so there is no preference to learn"
+_UNTAKEN = (
+    "'target_token_ids' are soft targets, which are learnt by train.trainer: "
+    f"{' or '.join(trainers(lambda own: own.takes_targets))}"
+)
 
 
 def encode_rows(
@@ -68,6 +73,12 @@ def encode_rows(
     for row, parts, notes in made:
         if vocabulary is not None and max(int(part.ids.max()) for part in parts) >= vocabulary:
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
+            continue
+        if vocabulary is not None and (odd := parts[0].odd_target(vocabulary)) is not None:
+            out.skipped.append(odd)
+            continue
+        if row.targets is not None and not BUILT_IN[trainer].takes_targets:
+            refuse(InputError(f"job {job!r}: {row.where}: {_UNTAKEN}"), data, job, out.skipped)
             continue
         if _are_alike(parts):
             refuse(InputError(f"job {job!r}: {row.where}: {ALIKE}"), data, job, out.skipped)

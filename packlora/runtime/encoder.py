@@ -20,7 +20,7 @@ from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.reader import Rows
 from packlora.data.rows import Row
 from packlora.data.samples import encode_rows
-from packlora.data.tokens import check_vocabulary
+from packlora.data.tokens import check_samples
 from packlora.engine.objective import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
@@ -71,8 +71,7 @@ class Encoder:
             notes.append(f"job {job.name!r}: eval_split holds out {len(split_off.samples)} of {total} samples")
         encoded, eval_encoded = mixed(parts, job.data, seed, job.name, notes), joined(held_out)
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
-        every = (sample.ids for sample in encoded.samples + eval_encoded.samples)
-        check_vocabulary(job.name, every, vocabulary, self.tokenizer)
+        check_samples(job.name, encoded.samples + eval_encoded.samples, vocabulary, self.tokenizer)
         objective = objective_of(job.train)
         for what, some in (("training", encoded), ("held-out", eval_encoded)):
             if (why := objective.why_not(some.samples)) is not None:
@@ -92,7 +91,8 @@ class Encoder:
 
         def encode(rows: Sequence[Row]) -> Encoded:
             limits = budget, job.name, self.longest
-            return encode_rows(rows, tokenizer, own, *limits, vocabulary=vocabulary, may_be_empty=True)
+            more: dict[str, Any] = {"trainer": job.train.trainer, "vocabulary": vocabulary, "may_be_empty": True}
+            return encode_rows(rows, tokenizer, own, *limits, **more)
 
         buffer = (own.shuffle_buffer_size or streams.BUFFER) * job.train.shuffle
         told(f"job {job.name}: reading the first samples")
@@ -107,8 +107,7 @@ class Encoder:
         )
         held_out = joined([self._encoded(one, job, budget, told) for one in eval_rows])
         encoded = Encoded(list(stream), notes=dict(stream.counts.notes))
-        every = (sample.ids for sample in encoded.samples + held_out.samples)
-        check_vocabulary(job.name, every, vocabulary, tokenizer)
+        check_samples(job.name, encoded.samples + held_out.samples, vocabulary, tokenizer)
         data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data, objective_of(job.train))
         notes += _cut_samples(job.name, encoded, held_out)
