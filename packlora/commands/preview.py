@@ -29,7 +29,7 @@ from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row
 from packlora.data.samples import encode_rows
 from packlora.data.template import set_clock, templated
-from packlora.data.tokens import check_samples, tokens_and_offsets
+from packlora.data.tokens import check_vocabulary, tokens_and_offsets
 from packlora.errors import InputError, shown, spelt_out
 from packlora.modality import ExtrasReader, plugin
 from packlora.report.screen import Screen
@@ -205,7 +205,7 @@ class _Encoder:
             out.left_out.append(f"{row.where}: truncate: {job.data.truncate}: {self._too_long(job, row, tokenizer)}")
         for sample in encoded.samples:
             if self.vocabulary is not None:
-                check_samples(job.name, [sample], self.vocabulary, tokenizer)
+                check_vocabulary(job.name, [sample.ids], self.vocabulary, tokenizer)
             texts = [text_of(half, tokenizer, job.data, job.name, self._reader(job)) for half in row.pair or (row,)]
             pieces = _pieces_of(sample, texts, tokenizer)
             notes = [f"{where} {what}" for what, (_, where) in encoded.notes.items()]
@@ -227,6 +227,7 @@ class _Encoder:
             data = data.model_copy(update={"truncate": truncate})
         limits = asked if isinstance(asked, int) else 2**31, job.name, self.context
         how: dict[str, Any] = {"reader": self._reader(job), "trainer": job.train.trainer, "may_be_empty": True}
+        how["target_vocabulary"] = self.vocabulary
         return encode_rows([row], tokenizer, data, *limits, **how)
 
     def _reader(self, job: JobConfig) -> ExtrasReader | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -59,6 +59,8 @@ class Sample:
     """Structure of a sample whose completions are compared or judged."""
     extras: Extras | None = None
     """Content beside the tokens, such as images."""
+    target_bytes: ClassVar[bytes] = b""
+    """Targets that it has beside, for the hash of data."""
     columns: Mapping[str, np.ndarray] = field(default_factory=lambda: NO_COLUMNS)
     """Numbers of its row, float64: [] for all of its labels, or one for each [l]."""
 
@@ -88,15 +90,6 @@ class Sample:
     def num_learnt(self) -> int:
         """Tokens that are learnt, over which a loss of tokens is a mean."""
         return self.num_labels
-
-    def odd_target(self, vocabulary: int) -> str | None:
-        """What is wrong with a target that is no token of a vocabulary; None: nothing is."""
-        return None
-
-    @property
-    def target_bytes(self) -> bytes:
-        """Targets that `ids` and `is_label` do not tell, for the hash of data."""
-        return b""
 
     @property
     def label_places(self) -> np.ndarray:
@@ -282,7 +275,7 @@ def text_of(row: Row, tokenizer: Any, data: DataConfig, job: str, reader: Extras
 def _given(row: Row) -> Sample:
     """Sample of a row of token ids."""
     assert row.ids is not None and row.is_label is not None
-    return row.targets or _from_second(row.ids, row.is_label.copy())
+    return _from_second(row.ids, row.is_label.copy())
 
 
 def _why_no_labels(row: Row) -> str:

@@ -24,6 +24,8 @@ SHOWN = ("system", "tools", "functions", "images", "image")
 """Keys that a chat template renders beside the messages."""
 OF_ROWS = ("weight", "sample_weight", "loss_weight", "loss_scale")
 """Keys that weight a whole row. Here all count alike."""
+TARGETS = ("target_token_ids", "target_logprobs", "target_weights")
+"""Keys beside token ids: for each token those that may stand in its place, and how likely or how heavy each is (soft.py)."""
 _PROMPTS = "prompts are not learnt here; of a row with a text all is"
 _MEDIA = "of texts and images alone a model is trained here"
 _PAIR = "write preferences as prompt, chosen and rejected"
@@ -36,7 +38,7 @@ UNREAD = {
     "enable_thinking": _VARIABLE, "reasoning_effort": _VARIABLE, "documents": _VARIABLE,
 }  # fmt: skip
 """Keys that are refused where they hold something, with what to do."""
-KEYS = frozenset({VARIABLES, LAST, SINGLE, *OF_ROWS, *UNREAD})
+KEYS = frozenset({VARIABLES, LAST, SINGLE, *OF_ROWS, *TARGETS, *UNREAD})
 
 
 def check_flags(row: dict[str, Any], bad: Bad) -> None:

@@ -5,8 +5,7 @@
     {conversations}                 ShareGPT's: from and value in the place of role and content
     {instruction, input, output}    Alpaca's: a prompt of one or two paragraphs, and its completion
     {text}                          of which everything is learnt
-    {input_ids, labels}             tokens, of which those are learnt whose label is not -100
-    {input_ids, target_token_ids, target_logprobs}   tokens with soft targets (targets.py)
+    {input_ids, labels}             tokens, of which those are learnt whose label is not -100; or with soft targets (soft.py)
     {prompt, chosen, rejected}      TRL's preferences, texts or lists of messages; the prompt may be what both begin with
     {prompt, completion, label}     TRL's judged completions
 
@@ -38,7 +37,7 @@ from packlora.errors import InputError, quoted
 from packlora.modality import plugin
 
 if TYPE_CHECKING:
-    from packlora.data.targets import TargetSample
+    from packlora.data.soft import SoftTargets
 
 FORMATS = (
     "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations}, {instruction, output} or "
@@ -48,11 +47,9 @@ MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 """Fields beside token ids, by the names of TRL and others: 1 for a token that is learnt, 0 for others."""
 PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "token_type_ids", "pixel_values")
 """Fields beside token ids that hold other inputs of a model."""
-TARGETS = ("target_token_ids", "target_logprobs", "target_weights")
-"""Fields beside token ids: for each token, ids of those that may stand in its place, and how likely or how heavy each is."""
 KEYS = frozenset({
     *FIELDS, "input", "history", "system", "tools", "functions", "images", "image", "label", "labels", "attention_mask",
-    "conversation", *MASKS, *PACKED, *TARGETS, *flags.KEYS,
+    "conversation", *MASKS, *PACKED, *flags.KEYS,
 })  # fmt: skip
 """Fields of a row that are read; other fields are the author's own notes."""
 UNLEARNT = -100
@@ -82,8 +79,7 @@ class Row:
     """Token ids [T], int32."""
     is_label: np.ndarray | None = None
     """Mask of the tokens that are learnt, bool [T]."""
-    targets: TargetSample | None = None
-    """Soft targets of `ids`."""
+    targets: SoftTargets | None = None
     form: str | None = None
     """Name of the other tool's form in which the row was written."""
     pair: tuple[Row, Row] | None = None
@@ -150,13 +146,12 @@ def check_row(value: Any, where: str, job: str, folder: str | None = None, pairs
     if kind == ("input_ids",):
         flags.check_no_conversation(value, "token ids", odd)
         return _tokens(value, where, bad)
-    for key in TARGETS:
-        if holds_something(value.get(key)):
-            raise odd(f"{key!r} goes with 'input_ids', a list for each token")
-    for key in MASKS:
+    for key in (*MASKS, *flags.TARGETS):
         if holds_something(value.get(key)):
             raise odd(
                 f"{key!r} goes with 'input_ids', a number for each token; of messages say by weight what is learnt"
+                if key in MASKS
+                else f"{key!r} goes with 'input_ids', a list for each token"
             )
     if kind == ("text",):
         return _text(value, where, bad, odd)
@@ -263,12 +258,13 @@ def _tokens(value: dict[str, Any], where: str, bad: Bad) -> Row:
         and (integers(value["attention_mask"], "'attention_mask'", 0, bad) != 1).any()
     ):
         raise bad("'attention_mask' has other numbers than 1; leave the padding out")
-    if any(holds_something(value.get(key)) for key in TARGETS):
-        from packlora.data.targets import soft_targets
+    targets = None
+    if any(holds_something(value.get(key)) for key in flags.TARGETS):
+        from packlora.data.soft import soft_targets
 
-        targets = soft_targets(value, ids, where, bad)
-        return Row(where, ids=targets.ids, is_label=targets.is_label, targets=targets)
-    return Row(where, ids=ids.astype(np.int32), is_label=is_label)
+        targets = soft_targets(value, len(ids), ("labels", *MASKS), bad)
+        is_label = targets.counts > 0
+    return Row(where, ids=ids.astype(np.int32), is_label=is_label, targets=targets)
 
 
 def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from packlora.config import BUILT_IN, DataConfig
-from packlora.config.trainers import trainers
 from packlora.data.encode import Encoded, Notes, Sample, encoded_rows, noted, refuse
 from packlora.data.rows import Row
 from packlora.errors import InputError
@@ -17,10 +16,6 @@ from packlora.modality import ExtrasReader
 from packlora.terminal import Told, silent
 
 ALIKE = "the chosen and the rejected completion are the same tokens, so there is no preference to learn"
-_UNTAKEN = (
-    "'target_token_ids' are soft targets, which are learnt by train.trainer: "
-    f"{' or '.join(trainers(lambda own: own.takes_targets))}"
-)
 
 
 def encode_rows(
@@ -36,6 +31,7 @@ def encode_rows(
     trainer: str = "sft",
     fields: bool = False,
     vocabulary: int | None = None,
+    target_vocabulary: int | None = None,
     may_be_empty: bool = False,
 ) -> Encoded:
     """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
@@ -54,6 +50,7 @@ def encode_rows(
         reader: of what rows have beside texts; None where no row has any.
         fields: whether fields of rows become columns of their samples.
         vocabulary: rows with tokens beyond it are no samples; None: not looked at.
+        target_vocabulary: the same of soft targets, which are refused.
         may_be_empty: no sample is a result too.
 
     Raises:
@@ -74,14 +71,14 @@ def encode_rows(
         if vocabulary is not None and max(int(part.ids.max()) for part in parts) >= vocabulary:
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
             continue
-        if vocabulary is not None and (odd := parts[0].odd_target(vocabulary)) is not None:
-            out.skipped.append(odd)
-            continue
-        if row.targets is not None and not BUILT_IN[trainer].takes_targets:
-            refuse(InputError(f"job {job!r}: {row.where}: {_UNTAKEN}"), data, job, out.skipped)
-            continue
-        if _are_alike(parts):
-            refuse(InputError(f"job {job!r}: {row.where}: {ALIKE}"), data, job, out.skipped)
+        problem = ALIKE if _are_alike(parts) else None
+        if row.targets is not None:
+            from packlora.data.targets import problem_of, with_targets
+
+            problem = problem_of(row.targets, trainer, target_vocabulary)
+            parts = [with_targets(part, row.targets) for part in parts]
+        if problem is not None:
+            refuse(InputError(f"job {job!r}: {row.where}: {problem}"), data, job, out.skipped)
             continue
         try:
             kept = limits.applied(parts)

@@ -6,14 +6,11 @@ A text that was rendered before begins with the first token already, and a token
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from packlora.errors import InputError
-
-if TYPE_CHECKING:
-    from packlora.data.encode import Sample
 
 
 def leading(tokenizer: Any) -> list[int]:
@@ -54,14 +51,6 @@ def tokens_and_offsets(texts: Sequence[str], tokenizer: Any, is_rendered: bool) 
 def ended(text: str, end: str) -> str:
     """A text with the token that ends it, which it has once, also where white space follows."""
     return text if text.rstrip().endswith(end) else text + end
-
-
-def check_samples(job: str, samples: Sequence[Sample], vocabulary: int, tokenizer: Any) -> None:
-    """Raises InputError where a token of samples, or a target, is none of the model's."""
-    check_vocabulary(job, (sample.ids for sample in samples), vocabulary, tokenizer)
-    for sample in samples:
-        if (odd := sample.odd_target(vocabulary)) is not None:
-            raise InputError(f"job {job!r}: {odd}")
 
 
 def check_vocabulary(job: str, texts: Iterable[np.ndarray], vocabulary: int, tokenizer: Any) -> None:

@@ -20,7 +20,7 @@ from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.reader import Rows
 from packlora.data.rows import Row
 from packlora.data.samples import encode_rows
-from packlora.data.tokens import check_samples
+from packlora.data.tokens import check_vocabulary
 from packlora.engine.objective import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
@@ -71,7 +71,8 @@ class Encoder:
             notes.append(f"job {job.name!r}: eval_split holds out {len(split_off.samples)} of {total} samples")
         encoded, eval_encoded = mixed(parts, job.data, seed, job.name, notes), joined(held_out)
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
-        check_samples(job.name, encoded.samples + eval_encoded.samples, vocabulary, self.tokenizer)
+        every = (sample.ids for sample in encoded.samples + eval_encoded.samples)
+        check_vocabulary(job.name, every, vocabulary, self.tokenizer)
         objective = objective_of(job.train)
         for what, some in (("training", encoded), ("held-out", eval_encoded)):
             if (why := objective.why_not(some.samples)) is not None:
@@ -91,8 +92,8 @@ class Encoder:
 
         def encode(rows: Sequence[Row]) -> Encoded:
             limits = budget, job.name, self.longest
-            more: dict[str, Any] = {"trainer": job.train.trainer, "vocabulary": vocabulary, "may_be_empty": True}
-            return encode_rows(rows, tokenizer, own, *limits, **more)
+            known = {"vocabulary": vocabulary, "target_vocabulary": vocabulary}
+            return encode_rows(rows, tokenizer, own, *limits, trainer=job.train.trainer, may_be_empty=True, **known)
 
         buffer = (own.shuffle_buffer_size or streams.BUFFER) * job.train.shuffle
         told(f"job {job.name}: reading the first samples")
@@ -107,7 +108,8 @@ class Encoder:
         )
         held_out = joined([self._encoded(one, job, budget, told) for one in eval_rows])
         encoded = Encoded(list(stream), notes=dict(stream.counts.notes))
-        check_samples(job.name, encoded.samples + held_out.samples, vocabulary, tokenizer)
+        every = (sample.ids for sample in encoded.samples + held_out.samples)
+        check_vocabulary(job.name, every, vocabulary, tokenizer)
         data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data, objective_of(job.train))
         notes += _cut_samples(job.name, encoded, held_out)
@@ -167,7 +169,7 @@ class Encoder:
         read, trainer = rows.read, job.train.trainer
         encoded = encode_rows(
             read.rows, self.tokenizer_of(job), job.data, budget, job.name, self.longest, told, self.reader, trainer=trainer,
-            fields=job.train.objective is not None,
+            fields=job.train.objective is not None, target_vocabulary=self.skeleton.get_input_embeddings().weight.shape[0],
         )  # fmt: skip
         try:
             objective_of(job.train, encoded.samples, encoded.where)  # tries a user's own

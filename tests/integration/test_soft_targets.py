@@ -156,7 +156,7 @@ BAD: list[tuple[Row, str]] = [
     ({"target_token_ids": [None, [8, -9], [1]]}, "'target_token_ids' at number 2 has -9 at number 2; only whole"),
     ({"target_token_ids": [None, [8, 8], [1]]}, "'target_token_ids' at number 2 has the token 8 twice"),
     ({"target_token_ids": [None, [8, 9], [320]]}, "'target_token_ids' has 320 at number 3; the model's tokens are 0 to 319"),
-    ({"target_token_ids": [None, [8, 9], list(range(5000))]}, "at number 3 has 5000 tokens, at most 4096 are accepted"),
+    ({"target_token_ids": [None, [8, 9], list(range(5000))]}, "at number 3 has 5000 tokens; at most 4096 are accepted"),
     ({"target_weights": [None, [0.7, -0.2], [1]]}, "'target_weights' at number 2 has -0.2; only finite numbers from 0"),
     ({"target_weights": [None, [0.7, math.nan], [1]]}, "'target_weights' at number 2 has nan; only finite numbers from 0"),
     ({"target_weights": [None, [0.7, math.inf], [1]]}, "at number 2 has inf"),

@@ -9,9 +9,7 @@ from packlora.config.trainers import Declaration
 
 def _check(train: Any) -> None:
     if train.label_smoothing_factor:
-        raise ValueError(
-            "label_smoothing_factor is for trainer sft; soft targets have the weights that their rows give them"
-        )
+        raise ValueError("label_smoothing_factor is for trainer sft; soft targets have the weights that rows give them")
 
 
 DECLARATION = Declaration(
