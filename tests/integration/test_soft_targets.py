@@ -188,7 +188,7 @@ def test_targets_go_with_their_trainer_and_a_cut_takes_them_along(tiny_base: Bas
     with pytest.raises(InputError, match=r"line 1: 'target_token_ids' are soft targets.*train\.trainer: distillation"):
         prepare(run_from(tree(base, tmp_path / "out", [job(path, trainer="sft", global_batch_size=1)])))
     with pytest.raises(InputError, match="label_smoothing_factor is for trainer sft"):
-        run_from(tree(base, tmp_path / "out", [job(path, label_smoothing_factor=0.1)]))
+        prepare(run_from(tree(base, tmp_path / "out", [job(path, label_smoothing_factor=0.1)])))
     own = job(path)
     own["data"] |= {"max_length": 2, "truncate": "right"}
     (sample,) = prepare(run_from(tree(base, tmp_path / "out", [own]))).jobs[0].encoded.samples

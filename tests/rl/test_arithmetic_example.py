@@ -67,7 +67,7 @@ def test_rewards_are_of_the_last_line_and_of_the_exact_answer(example: Any) -> N
     assert example.correct([], completions, answer=answers) == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
-def test_the_run_file_takes_steps_on_a_cpu(example: Any, tiny_base: Callable[[str], str], tmp_path: Path) -> None:
+def test_the_run_file_takes_a_step_on_a_cpu(example: Any, tiny_base: Callable[[str], str], tmp_path: Path) -> None:
     example.write(tmp_path, train=4, held_out=2)
     tree = yaml.safe_load((EXAMPLES / "arithmetic.yaml").read_text())
     (job,) = tree["jobs"]
@@ -75,9 +75,9 @@ def test_the_run_file_takes_steps_on_a_cpu(example: Any, tiny_base: Callable[[st
         job["data"][key] = str(tmp_path / Path(job["data"][key]).name)
     job["rollout"] |= {"reward": [str(EXAMPLES / one) for one in job["rollout"]["reward"]], "num_generations": 2}
     job["rollout"]["max_new_tokens"] = 4
-    job["train"] |= {"global_batch_size": 4, "max_steps": 2, "eval_steps": 2, "learning_rate": 1e-3}
+    job["train"] |= {"global_batch_size": 4, "max_steps": 1, "eval_steps": 1, "learning_rate": 1e-3}
     tree |= {"base_model": tiny_base("llama"), "output_dir": str(tmp_path / "out"), "device": "cpu"}
     assert packlora.train(Run.model_validate(tree)).status == "done"
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["rewards/correct/mean"] for line in lines] == [line["rewards/form/mean"] for line in lines] == [0, 0]
+    assert [line["rewards/correct/mean"] for line in lines] == [line["rewards/form/mean"] for line in lines] == [0]
     assert "eval_reward" in (tmp_path / "out" / "evals.jsonl").read_text()

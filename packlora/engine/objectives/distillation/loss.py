@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from packlora.engine.objectives.policy import WeightedCrossEntropy
+from packlora.errors import InputError
 
 
 class Distillation(WeightedCrossEntropy):
@@ -17,5 +18,9 @@ class Distillation(WeightedCrossEntropy):
 
 
 def objective(train: Any) -> Distillation:
-    """Objective of a job."""
+    """Objective of a job. Raises InputError where its labels are to be smoothed."""
+    if train.label_smoothing_factor:
+        raise InputError(
+            "train.label_smoothing_factor is for trainer sft; soft targets have the weights that their rows give them"
+        )
     return Distillation()
