@@ -53,13 +53,13 @@ def soft_targets(value: Mapping[str, Any], length: int, others: Sequence[str], b
         InputError: they are none.
     """
     key = _key(value, others, bad)
-    lists = [_lists(value[name], name, length, bad) for name in (TOKENS, key)]
-    if lists[0][0]:
+    ids, numbers = (_lists(value[name], name, length, bad) for name in (TOKENS, key))
+    if ids[0]:
         raise bad(
             f"{TOKENS!r} has targets for the first token, which nothing predicts; targets lie as labels do: those of a "
             "token stand at its own number, null or [] at the first"
         )
-    own = [_of_token(number, *pair, key, bad) for number, pair in enumerate(zip(*lists, strict=True), 1)]
+    own = [_of_token(n, some, those, key, bad) for n, (some, those) in enumerate(zip(ids, numbers, strict=True), 1)]
     places = np.repeat(np.arange(length), [len(found) for found, _ in own])
     tokens = np.fromiter(chain.from_iterable(found for found, _ in own), np.int64)
     weights = np.fromiter(chain.from_iterable(found for _, found in own), np.float64)

@@ -197,6 +197,20 @@ def test_targets_go_with_their_trainer_and_a_cut_takes_them_along(tiny_base: Bas
     assert (sample.columns["weights"].tolist(), sample.num_learnt) == ([0.7, 0.2], 1)
 
 
+def test_a_target_that_has_changed_is_other_data(tiny_base: Base, tmp_path: Path) -> None:
+    """So that a run is not resumed with it."""
+    others = [
+        GOOD,
+        GOOD | {"target_token_ids": [None, [8, 10], [1]]},
+        GOOD | {"target_weights": [None, [0.7, 0.3], [1]]},
+    ]
+    found = set()
+    for one in (GOOD, *others):
+        own = job(write(tmp_path, [one]))
+        found.add(prepare(run_from(tree(tiny_base("llama"), tmp_path / "out", [own]))).jobs[0].data.fingerprint([]))
+    assert len(found) == 3
+
+
 def test_a_stream_and_a_table_give_the_samples_of_the_file(tiny_base: Base, tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [one for one in ROWS if "target_weights" in one]
