@@ -100,7 +100,7 @@ def evaluate_adapter(
     loss = Evaluator(forwards, [job], 0).evaluate([job])["eval"].loss
     if not np.isfinite(loss):
         raise InputError(f"the loss of {folder} on {data} is {loss:g}")
-    labels, tokens = (sum(getattr(sample, what) for sample in samples) for what in ("num_labels", "num_tokens"))
+    labels, tokens = (sum(getattr(sample, what) for sample in samples) for what in ("num_learnt", "num_tokens"))
     of_training = f"job 'eval': {start_note(item.config.adapter)}"
     notes = [note for note in prepared.warnings + base.warnings if note != of_training]
     return HeldOut(loss, labels, tokens, len(samples), notes)

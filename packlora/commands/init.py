@@ -132,6 +132,8 @@ def characters(row: Row) -> int:
 
 def trainer_of(row: Row) -> str:
     """Trainer that takes rows like this one."""
+    if row.targets is not None:
+        return trainers(lambda own: own.takes_targets)[0]
     kind = "pairs" if row.pair is not None else "judged" if isinstance(row.label, bool) else "completions"
     return trainers(lambda own: own.rows == kind)[0]
 
@@ -147,5 +149,5 @@ def kind_of(row: Row) -> str:
     if row.messages is not None:
         return "conversations, of which the assistant's turns are learnt"
     if row.ids is not None:
-        return "token ids"
+        return "token ids" + " with soft targets" * (row.targets is not None)
     return "texts, of which everything is learnt" if row.text is not None else "prompts and completions"

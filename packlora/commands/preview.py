@@ -39,6 +39,8 @@ from packlora.terminal import Activity, Told, say, show, silent, standard_output
 LEARNT, OPEN, CLOSE = "black on green", "⟦", "⟧"
 """Style of what is learnt on a terminal, and the marks around it elsewhere."""
 PARTS = ("chosen", "rejected")
+SHOWN_TARGETS = 5
+"""Soft targets of a token that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +209,14 @@ class _Encoder:
             texts = [text_of(half, tokenizer, job.data, job.name, self._reader(job)) for half in row.pair or (row,)]
             pieces = _pieces_of(sample, texts, tokenizer)
             notes = [f"{where} {what}" for what, (_, where) in encoded.notes.items()]
+            notes += _targets_shown(sample, tokenizer) if row.targets is not None else []
             if encoded.truncated:
                 notes.append(f"cut: {self._too_long(job, row, tokenizer)}")
             number = re.search(r"(\d+)$", row.where)
             judged = sample.preference if job.train.declared.rows == "judged" else None
             out.samples.append(
                 Preview(
-                    job.name, int(number[1]) if number else 0, tuple(pieces), sample.num_tokens, sample.num_labels,
+                    job.name, int(number[1]) if number else 0, tuple(pieces), sample.num_tokens, sample.num_learnt,
                     row.where, tuple(notes), None if judged is None else judged.desirable,
                 )
             )  # fmt: skip
@@ -224,6 +227,7 @@ class _Encoder:
             data = data.model_copy(update={"truncate": truncate})
         limits = asked if isinstance(asked, int) else 2**31, job.name, self.context
         how: dict[str, Any] = {"reader": self._reader(job), "trainer": job.train.trainer, "may_be_empty": True}
+        how["target_vocabulary"] = self.vocabulary
         return encode_rows([row], tokenizer, data, *limits, **how)
 
     def _reader(self, job: JobConfig) -> ExtrasReader | None:
@@ -255,6 +259,19 @@ def _pieces_of(sample: Sample, texts: Sequence[encode.Text | None], tokenizer: A
             out.append(Piece(whole[start:end], learnt, name, (stop - first) * is_image))
             first, start = stop, end
     return out
+
+
+def _targets_shown(sample: Sample, tokenizer: Any) -> list[str]:
+    """Number of soft targets of a sample, and those of its first token that has some, the heaviest first."""
+    places, counts = np.unique(sample.predicting, return_counts=True)
+    weights = sample.columns["weights"][: counts[0]]
+    heaviest = np.argsort(-weights, kind="stable")[:SHOWN_TARGETS].tolist()
+    shown_ones = [f"{tokenizer.decode([int(sample.labels[at])])!r} {weights[at]:.4g}" for at in heaviest]
+    more = ", ..." * (int(counts[0]) > len(heaviest))
+    return [
+        f"{sample.num_labels} soft targets, at most {counts.max()} of a token; of token {places[0] + 2}: "
+        f"{', '.join(shown_ones)}{more}"
+    ]
 
 
 Border = Callable[[int], int]

@@ -32,7 +32,7 @@ class Declaration:
     check: raises ValueError for keys of training that do not go together.
     metrics: of held-out samples, which may choose the best adapter; compared: others that a sweep compares. More is better.
     units: of the first loss and of others, in reports.
-    takes_images: whether rows may have images. learns_prompt: whether the tokens of prompts are labels.
+    takes_images, takes_targets: whether rows may have them. learns_prompt: whether the tokens of prompts are labels.
     """
 
     rows: Rows
@@ -48,6 +48,7 @@ class Declaration:
     compared: tuple[str, ...] = ()
     units: tuple[str, ...] = ("",)
     takes_images: bool = False
+    takes_targets: bool = False
     learns_prompt: bool = False
 
 

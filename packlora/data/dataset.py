@@ -29,9 +29,11 @@ class JobData:
     """Order of all configured global batches: microbatches are planned over these, so that a limit on steps changes no batch
     before it."""
     label_share: float = field(init=False)
-    """Label tokens over tokens, of all samples."""
+    """Labels over tokens, of all samples."""
     num_labels: np.ndarray = field(init=False)
-    """Label tokens of every sample."""
+    """Labels of every sample; of soft targets each."""
+    num_learnt: np.ndarray = field(init=False)
+    """Tokens of every sample that are learnt."""
 
     def __post_init__(self) -> None:
         if self.batches_per_epoch == 0:
@@ -41,6 +43,7 @@ class JobData:
             )
         lengths = np.array([sample.num_tokens for sample in self.samples], np.int32)
         self.num_labels = np.array([sample.num_labels for sample in self.samples])
+        self.num_learnt = np.array([sample.num_learnt for sample in self.samples])
         self.label_share = int(self.num_labels.sum()) / int(lengths.sum())
         size, seed = self.config.global_batch_size, self.seed
         self.planned = SampleOrder(
@@ -81,7 +84,7 @@ class JobData:
 
     def label_tokens(self, step: int) -> int:
         """Number of label tokens in the global batch of a step, counted from 0."""
-        return int(self.num_labels[self.planned.samples(step)].sum())
+        return int(self.num_learnt[self.planned.samples(step)].sum())
 
     def fingerprint(self, held_out: Sequence[Sample]) -> str:
         """Hash of the samples, including the held-out ones; it tells whether the data has changed."""

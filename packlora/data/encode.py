@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -59,6 +59,8 @@ class Sample:
     """Structure of a sample whose completions are compared or judged."""
     extras: Extras | None = None
     """Content beside the tokens, such as images."""
+    target_bytes: ClassVar[bytes] = b""
+    """Targets that it has beside, for the hash of data."""
     columns: Mapping[str, np.ndarray] = field(default_factory=lambda: NO_COLUMNS)
     """Numbers of its row, float64: [] for all of its labels, or one for each [l]."""
 
@@ -74,7 +76,7 @@ class Sample:
     def with_fields(self, fields: Mapping[str, Any]) -> Sample:
         """The sample with the fields of its row that are numbers, or lists of numbers, as columns."""
         found = {name: _numbers(value) for name, value in fields.items()}
-        return replace(self, columns={name: own for name, own in found.items() if own is not None})
+        return replace(self, columns={**self.columns, **{name: own for name, own in found.items() if own is not None}})
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +85,11 @@ class Sample:
     @property
     def num_labels(self) -> int:
         return int(self.is_label.sum())
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens that are learnt, over which a loss of tokens is a mean."""
+        return self.num_labels
 
     @property
     def label_places(self) -> np.ndarray:
@@ -149,6 +156,7 @@ def samples_hash(samples: Sequence[Sample]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         digest.update(len(sample.ids).to_bytes(4, "little") + sample.ids.tobytes() + sample.is_label.tobytes())
+        digest.update(sample.target_bytes)
         if (own := sample.preference) is not None:
             context = b"" if own.is_context is None else own.is_context.tobytes()
             digest.update(repr((own.lengths, own.desirable)).encode() + context)

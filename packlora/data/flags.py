@@ -24,6 +24,12 @@ SHOWN = ("system", "tools", "functions", "images", "image")
 """Keys that a chat template renders beside the messages."""
 OF_ROWS = ("weight", "sample_weight", "loss_weight", "loss_scale")
 """Keys that weight a whole row. Here all count alike."""
+MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
+"""Fields beside token ids, by the names of TRL and others: 1 for a token that is learnt, 0 for others."""
+PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "token_type_ids", "pixel_values")
+"""Fields beside token ids that hold other inputs of a model."""
+TARGETS = ("target_token_ids", "target_logprobs", "target_weights")
+"""Keys beside token ids: for each token those that may stand in its place, and how likely or how heavy each is (soft.py)."""
 _PROMPTS = "prompts are not learnt here; of a row with a text all is"
 _MEDIA = "of texts and images alone a model is trained here"
 _PAIR = "write preferences as prompt, chosen and rejected"

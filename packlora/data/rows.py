@@ -5,7 +5,7 @@
     {conversations}                 ShareGPT's: from and value in the place of role and content
     {instruction, input, output}    Alpaca's: a prompt of one or two paragraphs, and its completion
     {text}                          of which everything is learnt
-    {input_ids, labels}             tokens, of which those are learnt whose label is not -100
+    {input_ids, labels}             tokens, of which those are learnt whose label is not -100; or with soft targets (soft.py)
     {prompt, chosen, rejected}      TRL's preferences, texts or lists of messages; the prompt may be what both begin with
     {prompt, completion, label}     TRL's judged completions
 
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from packlora.data import flags
-from packlora.data.flags import FIELDS, KINDS
+from packlora.data.flags import FIELDS, KINDS, MASKS, PACKED, TARGETS
 from packlora.data.messages import (
     FLAGS,
     WEIGHT,
@@ -32,7 +32,7 @@ from packlora.data.messages import (
     check_tools,
     last_alone,
 )
-from packlora.data.values import Bad, check_text, holds_something, integers
+from packlora.data.values import Bad, check_text, holds_something
 from packlora.errors import InputError, quoted
 from packlora.modality import plugin
 
@@ -40,17 +40,11 @@ FORMATS = (
     "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations}, {instruction, output} or "
     "{prompt, chosen, rejected}"
 )
-MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
-"""Fields beside token ids, by the names of TRL and others: 1 for a token that is learnt, 0 for others."""
-PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "token_type_ids", "pixel_values")
-"""Fields beside token ids that hold other inputs of a model."""
 KEYS = frozenset({
     *FIELDS, "input", "history", "system", "tools", "functions", "images", "image", "label", "labels", "attention_mask",
-    "conversation", *MASKS, *PACKED, *flags.KEYS,
+    "conversation", *MASKS, *PACKED, *TARGETS, *flags.KEYS,
 })  # fmt: skip
 """Fields of a row that are read; other fields are the author's own notes."""
-UNLEARNT = -100
-"""The label of a token that is not learnt."""
 SHAREGPT = "ShareGPT's conversations (from, value), read as messages"
 ALPACA = (
     "Alpaca's instructions, read as prompts (instruction, and input as a second paragraph) and completions (output)"
@@ -76,6 +70,8 @@ class Row:
     """Token ids [T], int32."""
     is_label: np.ndarray | None = None
     """Mask of the tokens that are learnt, bool [T]."""
+    targets: Any = None
+    """Their soft.SoftTargets, if they have some."""
     form: str | None = None
     """Name of the other tool's form in which the row was written."""
     pair: tuple[Row, Row] | None = None
@@ -141,11 +137,13 @@ def check_row(value: Any, where: str, job: str, folder: str | None = None, pairs
     flags.check_flags(value, odd)
     if kind == ("input_ids",):
         flags.check_no_conversation(value, "token ids", odd)
-        return _tokens(value, where, bad)
-    for key in MASKS:
+        from packlora.data.token_ids import tokens_of
+
+        return Row(where, **tokens_of(value, bad))
+    for key in (*MASKS, *TARGETS):
         if holds_something(value.get(key)):
             raise odd(
-                f"{key!r} goes with 'input_ids', a number for each token; of messages say by weight what is learnt"
+                f"{key!r} goes with 'input_ids', one entry for each token; of messages say by weight what is learnt"
             )
     if kind == ("text",):
         return _text(value, where, bad, odd)
@@ -219,40 +217,6 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
     if system is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
-
-
-def _tokens(value: dict[str, Any], where: str, bad: Bad) -> Row:
-    """A row of token ids; without labels or masks all of them are learnt, as of a text."""
-    for key in PACKED:
-        if holds_something(value.get(key)):
-            raise bad(f"{key!r} is not read; a row is one sample of texts, whose tokens are numbered from 0")
-    ids = integers(value["input_ids"], "'input_ids'", 0, bad)
-    is_label = np.ones(len(ids), bool)
-    if value.get("labels") is not None:
-        labels = integers(value["labels"], "'labels'", UNLEARNT, bad)
-        if len(labels) != len(ids):
-            raise bad(f"'labels' has {len(labels)} numbers, 'input_ids' {len(ids)}; there is one for each token")
-        is_label = labels != UNLEARNT
-        if (odd := np.flatnonzero(is_label & (labels != ids))).size:
-            at = int(odd[0])
-            raise bad(
-                f"'labels' has {labels[at]} where 'input_ids' has {ids[at]}, at number {at + 1}; a label is its own token, "
-                f"which is not shifted here, or {UNLEARNT}"
-            )
-    for key in MASKS:
-        if value.get(key) is not None:
-            mask = integers(value[key], repr(key), 0, bad)
-            if len(mask) != len(ids) or mask.max() > 1:
-                raise bad(
-                    f"{key!r} must have {len(ids)} numbers, 1 for each of the 'input_ids' that is learnt, 0 for others"
-                )
-            is_label &= mask == 1
-    if (
-        value.get("attention_mask") is not None
-        and (integers(value["attention_mask"], "'attention_mask'", 0, bad) != 1).any()
-    ):
-        raise bad("'attention_mask' has other numbers than 1; leave the padding out")
-    return Row(where, ids=ids.astype(np.int32), is_label=is_label)
 
 
 def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[Any]:

@@ -31,6 +31,7 @@ def encode_rows(
     trainer: str = "sft",
     fields: bool = False,
     vocabulary: int | None = None,
+    target_vocabulary: int | None = None,
     may_be_empty: bool = False,
 ) -> Encoded:
     """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
@@ -49,6 +50,7 @@ def encode_rows(
         reader: of what rows have beside texts; None where no row has any.
         fields: whether fields of rows become columns of their samples.
         vocabulary: rows with tokens beyond it are no samples; None: not looked at.
+        target_vocabulary: the same of soft targets, which are refused.
         may_be_empty: no sample is a result too.
 
     Raises:
@@ -69,8 +71,14 @@ def encode_rows(
         if vocabulary is not None and max(int(part.ids.max()) for part in parts) >= vocabulary:
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
             continue
-        if _are_alike(parts):
-            refuse(InputError(f"job {job!r}: {row.where}: {ALIKE}"), data, job, out.skipped)
+        problem = ALIKE if _are_alike(parts) else None
+        if row.targets is not None:
+            from packlora.data.targets import problem_of, with_targets
+
+            problem = problem_of(row.targets, trainer, target_vocabulary)
+            parts = [with_targets(part, row.targets) for part in parts]
+        if problem is not None:
+            refuse(InputError(f"job {job!r}: {row.where}: {problem}"), data, job, out.skipped)
             continue
         try:
             kept = limits.applied(parts)

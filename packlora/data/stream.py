@@ -197,6 +197,7 @@ class StreamData(JobData):
         assert isinstance(stream, Stream)
         lengths = np.array([sample.num_tokens for sample in stream], np.int32)
         self.num_labels = np.array([sample.num_labels for sample in stream])
+        self.num_learnt = np.array([sample.num_learnt for sample in stream])
         self.label_share = int(self.num_labels.sum()) / int(lengths.sum())
         self.planned = StreamOrder(
             self.name, lengths, self.config.global_batch_size, self.seed, self.config.max_steps, stream=stream
@@ -215,7 +216,7 @@ class StreamData(JobData):
         return float(values.mean(dtype=np.float64)) * self.num_steps * self.config.global_batch_size
 
     def label_tokens(self, step: int) -> int:
-        return sum(self.samples[number].num_labels for number in self.global_batch(step))
+        return sum(self.samples[number].num_learnt for number in self.global_batch(step))
 
     def fingerprint(self, held_out: Sequence[Sample]) -> str:
         assert isinstance(self.samples, Stream)

@@ -92,7 +92,8 @@ class Encoder:
 
         def encode(rows: Sequence[Row]) -> Encoded:
             limits = budget, job.name, self.longest
-            return encode_rows(rows, tokenizer, own, *limits, vocabulary=vocabulary, may_be_empty=True)
+            known = {"vocabulary": vocabulary, "target_vocabulary": vocabulary}
+            return encode_rows(rows, tokenizer, own, *limits, trainer=job.train.trainer, may_be_empty=True, **known)
 
         buffer = (own.shuffle_buffer_size or streams.BUFFER) * job.train.shuffle
         told(f"job {job.name}: reading the first samples")
@@ -168,7 +169,7 @@ class Encoder:
         read, trainer = rows.read, job.train.trainer
         encoded = encode_rows(
             read.rows, self.tokenizer_of(job), job.data, budget, job.name, self.longest, told, self.reader, trainer=trainer,
-            fields=job.train.objective is not None,
+            fields=job.train.objective is not None, target_vocabulary=self.skeleton.get_input_embeddings().weight.shape[0],
         )  # fmt: skip
         try:
             objective_of(job.train, encoded.samples, encoded.where)  # tries a user's own

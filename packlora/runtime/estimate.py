@@ -181,7 +181,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     temporary = 2 * shape.largest * width * (prepared.in_codes[0] > 0)
     loss = buffers = temporary
     if kernels:
-        loss = CHUNK_BYTES["cuda"] + 3 * tokens * shape.hidden * width
+        loss = CHUNK_BYTES["cuda"] + 3 * round(tokens * max(1.0, labels)) * shape.hidden * width  # targets are rows
         inside = shape.hidden * (2 if run.gradient_checkpointing else 1) + 2 * shape.inner
         buffers = tokens * width * inside + temporary
         if run.cuda_graphs is True or (run.cuda_graphs == "auto" and not run.parallel.ways):

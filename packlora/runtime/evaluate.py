@@ -145,14 +145,14 @@ class Evaluator:
 
 
 def _held_out(job: Job, samples: Sequence[Sample], found: Found, estimate: Mapping[str, float]) -> HeldOut:
-    objective, labels = job.learning.objective, sum(sample.num_labels for sample in samples)
+    objective, learnt = job.learning.objective, sum(sample.num_learnt for sample in samples)
     if objective.weights == "before":
-        return HeldOut(found.loss_sum / labels, {})
-    units = labels if objective.unit == "token" else len(samples)
+        return HeldOut(found.loss_sum / learnt, {})
+    units = learnt if objective.unit == "token" else len(samples)
     facts = {"units": units, "samples": len(samples), **objective.facts(samples), **estimate}
     view = RowsView.of(objective, [Row(sample) for sample in samples], facts)
     losses, sums = objective.loss(torch.from_numpy(np.concatenate(found.logps)), view)
-    return HeldOut(float(losses.mean()), objective.report(sums.tolist(), facts))
+    return HeldOut(float(losses.sum()) / units, objective.report(sums.tolist(), facts))
 
 
 def is_multiple(step: int, every: int) -> bool:

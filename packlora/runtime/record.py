@@ -64,7 +64,7 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
         "samples": job.data.num_samples,
         "eval_samples": len(held_out),
         "tokens": round(sum(lengths) / len(lengths) * job.data.num_samples),
-        "label_tokens": round(int(job.data.num_labels.sum()) / len(lengths) * job.data.num_samples),
+        "label_tokens": round(int(job.data.num_learnt.sum()) / len(lengths) * job.data.num_samples),
         "data_hash": job.data.fingerprint(held_out),
         "steps": job.data.num_steps,
         "trainable_parameters": job.trainable,
