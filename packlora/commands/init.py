@@ -79,7 +79,7 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
     def quoted(text: str) -> str:
         return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text)
 
-    trainer = trainer_of(rows[0])
+    trainer, page = trainer_of(rows[0]), "preference" if rows[0].targets is None else "your-own-data"
     text = TEXT.format(
         rows=len(rows), path=json.dumps(str(data)), kind=kind, out=shlex.quote(str(out)), base=quoted(base_model),
         output=quoted(f"runs/{name}"), name=json.dumps(name), data=quoted(seen),
@@ -87,7 +87,7 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
         length=LENGTH,
         batch=min(len(rows), TrainConfig.model_fields["global_batch_size"].default),
         rate=f"{built_in()[trainer].learning_rate:.0e}".replace("e-0", "e-"),
-        trainer=f"\n      trainer: {trainer}              # docs/preference.md" * (trainer != "sft"),
+        trainer=f"\n      trainer: {trainer}              # docs/{page}.md" * (trainer != "sft"),
     )  # fmt: skip
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

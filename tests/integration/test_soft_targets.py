@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import packlora
+from packlora.commands.init import write_run_file
 from packlora.config import Run
 from packlora.data.targets import TargetSample
 from packlora.errors import InputError
-from packlora.run_file import run_from
+from packlora.run_file import load_run, run_from
 from packlora.runtime.prepare import prepare
 
 Row = dict[str, Any]
@@ -195,6 +196,13 @@ def test_targets_go_with_their_trainer_and_a_cut_takes_them_along(tiny_base: Bas
     assert isinstance(sample, TargetSample)
     assert (sample.ids.tolist(), sample.labels.tolist(), sample.predicting.tolist()) == ([7, 8], [8, 9], [0, 0])
     assert (sample.columns["weights"].tolist(), sample.num_learnt) == ([0.7, 0.2], 1)
+
+
+def test_a_new_run_file_has_the_trainer_of_soft_targets(tiny_base: Base, tmp_path: Path) -> None:
+    said = write_run_file(Path(write(tmp_path, [GOOD])), tmp_path / "run.yaml", tiny_base("llama"))
+    assert said == "1 rows: token ids with soft targets"
+    (own,) = load_run(tmp_path / "run.yaml").jobs
+    assert (own.train.trainer, own.train.learning_rate) == ("distillation", 2e-4)
 
 
 def test_a_target_that_has_changed_is_other_data(tiny_base: Base, tmp_path: Path) -> None:
