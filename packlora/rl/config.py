@@ -50,8 +50,8 @@ class RolloutConfig(Strict):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation that differences from a group's mean are divided by: that of the group, of the batch, or none."""
     dynamic_sampling: bool | int = False
-    """Replace groups whose rewards are all equal, or failed, by groups of further prompts, as DAPO does. true: in up to 10 rounds
-    of a step; a number: in so many. Where some are left then, the step learns from what there is."""
+    """Replace groups whose rewards are all equal, or failed, by groups of further prompts, as DAPO does. true: in up to 10
+    rounds of a step; a number: in so many. Where some are left then, the step learns from what there is."""
     max_staleness: int = Field(0, ge=0, le=64)
     """Optimizer steps that the adapter may take between drawing a completion and learning from it: that of step k is drawn by
     the adapter after step max(0, k - max_staleness)."""
@@ -118,7 +118,9 @@ class RolloutConfig(Strict):
     @classmethod
     def _rounds(cls, value: object) -> object:
         if not isinstance(value, bool) and not (isinstance(value, int) and 1 <= value <= MOST_ROUNDS):
-            raise ValueError(f"is {quoted(str(value))}; give false, true, or a number of rounds from 1 to {MOST_ROUNDS}")
+            raise ValueError(
+                f"is {quoted(str(value))}; give false, true, or a number of rounds from 1 to {MOST_ROUNDS}"
+            )
         return value
 
     @field_validator("reward_weights")

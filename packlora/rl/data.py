@@ -22,11 +22,10 @@ from packlora.data.encode import NO_COLUMNS, Sample
 from packlora.data.order import SampleOrder
 from packlora.files import write_file
 from packlora.rl.prompts import Prompt, fingerprint, further_prompts
+from packlora.rl.refilled import Refilled
 
 FOLDER = "rollouts"
 """Folder of a job's folder that the files stand in."""
-OF_REFILLS = ("rounds", "drawn", "idle", "missing")
-"""Figures of a step's dynamic sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +59,6 @@ class Completion:
     turns: int = 1
     calls: int = 0
     failures: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Refilled:
-    """What dynamic sampling has done for a step (refill.py). drawn: groups that were drawn in all. numbers: which of them stands
-    in each place. missing: places whose group still teaches nothing."""
-
-    rounds: int
-    drawn: int
-    missing: int
-    numbers: list[int]
-
-    @property
-    def idle(self) -> int:
-        """Groups that were drawn and teach nothing."""
-        return self.drawn - len(self.numbers) + self.missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +182,8 @@ class RolloutSamples(Sequence[Sample]):
         if one.mask is not None:
             counted = ("turns", one.turns), ("calls", one.calls), ("failures", one.failures)
             columns |= {name: np.array(float(count)) for name, count in counted}
-        if (refilled := batch.refilled) is not None:
-            columns |= {f"refill_{name}": np.array(float(getattr(refilled, name))) for name in OF_REFILLS}
+        if batch.refilled is not None:
+            columns |= batch.refilled.columns()
         start = prompt.ids.tolist() if one.start is None else one.start
         return sample_of(start, one.ids, one.mask, columns)
 
@@ -243,7 +226,7 @@ class RolloutSamples(Sequence[Sample]):
         return found if is_own and [one.prompt for one in found.completions] == prompts else None
 
     def _places(self, step: int, refilled: Refilled | None) -> list[int]:
-        """Numbers of the prompts whose groups stand in the places of a step. Raises LookupError where more were drawn than may."""
+        """Numbers of the prompts whose groups stand in the places of a step. Raises LookupError where too many were drawn."""
         own = self.prompts_of(step)
         if refilled is None:
             return own

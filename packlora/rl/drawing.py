@@ -69,10 +69,14 @@ class Drawn:
         return data.rollouts
 
     def seed(self, what: str, group: int, *more: int) -> int:
-        """Seed of a draw of a group. Held-out prompts are drawn for alike at every step, and for them nothing of training is used up."""
+        """Seed of a draw of a group. Held-out prompts are drawn for alike at every step, and use up nothing of training."""
         seed = self.job.data.seed
         own = (self.first + group, *more)
-        return stable_hash(f"held-out {what}", seed, *own) if self.is_held_out else stable_hash(what, seed, self.step, *own)
+        return (
+            stable_hash(f"held-out {what}", seed, *own)
+            if self.is_held_out
+            else stable_hash(what, seed, self.step, *own)
+        )
 
     def took(self, seconds: float) -> None:
         """Add seconds of drawing."""
@@ -130,8 +134,8 @@ class Drawing:
         return [room.worker for room in self._rooms.values()]
 
     def begun(self, job: Job, step: int, is_held_out: bool, first: int = 0, more: int = 0) -> Drawn:
-        """Completions of a job that are yet to be drawn: of all its groups; or of `more` further ones, where it has drawn `first`
-        for this step."""
+        """Completions of a job that are yet to be drawn: of all its groups; or of `more` further ones, where it has drawn
+        `first` for this step."""
         data = job.data
         assert isinstance(data, RolloutData)
         known, size = data.rollouts.prompts_from(is_held_out), job.config.rollout.num_generations

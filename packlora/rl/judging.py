@@ -21,9 +21,10 @@ from packlora.engine.rows import NO_ADAPTER
 from packlora.events import Note
 from packlora.rl.config import RolloutConfig
 from packlora.rl.courses import Steps
-from packlora.rl.data import Batch, Completion, Refilled, sample_of
+from packlora.rl.data import Batch, Completion, sample_of
 from packlora.rl.drawing import Drawing, Drawn
 from packlora.rl.refill import Found, Refill, Scores
+from packlora.rl.refilled import Refilled
 from packlora.rl.rewards import Rewards
 from packlora.rl.teacher import BASE, Teacher
 from packlora.rl.workers import Worker

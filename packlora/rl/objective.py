@@ -12,7 +12,7 @@ from packlora.engine.objective import Facts
 from packlora.engine.objectives.grpo.loss import settings
 from packlora.engine.objectives.policy import PolicyObjective
 from packlora.rl.config import RolloutConfig
-from packlora.rl.data import OF_REFILLS
+from packlora.rl.refilled import figures_of
 from packlora.rl.rewards import names_of
 from packlora.rl.temperature import Temperature
 
@@ -57,8 +57,7 @@ class RewardObjective(PolicyObjective):
         if not np.isnan(by_name["seconds"]).any():  # those of an evaluation are not counted
             found["rollout/staleness"] = float(by_name["staleness"].mean())
             found["rollout/seconds"] = float(by_name["seconds"].max())
-        if "refill_drawn" in batch[0].columns:
-            found |= _of_refills(batch[0])
+        found |= figures_of(batch[0])
         if away:
             found["teacher/reverse_kl"] = float(np.mean(away))
         if "turns" in batch[0].columns:
@@ -85,15 +84,6 @@ def standard_error(rewards: np.ndarray, lost: np.ndarray, group: int) -> float:
 
 
 COLUMNS = ("reward", "drift", "cut", "lost", "staleness", "seconds")
-
-
-def _of_refills(sample: Sample) -> dict[str, float]:
-    """Figures of dynamic sampling; the share of groups without deviation is that of all groups that were drawn."""
-    rounds, drawn, idle, missing = (float(sample.columns[f"refill_{name}"]) for name in OF_REFILLS)
-    return {
-        "frac_reward_zero_std": idle / drawn, "dynamic_sampling/rounds": rounds, "dynamic_sampling/groups_drawn": drawn,
-        "dynamic_sampling/groups_missing": missing,
-    }  # fmt: skip
 
 
 def _of_turns(batch: Sequence[Sample]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Dynamic sampling (DAPO): groups that teach nothing give their places in a step to groups of further prompts.
 
-The prompts of a step and those that come after them are numbered through: the k-th group that a step draws has the k-th of these
-prompts and random numbers of its own, so that what is drawn depends on the rewards of earlier groups of the same step alone.
+The prompts of a step and those that come after them are numbered through: the k-th group that a step draws has the k-th of
+these prompts and random numbers of its own, so that what is drawn depends on the rewards of earlier groups of the step alone.
 Further prompts come in an order of their own for each step, and so shift no other step.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packlora.rl.data import Refilled
 from packlora.rl.drawing import Drawn
+from packlora.rl.refilled import Refilled
 from packlora.rl.rewards import Judged
 
 
