@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from test_training import adapter, distance, train
 import packlora
 from packlora.errors import InputError
 from packlora.events import Event, Stepped, Stop
+from packlora.rl.drawing import Drawn
 from packlora.rl.prompts import further_prompts
 
 REWARDS = """
@@ -163,6 +165,15 @@ def test_further_prompts_are_all_others_first_and_another_order_for_each_step() 
     assert further_prompts([1, 4], 5, 8, 3, 0) == first[:5]
     assert len({tuple(further_prompts([1, 4], 20, 8, seed, step)) for seed in (3, 4) for step in (0, 1)}) == 4
     assert sorted(further_prompts([0, 1], 3, 2, 3, 0)[:2]) == [0, 1]
+
+
+def test_a_group_of_a_refill_has_random_numbers_of_its_own_by_its_number_in_the_step() -> None:
+    own: Any = SimpleNamespace(data=SimpleNamespace(seed=3))
+    first, later = (Drawn(own, 1, False, [0, 1], [], first=first) for first in (0, 2))
+    seeds = [
+        drawn.seed(what, group) for what in ("rollout", "environment") for drawn in (first, later) for group in (0, 1)
+    ]
+    assert len({*seeds}) == 8 and [first.seed("rollout", group) for group in (2, 3)] == seeds[2:4]
 
 
 @pytest.mark.parametrize(
