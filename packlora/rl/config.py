@@ -16,7 +16,7 @@ MOST_REWARDS = 32
 MOST_TOOLS = 128
 MOST_ROUNDS = 1000
 ROUNDS = 10
-"""Most rounds of dynamic sampling where the run file says true, as in verl's settings of DAPO."""
+"""Most rounds of dynamic sampling where the run file says true."""
 TURNS = 8
 """Most turns where the run file does not say."""
 
