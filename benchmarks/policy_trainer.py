@@ -50,15 +50,20 @@ def tell(policy: int, step: int, rollout: float) -> None:
 
 
 def train_packlora(folder: Path, case: dict[str, Any]) -> None:
-    """All policies at once, as `packlora train` trains them."""
+    """All policies at once, as `packlora train` trains them. Raises RuntimeError where weights moved between trainer and
+    sampler."""
     import packlora
+    from benchmarks.unmoved import watched
     from packlora.events import Stepped
 
     def subscriber(event: Any) -> None:
         if isinstance(event, Stepped):
             tell(int(event.job.removeprefix("p")), event.step, event.metrics["rollout/seconds"] or 0.0)
 
-    packlora.train(folder / "run.yaml", subscribers=[subscriber])
+    with watched() as seen:
+        packlora.train(folder / "run.yaml", subscribers=[subscriber])
+    if seen.moved or not seen.samplers:
+        raise RuntimeError(f"weights moved between trainer and sampler: {seen.moved[:3]}; samplers: {seen.samplers}")
 
 
 def train_trl(folder: Path, case: dict[str, Any]) -> None:

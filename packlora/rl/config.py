@@ -14,6 +14,9 @@ from packlora.functions import names_a_function
 
 MOST_REWARDS = 32
 MOST_TOOLS = 128
+MOST_ROUNDS = 1000
+ROUNDS = 10
+"""Most rounds of dynamic sampling where the run file says true."""
 TURNS = 8
 """Most turns where the run file does not say."""
 
@@ -46,6 +49,9 @@ class RolloutConfig(Strict):
     """Logits are divided by it where tokens are drawn and where they are learnt, as in TRL."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation that differences from a group's mean are divided by: that of the group, of the batch, or none."""
+    dynamic_sampling: bool | int = False
+    """Replace groups whose rewards are all equal, or failed, by groups of further prompts, as DAPO does. true: in up to 10
+    rounds of a step; a number: in so many. Where some are left then, the step learns from what there is."""
     max_staleness: int = Field(0, ge=0, le=64)
     """Optimizer steps that the adapter may take between drawing a completion and learning from it: that of step k is drawn by
     the adapter after step max(0, k - max_staleness)."""
@@ -68,6 +74,11 @@ class RolloutConfig(Strict):
     def reward_sources(self) -> list[str]:
         """Rewards, and the environment, which may give one."""
         return [*self.rewards, self.environment_factory] if self.environment_factory is not None else self.rewards
+
+    @property
+    def rounds(self) -> int:
+        """Most rounds in which groups of a step are drawn again; 0: none."""
+        return ROUNDS if self.dynamic_sampling is True else int(self.dynamic_sampling)
 
     @property
     def has_environment(self) -> bool:
@@ -105,6 +116,15 @@ class RolloutConfig(Strict):
                 raise ValueError(f"is {quoted(spec)}; it names a function in a file, as FILE.py:FUNCTION")
         return value
 
+    @field_validator("dynamic_sampling", mode="before")
+    @classmethod
+    def _rounds(cls, value: object) -> object:
+        if not isinstance(value, bool) and not (isinstance(value, int) and 1 <= value <= MOST_ROUNDS):
+            raise ValueError(
+                f"is {quoted(str(value))}; give false, true, or a number of rounds from 1 to {MOST_ROUNDS}"
+            )
+        return value
+
     @field_validator("reward_weights")
     @classmethod
     def _finite(cls, value: list[float] | None) -> list[float] | None:
@@ -125,6 +145,10 @@ class RolloutConfig(Strict):
         if self.teacher is None and self.teacher_weight != 1:
             raise ValueError(
                 "rollout.teacher_weight is for completions with rollout.teacher; set it, or leave this out"
+            )
+        if self.rounds and not self.reward_sources:
+            raise ValueError(
+                "rollout.dynamic_sampling goes by rewards, and rollout has a teacher alone; set rollout.reward, or leave it out"
             )
         if train.declared.rows != "rewards":
             raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import NO_COLUMNS, Sample
 from packlora.data.order import SampleOrder
 from packlora.files import write_file
-from packlora.rl.prompts import Prompt, fingerprint
+from packlora.rl.prompts import Prompt, fingerprint, further_prompts
+from packlora.rl.refilled import Refilled
 
 FOLDER = "rollouts"
 """Folder of a job's folder that the files stand in."""
@@ -75,6 +76,7 @@ class Batch:
     reward_hash: str
     completions: tuple[Completion, ...]
     draw_seconds: float = 0.0
+    refilled: Refilled | None = None
 
     @property
     def gain(self) -> float:
@@ -127,10 +129,10 @@ class RolloutSamples(Sequence[Sample]):
         step, at = divmod(number, self.size)
         return self.samples(step)[at]
 
-    def prompts_of(self, step: int) -> list[int]:
-        """Numbers of the prompts of a step."""
+    def prompts_of(self, step: int, more: int = 0) -> list[int]:
+        """Numbers of the prompts of a step, and of so many that come after them where groups are refilled."""
         numbers: list[int] = self.order.samples(step).tolist()
-        return numbers
+        return numbers + further_prompts(numbers, more, len(self.prompts), self.order.seed, step)
 
     def prompts_from(self, is_held_out: bool) -> list[Prompt]:
         """Prompts that are trained on, or held out."""
@@ -167,6 +169,7 @@ class RolloutSamples(Sequence[Sample]):
             "step": batch.step, "version": batch.version, "reward_hash": batch.reward_hash,
             "prompts": {one.prompt: prompts[one.prompt].text for one in batch.completions},
             "completions": [_tree(one) for one in batch.completions],
+            "refilled": None if batch.refilled is None else asdict(batch.refilled),
         }  # fmt: skip
         write_file(file, lambda path: path.write_text(json.dumps(tree), encoding="utf-8"))
 
@@ -185,6 +188,8 @@ class RolloutSamples(Sequence[Sample]):
         if one.mask is not None:
             counted = ("turns", one.turns), ("calls", one.calls), ("failures", one.failures)
             columns |= {name: np.array(float(count)) for name, count in counted}
+        if batch.refilled is not None:
+            columns |= batch.refilled.columns()
         start = prompt.ids.tolist() if one.start is None else one.start
         return sample_of(start, one.ids, one.mask, columns)
 
@@ -217,13 +222,25 @@ class RolloutSamples(Sequence[Sample]):
                 tree["version"],
                 tree["reward_hash"],
                 tuple(Completion(**one) for one in tree["completions"]),
+                refilled=None if tree.get("refilled") is None else Refilled(**tree["refilled"]),
             )
-        except (OSError, ValueError, KeyError, TypeError):
+            prompts = [number for number in self._places(step, found.refilled) for _ in range(self.group)]
+        except (OSError, ValueError, LookupError, TypeError):
             return None
         expected = max(0, step - self.config.max_staleness)
-        prompts = [number for number in self.prompts_of(step) for _ in range(self.group)]
         is_own = (found.step, found.version) == (step, expected) and found.version <= self.begun_at
         return found if is_own and [one.prompt for one in found.completions] == prompts else None
+
+    def _places(self, step: int, refilled: Refilled | None) -> list[int]:
+        """Numbers of the prompts whose groups stand in the places of a step. Raises LookupError where too many were drawn."""
+        own = self.prompts_of(step)
+        if refilled is None:
+            return own
+        more = refilled.drawn - len(own)
+        if more > self.config.rounds * len(own):
+            raise LookupError("of another run")
+        drawn = self.prompts_of(step, more)
+        return [drawn[number] for number in refilled.numbers]
 
     def _hold(self, batch: Batch) -> None:
         gain = batch.gain

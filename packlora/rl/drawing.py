@@ -39,7 +39,7 @@ class Drawn:
 
     is_held_out: whether the prompts are those that are held out. prompts: number of the prompt of each group. talks: by
     completion. lost: by group, why its environments have failed. scores: by group, rewards of its environments. seconds: in
-    which they were drawn, with those of other jobs.
+    which they were drawn, with those of other jobs. first: number of the first group among all that the step draws.
     """
 
     job: Job
@@ -50,6 +50,7 @@ class Drawn:
     lost: dict[int, str] = field(default_factory=dict)
     scores: dict[int, list[float]] = field(default_factory=dict)
     seconds: float = 0.0
+    first: int = 0
 
     @property
     def size(self) -> int:
@@ -67,11 +68,15 @@ class Drawn:
         assert isinstance(data, RolloutData)
         return data.rollouts
 
-    def seed(self, what: str, *more: int) -> int:
-        """Seed of a draw. Held-out prompts are drawn for alike at every step, and for them nothing of training is used up."""
+    def seed(self, what: str, group: int, *more: int) -> int:
+        """Seed of a draw of a group. Held-out prompts are drawn for alike at every step, and use up nothing of training."""
         seed = self.job.data.seed
-        found = (f"held-out {what}", seed, *more) if self.is_held_out else (what, seed, self.step, *more)
-        return stable_hash(*found)
+        own = (self.first + group, *more)
+        return (
+            stable_hash(f"held-out {what}", seed, *own)
+            if self.is_held_out
+            else stable_hash(what, seed, self.step, *own)
+        )
 
     def took(self, seconds: float) -> None:
         """Add seconds of drawing."""
@@ -128,15 +133,18 @@ class Drawing:
         """Workers that run environments."""
         return [room.worker for room in self._rooms.values()]
 
-    def begun(self, job: Job, step: int, is_held_out: bool) -> Drawn:
-        """Completions of a job that are yet to be drawn."""
+    def begun(self, job: Job, step: int, is_held_out: bool, first: int = 0, more: int = 0) -> Drawn:
+        """Completions of a job that are yet to be drawn: of all its groups; or of `more` further ones, where it has drawn
+        `first` for this step."""
         data = job.data
         assert isinstance(data, RolloutData)
         known, size = data.rollouts.prompts_from(is_held_out), job.config.rollout.num_generations
         numbers = list(range(len(known))) if is_held_out else data.rollouts.prompts_of(step)
+        if more:
+            numbers = data.rollouts.prompts_of(step, first + more - len(numbers))[first:]
         prompts = [known[number] for number in numbers for _ in range(size)]
         talks = [Conversation(prompt.ids.tolist(), prompt.said) for prompt in prompts]
-        return Drawn(job, step, is_held_out, numbers, talks)
+        return Drawn(job, step, is_held_out, numbers, talks, first=first)
 
     def course(self, drawn: Drawn) -> Steps:
         """Draw completions."""

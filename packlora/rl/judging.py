@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,9 @@ from packlora.rl.config import RolloutConfig
 from packlora.rl.courses import Steps
 from packlora.rl.data import Batch, Completion, sample_of
 from packlora.rl.drawing import Drawing, Drawn
-from packlora.rl.rewards import Judged, Rewards
+from packlora.rl.refill import Found, Refill, Scores
+from packlora.rl.refilled import Refilled
+from packlora.rl.rewards import Rewards
 from packlora.rl.teacher import BASE, Teacher
 from packlora.rl.workers import Worker
 from packlora.runtime.events import Emitter
@@ -32,16 +35,6 @@ from packlora.runtime.job import Job
 
 TINY = 1e-4
 """Added to a standard deviation, as TRL does."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """Log-probabilities [l] of each completion's tokens: by the trainer, and where asked for by the base model, to which the
-    divergence is counted, and by the teacher."""
-
-    own: list[np.ndarray]
-    base: list[np.ndarray] | None
-    teacher: list[np.ndarray] | None
 
 
 class Judging:
@@ -68,14 +61,33 @@ class Judging:
 
     def course(self, drawn: Drawn, forwards: Forwards) -> Steps:
         """Draw and judge the completions of a step of a job. Where a stop is asked for meanwhile, nothing comes of it."""
+        found = yield from self._found(drawn, forwards)
+        most = 0 if drawn.is_held_out else drawn.job.config.rollout.rounds
+        refill = Refill(found, most) if found is not None and most else None
+        while refill is not None and (wanted := refill.wanted()):
+            more = self.drawing.begun(drawn.job, drawn.step, False, refill.drawn, wanted)
+            further = yield from self._found(more, forwards)
+            if further is None:
+                return
+            refill.take(further)
+        if found is not None:
+            self._put(found, None if refill is None else refill.told())
+
+    def _found(self, drawn: Drawn, forwards: Forwards) -> Generator[Any, None, Found | None]:
+        """Draw, judge and score groups. None where a stop is asked for."""
         yield from self.drawing.course(drawn)
         rewards, groups = self._rewards_of(drawn.job), drawn.groups()
         futures = rewards.ask(groups)
         scores = self._scores(drawn, forwards)
         if scores is None:
-            return
+            return None
         yield futures
-        self._put(drawn, rewards.judged(groups, futures), scores)
+        judged = rewards.judged(groups, futures)
+        for one in judged:
+            if one.lost is not None:
+                self.events.emit(Note(f"job {drawn.job.name!r}, {_where(drawn)}: {one.lost}; {_cost(drawn)}"))
+        none = np.zeros(drawn.size)
+        return Found(drawn, judged, [none if own.lost is not None else rewards.total(own) for own in judged], scores)
 
     def workers(self) -> list[Worker]:
         """Workers that run functions of users."""
@@ -88,7 +100,7 @@ class Judging:
 
     # --- what is learnt ----------------------------------------------------------------------------------------------------
 
-    def _scores(self, drawn: Drawn, forwards: Forwards) -> _Scores | None:
+    def _scores(self, drawn: Drawn, forwards: Forwards) -> Scores | None:
         """Score each completion's tokens. None where a stop is asked for."""
         job, name, forwards = drawn.job, drawn.job.name, replace(forwards, by_graph=True)
         samples = [sample_of(talk.start, talk.ids, talk.mask) for talk in drawn.talks]
@@ -109,15 +121,11 @@ class Judging:
             if teacher is None
             else self._teachers[teacher].logps(samples, job.config.rollout.temperature)
         )
-        return _Scores(own[name].logps, base if has_reference else None, taught)
+        return Scores(own[name].logps, base if has_reference else None, taught)
 
-    def _put(self, drawn: Drawn, judged: Sequence[Judged], scores: _Scores) -> None:
-        job, config = drawn.job, drawn.job.config.rollout
-        rewards, names = self._rewards_of(job), self._rewards_of(job).names
-        for one in judged:
-            if one.lost is not None:
-                self.events.emit(Note(f"job {job.name!r}, {_where(drawn)}: {one.lost}; {_cost(drawn)}"))
-        totals = [np.zeros(config.num_generations) if own.lost is not None else rewards.total(own) for own in judged]
+    def _put(self, found: Found, refilled: Refilled | None) -> None:
+        drawn, judged, totals, scores = found.drawn, found.judged, found.totals, found.scores
+        job, config, names = drawn.job, drawn.job.config.rollout, self._rewards_of(drawn.job).names
         advantages = advantages_of(totals, [own.lost is not None for own in judged], config.scale_rewards)
         logps, base, taught = scores.own, scores.base, scores.teacher
         completions, drifts = [], []
@@ -137,7 +145,7 @@ class Judging:
             self.apart[job.name] = apart
             return
         seconds = np.nan if drawn.is_held_out else drawn.seconds
-        batch = Batch(drawn.step, job.step, reward_hash(config), tuple(completions), seconds)
+        batch = Batch(drawn.step, job.step, reward_hash(config), tuple(completions), seconds, refilled)
         (drawn.rollouts.put_held_out if drawn.is_held_out else drawn.rollouts.put)(batch)
 
 

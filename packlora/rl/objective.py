@@ -12,6 +12,7 @@ from packlora.engine.objective import Facts
 from packlora.engine.objectives.grpo.loss import settings
 from packlora.engine.objectives.policy import PolicyObjective
 from packlora.rl.config import RolloutConfig
+from packlora.rl.refilled import figures_of
 from packlora.rl.rewards import names_of
 from packlora.rl.temperature import Temperature
 
@@ -56,6 +57,7 @@ class RewardObjective(PolicyObjective):
         if not np.isnan(by_name["seconds"]).any():  # those of an evaluation are not counted
             found["rollout/staleness"] = float(by_name["staleness"].mean())
             found["rollout/seconds"] = float(by_name["seconds"].max())
+        found |= figures_of(batch[0])
         if away:
             found["teacher/reverse_kl"] = float(np.mean(away))
         if "turns" in batch[0].columns:

@@ -195,3 +195,18 @@ def fingerprint(prompts: list[Prompt]) -> str:
         digest.update(prompt.ids.tobytes())
         digest.update(json.dumps(dict(prompt.columns), sort_keys=True, default=repr).encode())
     return digest.hexdigest()
+
+
+def further_prompts(own: Sequence[int], count: int, known: int, seed: int, step: int) -> list[int]:
+    """Numbers of the prompts that come after those of a step: all others before any comes again.
+
+    Args:
+        own: of the step. count: that are wanted. known: prompts that there are.
+    """
+    found, taken = list[int](), set(own)
+    for turn in itertools.count():
+        if len(found) >= count:
+            break
+        generator = np.random.Generator(np.random.Philox(stable_hash("refill", seed, step, turn)))
+        found += [number for number in generator.permutation(known).tolist() if turn or number not in taken]
+    return found[:count]
