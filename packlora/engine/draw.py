@@ -50,7 +50,7 @@ def draw(logits_RV: torch.Tensor, requests: Sequence[SampleRequest], uniforms: S
         found[0, here], found[1, here] = _drawn(logp, own, uniforms[here])
         tops += _tops(logp, own)
         if asks:
-            found[2, here] = torch.special.entr(logp.exp()).sum(-1)
+            found[2, here] = _entropies(logp)
     ids, logprobs, *told = found.cpu().numpy()
     entropies = [float(told[0][row]) if request.entropy else None for row, request in enumerate(requests)]
     return Drawn(ids.astype(np.int64).tolist(), logprobs.tolist(), tops, entropies)
@@ -77,6 +77,12 @@ def _drawn(
         ids_R, rows_N = logp_RV.argmax(-1), _sent(rows, torch.int64, logp_RV.device)
         ids_R[rows_N] = _inverse(_filtered(logp_RV[rows_N], [requests[row] for row in rows]), u_N)
     return ids_R, logp_RV.gather(-1, ids_R[:, None])[:, 0]
+
+
+def _entropies(logp_RV: torch.Tensor) -> torch.Tensor:
+    """Entropies [R]; a token of probability 0 adds nothing."""
+    finite_RV = logp_RV.clamp(min=torch.finfo(logp_RV.dtype).min)
+    return -logp_RV.exp().mul_(finite_RV).sum(-1)
 
 
 def _tops(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Likeliest | None]:
