@@ -106,6 +106,9 @@ _HINTS = {
     "see a job's rollout.max_turns, which is one more": "max_tool_calling_iterations",
     "see a job's rollout.num_generations, which is that of evaluations too": "num_generations_eval",
     "see a job's train.loss_type, gspo for sequence": "importance_sampling_level",
+    "see a job's rollout.importance_sampling_mode": "vllm_importance_sampling_mode",
+    "see a job's rollout.importance_sampling_clip_max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
+    "see a job's rollout.importance_sampling_clip_max, null for false": "vllm_importance_sampling_correction",
     "completions are learnt from once; a job's train.global_batch_size counts them":
         "num_iterations steps_per_generation generation_batch_size",
     "completions are drawn on the model itself, with its adapters": "use_vllm vllm_mode use_transformers_paged",

@@ -25,11 +25,12 @@ BLOCK = 512
 
 
 class Drawn(NamedTuple):
-    """ids; logprobs: NaN where logits are not finite. top: where requested. All by row."""
+    """ids; logprobs: NaN where logits are not finite. top, entropies: where requested. All by row."""
 
     ids: list[int]
     logprobs: list[float]
     top: list[Likeliest | None]
+    entropies: list[float | None]
 
 
 @torch.no_grad()
@@ -40,15 +41,19 @@ def draw(logits_RV: torch.Tensor, requests: Sequence[SampleRequest], uniforms: S
         requests: that each row is of.
         uniforms: of each row's own generator, from [0, 1); that of a row with temperature 0 is not used.
     """
-    found = logits_RV.new_empty(2, len(requests), dtype=torch.float64)
+    asks = any(request.entropy for request in requests)
+    found = logits_RV.new_empty(2 + asks, len(requests), dtype=torch.float64)
     tops = list[Likeliest | None]()
     for at in range(0, len(requests), ROWS):
         here, own = slice(at, at + ROWS), requests[at : at + ROWS]
         logp = logprobs_of(logits_RV[here], [request.temperature or 1.0 for request in own])
         found[0, here], found[1, here] = _drawn(logp, own, uniforms[here])
         tops += _tops(logp, own)
-    ids, logprobs = found.cpu().numpy()
-    return Drawn(ids.astype(np.int64).tolist(), logprobs.tolist(), tops)
+        if asks:
+            found[2, here] = _entropies(logp)
+    ids, logprobs, *told = found.cpu().numpy()
+    entropies = [float(told[0][row]) if request.entropy else None for row, request in enumerate(requests)]
+    return Drawn(ids.astype(np.int64).tolist(), logprobs.tolist(), tops, entropies)
 
 
 def _sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -72,6 +77,12 @@ def _drawn(
         ids_R, rows_N = logp_RV.argmax(-1), _sent(rows, torch.int64, logp_RV.device)
         ids_R[rows_N] = _inverse(_filtered(logp_RV[rows_N], [requests[row] for row in rows]), u_N)
     return ids_R, logp_RV.gather(-1, ids_R[:, None])[:, 0]
+
+
+def _entropies(logp_RV: torch.Tensor) -> torch.Tensor:
+    """Entropies [R]; a token of probability 0 adds nothing."""
+    finite_RV = logp_RV.clamp(min=torch.finfo(logp_RV.dtype).min)
+    return -logp_RV.exp().mul_(finite_RV).sum(-1)
 
 
 def _tops(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Likeliest | None]:

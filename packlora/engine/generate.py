@@ -213,7 +213,7 @@ class Sampler:
         """Draw the next token of these samples. scores: of prompts, by ticket."""
         drawn = draw(logits_RV, [one.request for one in samples], [one.uniform() for one in samples])
         ended = set[int]()
-        for sample, token, logprob, top in zip(samples, *drawn, strict=True):
+        for sample, token, logprob, top, entropy in zip(samples, *drawn, strict=True):
             text, reason = sample.take(token, logprob)
             if reason is not None:
                 ended.add(id(sample))
@@ -222,7 +222,7 @@ class Sampler:
             own = scores.get(sample.ticket) if scores and sample.number == 0 else None
             version = self._versions.get(sample.request.adapter, 0)
             self._out.append(
-                SampledToken(sample.ticket, sample.number, token, logprob, text, reason, version, top, own)
+                SampledToken(sample.ticket, sample.number, token, logprob, text, reason, version, top, own, entropy)
             )
         if ended:
             self._running = [sample for sample in self._running if id(sample) not in ended]

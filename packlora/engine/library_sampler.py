@@ -150,11 +150,13 @@ class _Drawing(LogitsProcessor):  # type: ignore[misc]
         requests = [self.samples[number].request for number in going]
         drawn = draw(scores[going], requests, [self.samples[number].uniform() for number in going])
         chosen = torch.zeros(len(self.samples), dtype=torch.int64)
-        for number, token, logprob, top in zip(going, *drawn, strict=True):
+        for number, token, logprob, top, entropy in zip(going, *drawn, strict=True):
             one = self.samples[number]
             text, reason = one.take(token, logprob)
             self.ended[number], chosen[number] = reason is not None, token
-            self.told.append(SampledToken(one.ticket, one.number, token, logprob, text, reason, self.version, top))
+            self.told.append(
+                SampledToken(one.ticket, one.number, token, logprob, text, reason, self.version, top, None, entropy)
+            )
         only = torch.full_like(scores, float("-inf"))
         return only.scatter_(1, chosen[:, None].to(scores.device), 0.0)
 

@@ -42,6 +42,7 @@ class SampleRequest:
     top_prompt, top_sampled: number of the likeliest tokens that are requested at each place of the prompt and of each sample.
     prompt_targets: int64 [P - 1, K]; row i names tokens whose log-probabilities at place i + 1 of a prompt of P tokens are
         requested; -1: none.
+    entropy: whether the entropy of the distribution that each token is drawn from is requested.
     arguments: more of the model's keyword arguments, as those of images; for transformers' own generation alone.
     """
 
@@ -59,6 +60,7 @@ class SampleRequest:
     top_prompt: int = 0
     top_sampled: int = 0
     prompt_targets: np.ndarray | None = None
+    entropy: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -99,6 +101,7 @@ class SampledToken(NamedTuple):
     version: of the adapter's weights by which it was drawn, see Sampling.publish.
     top: the likeliest tokens [1, k] of the same distribution, where requested.
     scores: of the prompt, with the first token of sample 0.
+    entropy: of the same distribution as logprob, where requested.
     """
 
     ticket: int
@@ -110,6 +113,7 @@ class SampledToken(NamedTuple):
     version: int = 0
     top: Likeliest | None = None
     scores: PromptScores | None = None
+    entropy: float | None = None
 
 
 class Sampling(Protocol):

@@ -47,6 +47,13 @@ class RolloutConfig(Strict):
     """Most tokens of a completion."""
     temperature: float = Field(1.0, gt=0, le=100)
     """Logits are divided by it where tokens are drawn and where they are learnt, as in TRL."""
+    importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
+    """Losses are multiplied by the ratio of the trainer's probability to the sampler's, of each token or of the completion.
+    Ratios above importance_sampling_clip_max become it (truncate) or 0 (mask), as by vllm_importance_sampling_mode of TRL."""
+    importance_sampling_clip_max: float | None = Field(3.0, gt=0, le=MOST_WEIGHT)
+    """Largest ratio of importance_sampling_mode; null: losses are not multiplied by ratios."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation that differences from a group's mean are divided by: that of the group, of the batch, or none."""
     dynamic_sampling: bool | int = False
@@ -141,6 +148,10 @@ class RolloutConfig(Strict):
         if self.max_turns != TURNS and not self.has_environment:
             raise ValueError(
                 "rollout.max_turns is for completions with rollout.environment_factory or rollout.tools; set one"
+            )
+        if self.importance_sampling_clip_max is None and self.importance_sampling_mode != "token_truncate":
+            raise ValueError(
+                "rollout.importance_sampling_mode goes with rollout.importance_sampling_clip_max; set it, or leave this out"
             )
         if self.teacher is None and self.teacher_weight != 1:
             raise ValueError(

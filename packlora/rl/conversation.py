@@ -23,7 +23,7 @@ class Conversation:
 
     start: tokens of its prompt. prompt: text or messages, with what an environment has added.
     ids, mask: tokens that follow, and 1 for a token of the adapter, 0 for one of the environment.
-    logprobs: of the adapter's tokens, by the sampler.
+    logprobs: of the adapter's tokens, by the sampler. entropies: of the distributions that they were drawn from.
     messages: that follow the prompt. text: of all tokens. reward: sum over the steps of its environment.
     is_cut: whether it ended for lack of room. is_over: whether nothing more is drawn.
     """
@@ -33,6 +33,7 @@ class Conversation:
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
     turns: int = 0
@@ -43,11 +44,12 @@ class Conversation:
     is_over: bool = False
     environment: Any = None
 
-    def take(self, token: int, logprob: float) -> None:
+    def take(self, token: int, logprob: float, entropy: float) -> None:
         """Add a token of the adapter."""
         self.ids.append(token)
         self.mask.append(1)
         self.logprobs.append(logprob)
+        self.entropies.append(entropy)
 
     def turn(self) -> list[int]:
         """Tokens of the newest turn."""

@@ -157,7 +157,8 @@ class Courses:
     def _take(self, token: SampledToken) -> None:
         course, talks = self._places[token.ticket]
         talk = talks[token.sample]
-        talk.take(token.id, token.logprob)
+        assert token.entropy is not None
+        talk.take(token.id, token.logprob, token.entropy)
         if token.reason is None:
             return
         talk.turns += 1

@@ -21,6 +21,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import NO_COLUMNS, Sample
 from packlora.data.order import SampleOrder
 from packlora.files import write_file
+from packlora.rl.correction import corrections
 from packlora.rl.prompts import Prompt, fingerprint, further_prompts
 from packlora.rl.refilled import Refilled
 
@@ -45,6 +46,9 @@ class Completion:
     With an environment `ids` and `text` have what it says as well. mask [len(ids)]: 1 for a token of the model, to which arrays
     [l] belong, and 0 for one of the environment. start: tokens of the prompt, where its row has others. turns: of the model.
     calls, failures: of tools.
+
+    sampled [l]: log-probabilities by the sampler. entropy: mean of the distributions that tokens were drawn from. None: of a
+    file that does not have them.
     """
 
     prompt: int
@@ -64,6 +68,8 @@ class Completion:
     turns: int = 1
     calls: int = 0
     failures: int = 0
+    sampled: list[float] | None = None
+    entropy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +186,14 @@ class RolloutSamples(Sequence[Sample]):
             "drift": np.array(one.drift), "cut": np.array(float(one.is_cut)), "lost": np.array(float(one.is_lost)),
             "staleness": np.array(float(batch.step - batch.version)), "seconds": np.array(batch.draw_seconds),
         }  # fmt: skip
+        columns |= corrections(one.logprobs, one.sampled, self.config)
         columns |= {f"rewards/{name}": np.array(np.nan if own is None else own) for name, own in one.rewards.items()}
         if one.reference is not None:
             columns["reference"] = np.array(one.reference)
         if one.teacher is not None:
             columns["away"] = np.array(np.mean(np.subtract(one.logprobs, one.teacher)))
+        if one.entropy is not None:
+            columns["entropy"] = np.array(one.entropy)
         if one.mask is not None:
             counted = ("turns", one.turns), ("calls", one.calls), ("failures", one.failures)
             columns |= {name: np.array(float(count)) for name, count in counted}

@@ -202,14 +202,14 @@ class Drawing:
                 prompt, own = tuple(talks[0][1].start), [talk for _, talk in talks]
                 yield SampleRequest(
                     prompt, job.adapter.number, config.max_new_tokens, len(own), seed=drawn.seed("rollout", group),
-                    stop_tokens=room.ends, temperature=config.temperature,
+                    stop_tokens=room.ends, temperature=config.temperature, entropy=True,
                 ), own  # fmt: skip
                 continue
             for at, talk in talks:
                 left = config.max_new_tokens - len(talk.ids)
                 yield SampleRequest(
                     (*talk.start, *talk.ids), job.adapter.number, left, seed=drawn.seed("rollout", group, turn, at),
-                    stop_tokens=room.ends, temperature=config.temperature,
+                    stop_tokens=room.ends, temperature=config.temperature, entropy=True,
                 ), [talk]  # fmt: skip
 
     # --- environments --------------------------------------------------------------------------------------------------------

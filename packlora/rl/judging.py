@@ -138,7 +138,8 @@ class Judging:
                 float(totals[group][place]), drifts[-1],
                 {name: None if np.isnan(value) else float(value) for name, value in values.items()},
                 None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(), talk.text,
-                talk.is_cut, judged[group].lost is not None, **self.drawing.more_of(drawn, at),
+                talk.is_cut, judged[group].lost is not None, sampled=talk.logprobs, entropy=float(np.mean(talk.entropies)),
+                **self.drawing.more_of(drawn, at),
             ))  # fmt: skip
         tokens_of = f"the completions of {_where(drawn)}"
         if (apart := why_apart(float(np.mean(drifts)), self.base.model.dtype, tokens_of)) is not None:

@@ -12,6 +12,7 @@ from packlora.engine.objective import Facts
 from packlora.engine.objectives.grpo.loss import settings
 from packlora.engine.objectives.policy import PolicyObjective
 from packlora.rl.config import RolloutConfig
+from packlora.rl.correction import told_of
 from packlora.rl.refilled import figures_of
 from packlora.rl.rewards import names_of
 from packlora.rl.temperature import Temperature
@@ -60,8 +61,11 @@ class RewardObjective(PolicyObjective):
         found |= figures_of(batch[0])
         if away:
             found["teacher/reverse_kl"] = float(np.mean(away))
+        if "entropy" in batch[0].columns:
+            found["entropy"] = float(np.average([sample.columns["entropy"] for sample in batch], weights=lengths))
         if "turns" in batch[0].columns:
             found |= _of_turns(batch)
+        found |= told_of(batch)
         for name in (name for name in self.rewards if f"rewards/{name}" in batch[0].columns):
             own = np.array([float(sample.columns[f"rewards/{name}"]) for sample in batch])
             found[f"rewards/{name}/mean"] = float(own[~np.isnan(own)].mean()) if (~np.isnan(own)).any() else np.nan

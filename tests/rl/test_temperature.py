@@ -38,6 +38,8 @@ def gradient_norm(
         logp_TV = (model(ids).logits[0] / heat).log_softmax(-1)[len(start) - 1 : -1]
         logp = logp_TV.gather(1, ids[0, len(start) :, None])[:, 0]
         assert one["logprobs"] == pytest.approx(logp.tolist(), abs=1e-4)
+        wide_TV = logp_TV.detach().double()
+        assert one["entropy"] == pytest.approx(float(-(wide_TV.exp() * wide_TV).sum(-1).mean()), rel=1e-4)
         with torch.no_grad(), model.disable_adapter():
             known_TV = (model(ids).logits[0] / heat).log_softmax(-1)[len(start) - 1 : -1]
         away = known_TV.gather(1, ids[0, len(start) :, None])[:, 0] - logp
@@ -72,6 +74,8 @@ def test_what_is_drawn_and_learnt_at_a_temperature_is_that_of_peft(
         model = transformers.AutoModelForCausalLM.from_pretrained(base)
         model = PeftModel.from_pretrained(model, str(tmp_path / name), is_trainable=True)
         drawn = json.loads((tmp_path / "out" / name / "rollouts" / "step-2.json").read_text())["completions"]
+        wanted = sum(one["entropy"] * len(one["ids"]) for one in drawn) / sum(len(one["ids"]) for one in drawn)
+        assert line["entropy"] == pytest.approx(wanted, rel=1e-12)
         assert line["grad_norm"] == pytest.approx(gradient_norm(model, tokenizer, files, drawn, heat), rel=1e-3)
     train(tree(base, tmp_path / "alone", jobs[2]))
     assert distance(adapter(tmp_path / "alone", "plain"), adapter(tmp_path / "out", "plain")) == 0

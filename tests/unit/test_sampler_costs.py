@@ -132,15 +132,21 @@ def test_rows_of_all_rules_are_drawn_as_numpy_draws_each(rules: list[dict[str, A
     R = drawing.ROWS + 20
     logits, uniforms = 3 * generator.standard_normal((R, V)), generator.random(R)
     logits[9, 4], logits[70, 5] = np.nan, np.inf
-    requests = [SampleRequest((1,), **rules[at % len(rules)]) for at in range(R)]
-    ids, logprobs, _ = draw(torch.from_numpy(logits), requests, uniforms.tolist())
+    requests = [SampleRequest((1,), **rules[at % len(rules)], entropy=at % 3 > 0) for at in range(R)]
+    logits[10, 6] = -np.inf  # as of a token that a generation setting leaves out
+    ids, logprobs, _, entropies = draw(torch.from_numpy(logits), requests, uniforms.tolist())
     for row, request in enumerate(requests):
         if row in (9, 70):
             assert np.isnan(logprobs[row])
             continue
         heated = logits[row] / (request.temperature or 1.0)
         assert ids[row] == expected(logits[row], request, uniforms[row])
-        assert logprobs[row] == pytest.approx(heated[ids[row]] - np.log(np.exp(heated).sum()), rel=1e-12)
+        logp = heated - np.log(np.exp(heated).sum())
+        assert logprobs[row] == pytest.approx(logp[ids[row]], rel=1e-12)
+        if request.entropy:
+            kept = logp[np.isfinite(logp)]
+            assert entropies[row] == pytest.approx(-(np.exp(kept) * kept).sum(), rel=1e-12)
+    assert [found is None for found in entropies] == [not request.entropy for request in requests]
 
 
 def test_sums_of_blocks_give_rows_of_nan_a_token_of_the_vocabulary() -> None:
@@ -168,13 +174,15 @@ class OverAll(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("temperature", "most"), [(0.0, 3), (1.0, 6), (0.7, 6)])
+@pytest.mark.parametrize(
+    ("temperature", "entropy", "most"), [(0.0, False, 3), (1.0, False, 6), (0.7, False, 6), (0.7, True, 10)]
+)
 def test_drawing_goes_over_the_vocabulary_few_times(
-    temperature: float, most: int, monkeypatch: pytest.MonkeyPatch
+    temperature: float, entropy: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where each is a launch that moves all probabilities of the rows."""
     monkeypatch.setattr(drawing, "_inverse", inverse_in_blocks)
     logits = torch.randn(8, 4096, dtype=torch.bfloat16)
     with OverAll(logits.numel()) as over:
-        draw(logits, [SampleRequest((1,), temperature=temperature)] * 8, [0.5] * 8)
+        draw(logits, [SampleRequest((1,), temperature=temperature, entropy=entropy)] * 8, [0.5] * 8)
     assert len(over.found) <= most, over.found
