@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from packlora.config import JobConfig
-from packlora.rl.data import Batch, Completion, RolloutSamples
+from packlora.rl.data import FOLDER, Batch, Completion, RolloutSamples
 from packlora.rl.prompts import Prompt
 
 Q = [[-0.5, -1.25, -2.0], [-0.75], [-3.0, -0.25], [-1.5, -1.0, -0.125, -4.0]]
@@ -28,7 +28,7 @@ def advantages(q: Any, t: Any, rewards: Any, weight: float, folder: Path) -> lis
         "rollout": {"teacher": "base", "teacher_weight": weight, "num_generations": len(q)},
         "train": {"loss_type": "importance_sampling", "global_batch_size": len(q)},
     })  # fmt: skip
-    samples = RolloutSamples(job, [Prompt("none, line 1", np.array([3], np.int32), "the")], folder, 1, 1)
+    samples = RolloutSamples(job, [Prompt("none, line 1", np.array([3], np.int32), "the")], folder / FOLDER, 1, 1)
     ones = [
         Completion(0, [5] * len(own), own, reward, 0.0, 0.0, {}, teacher=taught)
         for own, taught, reward in zip(q, t, rewards, strict=True)
