@@ -86,9 +86,9 @@ def test_a_held_out_loss_does_not_depend_on_which_other_jobs_are_evaluated(
     owners: list[set[int]] = []
     original = SingleDevice.evaluate
 
-    def noted(executor: Any, parts: Any) -> Any:
+    def noted(executor: Any, parts: Any, *how: Any) -> Any:
         owners.append({part.adapter for part in parts})
-        return original(executor, parts)
+        return original(executor, parts, *how)
 
     monkeypatch.setattr(SingleDevice, "evaluate", noted)
     jobs: list[dict[str, Any]] = [
