@@ -159,7 +159,7 @@ class _Common(Strict):
 
     @property
     def declared(self) -> Declaration:
-        """What the trainer declares."""
+        """The declaration of the trainer."""
         return BUILT_IN[self.trainer]
 
     @property

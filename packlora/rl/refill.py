@@ -74,7 +74,7 @@ class Refill:
         return len(self._open) if self.rounds < self._most else 0
 
     def told(self) -> Refilled:
-        """What was done."""
+        """Record of the refilling so far."""
         return Refilled(self.rounds, self.drawn, len(self._open), self.numbers)
 
     def take(self, found: Found) -> None:
@@ -84,4 +84,5 @@ class Refill:
                 place = self._open.pop(0)
                 self.first.put(place, found, group)
                 self.numbers[place] = self.drawn + group
+        self.first.drawn.seconds += found.drawn.seconds
         self.rounds, self.drawn = self.rounds + 1, self.drawn + len(found.totals)

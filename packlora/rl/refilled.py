@@ -1,4 +1,4 @@
-"""What dynamic sampling has done for a step, in its file, in the columns of its samples and in its logs."""
+"""Record of dynamic sampling for a step: in its file, in the columns of its samples and in its logs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_rollouts import REWARDS, job, of_job, tree
+from test_rollouts import four_prompts, job, of_job, tree
 from test_training import train
 
 from packlora.data.encode import Sample
@@ -28,10 +28,7 @@ MOST = 1.3
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    lines = [{"prompt": f"the {word}"} for word in ("fox", "dog", "quick", "lazy")]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(tmp_path / "rewards.py"), str(tmp_path / "prompts.jsonl")
+    return four_prompts(tmp_path)
 
 
 def of_trl(mode: str, known: dict[str, Any]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from conftest import WORDS
 from test_rollouts import of_job, tree
@@ -18,6 +19,7 @@ from packlora.errors import InputError
 from packlora.events import Event, Stepped, Stop
 from packlora.rl.drawing import Drawn
 from packlora.rl.prompts import further_prompts
+from packlora.rl.refill import Found, Refill, Scores
 
 REWARDS = """
 def rare(prompts, completions, word, **columns):
@@ -192,3 +194,17 @@ def test_what_is_no_number_of_rounds_is_refused(value: Any, said: str, files: Pa
 def test_a_teacher_alone_has_no_rewards_to_go_by(files: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="dynamic_sampling goes by rewards, and rollout has a teacher alone"):
         packlora.train(tree("none", tmp_path / "out", job("own", files, "", teacher="base")))
+
+
+def test_seconds_of_drawing_are_those_of_all_rounds() -> None:
+    def found(*totals: list[float], seconds: float) -> Found:
+        own = SimpleNamespace(prompts=[0] * len(totals), talks=[None] * 2 * len(totals), size=2, seconds=seconds)
+        scores = Scores([np.zeros(1)] * 2 * len(totals), None, None)
+        judged: Any = [SimpleNamespace(lost=None) for _ in totals]
+        return Found(cast(Any, own), judged, [np.array(one) for one in totals], scores)
+
+    refill = Refill(found([1.0, 1.0], [0.0, 1.0], seconds=2.0), 3)
+    for totals, seconds in (([2.0, 2.0], 0.5), ([2.0, 3.0], 0.25)):
+        assert refill.wanted() == 1
+        refill.take(found(totals, seconds=seconds))
+    assert refill.wanted() == 0 and refill.told().numbers == [3, 1] and refill.first.drawn.seconds == 2.75

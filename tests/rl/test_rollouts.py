@@ -47,6 +47,14 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(rewards), str(prompts)
 
 
+def four_prompts(folder: Path) -> tuple[str, str]:
+    """Files of rewards, and of prompts of two words."""
+    (folder / "rewards.py").write_text(REWARDS)
+    lines = [{"prompt": f"the {word}"} for word in ("fox", "dog", "quick", "lazy")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder / "rewards.py"), str(folder / "prompts.jsonl")
+
+
 def job(name: str, files: tuple[str, str], reward: str = "brevity", seed: int = 1, **train_keys: Any) -> dict[str, Any]:
     rollout = {"reward": f"{files[0]}:{reward}", "num_generations": 4, "max_new_tokens": 6}
     rollout |= {

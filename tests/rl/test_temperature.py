@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
-from test_rollouts import REWARDS, job, of_job, tree
+from test_rollouts import four_prompts, job, of_job, tree
 from test_training import adapter, distance, train
 
 WIDE = {"global_batch_size": 8, "max_steps": 2, "beta": 0.1, "max_grad_norm": 1e9}
@@ -20,10 +20,7 @@ WIDE = {"global_batch_size": 8, "max_steps": 2, "beta": 0.1, "max_grad_norm": 1e
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    lines = [{"prompt": f"the {word}"} for word in ("fox", "dog", "quick", "lazy")]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(tmp_path / "rewards.py"), str(tmp_path / "prompts.jsonl")
+    return four_prompts(tmp_path)
 
 
 def gradient_norm(

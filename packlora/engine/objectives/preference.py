@@ -1,5 +1,5 @@
-"""What objectives of preferences share: of two completions of a prompt, or of one that is judged, from log-probabilities of
-whole completions. Their losses are in the folders dpo, kto and orpo.
+"""Common parts of objectives of preferences: of two completions of a prompt, or of one that is judged, from log-probabilities
+of whole completions. Their losses are in the folders dpo, kto and orpo.
 
 The formulas are those of TRL's DPOTrainer, KTOTrainer and ORPOTrainer. A sample is the unit: a job's loss is the mean over the
 samples of a global batch. All of it is computed in float64, for a few numbers a sample.
