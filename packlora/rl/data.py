@@ -234,6 +234,8 @@ class RolloutSamples(Sequence[Sample]):
                 refilled=None if tree.get("refilled") is None else Refilled(**tree["refilled"]),
             )
             prompts = [number for number in self._places(step, found.refilled) for _ in range(self.group)]
+            for one in found.completions:
+                _check(one)
         except (OSError, ValueError, LookupError, TypeError):
             return None
         expected = max(0, step - self.config.max_staleness)
@@ -241,10 +243,12 @@ class RolloutSamples(Sequence[Sample]):
         return found if is_own and [one.prompt for one in found.completions] == prompts else None
 
     def _places(self, step: int, refilled: Refilled | None) -> list[int]:
-        """Numbers of the prompts whose groups stand in the places of a step. Raises LookupError where too many were drawn."""
+        """Numbers of the prompts whose groups stand in the places of a step. Raises LookupError where too many were drawn, and
+        ValueError or TypeError where what is said of the groups is no number."""
         own = self.prompts_of(step)
         if refilled is None:
             return own
+        refilled.columns()
         more = refilled.drawn - len(own)
         if more > self.config.rounds * len(own):
             raise LookupError("of another run")
@@ -264,6 +268,17 @@ class RolloutSamples(Sequence[Sample]):
 
     def _guess(self, number: int) -> Sample:
         return guess_of(self.prompts[number // self.group], self.config.max_new_tokens)
+
+
+def _check(one: Completion) -> None:
+    """Raises ValueError or TypeError where the numbers of a completion are none, or not as many as its tokens."""
+    count = len(one.ids) if one.mask is None else sum(one.mask)
+    lists = [own for own in (one.logprobs, one.sampled, one.reference, one.teacher) if own is not None]
+    if any(len(own) != count for own in lists):
+        raise ValueError("other tokens")
+    single = [one.advantage, one.reward, one.drift, 0.0 if one.entropy is None else one.entropy]
+    if any(np.array(own).dtype.kind not in "fi" for own in (single, *lists)):
+        raise TypeError("no numbers")
 
 
 def guess_of(prompt: Prompt, most: int) -> Sample:

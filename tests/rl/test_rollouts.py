@@ -280,3 +280,29 @@ def test_a_plan_says_that_completions_are_guessed_and_scales_nothing_up_of_a_sho
     said = capsys.readouterr().out
     assert "job 'brief': its completions are taken to be half of rollout.max_new_tokens long; drawing" in said
     assert "planned: the first" not in said
+
+
+def test_a_file_of_completions_that_is_damaged_is_drawn_anew(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    """Fields of another type or of other tokens: as a file that is not there."""
+    one = job("own", files, max_staleness=1, max_steps=2)
+    whole = tree(tiny_base("llama"), tmp_path / "whole", one)
+    train(whole, max_steps=1)
+    kept = json.loads((tmp_path / "whole" / "own" / "rollouts" / "step-2.json").read_text())
+    adapters = []
+    for number, damage in enumerate((
+        None, {"logprobs": "x"}, {"logprobs": [0.0]}, {"sampled": [1.0]}, {"sampled": ["x"] * 6}, {"entropy": "x"},
+        {"reward": None}, {"refilled": {"rounds": "x", "drawn": 2, "missing": 0, "numbers": [0, 1]}},
+    )):  # fmt: skip
+        out = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", out)
+        file, found = out / "own" / "rollouts" / "step-2.json", json.loads(json.dumps(kept))
+        if damage is None:
+            file.unlink()
+        else:
+            (found if "refilled" in damage else found["completions"][0]).update(damage)
+            file.write_text(json.dumps(found))
+        assert train(whole | {"output_dir": str(out)}, resume=True).status == "done"
+        adapters.append(adapter(out, "own"))
+    assert all(distance(own, adapters[0]) == 0 for own in adapters)
