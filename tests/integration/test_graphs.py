@@ -292,11 +292,13 @@ def test_evaluations_go_by_a_recorded_graph_unless_one_drops(monkeypatch: pytest
 
 
 def test_a_size_runs_by_the_graphs_of_a_larger_one_until_its_filling_is_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same losses; then it has a body of its own, which counts anew."""
+    """The same losses; then it has a body of its own, which is recorded after one microbatch, others after two."""
     attention_by_starts(monkeypatch)
     monkeypatch.setattr(recorded, "LEAST_TOKENS", 16)
     run = Run(Pretended, Always(CHAIN), jobs=("dora",))
-    device = GraphedDevice(run.executor.single, run.buffers, False, 0, run.told.append, Pretended, COLUMNS, lent=40)
+    device = GraphedDevice(
+        run.executor.single, run.buffers, False, 0, run.told.append, Pretended, COLUMNS, patience=2, lent=40
+    )
 
     def microbatch(tokens: int) -> list[Any]:
         ids = np.random.default_rng(tokens).integers(3, 90, tokens).astype(np.int32)
@@ -313,4 +315,8 @@ def test_a_size_runs_by_the_graphs_of_a_larger_one_until_its_filling_is_dearer(m
         got = device.backward(device.forward(own))
         torch.testing.assert_close(got.sums, run.executor.single.evaluate(own).sums, rtol=1e-4, atol=1e-5)
         assert shapes() == want
+    for tokens in (46, 31):
+        device.backward(device.forward(microbatch(tokens)))
+    assert [shape.tokens for shape, body in device._bodies.items() if body.recorded] == [64, 48]
+    assert (device.sizes.recorded, device.sizes.padding) == (2, 3 * 18 + 4 + 2 * 2 + 2 * 1)
     assert not run.told

@@ -181,7 +181,7 @@ def test_a_size_runs_by_the_graphs_of_a_larger_one_before_it_has_its_own(
         with pytest.MonkeyPatch.context() as patch:
             host = graphed_host(base, tmp_path, patch, 1)
             assert host.graphs is not None
-            host.graphs._lent = lent
+            host.graphs.sizes.lent = lent
             story = Story(host, tmp_path / str(lent))
             story.enter("plain")
             promises, bare = [], []
