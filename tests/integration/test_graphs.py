@@ -170,6 +170,16 @@ def test_neither_cpus_nor_jobs_with_magnitudes_rehearse() -> None:
         assert device._can_rehearse() is may
 
 
+def test_recordings_share_a_stream_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service drops its graphs with each model that comes or leaves; libraries keep memory for every stream."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: object())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
+    recorded._stream.cache_clear()
+    one, other = (recorded.Recorder(torch.device("cuda:3")) for _ in range(2))
+    recorded._stream.cache_clear()
+    assert one._stream is other._stream and one._pool is not other._pool
+
+
 def test_shapes_are_few_and_hold_their_microbatches() -> None:
     generator, shapes = np.random.default_rng(0), Counter[Shape]()
     for _ in range(500):
