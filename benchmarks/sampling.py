@@ -106,7 +106,7 @@ def measure_sampling(one: Case, names: list[str], options: Options) -> Row:
         return Contender(name, make)
 
     chosen = names if options.named else [OWN, BASE, THEIRS[options.device.type == "cuda"]]
-    how: dict[str, Any] = {} if options.quick else {"rounds": (3, 3), "warmup": 1}
+    how: dict[str, Any] = {} if options.quick else {"rounds": (5, 5), "warmup": 1}
     with torch.no_grad():
         row = timed([contender(name) for name in chosen], options, **how)
     row["tokens_per_s"] = {name: one.rows * one.new * 1000 / ms for name, ms in row["ms"].items()}
