@@ -29,6 +29,7 @@ from packlora.cli import app
 from packlora.data.readers import read_data
 from packlora.engine.passes import run_microbatch
 from packlora.errors import InputError
+from packlora.run_file import load_run
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 Show = Callable[[str], Path]
@@ -69,6 +70,8 @@ def test_the_format_of_the_page_is_read_by_its_ending(put: Show, tmp_path: Path)
     with pytest.raises(InputError, match=r"ends in '\.tsv'; accepted are \.csv, \.json, \.jsonl and \.parquet"):
         read_data(str(good), "a")
     put("add-a-data-format.md")
+    with pytest.raises(InputError, match=r"good\.tsv is a data file, and this takes a run file"):
+        load_run(good)
     rows = read_data(str(good), "a").rows
     assert [(row.prompt, row.completion) for row in rows] == [("one and one", "two"), ("three less one", "two")]
     assert rows[1].where == f"{good}, line 2"
