@@ -176,7 +176,7 @@ class Session:
     def _changes(
         self, prepared: PreparedRun, base: Base, jobs: list[Job], record: RunRecord, events: Emitter
     ) -> Changes:
-        """What changes the jobs while the run trains: those that join and leave, and completions that jobs generate."""
+        """Changes of the jobs while the run trains: jobs that join and leave, and completions that jobs generate."""
         changes, executor = Changes(), self.executor
         if self.placement.is_open:
             own = {"run": self.run, "single": self.single, "mesh": self.mesh}
