@@ -142,6 +142,7 @@ for keys, processes, said in (
         raise AssertionError(ParallelConfig(**keys).check(processes))
     except (InputError, ValueError) as error:
         assert said in str(error), error
+ended, end = os.pipe()
 child = os.fork()
 os.environ |= {"RANK": "0" if child else "1", "LOCAL_RANK": "0" if child else "1", "WORLD_SIZE": "2"}
 try:
@@ -168,7 +169,10 @@ except BaseException:
     traceback.print_exc()
     os._exit(1)
 if not child:
+    os.close(end)
+    os.read(ended, 1)  # process 0 is done with what this one has sent
     os._exit(0)
+os.close(end)
 assert os.waitpid(child, 0)[1] == 0
 """
 """A run on two processes with a placement that is in a folder of its own."""
