@@ -91,7 +91,7 @@ class Session:
         return {"run file and arguments": hashlib.sha256(text.encode()).hexdigest()[:12], "device": device} | versions()
 
     def train(self, subscribers: Sequence[Subscriber]) -> Result:
-        """Train the jobs of this process. On the first one the subscribers hear of all jobs.
+        """Train the jobs of this process by Trainer.fit. On the first process the subscribers hear of all jobs.
 
         Returns:
             How the whole run ended, on every process.
@@ -155,11 +155,7 @@ class Session:
         if not jobs:
             return None
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, group, self.logged)
-        changes = self._changes(prepared, base, executor, writer)
-        if run.generates:
-            changes = import_module("packlora.rl.changes").RolloutChanges(
-                changes, base, executor, self.single, events, jobs, run.compares
-            )
+        changes = self._changes(prepared, base, jobs, writer, events)
         flow = self.placement.flow(own, known, self.single)
         return Trainer(*loop, changes=changes, tokens_of_gone=tokens, flow=flow)
 
@@ -177,14 +173,26 @@ class Session:
 
         return graphed(self.run, base, self.single, jobs, budget, lambda text: events.emit(Note(text)))
 
-    def _changes(self, prepared: PreparedRun, base: Base, executor: Executor, record: RunRecord) -> Changes:
-        """Who joins and leaves while the run trains."""
-        if not self.placement.is_open:
-            return Changes()
-        own = {"run": self.run, "single": self.single, "mesh": self.mesh}
-        return self.job_set.open(
-            self.output_dir, self.placement.group, prepared=prepared, base=base, executor=executor, record=record, **own
-        )
+    def _changes(
+        self, prepared: PreparedRun, base: Base, jobs: list[Job], record: RunRecord, events: Emitter
+    ) -> Changes:
+        """Changes of the jobs while the run trains: jobs that join and leave, and completions that jobs generate."""
+        changes, executor = Changes(), self.executor
+        if self.placement.is_open:
+            own = {"run": self.run, "single": self.single, "mesh": self.mesh}
+            changes = self.job_set.open(
+                self.output_dir,
+                self.placement.group,
+                prepared=prepared,
+                base=base,
+                executor=executor,
+                record=record,
+                **own,
+            )
+        if self.run.generates:
+            rollout = import_module("packlora.rl.changes").RolloutChanges
+            changes = rollout(changes, base, executor, self.single, events, jobs, self.run.compares)
+        return changes
 
     def _writers(self, folder: OutputFolder, writer: RunRecord) -> tuple[list[Subscriber], list[str]]:
         """Who hears of the run on its first process, and what to tell of those that cannot."""
