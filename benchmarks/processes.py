@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -131,24 +132,20 @@ class Messages:
 def counted() -> Iterator[Messages]:
     """Count what this process calls of SENT, on the default group or one of the same size."""
     found, size = Messages(), dist.get_world_size()
-    owners: dict[str, Any] = {name: dist if hasattr(dist, name) else dist.ProcessGroup for name in SENT}
-    own = {name: getattr(owner, name) for name, owner in owners.items()}
 
-    def counting(name: str) -> Callable[..., Any]:
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             found.names.append(name)
             found.sent += SENT[name](size, args)
-            return own[name](*args, **kwargs)
+            return function(*args, **kwargs)
 
         return call
 
-    for name in own:
-        setattr(owners[name], name, counting(name))
-    try:
+    with contextlib.ExitStack() as patched:
+        for name in SENT:
+            owner: Any = dist if hasattr(dist, name) else dist.ProcessGroup
+            patched.enter_context(mock.patch.object(owner, name, counting(name, getattr(owner, name))))
         yield found
-    finally:
-        for name, function in own.items():
-            setattr(owners[name], name, function)
 
 
 def messages(works: Mapping[str, Work]) -> dict[str, dict[str, Any]]:
