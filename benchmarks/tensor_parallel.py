@@ -266,9 +266,10 @@ def summary(rows: list[Row]) -> Row:
         )
     for row in rows:
         kind = f"tp{row['processes']}_{row['shape']}_{row['samples']}" + "_sp" * row["sequence"]
-        own = {name: ratio for name, ratio in row["over_frozen"].items() if RECORDED not in name}
-        out |= {f"{name}_over_frozen_{kind}": ratio for name, ratio in own.items()}
-        out |= {f"{name}_recorded_over_frozen_{kind}": ratio for name, ratio in row.get("recorded_over_frozen", {}).items()}
+        eager = {name: ratio for name, ratio in row["over_frozen"].items() if RECORDED not in name}
+        graphs = row.get("recorded_over_frozen", {})
+        out |= {f"{name}_over_frozen_{kind}": ratio for name, ratio in eager.items()}
+        out |= {f"{name}_recorded_over_frozen_{kind}": ratio for name, ratio in graphs.items()}
     return out
 
 
