@@ -73,13 +73,13 @@ class WholeGradient:
         head[0] = _square(gradient, [grads[name] for name in self._slices])
         message = torch.cat([head, *_filled_up(gradient, sent)])
         add_up(message, self.group)
-        square, summed = message[0], message[ROW:]
+        summed, square = message[ROW:], _square(gradient, [grads[name] for name in self._others])
         if self._parts:
             sums = self._sums.chunks(summed)
             pairs = [self._pair(name, grads[name], sums[name]) for name in self._parts]
             torch._foreach_copy_([part for part, _ in pairs], [whole for _, whole in pairs])
-            square = square + total_norm(summed).square()
-        return (square + _square(gradient, [grads[name] for name in self._others])).sqrt()
+            square = total_norm(summed).square() + square
+        return (message[0] + square).sqrt()
 
     def _sent(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The elements of the message that a part is added up in, where this process has it."""
