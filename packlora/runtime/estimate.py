@@ -184,7 +184,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         loss = CHUNK_BYTES["cuda"] + 3 * round(tokens * max(1.0, labels)) * shape.hidden * width  # targets are rows
         inside = shape.hidden * (2 if run.gradient_checkpointing else 1) + 2 * shape.inner
         buffers = tokens * width * inside + temporary
-        if run.cuda_graphs is True or (run.cuda_graphs == "auto" and not run.parallel.ways):
+        if run.cuda_graphs is True or (run.cuda_graphs == "auto" and run.parallel.ways in ([], ["tensor"])):
             buffers += 3 * tokens * shape.hidden * width + RECORDING_BYTES
         if run.gradient_checkpointing:  # in the loss no layer is computed again
             loss -= tokens * per_layer
