@@ -40,7 +40,7 @@ moments and the last good value."""
 TRAINABLE_BYTES = 4 * 5
 """Per trainable parameter while a microbatch runs: with its value."""
 GRADIENT_BYTES = 4
-"""Per trainable parameter of a microbatch's gradient, which is whole when the activations are gone."""
+"""Per trainable parameter of a microbatch's gradient, which is whole when one layer's activations are left."""
 LIBRARY_BYTES, RECORDING_BYTES = 72 * 2**20, 64 * 2**20
 """Workspaces of cuBLAS, and small tensors; and its workspaces of the stream on which CUDA graphs are recorded."""
 RANK_MULTIPLE = 16
@@ -146,14 +146,15 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     """Bytes by what holds them on the device, in a microbatch of so many tokens.
 
     Counted: frozen weights, of quantised ones the codes; per trainable parameter its value, the gradient of the global batch,
-    two AdamW moments and the last good value, and a microbatch's gradient where that is more than the activations; per token
-    and layer what backward needs, also of adapters (with checkpointing one tensor per layer, and one layer's). On top comes the
-    more of two moments: the loss (logits and their gradient, or where kernels make it one chunk of them and three tensors like
-    the hidden states), of which "logits" is what exceeds "buffers", a layer's backward (gradients of its input and of two inner
-    products; checkpointed, inputs of products; the two largest quantised weights as they are multiplied; with CUDA graphs the
-    hidden states, their gradient and the copy of it that a graph reads, which are gone by then without graphs). 45 measured
-    peaks of an H200 and an H100 were 0.97 to 1.04 of the sum before graphs were counted; 13 of fit-h100.json are 0.996 to 1.028
-    of it now. Not counted: what keep_outputs saves, the allocator's rounding, and about 0.6 GiB of a CPU process.
+    two AdamW moments and the last good value, and a microbatch's gradient, which is whole in the first layer's backward, where
+    that is more than what the other layers held; per token and layer what backward needs, also of adapters (with checkpointing
+    one tensor per layer, and one layer's). On top comes the more of two moments: the loss (logits and their gradient, or where
+    kernels make it one chunk of them and three tensors like the hidden states), of which "logits" is what exceeds "buffers", a
+    layer's backward (gradients of its input and of two inner products; checkpointed, inputs of products; the two largest
+    quantised weights as they are multiplied; with CUDA graphs the hidden states, their gradient and the copy of it that a graph
+    reads, which are gone by then without graphs). 45 measured peaks of an H200 and an H100 were 0.97 to 1.04 of the sum before
+    graphs were counted; 16 of fit-h100.json are 0.996 to 1.005 of it now. Not counted: what keep_outputs saves, the
+    allocator's rounding, and about 0.6 GiB of a CPU process.
 
     Args:
         kernels: whether kernels compute attention, norms and the loss; None: as on the run's device.
@@ -173,10 +174,10 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         per_layer = width * (2 * shape.hidden + 5 * shape.attention + 4 * shape.inner) + 2 * 4 * shape.hidden
         per_layer += 4 * (shape.attention + shape.key_value) * shape.head_norms
     per_layer += width * shape.routed_width + width * _numbers_of_adapters(prepared) // shape.layers
-    kept = shape.layers * per_layer
+    kept, others = shape.layers * per_layer, (shape.layers - 1) * per_layer
     if run.gradient_checkpointing:
         layers = min(INPUTS_ON_DEVICE, shape.layers) if run.activation_offloading else shape.layers
-        kept = layers * shape.hidden * width + per_layer
+        kept, others = layers * shape.hidden * width + per_layer, (layers - 1) * shape.hidden * width
     labels = max(job.data.label_share for job in prepared.jobs)
     temporary = 2 * shape.largest * width * (prepared.in_codes[0] > 0)
     loss = buffers = temporary
@@ -191,7 +192,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     else:
         loss += round(tokens * labels * shape.vocabulary * (4 * 2 + width))
     more = max(0, loss - buffers)
-    last = GRADIENT_BYTES * prepared.trainable - tokens * kept - buffers - more
+    last = GRADIENT_BYTES * prepared.trainable - tokens * others - more
     return {
         "frozen weights": _frozen_bytes(run, prepared, width) + LIBRARY_BYTES * kernels,
         "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES + max(0, last),

@@ -23,7 +23,7 @@ from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine.memory import free_memory
-from packlora.engine.passes import Executor, Passes
+from packlora.engine.passes import Executor, Passes, one_error_for_memory
 from packlora.errors import InputError
 from packlora.events import Note, Subscriber
 from packlora.files import remove_leftovers
@@ -243,6 +243,22 @@ class Session:
         trainer.events.subscribe(Sampler(*parts, known, group))
 
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
+        """The base model with the jobs' adapters. Raises InputError, and MemoryError, which says what would fit."""
+        try:
+            with one_error_for_memory():
+                return self._loaded(own)
+        except torch.OutOfMemoryError as error:
+            if self.mesh.size > 1:
+                raise
+            said = str(error)
+        from packlora.runtime.fit import would_fit
+
+        device = choose_device(self.run.device)
+        free_memory(device)  # of what was loaded, to which nothing refers any more
+        advice = would_fit(prepared, device, prepared.budget, self.run.gradient_checkpointing)
+        raise MemoryError(f"out of memory on {device} while the base model is loaded: {said}. {advice[0].upper()}{advice[1:]}")
+
+    def _loaded(self, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
         if (device := choose_device(self.run.device)).type == "cuda":
             free_memory(device)  # of a run that this process has ended: its model is in cycles
             if self.mesh.size == 1:
