@@ -82,7 +82,9 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "memory", _memory()
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         found = torch.cuda.get_device_properties(index)
-        kind = f"sm_{found.major}{found.minor}" if torch.version.hip is None else architecture(torch.device("cuda", index))
+        kind = (
+            f"sm_{found.major}{found.minor}" if torch.version.hip is None else architecture(torch.device("cuda", index))
+        )
         yield f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB, {kind}"
     cached = (cache_folder() / DEMO_MODEL / "config.json").exists()
     packaged = importlib.util.find_spec(PACKAGE) is not None

@@ -13,8 +13,8 @@ import torch
 from packlora.base.device import choose_device
 from packlora.config import Run
 from packlora.engine.memory import memory_room
-from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
-from packlora.ops.gpu import why_no_kernels
+from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES, chunk_rows
+from packlora.ops.gpu import runs_triton, why_no_kernels
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
 from packlora.runtime.prepared_job import ModelShape
@@ -148,25 +148,25 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     Counted: frozen weights, of quantised ones the codes; per trainable parameter its value, the gradient of the global batch,
     two AdamW moments and the last good value, and a microbatch's gradient, which is whole in the first layer's backward, where
     that is more than what the other layers held; per token and layer what backward needs, also of adapters (with checkpointing
-    one tensor per layer, and one layer's). On top comes the more of two moments: the loss (logits and their gradient, or where
-    kernels make it one chunk of them and three tensors like the hidden states), of which "logits" is what exceeds "buffers", a
-    layer's backward (gradients of its input and of two inner products; checkpointed, inputs of products; the two largest
-    quantised weights as they are multiplied; with CUDA graphs the hidden states, their gradient and the copy of it that a graph
-    reads, which are gone by then without graphs). 45 measured peaks of an H200 and an H100 were 0.97 to 1.04 of the sum before
-    graphs were counted; 16 of fit-h100.json are 0.996 to 1.005 of it now. Not counted: what keep_outputs saves, the
-    allocator's rounding, and about 0.6 GiB of a CPU process.
+    one tensor per layer, and one layer's). On top comes the more of two moments: the loss (a chunk of logits, and two tensors
+    like the hidden states, or three where kernels make it), of which "logits" is what exceeds "buffers", and a layer's backward
+    (gradients of its input and of two inner products, without kernels of three; checkpointed, inputs of products; the two
+    largest quantised weights as they are multiplied; with CUDA graphs the hidden states, their gradient and the copy of it that
+    a graph reads, which are gone by then without graphs). 45 measured peaks of an H200 and an H100 were 0.97 to 1.04 of the sum
+    before graphs were counted; 16 of fit-h100.json are 0.996 to 1.005 of it now. Not counted: what keep_outputs saves, the
+    allocator's rounding, logits of models whose loss is not made in chunks, and about 0.6 GiB of a CPU process.
 
     Args:
-        kernels: whether kernels compute attention, norms and the loss; None: as on the run's device.
+        kernels: as of by_kernels; None: as on the run's device.
     """
     shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
-    kernels = by_kernels(run) if kernels is None else kernels
+    kernels, device = by_kernels(run) if kernels is None else kernels, choose_device(run.device)
+    own_attention = device.type == "cuda" and why_no_kernels(device) is not None
     if kernels:
         # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
         per_layer = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
         per_layer += width * (shape.attention + shape.key_value) * shape.head_norms
-        device = choose_device(run.device)  # torch's attention has keys and values of all heads, and the output twice
-        if device.type == "cuda" and why_no_kernels(device) is not None:
+        if own_attention:  # torch's, which has keys and values of all heads, and the output twice
             per_layer += width * (3 * shape.attention - 2 * shape.key_value)
     else:
         # two norms keep their input in float32, and their outputs feed the projections; queries, keys and values of all
@@ -180,17 +180,24 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         kept, others = layers * shape.hidden * width + per_layer, (layers - 1) * shape.hidden * width
     labels = max(job.data.label_share for job in prepared.jobs)
     temporary = 2 * shape.largest * width * (prepared.in_codes[0] > 0)
-    loss = buffers = temporary
+    inside = shape.hidden * (2 if run.gradient_checkpointing else 1) + (2 if kernels else 3) * shape.inner
+    buffers = tokens * width * inside + temporary
     if kernels:
         loss = CHUNK_BYTES["cuda"] + 3 * round(tokens * max(1.0, labels)) * shape.hidden * width  # targets are rows
-        inside = shape.hidden * (2 if run.gradient_checkpointing else 1) + 2 * shape.inner
-        buffers = tokens * width * inside + temporary
-        if run.cuda_graphs is True or (run.cuda_graphs == "auto" and not run.parallel.ways):
+        graphs = run.cuda_graphs is True or (run.cuda_graphs == "auto" and not run.parallel.ways)
+        if graphs and not own_attention:
             buffers += 3 * tokens * shape.hidden * width + RECORDING_BYTES
-        if run.gradient_checkpointing:  # in the loss no layer is computed again
-            loss -= tokens * per_layer
     else:
-        loss += round(tokens * labels * shape.vocabulary * (4 * 2 + width))
+        rows, budget = round(tokens * labels), CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"])
+        each = width + 4 * (width < 4)  # logits in 16 bits have a copy in float32
+        loss = (
+            max(chunk_rows(rows, shape.vocabulary, getattr(torch, run.dtype), budget), default=0)
+            * shape.vocabulary
+            * each
+        )
+        loss += 2 * rows * shape.hidden * width + temporary
+    if run.gradient_checkpointing:  # in the loss no layer is computed again
+        loss -= tokens * per_layer
     more = max(0, loss - buffers)
     last = GRADIENT_BYTES * prepared.trainable - tokens * others - more
     return {
@@ -222,5 +229,6 @@ def _frozen_bytes(run: Run, prepared: PreparedRun, width: int) -> int:
 
 
 def by_kernels(run: Run) -> bool:
-    """Whether kernels compute attention, norms and the loss."""
-    return choose_device(run.device).type == "cuda" and run.dtype in ("bfloat16", "float16")
+    """Whether kernels compute norms and the loss; attention they compute unless why_no_kernels says a reason."""
+    device = choose_device(run.device)
+    return device.type == "cuda" and run.dtype in ("bfloat16", "float16") and runs_triton(device)

@@ -188,8 +188,9 @@ def _told_of_codes(prepared: PreparedRun, device: torch.device, room: int) -> st
         for how, budget in product(measures_of(own.run, possible), dict.fromkeys((prepared.budget, prepared.longest))):
             size = predicted(own.run.model_copy(update=how), own, budget)
             if size <= ROOM_SHARE * room:
-                keys = {MICROBATCH: budget} | {key: value for key, value in how.items() if value} | form
-                return f". Predicted to fit, {_of(size, room)}, with other numbers: {words(keys)}; fit: auto takes it where that is left out"
+                keys = words({MICROBATCH: budget} | {key: value for key, value in how.items() if value} | form)
+                found = f"Predicted to fit, {_of(size, room)}, with other numbers: {keys}"
+                return f". {found}; fit: auto takes it where that is left out"
     return ""
 
 

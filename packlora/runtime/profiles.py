@@ -24,6 +24,8 @@ from packlora.schedule.types import Microbatch
 SCHEMA = 1
 ROOM_SHARE = 0.92
 """Share of a device's memory that is planned with; the allocator's rounding and other buffers take the rest."""
+FITTED = ("cuda", "mps")
+"""Kinds of devices whose free memory settings are chosen for before the model is loaded."""
 MEASURES = ("gradient_checkpointing", "offload_embedding", "activation_offloading")
 """Keys of a run that `fit` may make true, in this order; none changes a number."""
 

@@ -40,7 +40,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.placement import Placement
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiles import Profile
+from packlora.runtime.profiles import FITTED, Profile
 from packlora.runtime.record import (
     RunRecord,
     earlier_warnings,
@@ -60,9 +60,6 @@ from packlora.runtime.resume import (
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, in_notebook, silent
-
-FITTED = ("cuda",)
-"""Kinds of devices whose free memory settings are chosen for before the model is loaded."""
 
 
 class Session:
@@ -256,7 +253,9 @@ class Session:
         device = choose_device(self.run.device)
         free_memory(device)  # of what was loaded, to which nothing refers any more
         advice = would_fit(prepared, device, prepared.budget, self.run.gradient_checkpointing)
-        raise MemoryError(f"out of memory on {device} while the base model is loaded: {said}. {advice[0].upper()}{advice[1:]}")
+        raise MemoryError(
+            f"out of memory on {device} while the base model is loaded: {said}. {advice[0].upper()}{advice[1:]}"
+        )
 
     def _loaded(self, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
         if (device := choose_device(self.run.device)).type == "cuda":

@@ -165,12 +165,16 @@ def test_a_base_that_does_not_fit_ends_the_run_with_what_would(
     said = {}
     for room in (2**50, (in_codes[1] + 8) / ROOM_SHARE, in_codes[1] / ROOM_SHARE - 8):
         monkeypatch.setattr(fit, "memory_room", lambda device, room=room: int(room))
-        with pytest.raises(MemoryError, match="out of memory on cpu while the base model is loaded: CUDA out of") as caught:
+        with pytest.raises(
+            MemoryError, match="out of memory on cpu while the base model is loaded: CUDA out of"
+        ) as caught:
             train(tree)
         said[room] = str(caught.value).partition("1 GiB.. ")[2]
     plenty, codes, nothing = said.values()
     assert f"{MICROBATCH}: {prepared.longest}; fit: memory" in plenty and "quantization" not in plenty
-    assert "Predicted to fit" in codes and "gradient_checkpointing: true, quantization: nf4; fit: auto takes it" in codes
+    assert (
+        "Predicted to fit" in codes and "gradient_checkpointing: true, quantization: nf4; fit: auto takes it" in codes
+    )
     assert "Predicted" not in nothing and "set quantization: nf4 or shorten the samples" in nothing
 
 
@@ -224,6 +228,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     device = torch.device("cuda")
     monkeypatch.setattr(estimate, "choose_device", lambda name: device)
     monkeypatch.setattr(estimate, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(estimate, "runs_triton", lambda device: True)
 
     def choose(gib: float, **keys: Any) -> Any:
         monkeypatch.setattr(fit, "memory_room", lambda device: int(gib * GIB))
@@ -398,6 +403,23 @@ def test_the_room_on_a_gpu_is_what_is_free_within_the_cap_of_the_process(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {1: fraction}.__getitem__)
     assert memory.memory_room(torch.device("cuda")) == memory.memory_room(torch.device("cuda", 1)) == room
+
+
+def test_a_mac_s_run_is_fitted_into_what_its_gpu_may_have_and_nothing_is_moved_to_the_same_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By torch's operations: no kernels, whose estimate is lower. Never run on one."""
+    device = torch.device("mps")
+    monkeypatch.setattr(estimate, "choose_device", lambda name: device)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 22 * GIB)
+    prepared = prepared_8b(run_of())
+    made = fitted(prepared, device, lambda run: prepared)
+    assert made.fit.pop("predicted_bytes") <= ROOM_SHARE * 22 * GIB  # type: ignore[attr-defined]
+    assert made.fit == {"gradient_checkpointing": True} and "no number changes" in made.warnings[0]
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10 * GIB)
+    again = fitted(prepared_8b(run_of(quantization=None)), device, lambda run: prepared)
+    assert again.fit.keys() == {MICROBATCH, "gradient_checkpointing", "predicted_bytes"}
+    assert "nothing else is left" in again.warnings[0]
 
 
 @pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -124,6 +124,22 @@ def test_a_run_file_is_no_model(tmp_path: Path) -> None:
     assert out.exit_code == 2 and "run.yaml is a file; give the folder or hub id" in out.output
 
 
+def test_a_model_is_no_run_file(model: str) -> None:
+    for name in (model, "Qwen/Qwen3-0.6B"):
+        out = CliRunner().invoke(app, ["plan", name])
+        assert out.exit_code == 2 and f'packlora plan {name} --gpu "24 GB"' in out.output.replace("\n", "")
+
+
+def test_the_most_tokens_of_experts_are_found_where_their_gradients_are_the_peak(tmp_path: Path) -> None:
+    """They take more than the activations of many microbatches, so that the peak stays the same for many sizes."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen3-30B-A3B"] | {"num_hidden_layers": 4}))
+    for room in (40 * GIB, 24 * GIB):
+        for one in settings_of(str(tmp_path), room, forms=({},)).settings:
+            for tokens, fits in ((one.tokens, True), (one.tokens + 1, False)):
+                found = settings_of(str(tmp_path), room, length=tokens, forms=({},)).settings
+                assert next(own for own in found if own.keys == one.keys).fits == fits
+
+
 def test_options_of_a_run_do_not_go_with_a_card(model: str) -> None:
     out = CliRunner().invoke(app, ["plan", model, "--gpu", "24 GB", "--stages", "2"])
     assert out.exit_code == 2 and "--stages is of a run" in out.output
@@ -179,7 +195,9 @@ def test_the_doctor_of_a_mac_says_how_its_gpu_is_had_and_that_nobody_has_tried(m
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *of: True)
     said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).output
     assert "device: mps" in said and "never been run" in said and "dtype: auto is bfloat16" in said
-    assert "no GPU is usable" not in said and said.rstrip().splitlines()[-1].startswith("packlora can train on the CPU, and by")
+    assert "no GPU is usable" not in said and said.rstrip().splitlines()[-1].startswith(
+        "packlora can train on the CPU, and by"
+    )
 
 
 def test_the_doctor_names_a_gpu_of_amd_by_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
