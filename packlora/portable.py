@@ -111,14 +111,6 @@ def peak_resident() -> int:
     return most * (1 if sys.platform == "darwin" else 1024)
 
 
-def installed_memory() -> int:
-    """Bytes of this machine's memory; 0 where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 0
-
-
 def why_no_file(name: str) -> str | None:
     """Reason why the system takes no file or folder of this name, in words that follow it; None where it does."""
     if not IS_WINDOWS:

@@ -17,7 +17,6 @@ from packlora.base.demo_model import DEMO_MODEL, PACKAGE, cache_folder
 from packlora.commands.speed import NEVER_RUN, has_mps, verdicts
 from packlora.ops.gpu import architecture
 from packlora.plans.identity import processor_name
-from packlora.portable import installed_memory
 from packlora.report.screen import Screen
 from packlora.runtime.record import versions
 
@@ -131,5 +130,8 @@ def _problems() -> list[str]:
 
 
 def _memory() -> str:
-    total = installed_memory()
-    return f"{total / 2**30:.0f} GiB" if total else "unknown"
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no such call
+        return "unknown"
+    return f"{total / 2**30:.0f} GiB"

@@ -162,18 +162,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
     kernels, device = by_kernels(run) if kernels is None else kernels, choose_device(run.device)
     own_attention = device.type == "cuda" and why_no_kernels(device) is not None
-    if kernels:
-        # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
-        per_layer = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
-        per_layer += width * (shape.attention + shape.key_value) * shape.head_norms
-        if own_attention:  # torch's, which has keys and values of all heads, and the output twice
-            per_layer += width * (3 * shape.attention - 2 * shape.key_value)
-    else:
-        # two norms keep their input in float32, and their outputs feed the projections; queries, keys and values of all
-        # heads as attention reads them, its output twice; gate, up, activation and their product
-        per_layer = width * (2 * shape.hidden + 5 * shape.attention + 4 * shape.inner) + 2 * 4 * shape.hidden
-        per_layer += 4 * (shape.attention + shape.key_value) * shape.head_norms
-    per_layer += width * shape.routed_width + width * _numbers_of_adapters(prepared) // shape.layers
+    per_layer = _bytes_per_layer(prepared, width, kernels, own_attention)
     kept, others = shape.layers * per_layer, (shape.layers - 1) * per_layer
     if run.gradient_checkpointing:
         layers = min(INPUTS_ON_DEVICE, shape.layers) if run.activation_offloading else shape.layers
@@ -188,14 +177,9 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         if graphs and not own_attention:
             buffers += 3 * tokens * shape.hidden * width + RECORDING_BYTES
     else:
-        rows, budget = round(tokens * labels), CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"])
-        each = width + 4 * (width < 4)  # logits in 16 bits have a copy in float32
-        loss = (
-            max(chunk_rows(rows, shape.vocabulary, getattr(torch, run.dtype), budget), default=0)
-            * shape.vocabulary
-            * each
-        )
-        loss += 2 * rows * shape.hidden * width + temporary
+        rows = round(tokens * labels)
+        loss = _chunk_bytes(rows, shape.vocabulary, getattr(torch, run.dtype), device)
+        loss += 2 * rows * shape.hidden * width
     if run.gradient_checkpointing:  # in the loss no layer is computed again
         loss -= tokens * per_layer
     more = max(0, loss - buffers)
@@ -207,6 +191,29 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
         "logits": more,
         "buffers": buffers,
     }
+
+
+def _bytes_per_layer(prepared: PreparedRun, width: int, kernels: bool, own_attention: bool) -> int:
+    """Bytes of a token that a layer keeps for its backward. own_attention: it is torch's, beside kernels of the rest."""
+    shape = prepared.shape
+    if kernels:
+        # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
+        found = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
+        found += width * (shape.attention + shape.key_value) * shape.head_norms
+        if own_attention:  # which has keys and values of all heads, and the output twice
+            found += width * (3 * shape.attention - 2 * shape.key_value)
+    else:
+        # two norms keep their input in float32, and their outputs feed the projections; queries, keys and values of all
+        # heads as attention reads them, its output twice; gate, up, activation and their product
+        found = width * (2 * shape.hidden + 5 * shape.attention + 4 * shape.inner) + 2 * 4 * shape.hidden
+        found += 4 * (shape.attention + shape.key_value) * shape.head_norms
+    return found + width * shape.routed_width + width * _numbers_of_adapters(prepared) // shape.layers
+
+
+def _chunk_bytes(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of the logits of a chunk of so many rows with labels; those in 16 bits have a copy in float32."""
+    chunks = chunk_rows(rows, vocabulary, dtype, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]))
+    return max(chunks, default=0) * vocabulary * (dtype.itemsize + 4 * (dtype.itemsize < 4))
 
 
 def _numbers_of_adapters(prepared: PreparedRun) -> int:

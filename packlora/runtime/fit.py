@@ -18,7 +18,7 @@ import torch
 from packlora.base.demo_model import base_path
 from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
-from packlora.engine.memory import memory_room
+from packlora.engine.memory import free_memory, memory_room
 from packlora.errors import InputError
 from packlora.form import LIGHTER, choices, prepared_form
 from packlora.form import chosen as values_of
@@ -158,6 +158,15 @@ def lighter(prepared: PreparedRun, device: torch.device) -> Iterator[tuple[dict[
         with contextlib.suppress(InputError):
             form = prepared_form(own, encoder.skeleton, base_path(run.base_model), device)
             yield keys, replace(prepared, run=own, form=form)
+
+
+def no_room(prepared: PreparedRun, device: torch.device, said: str) -> MemoryError:
+    """Error of a base model that does not fit. said: the device's own words. Nothing refers any more to what was loaded."""
+    free_memory(device)
+    advice = would_fit(prepared, device, prepared.budget, prepared.run.gradient_checkpointing)
+    return MemoryError(
+        f"out of memory on {device} while the base model is loaded: {said}. {advice[0].upper()}{advice[1:]}"
+    )
 
 
 def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any) -> str:

@@ -61,6 +61,8 @@ from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, in_notebook, silent
 
+Loaded = tuple[Base, Passes, list[Job]]
+
 
 class Session:
     """One call of packlora.train, on one of its processes; its output folder is made, and held.
@@ -130,7 +132,7 @@ class Session:
         own, group = self._share_out(prepared), self.placement.group
 
         # 2. Load the base model once and put the jobs' adapters on it.
-        base, self.single, jobs = mesh.together(lambda: self._load(prepared, own))
+        base, self.single, jobs = mesh.together(lambda: _in_memory(lambda: self._load(own), prepared, mesh))
 
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
@@ -239,25 +241,7 @@ class Session:
         parts = (self.single, trainer.by_name, self.run.eval_every, trainer.events)
         trainer.events.subscribe(Sampler(*parts, known, group))
 
-    def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
-        """The base model with the jobs' adapters. Raises InputError, and MemoryError, which says what would fit."""
-        try:
-            with one_error_for_memory():
-                return self._loaded(own)
-        except torch.OutOfMemoryError as error:
-            if self.mesh.size > 1:
-                raise
-            said = str(error)
-        from packlora.runtime.fit import would_fit
-
-        device = choose_device(self.run.device)
-        free_memory(device)  # of what was loaded, to which nothing refers any more
-        advice = would_fit(prepared, device, prepared.budget, self.run.gradient_checkpointing)
-        raise MemoryError(
-            f"out of memory on {device} while the base model is loaded: {said}. {advice[0].upper()}{advice[1:]}"
-        )
-
-    def _loaded(self, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
+    def _load(self, own: PreparedRun) -> Loaded:
         if (device := choose_device(self.run.device)).type == "cuda":
             free_memory(device)  # of a run that this process has ended: its model is in cycles
             if self.mesh.size == 1:
@@ -327,6 +311,20 @@ class Session:
         self.logged = folder.rebuild_logs([stand[name] for name in names], prepared.left_out, first)
         mesh.barrier()  # nobody writes a checkpoint before what lies beyond is put aside
         return notes
+
+
+def _in_memory(load: Callable[[], Loaded], prepared: PreparedRun, mesh: OneProcess) -> Loaded:
+    """What `load` gives. Raises MemoryError, which says what would fit, where memory runs out on one device."""
+    try:
+        with one_error_for_memory():
+            return load()
+    except torch.OutOfMemoryError as error:
+        if mesh.size > 1:
+            raise
+        said = str(error)
+    from packlora.runtime.fit import no_room
+
+    raise no_room(prepared, choose_device(prepared.run.device), said)
 
 
 def _display() -> Progress:
