@@ -14,13 +14,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from packlora.errors import InputError
 from packlora.parallel.alone import OneProcess
-from packlora.parallel.collectives import GATHER, SCATTER
+from packlora.parallel.collectives import GATHER, SCATTER, SCATTER_SEVERAL
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.start import started
 from packlora.tune.timing import Contender, Work
@@ -108,6 +109,7 @@ SENT: dict[str, Callable[[int, tuple[Any, ...]], float]] = {
     "all_gather": lambda size, args: (size - 1) * _bytes(args[1]),
     GATHER: lambda size, args: (size - 1) * _bytes(args[1]),
     SCATTER: lambda size, args: (size - 1) * _bytes(args[0]),
+    SCATTER_SEVERAL: lambda size, args: (size - 1) * sum(map(_bytes, args[1])),
     "reduce_scatter": lambda size, args: (size - 1) * _bytes(args[0]),
     "all_to_all": lambda size, args: (size - 1) / size * sum(map(_bytes, args[1])),
     "all_to_all_single": lambda size, args: (size - 1) / size * _bytes(args[1]),
@@ -115,7 +117,7 @@ SENT: dict[str, Callable[[int, tuple[Any, ...]], float]] = {
     "reduce": lambda size, args: _bytes(args[0]),
     "send": lambda size, args: _bytes(args[0]),
 }
-"""Bytes that a process sends where messages go round in a ring, by function of torch.distributed."""
+"""Bytes that a process sends where messages go round in a ring, by function of torch.distributed or method of its groups."""
 
 
 @dataclass(slots=True)
@@ -129,23 +131,21 @@ class Messages:
 @contextlib.contextmanager
 def counted() -> Iterator[Messages]:
     """Count what this process calls of SENT, on the default group or one of the same size."""
-    found, own, size = Messages(), {name: getattr(dist, name) for name in SENT}, dist.get_world_size()
+    found, size = Messages(), dist.get_world_size()
 
-    def counting(name: str) -> Callable[..., Any]:
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             found.names.append(name)
             found.sent += SENT[name](size, args)
-            return own[name](*args, **kwargs)
+            return function(*args, **kwargs)
 
         return call
 
-    for name in own:
-        setattr(dist, name, counting(name))
-    try:
+    with contextlib.ExitStack() as patched:
+        for name in SENT:
+            owner: Any = dist if hasattr(dist, name) else dist.ProcessGroup
+            patched.enter_context(mock.patch.object(owner, name, counting(name, getattr(owner, name))))
         yield found
-    finally:
-        for name, function in own.items():
-            setattr(dist, name, function)
 
 
 def messages(works: Mapping[str, Work]) -> dict[str, dict[str, Any]]:

@@ -40,7 +40,8 @@ from benchmarks.training import (
 from packlora.base.model import Base, load_base
 from packlora.engine.memory import free_memory
 from packlora.parallel.alone import ALONE, Alone, OneProcess
-from packlora.parallel.layout import Layout, place, planned
+from packlora.parallel.layout import Layout, planned
+from packlora.parallel.layouts import place
 from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.runtime.choose import Work

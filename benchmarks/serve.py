@@ -54,8 +54,8 @@ from packlora.tune.timing import Contender, Timings, Work, paired
 OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE = "packlora", "sequential", "set_adapter", "train", "with_idle", "engine"
 RANK, WORDS, WARM = 16, 1000, 2
 """Rank of every adapter; words of the tokenizer; steps of a run that are not counted."""
-RECORDING = 20
-"""Runs of tenants at once on a GPU before any is timed: microbatches of each size run without CUDA graphs first."""
+STILL, RECORDING = 10, 80
+"""Runs in which no size is recorded as a CUDA graph, and most runs in all, before any is timed."""
 SHAPE = "Qwen3-0.6B"
 SMALL = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -177,6 +177,20 @@ def _timed(works: dict[str, Callable[[], None]], names: Sequence[str], one: Case
     return row | {"over_packlora": {name: timings.ratio(name, OWN) for name in row["ms"] if name != OWN}}, timings
 
 
+def settle(services: Sequence[Served], works: Sequence[Callable[[], None]], setup: Setup) -> list[int]:
+    """On a GPU let tenants work until their services record no more sizes. Returns how many each has recorded."""
+    recorded, still = [0] * len(services), 0
+    for _ in range(RECORDING if setup.device.type == "cuda" else 0):
+        for work in works:
+            work()
+        now = [own.recorded() for own in services]
+        recorded, still = now, still + 1 if now == recorded else 0
+        if still >= STILL:
+            break
+    say(f"sizes that were recorded: {recorded}")
+    return recorded
+
+
 def measure_serve(one: Case, names: list[str], options: Options) -> Row:
     return MEASURES[one.what](one, names, _setup(one, options))
 
@@ -192,13 +206,15 @@ def measure_tenants(one: Case, names: list[str], setup: Setup) -> Row:
         OWN: all_at_once(tenants, requests, one.steps),
         SEQUENTIAL: one_by_one(tenants, requests, one.steps),
     }
-    for _ in range(RECORDING if setup.device.type == "cuda" else 0):
-        works[OWN]()
+    recorded = settle([setup.served], [works[OWN]], setup)
     if PEFT in names and one.label.endswith("250"):
         works[PEFT] = SetAdapter(setup, data).work(one.steps)
     row, _ = _timed(works, names, one)
     tokens = one.tenants * one.samples * one.tokens * one.steps
-    return row | {"tokens_per_s": {name: tokens * 1000 / ms for name, ms in row["ms"].items()}}
+    return row | {
+        "recorded": recorded,
+        "tokens_per_s": {name: tokens * 1000 / ms for name, ms in row["ms"].items()},
+    }
 
 
 class SetAdapter:
@@ -307,7 +323,6 @@ def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
     second = setup.serve("idle")
     own = all_at_once(second.models(one.tenants, RANK), data, one.steps)
     own()
-    before = second.memory_bytes()
     for tenant in second.models(one.idle, RANK, one.tenants):
         tenant.train(data[0], 1)
     used = second.memory_bytes()
@@ -319,16 +334,21 @@ def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
     while time.monotonic() < until:
         own()
     works[IDLE] = own
-    for _ in range(RECORDING if setup.device.type == "cuda" else 0):  # models that left let the second one record anew
-        for work in works.values():
-            work()
+    recorded = settle(
+        [setup.served, second], list(works.values()), setup
+    )  # models that left let the second one record anew
     row, timings = _timed(works, [OWN, IDLE], one)
     tokens = one.tenants * one.samples * one.tokens * one.steps
     return row | {
         "tokens_per_s": {name: tokens * 1000 / ms for name, ms in row["ms"].items()},
         "rate_ratio": timings.ratio(OWN, IDLE),
+        "recorded": recorded,
         "left_on_the_base": second.on_the_base() - one.tenants,
-        "gib": {"before": before / 2**30, "used": used / 2**30, "idle": second.memory_bytes() / 2**30},
+        "gib": {
+            "used": used / 2**30,
+            "idle": second.memory_bytes() / 2**30,
+            "without": setup.served.memory_bytes() / 2**30,
+        },
     }
 
 
@@ -407,7 +427,7 @@ def serve_summary(rows: list[Row]) -> Row:
         elif row["what"] == "idle":
             found = {
                 "idle_models_tokens_per_s": row["rate_ratio"],
-                "idle_models_gib": row["gib"]["idle"] - row["gib"]["before"],
+                "idle_models_gib": row["gib"]["idle"] - row["gib"]["without"],
             }
         else:
             found = {f"p50_{name}_ms": ms for name, ms in row["ms"].items()}
@@ -424,7 +444,7 @@ SERVE = Benchmark(
     "output, AdamW. A tenant sends forward_backward and optim_step of a step, and those of the next one before it waits for "
     "the results. Contenders run in turn in one loop, the order drawn anew in each round; ratios are medians over rounds of "
     "the ratio within a round. tenants 64 / 250: tenants, samples a step and tokens a sample as the rows say; packlora: all "
-    "tenants at once, after twenty runs on a GPU in which sizes are recorded; sequential: the same service, one tenant after "
+    "tenants at once, on a GPU after runs until ten of them recorded no size; sequential: the same service, one tenant after "
     "the other; set_adapter (of 250): one PEFT model with as "
     "many adapters, set_adapter for each tenant, bfloat16 on a GPU and float32 on a CPU, fused AdamW, liger-kernel where it is "
     "installed, a step's samples in one batch. one tenant: seconds per token of a tenant whose rows fill microbatches over "
@@ -432,7 +452,7 @@ SERVE = Benchmark(
     "each in turn. idle models: all tenants at once on a service with idle models, over that on one without; they took a step "
     f"each and were then left alone, beside working tenants, until they had left the device (after {IDLE_SECONDS:.0f} s, their "
     f"seats {SEAT_SECONDS:.0f} s later); gib: "
-    "memory of tensors on the device (on a CPU: of the process) with idle models minus that before they were made. latency "
+    "memory of tensors on the device (on a CPU: of the process) with idle models minus that of the service without. latency "
     "datum: from sending a forward_backward of one sample to its result, median, over the median time of the engine in the "
     "benchmark's process for the same rows.",
     [OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE], by_case=True, where="any",

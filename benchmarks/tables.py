@@ -129,13 +129,6 @@ def behind(file: Row) -> list[Row]:
     ]  # fmt: skip
 
 
-def worst(file: Row) -> list[Row]:
-    """Layers of `layer` in which PEFT's fastest way is ahead, the worst first."""
-    ratios = {row["case"]: min(row["vs_peft"]["packlora"].values()) for row in file["rows"]}
-    found = sorted((ratio, of) for of, ratio in ratios.items() if ratio < 1)
-    return [{"of": of, "ratio": ratio, "count": len(found), "all": len(ratios)} for ratio, of in found]
-
-
 def transposed(file: Row) -> list[Row]:
     """`peers`: a row for each contender, with its ratios of the GPU alone / on the wall in every case."""
     out = []
@@ -223,7 +216,7 @@ VIEWS: dict[str, Callable[[Row], list[Row]]] = {
     "rows": lambda file: file["rows"],
     "summary": lambda file: [file["summary"]],
     **{one.__name__: one for one in (
-        by_contender, by_case, by_way, by_mode, behind, worst, transposed, wire, stages, cosines, cards,
+        by_contender, by_case, by_way, by_mode, behind, transposed, wire, stages, cosines, cards,
         least_memory,
     )},
 }  # fmt: skip

@@ -84,13 +84,21 @@ class Served:
         """Number of models that have not been put aside."""
         return int(json.loads(self._get("status"))["models_on_the_base"])
 
+    def recorded(self) -> int:
+        """Sizes of microbatches that were recorded as CUDA graphs since the start."""
+        return int(self._figure("recorded_graphs"))
+
     def memory_bytes(self) -> float:
         """Bytes of the device's memory that tensors take; on a CPU, of the process."""
-        found = re.search(r"^packlora_device_bytes (\S+)$", self._get("metrics"), re.MULTILINE)
-        if found and float(found[1]):
-            return float(found[1])
+        if (found := self._figure("device_bytes")) > 0:
+            return found
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * float(status.partition("VmRSS:")[2].split()[0])
+
+    def _figure(self, name: str) -> float:
+        found = re.search(rf"^packlora_{name} (\S+)$", self._get("metrics"), re.MULTILINE)
+        assert found is not None
+        return float(found[1])
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -26,15 +26,20 @@ from packlora.adapters.linear import Attached
 from packlora.adapters.sharded import ShardedLinear
 from packlora.adapters.spec import resolve
 from packlora.base.liger import use_liger
+from packlora.base.model import Base
 from packlora.base.packing import prepare_model
 from packlora.config import JobConfig
 from packlora.config.peft import peft_config
 from packlora.data.dataset import JobData
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.parts import Part
+from packlora.engine.passes import SingleDevice
+from packlora.engine.recorded import Body, Gradients, Recorder, Room, Shape
 from packlora.engine.rows import Row as SampleRow
 from packlora.parallel.adapter import WholeGradient
+from packlora.parallel.cut import Slices
 from packlora.parallel.tensor import shard
+from packlora.runtime.cuda_graphs import buffers_of
 from packlora.runtime.job import Job
 from packlora.tune.timing import Work
 
@@ -44,6 +49,10 @@ ROUNDS = {False: 20, True: 8}
 """Rounds, which must be as many on every process; of --quick."""
 MAIN = 4
 """Samples of the cases that are quoted."""
+RECORDED = "_recorded"
+"""In the names of contenders that are CUDA graphs, which a CPU does not have."""
+COUNTED = ("frozen", "packlora", "packlora_stepped")
+"""Contenders whose messages are counted."""
 
 
 def cases(options: Options) -> list[Case]:
@@ -82,32 +91,92 @@ class Inputs:
 def cut_work(name: str, one: Case, config: Any, inputs: Inputs, length: int) -> Work:
     """A contender on this process's slice of the model, prepared for packed samples as training does."""
     model: Any = build(config, inputs.x.device)
-    shard(model, everyone(), one.sequence)
+    shard(model, everyone(), one.sequence, vocabulary=False)
     prepare_model(model, gradient_checkpointing=False)
     use_liger(model, "auto")
     if name == "frozen":
         return Work(lambda: inputs.forward(model).backward(inputs.dy), inputs.clear)
     if name == "peft_bf16":
         return peft_work(model, inputs)
+    if name == "frozen" + RECORDED:
+        run = recorded(model, attach(model, {}, 0)[0], None, inputs)
+        return Work(run, lambda: None)
     job, attached = attached_job(model, one.samples, length)
-    no_loss = torch.zeros(1, dtype=torch.float64, device=inputs.x.device)
 
-    def step() -> None:
+    def eager() -> None:
         with attached.active(inputs.batch.owners):
             inputs.forward(model).backward(inputs.dy)
-        if name == "packlora_stepped":
-            job.state.collect(no_loss)
-            _, norm, *_ = job.state.step(job.lr_at(0)).tolist()
-            if not math.isfinite(norm):
-                raise RuntimeError(f"gradient norm {norm:g}")
-            job.state.accept()
-            job.state.discard()
+
+    run = recorded(model, attached, job, inputs) if RECORDED in name else eager
 
     def clear() -> None:
         job.discard()
         inputs.clear()
 
+    step = partial(stepped, run, job) if name.endswith("_stepped") else run
     return Work(step, clear, "; ".join(str(line) for chooser in attached.choosers for line in chooser.record())[:400])
+
+
+def stepped(run: Callable[[], None], job: Job) -> None:
+    """A forward and a backward, and the job's optimizer step."""
+    run()
+    job.state.collect(torch.zeros(1, dtype=torch.float64, device=job.adapter.flat.device))
+    _, norm, *_ = job.state.step(job.lr_at(0)).tolist()
+    if not math.isfinite(norm):
+        raise RuntimeError(f"gradient norm {norm:g}")
+    job.state.accept()
+    job.state.discard()
+
+
+class ToFirst(Body):
+    """A Body whose backward goes on to the first layer's input, as that of the other contenders does."""
+
+    first: list[torch.Tensor]
+
+    def _run_backward(self) -> tuple[torch.Tensor | None, ...]:
+        with self._attached.active(self._owners):
+            wanted = [*self.gradients.parameters, *self.first]
+            return torch.autograd.grad(self._trained(), wanted, self._d, allow_unused=True)[:-1]
+
+
+def recorded(model: Any, attached: Attached, job: Job | None, inputs: Inputs) -> Callable[[], None]:
+    """Forward and backward as the two CUDA graphs that training has of a microbatch, messages included. The function that
+    replays them holds what they read.
+
+    Args:
+        job: None: the model is frozen.
+    """
+    batch, device = inputs.batch, inputs.x.device
+    single = SingleDevice(Base(model, None, device, "random", [], storage=Slices(can_record=True)), attached)
+    buffers = {} if job is None else buffers_of([job.state])
+    dropout, shape = job is not None and job.dropout_key is not None, Shape.of(batch.sample_lengths, 0)
+    body = ToFirst(single, shape, tuple(buffers), dropout, Gradients(buffers), Room())
+    body.first, adapters = first_hidden(model), [] if job is None else list(batch.num_tokens)
+
+    def run() -> None:
+        body.forward()
+        body.backward([inputs.dy[0]], adapters)
+
+    assert shape.tokens == len(batch.input_ids_T), "the microbatch would be padded"
+    body.load(batch)
+    for _ in range(3):  # messages and kernels have run before they are recorded
+        run()
+    if job is not None:
+        job.discard()
+    body.record(Recorder(device))
+    return run
+
+
+def first_hidden(model: Any) -> list[torch.Tensor]:
+    """The embeddings' newest output, as a leaf that wants a gradient."""
+    made: list[torch.Tensor] = []
+
+    def leaf(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        made[:] = [output.detach().requires_grad_()]
+        return made[0]
+
+    model.get_input_embeddings().register_forward_hook(leaf)
+    return made
 
 
 def attached_job(model: Any, samples: int, length: int) -> tuple[Job, Attached]:
@@ -159,13 +228,21 @@ def measure(one: Case, names: list[str], options: Options) -> Row:
     batch = collate([Part(0, [SampleRow(sample, (7, 0, n)) for n, sample in enumerate(samples)])], device)
     x, dy = (torch.randn(1, one.samples * length, config.hidden_size, device=device).bfloat16() for _ in range(2))
     inputs, made = Inputs(batch, x.requires_grad_(), dy), dict[str, Work]()
+    names = [name for name in names if not (tiny and RECORDED in name)]
     contenders = [
         aligned(name, partial(cut_work, name, one, config, inputs, length), options.mesh, device, made)
         for name in names
     ]
     row = timed(contenders, options, rounds=(ROUNDS[options.quick],) * 2, wall=True)
-    sent = messages({name: work for name, work in made.items() if not name.startswith("peft")})
-    return {"layers": layers, **row, "messages": sent}
+    sent = messages({name: work for name, work in made.items() if name in COUNTED})
+    return {"layers": layers, **row, "recorded_over_frozen": recorded_ratios(row["ms"]), "messages": sent}
+
+
+def recorded_ratios(ms: dict[str, float]) -> Row:
+    """Ratios of packlora's medians to the frozen layers', where both are graphs; by packlora's name without the word."""
+    below = ms.get("frozen" + RECORDED)
+    own = {name: time for name, time in ms.items() if name.startswith("packlora") and RECORDED in name}
+    return {} if below is None else {name.replace(RECORDED, ""): time / below for name, time in own.items()}
 
 
 def summary(rows: list[Row]) -> Row:
@@ -189,7 +266,10 @@ def summary(rows: list[Row]) -> Row:
         )
     for row in rows:
         kind = f"tp{row['processes']}_{row['shape']}_{row['samples']}" + "_sp" * row["sequence"]
-        out |= {f"{name}_over_frozen_{kind}": ratio for name, ratio in row["over_frozen"].items()}
+        eager = {name: ratio for name, ratio in row["over_frozen"].items() if RECORDED not in name}
+        graphs = row.get("recorded_over_frozen", {})
+        out |= {f"{name}_over_frozen_{kind}": ratio for name, ratio in eager.items()}
+        out |= {f"{name}_recorded_over_frozen_{kind}": ratio for name, ratio in graphs.items()}
     return out
 
 
@@ -204,10 +284,16 @@ TENSOR_PARALLEL = Benchmark(
     "same layers, its part of a row-parallel layer in the sum that the frozen layer needs, with the same attention "
     "and norms and no message of its own; transformers' own tensor parallelism is not measured. Contenders run in "
     "turn inside one loop, random order each round, the GPUs of all processes aligned and the L2 flushed before "
-    "each run, CUDA events, medians, ratios within a round; wall_ms: rounds in which each run is waited for. "
+    "each run, CUDA events, medians, ratios within a round; wall_ms: rounds in which each run is waited for. _recorded: "
+    "forward and backward as the two CUDA graphs that training has of a microbatch, messages included, from token ids "
+    "with a gradient of the first layer's input; recorded_over_frozen: packlora's medians so over the frozen layers'. "
     "messages: collectives of a forward and backward by this process, of packlora_stepped with the step's; sent: "
     "their bytes where messages go round in a ring. over_frozen_tp: packlora's largest ratio over shapes at 4 x "
     "2048 tokens; extra_collectives_per_step, wire_of_base: those of packlora_stepped less those of frozen, and its "
     "bytes over frozen's, the largest there; _sp: of the sp cases. Figures are process 0's.",
-    ["frozen", "packlora", "packlora_stepped", "peft_bf16"], by_case=True, where="processes",
+    [
+        "frozen", "packlora", "packlora_stepped", "peft_bf16", "frozen_recorded", "packlora_recorded",
+        "packlora_recorded_stepped",
+    ],
+    by_case=True, where="processes",
 )  # fmt: skip

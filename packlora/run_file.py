@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ from packlora.config import BASE, MOST_NESTED, DataSource, JobConfig, Run
 from packlora.config.data import TEMPLATES
 from packlora.errors import InputError, kind_of, quoted, shown
 
-OF_DATA = (".jsonl", ".csv", ".parquet")
-"""Suffixes of data files, which no run file has."""
 MOST_BYTES = 8 * 2**20
 """Bytes of the largest run file; PyYAML reads about 100 kB a second."""
 
@@ -108,7 +107,7 @@ def _read_tree(path: Path, what: str) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
         raise InputError(f"cannot read the run file {path}: {getattr(error, 'strerror', None) or error}") from None
-    if path.suffix in OF_DATA:
+    if path.suffix != ".json" and path.suffix in import_module("packlora.data.formats").endings():
         raise InputError(
             f"{path} is a data file, and this takes a run file; `packlora init {shlex.quote(str(path))}` writes one for it"
         )

@@ -35,7 +35,7 @@ from packlora.engine.passes import SingleDevice, run_microbatch
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.recompute import add_recompute
 from packlora.parallel.adapter import WholeGradient, joined
-from packlora.parallel.collectives import GATHER, SCATTER, all_of
+from packlora.parallel.collectives import GATHER, SCATTER, SCATTER_SEVERAL, all_of
 from packlora.parallel.cut import Slices
 from packlora.parallel.tensor import shard
 from packlora.runtime.cuda_graphs import buffers_of, columns_of
@@ -204,7 +204,9 @@ def counted() -> Iterator[list[str]]:
 
         return call
 
-    with mock.patch.multiple(dist, **{name: counting(name, getattr(dist, name)) for name in COLLECTIVES}):
+    several = counting(SCATTER_SEVERAL, getattr(dist.ProcessGroup, SCATTER_SEVERAL))
+    functions = {name: counting(name, getattr(dist, name)) for name in COLLECTIVES}
+    with mock.patch.multiple(dist, **functions), mock.patch.object(dist.ProcessGroup, SCATTER_SEVERAL, several):
         yield calls
 
 

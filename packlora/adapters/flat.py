@@ -30,6 +30,10 @@ class Place(NamedTuple):
     stop: int
     shape: tuple[int, ...]
 
+    def view(self, elements: torch.Tensor) -> torch.Tensor:
+        """The tensor, from the elements that are its place."""
+        return elements[: math.prod(self.shape)].view(self.shape)
+
 
 class FlatLayout:
     """The places of tensors in one tensor of one dimension, by name, in the order in which they lie.
@@ -51,6 +55,12 @@ class FlatLayout:
         return {
             name: flat[start : start + math.prod(shape)].view(shape) for name, (start, _, shape) in self.places.items()
         }
+
+    def chunks(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The elements of each place in `flat` [size], of one dimension, by one call."""
+        sizes = [place.stop - place.start for place in self.places.values()]
+        *chunks, _ = flat.split([*sizes, self.size - sum(sizes)])
+        return dict(zip(self.places, chunks, strict=True))
 
 
 def total_norm(flat: torch.Tensor) -> torch.Tensor:

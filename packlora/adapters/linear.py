@@ -284,6 +284,7 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
     first, owners = calls[0].member, calls[0].owners
     members, keys_T2 = [call.member for call in calls], owners.keys_T2
     group = first.groups.of(tuple([member.layer() for member in members]))
+    # what the segments and the plan depend on: while it is the same, those of the last call stand
     tokens = owners.total, owners.segments, keys_T2 is None, x.requires_grad, owners.boundaries.known
     if group.tokens != tokens:
         segments = tuple(_segments(owners, [member.computed() for member in members]))

@@ -18,6 +18,8 @@ from packlora.ops.lora_linear.types import LowRank
 if TYPE_CHECKING:
     from packlora.adapters.spec import ModuleSpec
 
+Factors = tuple[torch.Tensor | None, torch.Tensor | None]
+
 
 def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the trainable parameters of one adapter on one module, by name; slices of those of a layer that is a slice."""
@@ -38,14 +40,12 @@ def low_rank_shapes(spec: ModuleSpec, N: int, K: int) -> dict[str, tuple[int, ..
     return shapes
 
 
-def first_factors(
-    spec: ModuleSpec, A: tuple[int, ...], B: tuple[int, ...], seed: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def first_factors(spec: ModuleSpec, A: tuple[int, ...], B: tuple[int, ...], seed: int) -> Factors:
     """First values of A and B of these shapes, as PEFT's init_lora_weights draws them; None for zeros.
 
     True and False draw A from kaiming_uniform_ with a = sqrt(5), False B as well; gaussian A with the deviation 1 / rank;
-    orthogonal both from the odd and the even rows of an orthogonal matrix [r, r], for even r. Of an embedding B is drawn from
-    normal numbers, and A under False alone. starts.py writes those of other starts.
+    orthogonal both from the odd and the even rows of an orthogonal matrix [r, r], for even r. starts.py writes those of other
+    starts.
     """
     generator = torch.Generator().manual_seed(seed)
     start, r, K, N = spec.start, A[0], math.prod(A[1:]), B[0]
@@ -54,9 +54,6 @@ def first_factors(
         bound = 1.0 / math.sqrt(columns)
         return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
 
-    if spec.kind == "embedding":
-        drawn = torch.randn(B, generator=generator)
-        return torch.randn(A, generator=generator) if start is False else None, drawn
     if start == "gaussian":
         return torch.randn(r, K, generator=generator) / spec.rank, None
     if start == "orthogonal":
@@ -92,9 +89,13 @@ class TrainedWeights:
             return
         factors = [self.parameters[name] for name in "AB"]
         A, B = (self.whole_shape(name, own.shape) for name, own in zip("AB", factors, strict=True))
-        for name, own, whole in zip("AB", factors, first_factors(self.spec, A, B, seed), strict=True):
+        for name, own, whole in zip("AB", factors, self.first_factors(A, B, seed), strict=True):
             if whole is not None:
                 own.copy_(self.own(name, whole).reshape(own.shape))
+
+    def first_factors(self, A: tuple[int, ...], B: tuple[int, ...], seed: int) -> Factors:
+        """First values of A and B of these shapes, None for zeros."""
+        return first_factors(self.spec, A, B, seed)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.parameters)

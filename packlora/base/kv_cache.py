@@ -17,6 +17,7 @@ import torch
 
 from packlora.base.packing import CachedPass
 from packlora.ops.attention.attention import packed_attention, uses_kernels
+from packlora.ops.attention.blocks import SampleBlocks
 from packlora.ops.attention.cached import Visible, cached_attention
 
 
@@ -74,12 +75,13 @@ class KeyValueCache:
 class Prefill(CachedPass):
     """Packed prompts whose keys and values are kept.
 
-    lengths: tokens of each sample of the row, in order; some may be padding, of which nothing is kept.
+    lengths: tokens of each sample of the row, in order, or their blocks on the device; some may be padding, of which nothing is
+        kept.
     tokens_N, slots_N, places_N: int64; token n of the row is kept in a slot at a place. A token may be kept in several slots.
     """
 
     cache: KeyValueCache
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | SampleBlocks
     tokens_N: torch.Tensor
     slots_N: torch.Tensor
     places_N: torch.Tensor

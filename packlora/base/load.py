@@ -181,8 +181,7 @@ def read_model(
 
 
 def load_part(what: str, path: str, load: Any) -> Any:
-    """Return the result of `load`. Raises InputError, which names the part and the base model that could not be loaded, and
-    torch.OutOfMemoryError."""
+    """Return the result of `load`. Raises InputError, which names the part and the base model, and torch.OutOfMemoryError."""
     try:
         return load()
     except torch.OutOfMemoryError:

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from packlora.config.shared import Strict
 from packlora.errors import InputError
 
+PLACEMENTS = "packlora.runtime.placements"
 
-class ParallelConfig(Strict):
+
+@cache
+def placements() -> Mapping[str, type[Strict]]:
+    """Keys of the placements that have a folder, by its name. The key of that name is the number of processes that make up a
+    replica of the model; 1: the placement is not used."""
+    found = sorted(module.name for module in iter_modules(import_module(PLACEMENTS).__path__) if module.ispkg)
+    return {name: import_module(f"{PLACEMENTS}.{name}").Keys for name in found}
+
+
+if TYPE_CHECKING:
+
+    class _Keys(Strict):
+        """Keys of these placements."""
+else:
+    _Keys = create_model("_Keys", __base__=tuple(reversed(placements().values())) or Strict)
+
+
+class ParallelConfig(_Keys):
     """Distribution of a run over the processes that torchrun starts, one for each device. auto: the defaults."""
 
     devices_per_job: int | Literal["auto"] = Field("auto")
@@ -76,7 +98,13 @@ class ParallelConfig(Strict):
                 f"offload_base is true and shard_base is {str(self.shard_base).lower()}, but what is kept on the host are the "
                 "parts of layers that devices gather from each other; set shard_base to true or a number too"
             )
+        own, size = self.own
+        if size > 1 and (
+            others := [*(name for name in placements() if name != own and getattr(self, name) > 1), *self.ways]
+        ):
+            raise ValueError(f"{own} is {size} and {others[0]} is set too, two placements of a replica; give one")
         parts = {"pipeline": self.stages, "tensor": self.tensor, "expert": self.expert, "shard_base": self.degree or 1}
+        parts |= {own: size} if size > 1 else {}
         together, named = math.prod(parts.values()), " times ".join(key for key, size in parts.items() if size > 1)
         if self.devices_per_job != "auto" and self.devices_per_job % together:
             raise ValueError(
@@ -89,6 +117,17 @@ class ParallelConfig(Strict):
     def stages(self) -> int:
         """Stages of the pipeline that is requested; 1 under auto."""
         return 1 if self.pipeline == "auto" else self.pipeline
+
+    @property
+    def own(self) -> tuple[str, int]:
+        """Name of the folder whose placement is requested, and its number of processes; "" and 1 without one."""
+        return next(((name, size) for name in placements() if (size := getattr(self, name)) > 1), ("", 1))
+
+    @property
+    def package(self) -> str | None:
+        """Package of the placement that is requested; see Layout.package."""
+        name, _ = self.own
+        return f"{PLACEMENTS}.{name}" if name else "packlora.pipeline" if self.stages > 1 else None
 
     @property
     def exchanges(self) -> bool:
@@ -138,13 +177,14 @@ class ParallelConfig(Strict):
         """Numbers of devices, out of so many, that the keys ask for, by the fields of a layout (parallel/layout.py)."""
         shard = self.degree or (processes // (self.tensor * self.expert) if self.shard_base is True else 1)
         own = {"tensor": self.tensor, "pipeline": self.stages, "expert": self.expert, "exchange": self.exchanges}
-        return {"shard": shard, **own}
+        return {"shard": shard, **own, "own": self.own}
 
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
         started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
         parts = {"pipeline": self.stages, "shard_base": self.degree or 1, "tensor": self.tensor, "expert": self.expert}
+        parts |= {name: size for name, size in (self.own,) if name}
         for name, together in parts.items():
             if processes % together:
                 raise InputError(

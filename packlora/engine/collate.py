@@ -120,7 +120,7 @@ def _tokens_and_labels(parts: Parts, total: int) -> tuple[dict[Name, list[np.nda
             labels.append(row.sample.labels)
             start += row.sample.num_tokens
         weights.append(np.full(sum(counts[-1]), part.weight))
-    for filler in _fillers(total - start, max(map(len, positions))):
+    for filler in fillers(total - start, max(map(len, positions))):
         ids.append(np.resize(_texts(parts[0].rows[0].sample), filler))
         positions.append(np.arange(filler))
     few = MIN_ROWS - sum(map(len, rows))
@@ -177,7 +177,7 @@ def _carrying(part: Part) -> list[Term]:
     return [term for term in part.terms if term.carries]
 
 
-def _fillers(tokens: int, longest: int) -> list[int]:
+def fillers(tokens: int, longest: int) -> list[int]:
     """Lengths of filler samples without an adapter."""
     each = max(longest, MIN_ROWS)
     return [min(each, tokens - first) for first in range(0, tokens, each)]

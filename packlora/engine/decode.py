@@ -83,40 +83,15 @@ class Passes:
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
         """Logits [places, V] of each prompt; its keys and values are in the cache then."""
-        ids: list[int] = []
-        lengths: list[int] = []
-        rows: list[int] = []
-        segments: list[tuple[int, int, int]] = []
-        label_segments: list[tuple[int, int, int]] = []
-        starts, found = dict[int, int](), dict[int, slice]()
-        for adapter, own in _by_adapter(range(len(prompts)), [prompt.adapter for prompt in prompts]):
-            first, first_row = len(ids), len(rows)
-            for at in own:
-                starts[at] = len(ids)
-                found[at] = slice(len(rows), len(rows) + len(prompts[at].places))
-                rows += [len(ids) + place for place in prompts[at].places]
-                ids += prompts[at].ids
-                lengths.append(len(prompts[at].ids))
-            if filler := _lacking(len(ids) - first, self._even):
-                ids += (ids[first:] * filler)[:filler]
-                lengths.append(filler)
-            rows += [rows[-1]] * _lacking(len(rows) - first_row, self._even)
-            segments.append((adapter, first, len(ids)))
-            label_segments.append((adapter, first_row, len(rows)))
-        while len(ids) < self.fewest:
-            lengths.append(min(lengths[0], self.fewest - len(ids)))
-            ids += ids[: lengths[-1]]
-        rows += [0] * (self.fewest - len(rows))
-        kept = kept_in(
-            [prompts[at].slots for at in starts], [len(prompts[at].ids) for at in starts], [*starts.values()]
-        )
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        ids_T, positions_T, rows_L, *kept_N = self._send([ids, positions, rows, *kept])
-        owners = TokenOwners(len(ids), _owned(segments), label_rows=(_owned(label_segments), rows_L))
-        own_pass = Prefill(self.cache, tuple(lengths), *kept_N)
+        packed = pack(prompts, self._even, self.fewest)
+        positions = np.concatenate([np.arange(length) for length in packed.lengths])
+        ids_T, positions_T, rows_L, *kept_N = self._send([packed.ids, positions, packed.rows, *packed.kept])
+        label_rows = packed.label_segments, rows_L
+        owners = TokenOwners(len(packed.ids), packed.segments, label_rows=label_rows)
+        own_pass = Prefill(self.cache, tuple(packed.lengths), *kept_N)
         with one_error_for_memory(), self.attached.active(owners):
             logits_LV = packed_logits(self.model, ids_T, positions_T, own_pass, rows_L)
-        return [logits_LV[found[at]] for at in range(len(prompts))]
+        return [logits_LV[own] for own in packed.found]
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[NextToken]) -> torch.Tensor:
@@ -141,6 +116,54 @@ class Passes:
         host = torch.from_numpy(np.concatenate([np.asarray(column, np.int64) for column in columns]))
         sent: tuple[torch.Tensor, ...] = host.to(self.model.device).split([len(column) for column in columns])
         return sent
+
+
+class Packed(NamedTuple):
+    """Prompts in one row, ordered by adapter.
+
+    ids: of the row's tokens. lengths: of its samples, padding among them. rows: places in it whose logits are wanted.
+    segments, label_segments: of the tokens, and of these places, that adapters own. kept: tokens, slots and places, see
+        Prefill. found: of each prompt, its part of `rows`.
+    """
+
+    ids: list[int]
+    lengths: list[int]
+    rows: list[int]
+    segments: tuple[tuple[int, int, int], ...]
+    label_segments: tuple[tuple[int, int, int], ...]
+    kept: list[list[int]]
+    found: list[slice]
+
+
+def pack(prompts: Sequence[Prompt], even: int, fewest: int) -> Packed:
+    """Pack prompts. even: multiple of which each adapter's rows are; fewest: rows at least."""
+    ids: list[int] = []
+    lengths: list[int] = []
+    rows: list[int] = []
+    segments: list[tuple[int, int, int]] = []
+    label_segments: list[tuple[int, int, int]] = []
+    starts, found = dict[int, int](), dict[int, slice]()
+    for adapter, own in _by_adapter(range(len(prompts)), [prompt.adapter for prompt in prompts]):
+        first, first_row = len(ids), len(rows)
+        for at in own:
+            starts[at] = len(ids)
+            found[at] = slice(len(rows), len(rows) + len(prompts[at].places))
+            rows += [len(ids) + place for place in prompts[at].places]
+            ids += prompts[at].ids
+            lengths.append(len(prompts[at].ids))
+        if filler := _lacking(len(ids) - first, even):
+            ids += (ids[first:] * filler)[:filler]
+            lengths.append(filler)
+        rows += [rows[-1]] * _lacking(len(rows) - first_row, even)
+        segments.append((adapter, first, len(ids)))
+        label_segments.append((adapter, first_row, len(rows)))
+    while len(ids) < fewest:
+        lengths.append(min(lengths[0], fewest - len(ids)))
+        ids += ids[: lengths[-1]]
+    rows += [0] * (fewest - len(rows))
+    kept = kept_in([prompts[at].slots for at in starts], [len(prompts[at].ids) for at in starts], [*starts.values()])
+    parts = [found[at] for at in range(len(prompts))]
+    return Packed(ids, lengths, rows, _owned(segments), _owned(label_segments), kept, parts)
 
 
 class Layout(NamedTuple):

@@ -34,6 +34,7 @@ from packlora.engine.parts import Parts, rows_of
 from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, one_error_for_memory
 from packlora.engine.recorded import STEPS, Body, Buffers, Gradients, Recorder, Room, Shape
 from packlora.engine.rows import NO_ADAPTER
+from packlora.engine.sizes import Sizes
 from packlora.errors import ProcessError
 
 MOST = 32
@@ -73,10 +74,8 @@ class GraphedDevice:
         budget: most tokens that microbatches are planned with.
         tell: is told once why there are no graphs.
         columns, routes: as of Body.
-        patience: microbatches of a shape that run without a graph before one is recorded.
-        steps: sizes, as of Shape.
-        lent: tokens of nobody that are computed before a shape has graphs of its own, while its microbatches run by those of a
-            larger one that they fill half of.
+        patience, lent: as of Sizes.
+        steps: as of Shape.
     """
 
     def __init__(
@@ -92,9 +91,7 @@ class GraphedDevice:
         self._unfit: str | None = None
         """Why these adapters cannot have graphs."""
         self._shape_of = lambda lengths: Shape.of(lengths, budget, steps)
-        self._patience, self._lent = patience, lent
-        self._lends = dict[Shape, int]()
-        """Tokens of nobody with which a shape has run by the graphs of another."""
+        self.sizes = Sizes(patience, lent)
         self._follow(buffers, dropout, columns, routes)
         self._new_recorder = recorder
         self._recorder: Any = None
@@ -168,9 +165,10 @@ class GraphedDevice:
 
     def _launch(self, ready: _Ready) -> Waiting:
         base, body, batch = self.single.base, ready.body, ready.batch
-        if body.runs >= self._patience and not body.recorded and self._checked > 1:
+        if self.sizes.is_due(body.shape, body.runs) and not body.recorded and self._checked > 1:
             self._recorder = self._recorder or self._new_recorder(base.device)
             body.record(self._recorder)
+            self.sizes.recorded += 1
         with _nothing_waits(base.device, self._checked == 1):
             outputs = body.forward()
         return Waiting(self._between.forward(batch, outputs), outputs, body, ready.parts)
@@ -234,7 +232,8 @@ class GraphedDevice:
         return self.single.plans()
 
     def _load(self, parts: Parts) -> _Ready:
-        body = self._body(self._shape_for(_lengths(parts)))
+        body = self._body(self._shape_for(lengths := _lengths(parts)))
+        self.sizes.padding += body.shape.tokens - sum(lengths)
         batch = _loaded(body, parts, self.single.base.device)
         is_first, self._is_first = self._is_first, False
         if is_first and self._can_rehearse():
@@ -248,11 +247,7 @@ class GraphedDevice:
     def _shape_for(self, lengths: Sequence[int]) -> Shape:
         """The shape by whose graphs samples of so many tokens run now."""
         own = self._shape_of(lengths)
-        if own in self._bodies or self._lends.get(own, 0) >= self._lent:
-            return own
-        best = min(self._recorded(lengths), default=own)
-        self._lends[own] = self._lends.get(own, 0) + (best != own) * (best.tokens - sum(lengths))
-        return best
+        return own if own in self._bodies else self.sizes.choose(own, self._recorded(lengths), sum(lengths))
 
     def _recorded(self, lengths: Sequence[int]) -> list[Shape]:
         """Shapes whose graphs can run samples of so many tokens."""
@@ -268,7 +263,7 @@ class GraphedDevice:
             if len(self._bodies) >= MOST:
                 oldest = next(iter(self._bodies))
                 del self._bodies[oldest]
-                self._lends.pop(oldest, None)
+                self.sizes.forget(oldest)
         self._bodies[shape] = body
         return body
 
@@ -323,7 +318,7 @@ class GraphedDevice:
     def _drop(self) -> None:
         """Free the memory of all graphs."""
         self._waiting, self._ready, self._recorder = False, None, None
-        for kept in (self._bodies, self._lends, self._room):
+        for kept in (self._bodies, self.sizes, self._room):
             kept.clear()
         gc.collect()
         free_memory(self.single.base.device)

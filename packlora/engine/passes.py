@@ -165,7 +165,7 @@ class SingleDevice:
         """See Executor."""
         with one_error_for_memory():
             batch = collate(parts, self.base.device, self._total(parts), self.base.modality)
-            # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
+            # a label's gradient is its own weight, whatever the total is: a loss that is not finite reaches no other adapter
             model, routed = self.base.model, list[torch.Tensor]() if batch.carried else None
             with self.attached.active(batch.owners):
                 losses = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)

@@ -6,6 +6,7 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -254,11 +255,17 @@ def _nothing() -> None:
     """The backward of hidden states that depend on no parameter."""
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all recordings. For each stream cuBLAS keeps workspaces till the process ends, 32 MiB each on an H100."""
+    return torch.cuda.Stream(device)
+
+
 class Recorder:
     """Records functions as CUDA graphs, on one stream, in one pool of memory: their replays follow one another."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = _stream(device), torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """A function that replays its launches. Nothing runs now.

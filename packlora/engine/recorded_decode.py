@@ -1,4 +1,5 @@
 """CUDA graphs of decode passes: one replay gives the logits of all samples' next tokens, which costs the host nothing.
+Prompts: recorded_prefill.py.
 
 As in graphs.py, what changes from pass to pass lies in buffers at fixed addresses: tokens, places, slots, and who owns which
 rows. A pass of the same numbers of rows, slots and places and of the same adapters has a graph, recorded after some that ran
@@ -26,6 +27,7 @@ from packlora.engine.decode import NextToken, Passes, Prompt, lay_out
 from packlora.engine.memory import free_memory
 from packlora.engine.passes import one_error_for_memory
 from packlora.engine.recorded import Recorder
+from packlora.engine.recorded_prefill import GraphedPrompts
 from packlora.engine.rows import NO_ADAPTER
 from packlora.ops.attention.cached import Visible
 from packlora.ops.lora_linear.boundaries import ON_HOST
@@ -87,6 +89,7 @@ class GraphedPasses:
         self._seen: dict[Shape, int] = {}
         self._fits: dict[tuple[int, ...], bool] = {}
         self._turn = eager.cache.turn
+        self.prompts = GraphedPrompts(eager, self._fits_one, self._recorder_now)
 
     @property
     def cache(self) -> KeyValueCache:
@@ -95,7 +98,14 @@ class GraphedPasses:
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
         """See Passes."""
-        return self.eager.prefill(prompts)
+        self._follow_cache()
+        try:
+            with one_error_for_memory():
+                found = self.prompts.run(prompts)
+        except Exception as error:  # of a model, a kernel or a library; without graphs it may be none
+            self.prompts.why_not, found = _words(error), None
+            self._drop()
+        return self.eager.prefill(prompts) if found is None else found
 
     def free(self) -> None:
         """Give the memory of the cache and of all graphs back."""
@@ -105,8 +115,7 @@ class GraphedPasses:
     @torch.no_grad()
     def decode(self, tokens: Sequence[NextToken]) -> torch.Tensor:
         """See Passes."""
-        if self._turn != self.cache.turn:
-            self._drop()
+        self._follow_cache()
         shape = self._shape(tokens)
         if shape is not None and self._seen.setdefault(shape, 0) < UNRECORDED:
             self._seen[shape] += 1
@@ -119,7 +128,7 @@ class GraphedPasses:
             with one_error_for_memory():
                 return self._body(shape).run(tokens)
         except Exception as error:  # of a model, a kernel or a library; without graphs it may be none
-            self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.why_not = _words(error)
         self._drop()
         return self.eager.decode(tokens)
 
@@ -129,9 +138,7 @@ class GraphedPasses:
         adapters = tuple(sorted(owners - {NO_ADAPTER}))
         if self.why_not is not None or (len(adapters) == 1 and NO_ADAPTER in owners):
             return None  # a single adapter would be given all rows
-        if adapters not in self._fits:
-            self._fits[adapters] = self._fit(adapters)
-        if not self._fits[adapters]:
+        if not self._fits_one(adapters):
             return None
         rows = max(MIN_ROWS, 1 << (len(tokens) - 1).bit_length())
         places = max(VIEW, 1 << max(token.place for token in tokens).bit_length())
@@ -143,6 +150,11 @@ class GraphedPasses:
         found = [own for own, body in self._bodies.items() if body.is_recorded and own.holds(shape)]
         return min(found, key=lambda own: (own.rows, own.places, len(own.adapters)), default=None)
 
+    def _fits_one(self, adapters: tuple[int, ...]) -> bool:
+        if adapters not in self._fits:
+            self._fits[adapters] = self._fit(adapters)
+        return self._fits[adapters]
+
     def _fit(self, adapters: Sequence[int]) -> bool:
         """Whether all that these adapters train is low-rank, of linear layers."""
         model = self.eager.model
@@ -153,19 +165,29 @@ class GraphedPasses:
     def _body(self, shape: Shape) -> _Body:
         body = self._bodies.pop(shape, None)
         if body is None:
-            self._recorder = self._recorder or self._new_recorder(self.eager.model.device)
             if len(self._bodies) >= MOST:
                 del self._bodies[next(iter(self._bodies))]
-            body = _Body(self.eager, shape, self._recorder)
+            body = _Body(self.eager, shape, self._recorder_now())
         self._bodies[shape] = body
         return body
 
+    def _recorder_now(self) -> Any:
+        """Records in one pool of memory until graphs are dropped."""
+        self._recorder = self._recorder or self._new_recorder(self.eager.model.device)
+        return self._recorder
+
+    def _follow_cache(self) -> None:
+        if self._turn != self.cache.turn:
+            self._drop()
+
     def _drop(self) -> None:
-        """Free the memory of all graphs. A shape that had one is recorded again when it is met again."""
-        self._turn, self._recorder = self.cache.turn, None
+        """Free the memory of all graphs. A decode pass that had one is recorded again when it is met again."""
+        had_any, self._turn = self._recorder is not None, self.cache.turn
+        self._recorder = None
         self._fits.clear()
-        if self._bodies:
-            self._bodies.clear()
+        self._bodies.clear()
+        self.prompts.clear()
+        if had_any:
             free_memory(self.eager.model.device)
 
 
@@ -225,6 +247,10 @@ class _Body:
         own_pass = Decode(self._passes.cache, rows_S, slots_R, Visible(places_S, self._shape.places))
         with self._passes.attached.active(self._owners):
             self._logits_RV = packed_logits(self._passes.model, ids_R, places_R, own_pass, self._every_R)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _flats(model: PreTrainedModel, adapters: Sequence[int]) -> list[torch.Tensor]:

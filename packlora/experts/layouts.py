@@ -9,7 +9,7 @@ import torch
 
 from packlora.errors import InputError
 from packlora.experts.cut import check_experts
-from packlora.parallel import layout as layouts
+from packlora.parallel import layouts
 from packlora.parallel.layout import Layout
 from packlora.runtime.estimate import TRAINABLE_BYTES, analytic_cost, speed
 from packlora.runtime.prepared_run import PreparedRun
@@ -24,7 +24,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
         work: by job, what it is predicted to take.
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.in_parts is not None or parallel.is_sharded
+    asked = parallel.divided or parallel.package
     if asked or prepared.form is not None or encoder is None:
         return []
     out = []

@@ -29,6 +29,8 @@ GATHER, SCATTER = (
     ("all_gather_single", "reduce_scatter_single") if NEW else ("all_gather_into_tensor", "reduce_scatter_tensor")
 )
 """Names that torch has for joining and for adding up parts of one tensor; it warns of the older ones since 2.13."""
+SCATTER_SEVERAL = "reduce_scatter_tensor_coalesced"
+"""The method of process groups that adds up parts of several tensors in one message."""
 
 
 @contextmanager
@@ -53,6 +55,19 @@ def add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     assert tensor.is_contiguous()
     with answered():
         dist.all_reduce(tensor, group=group)
+
+
+def sum_own(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Sums over the group of tensors [rows, ...], whose dtypes may differ: of each this process's share of the rows. One
+    message, without a copy that joins the tensors."""
+    size, opts = dist.get_world_size(group), dist.ReduceScatterOptions()
+    opts.asyncOp = False
+    own = [tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:]) for tensor in tensors]
+    with answered():
+        sending = getattr(group, SCATTER_SEVERAL)(own, [tensor.contiguous() for tensor in tensors], opts)
+        if sending is not None:  # NCCL's is on the device's queue already
+            sending.wait()
+    return own
 
 
 def all_of(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

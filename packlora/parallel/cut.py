@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_layout import part_of
+from packlora.adapters.expert_layout import experts_of, part_of
 from packlora.adapters.slices import Slice, slice_of
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
@@ -35,7 +35,7 @@ from packlora.parallel.tensor import cut_model
 class Slices(InMemory):
     """The Storage of a model of which the process holds a slice of every layer, or some of the experts.
 
-    NCCL's messages of slices are recorded like launches; experts' are decided on by the host.
+    NCCL's messages of slices are recorded like launches. Of experts it has not been tried.
     """
 
     is_whole = False
@@ -75,7 +75,7 @@ def load_cut(
 
     model = empty()
     untie(model, mesh, files, keys)
-    storage: Storage = Slices(can_record=run.parallel.expert == 1)
+    storage: Storage = Slices(can_record=not experts_of(model))
     layers = replica.layers or replica.model
     notes = cut_model(run.parallel, model, layers, replica.model, vocabulary)
     if replica.shards is None:

@@ -7,15 +7,14 @@ is as much larger as there are replicas, and run in waves: a part of each on eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from packlora.config.parallel import PLACEMENTS
 from packlora.schedule.types import Microbatch, Placed
 
 Wave = Sequence[Microbatch]
 """Microbatches that run at the same time, at most one for each replica of a group."""
-MOST_IDLE = 0.05
-"""Share of the devices' time that may be idle where no more of them share a job."""
 FULL = 0.9
 """Share of the room of all processes that microbatches are planned to take: fuller ones cannot be cut evenly, and what is left
 over takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average (benchmarks/LOG.md)."""
@@ -29,7 +28,8 @@ class Layout:
     rows of every weight (sharded.py); it divides split. 1: each holds all rows. expert: processes that hold the experts
     together, and all else each; they are a replica too; with tensor so many sets of such processes share out the experts, of
     which each process has other ones. exchange: each, or each set, has microbatches of its own, so it counts as a replica;
-    their groups are multiples of expert times shard, and pipeline is 1.
+    their groups are multiples of expert times shard, and pipeline is 1. own: placement with a folder (runtime/placements/), and
+    the number of processes that make up a replica by it; all else is 1 then.
 
     In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 
@@ -40,6 +40,7 @@ class Layout:
     shard: int = 1
     expert: int = 1
     exchange: bool = False
+    own: tuple[str, int] = ("", 1)
 
     @staticmethod
     def of_one_device(jobs: Iterable[str]) -> Layout:
@@ -52,7 +53,14 @@ class Layout:
 
     @property
     def devices_per_replica(self) -> int:
-        return self.tensor * self.pipeline * self.experts_on
+        return self.tensor * self.pipeline * self.experts_on * self.own[1]
+
+    @property
+    def package(self) -> str | None:
+        """Package whose module `placement` has the placement of a replica, PLACEMENT; None: several.OverProcesses is it."""
+        if self.own[0]:
+            return f"{PLACEMENTS}.{self.own[0]}"
+        return "packlora.pipeline" if self.pipeline > 1 else None
 
     @property
     def experts_on(self) -> int:
@@ -94,6 +102,7 @@ class Layout:
         words = [f"tensor {self.tensor}"] if self.tensor > 1 else []
         words += [f"shard {self.shard}"] if self.sharded else []
         words += [f"pipeline of {self.pipeline}"] if self.pipeline > 1 else []
+        words += ["{} {}".format(*self.own)] if self.own[0] else []
         way = ", all_to_all" if self.exchange else ""
         return words + ([f"experts on {self.expert}{way}"] if self.expert > 1 else [])
 
@@ -103,87 +112,6 @@ class Layout:
     def ranks(self, group: int) -> range:
         """Ranks of a group; the first one leads it."""
         return range(group * self.devices_per_job, (group + 1) * self.devices_per_job)
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Predicted times of a layout. waves: of the group with the most. time: until the last group is done; busy: of all
-    devices together. Both in the unit of the cost."""
-
-    layout: Layout
-    waves: int
-    time: float
-    busy: float
-
-    @property
-    def idle(self) -> float:
-        """Share of all devices' time in which they have no microbatch; those that hold a layer together count as one."""
-        return 1.0 - self.busy / (self.time * self.layout.replicas * self.layout.pipeline) if self.time else 0.0
-
-
-def layouts(
-    work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1, shard: int = 1, expert: int = 1,
-    exchange: bool = False,
-) -> list[Layout]:  # fmt: skip
-    """All layouts of a run on `world` processes, those whose jobs share the fewest first.
-
-    Args:
-        work: by job, what it is predicted to take on one replica, in any unit.
-        tensor, pipeline, shard, expert, exchange: see Layout; their product divides world.
-    """
-    replicas = world // (tensor * pipeline * (1 if exchange else expert))
-    least = shard * (expert if exchange else 1)
-    sizes = [size for size in range(least, replicas + 1, least) if replicas % size == 0]
-    return [Layout(place(work, replicas // size), size, tensor, pipeline, shard, expert, exchange) for size in sizes]
-
-
-def fewest(every: Sequence[Layout], asked: int | str) -> list[Layout]:
-    """Choose, of the layouts that have as many devices per job as is asked for, the first that leaves none without a job."""
-    own = [one for one in every if asked in ("auto", one.devices_per_job)]
-    return [one for one in own if all(one.groups)][:1]
-
-
-def predict(
-    layout: Layout, planned: Sequence[Sequence[Wave]], parts: Sequence[float],
-    times: Callable[[Sequence[Wave]], tuple[float, float]],
-) -> Prediction:  # fmt: skip
-    """Predict the times of a layout whose groups run these waves.
-
-    Args:
-        planned: by group, its waves, or those of its beginning.
-        parts: by group, the part of its work that `planned` is.
-        times: of the waves of a group, until they are done, and the sum of what all devices do.
-    """
-    taken = [(*times(own), part) for own, part in zip(planned, parts, strict=True)]
-    most = max(round(len(own) / part) for own, part in zip(planned, parts, strict=True))
-    return Prediction(
-        layout, most, max(time / part for time, _, part in taken), sum(work / part for _, work, part in taken)
-    )
-
-
-def choose(predictions: Sequence[Prediction]) -> Prediction:
-    """The first one that leaves at most MOST_IDLE of the time idle; else the one that is done first.
-
-    Args:
-        predictions: those whose jobs share the fewest devices first.
-    """
-    for one in predictions:
-        if one.idle <= MOST_IDLE:
-            return one
-    return min(predictions, key=lambda one: one.time)
-
-
-def place(work: Mapping[str, float], groups: int) -> tuple[tuple[str, ...], ...]:
-    """Jobs on so many groups, the longest first, each to the group that has least to do. Some groups get none where
-    there are fewer jobs."""
-    order = {name: number for number, name in enumerate(work)}
-    placed: list[list[str]] = [[] for _ in range(groups)]
-    load = [0.0] * groups
-    for name in sorted(work, key=lambda name: (-work[name], order[name])):
-        least = load.index(min(load))
-        placed[least].append(name)
-        load[least] += work[name]
-    return tuple(tuple(sorted(own, key=order.__getitem__)) for own in placed)
 
 
 def planned(capacity: int, size: int) -> int:

@@ -20,7 +20,7 @@ from packlora.ops.lora_linear.autograd import is_checkpoint, saving_hooks
 from packlora.ops.lora_linear.own_tokens import OwnTokens, gathered
 from packlora.ops.lora_linear.types import rows_of
 from packlora.ops.recompute import Recompute, recompute_of, recomputed
-from packlora.parallel.collectives import GATHER, SCATTER, answered, function_of
+from packlora.parallel.collectives import GATHER, SCATTER, answered, function_of, sum_own
 
 
 def all_tokens(x: torch.Tensor, group: dist.ProcessGroup, trained: Sequence[torch.Tensor] = ()) -> torch.Tensor:
@@ -73,13 +73,12 @@ class _AllTokens(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        low, K = [dS[None] for dS in ctx.own.dS], d.shape[-1]
+        low = ctx.own.dS
         if not low:
             return (_sum_tokens(d, ctx.group), *(None,) * (3 + len(ctx.own.operands)))
+        dx, *own = sum_own([d[0], *low], ctx.group)
         x = ctx.saved_tensors[0] if ctx.function is None else recomputed(ctx.function, ctx.saved_tensors)
-        sums = _sum_tokens(torch.cat([d, *low], -1), ctx.group)
-        dx, *own = sums.split_with_sizes([K, *(dS.shape[-1] for dS in low)], -1)
-        return (dx, None, None, None, *ctx.own.gradients(rows_of(x), [dS[0].contiguous() for dS in own]))
+        return (dx[None], None, None, None, *ctx.own.gradients(rows_of(x), own))
 
 
 _all_tokens = function_of("AllTokens", _join_tokens, _sum_tokens)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from packlora.base.shape import decoder_layers
 from packlora.errors import InputError
-from packlora.parallel import layout as layouts
+from packlora.parallel import layouts
 from packlora.parallel.layout import Layout, Wave
 from packlora.pipeline.checks import check_stages, needs_all_layers
 from packlora.pipeline.estimate import largest_stage, on_stages, planning_cost
@@ -28,7 +28,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
         work: by job, what it is predicted to take.
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.pipeline == "auto" and parallel.in_parts is None and not parallel.is_sharded
+    asked = parallel.pipeline == "auto" and not (parallel.divided or parallel.package)
     if not asked or prepared.form is not None or encoder is None:
         return []
     if keeps_whole(prepared.run) or any(needs_all_layers(job) is not None for job in prepared.jobs):

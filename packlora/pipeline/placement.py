@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedModel
 
 from packlora.adapters.linear import Attached
 from packlora.base.device import choose_device
@@ -11,12 +12,15 @@ from packlora.config import Run
 from packlora.engine.passes import Passes
 from packlora.experts import layouts
 from packlora.parallel.alone import OneProcess
+from packlora.parallel.layout import Layout
+from packlora.pipeline.checks import check
 from packlora.pipeline.estimate import planning_cost, stage_layers, staged
 from packlora.pipeline.flow import StageFlow
+from packlora.pipeline.layouts import StagedReplica
 from packlora.pipeline.links import Links
 from packlora.pipeline.passes import StageDevice
 from packlora.pipeline.stages import Stage, load_stage
-from packlora.runtime.choose import Choice
+from packlora.runtime.choose import Choice, Replica
 from packlora.runtime.flow import Flow
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
@@ -32,6 +36,16 @@ class OverStages(OverProcesses):
         super().__init__(run, mesh, prepared, taken)
         if taken.layout.pipeline > run.parallel.stages:
             prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
+
+    @classmethod
+    def check(cls, prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
+        """See OverProcesses."""
+        check(prepared, skeleton)
+
+    @classmethod
+    def replica(cls, prepared: PreparedRun, layout: Layout) -> Replica:
+        """See OverProcesses."""
+        return StagedReplica(prepared, layout)
 
     @property
     def is_open(self) -> bool:  # type: ignore[override]
@@ -64,3 +78,6 @@ class OverStages(OverProcesses):
         assert isinstance(passes, StageDevice)
         cost = planning_cost(self.run, self.prepared, self.layout.pipeline)
         return StageFlow(self.run, own.shape, self.group, passes.clock, known.cost, cost)
+
+
+PLACEMENT = OverStages

@@ -15,8 +15,9 @@ import torch
 
 from packlora.base.device import choose_device
 from packlora.errors import InputError
-from packlora.parallel import layout as layouts
-from packlora.parallel.layout import Layout, Prediction, Wave
+from packlora.parallel import layouts
+from packlora.parallel.layout import Layout, Wave, planned, waves
+from packlora.parallel.layouts import Prediction
 from packlora.runtime import estimate, profiler, profiles
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -80,7 +81,7 @@ def _seconds(prepared: PreparedRun, job: PreparedJob, experts_on: int) -> np.nda
 
 class Replica:
     """A replica of the model in a layout, as its time and memory are predicted: its devices run one microbatch at a time, all
-    layers of it. A pipeline is another one (packlora/pipeline/layouts.py).
+    layers of it. A placement may have another one (several.OverProcesses.replica).
 
     lag, cost: its microbatches are planned with, see Planner. largest: share of the layers on the device that has the most.
     """
@@ -108,9 +109,9 @@ class Replica:
 
 def replica_of(prepared: PreparedRun, layout: Layout) -> Replica:
     """A replica of a layout."""
-    if layout.pipeline == 1:
+    if layout.package is None:
         return Replica()
-    found: Replica = import_module("packlora.pipeline.layouts").StagedReplica(prepared, layout)
+    found: Replica = import_module(f"{layout.package}.placement").PLACEMENT.replica(prepared, layout)
     return found
 
 
@@ -118,7 +119,7 @@ def replica_of(prepared: PreparedRun, layout: Layout) -> Replica:
 class Spread:
     """A layout and what its groups run at the beginning.
 
-    waves, parts: by group, see layout.predict.
+    waves, parts: by group, see layouts.predict.
     """
 
     layout: Layout
@@ -132,7 +133,7 @@ class Spread:
         return [max((one.num_tokens for wave in own for one in wave), default=0) for own in self.waves]
 
     def predict(self, seconds: Callable[[Microbatch], float], cost: CostModel) -> Prediction:
-        """See layout.predict and Replica.times."""
+        """See layouts.predict and Replica.times."""
         return layouts.predict(self.layout, self.waves, self.parts, lambda own: self.replica.times(own, seconds, cost))
 
 
@@ -307,7 +308,7 @@ def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
         work: by job, what it is predicted to take.
     """
     parallel = prepared.run.parallel
-    asked = parallel.shard_base == "auto" and parallel.stages == parallel.expert == 1
+    asked = parallel.shard_base == "auto" and parallel.package is None and parallel.expert == 1
     if not asked or prepared.form is not None or needs_whole_base(prepared):
         return []
     out, replicas = [], devices // parallel.tensor
@@ -386,9 +387,9 @@ def _waves(prepared: PreparedRun, names: tuple[str, ...], split: int, replica: R
     method = "solo" if prepared.run.schedule.method == "solo" else "greedy"
     out: list[Wave] = []
     samples = tokens = 0
-    budget, orders = layouts.planned(prepared.budget, split), [job.planned for job in jobs]
+    budget, orders = planned(prepared.budget, split), [job.planned for job in jobs]
     for window in Planner(orders, budget, lag=replica.lag, method=method, cost=replica.cost).windows():
-        out += layouts.waves(window.microbatches, split, prepared.budget)
+        out += waves(window.microbatches, split, prepared.budget)
         samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
         tokens += sum(microbatch.num_tokens for microbatch in window.microbatches)
         if samples >= SAMPLES:

@@ -83,7 +83,7 @@ def why_base_has_none(run: Run, base: Base) -> str | None:
         return f"there are none on {base.device.type}"
     if base.form is not None and not base.form.by_launches:
         return f"the weights of quantised layers of {base.form.method} are made where they are read, by their library"
-    if not base.storage.is_whole and not (base.storage.can_record and run.cuda_graphs is True):
+    if not base.storage.can_record:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
     if run.dtype not in ("bfloat16", "float16"):
         return f"attention over samples whose boundaries are on the device is for bfloat16 and float16, not for {run.dtype}"

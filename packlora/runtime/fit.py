@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from packlora.base.demo_model import base_path
+from packlora.base.device import choose_device
 from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
 from packlora.engine.memory import free_memory, memory_room
@@ -160,9 +161,9 @@ def lighter(prepared: PreparedRun, device: torch.device) -> Iterator[tuple[dict[
             yield keys, replace(prepared, run=own, form=form)
 
 
-def no_room(prepared: PreparedRun, device: torch.device, said: str) -> MemoryError:
+def no_room(prepared: PreparedRun, said: str) -> MemoryError:
     """Error of a base model that does not fit. said: the device's own words. Nothing refers any more to what was loaded."""
-    free_memory(device)
+    free_memory(device := choose_device(prepared.run.device))
     advice = would_fit(prepared, device, prepared.budget, prepared.run.gradient_checkpointing)
     return MemoryError(
         f"out of memory on {device} while the base model is loaded: {said}. {advice[0].upper()}{advice[1:]}"

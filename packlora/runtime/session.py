@@ -22,7 +22,7 @@ from packlora.base.model import Base
 from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
 from packlora.data.reader import Reader
-from packlora.engine.memory import free_memory
+from packlora.engine.memory import T, free_memory
 from packlora.engine.passes import Executor, Passes, one_error_for_memory
 from packlora.errors import InputError
 from packlora.events import Note, Subscriber
@@ -61,8 +61,6 @@ from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, in_notebook, silent
 
-Loaded = tuple[Base, Passes, list[Job]]
-
 
 class Session:
     """One call of packlora.train, on one of its processes; its output folder is made, and held.
@@ -90,7 +88,7 @@ class Session:
         return {"run file and arguments": hashlib.sha256(text.encode()).hexdigest()[:12], "device": device} | versions()
 
     def train(self, subscribers: Sequence[Subscriber]) -> Result:
-        """Train the jobs of this process. On the first one the subscribers hear of all jobs.
+        """Train the jobs of this process by Trainer.fit. On the first process the subscribers hear of all jobs.
 
         Returns:
             How the whole run ended, on every process.
@@ -154,11 +152,7 @@ class Session:
         if not jobs:
             return None
         loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, group, self.logged)
-        changes = self._changes(prepared, base, executor, writer)
-        if run.generates:
-            changes = import_module("packlora.rl.changes").RolloutChanges(
-                changes, base, executor, self.single, events, jobs, run.compares
-            )
+        changes = self._changes(prepared, base, jobs, writer, events)
         flow = self.placement.flow(own, known, self.single)
         return Trainer(*loop, changes=changes, tokens_of_gone=tokens, flow=flow)
 
@@ -176,14 +170,26 @@ class Session:
 
         return graphed(self.run, base, self.single, jobs, budget, lambda text: events.emit(Note(text)))
 
-    def _changes(self, prepared: PreparedRun, base: Base, executor: Executor, record: RunRecord) -> Changes:
-        """Who joins and leaves while the run trains."""
-        if not self.placement.is_open:
-            return Changes()
-        own = {"run": self.run, "single": self.single, "mesh": self.mesh}
-        return self.job_set.open(
-            self.output_dir, self.placement.group, prepared=prepared, base=base, executor=executor, record=record, **own
-        )
+    def _changes(
+        self, prepared: PreparedRun, base: Base, jobs: list[Job], record: RunRecord, events: Emitter
+    ) -> Changes:
+        """Changes of the jobs while the run trains: jobs that join and leave, and completions that jobs generate."""
+        changes, executor = Changes(), self.executor
+        if self.placement.is_open:
+            own = {"run": self.run, "single": self.single, "mesh": self.mesh}
+            changes = self.job_set.open(
+                self.output_dir,
+                self.placement.group,
+                prepared=prepared,
+                base=base,
+                executor=executor,
+                record=record,
+                **own,
+            )
+        if self.run.generates:
+            rollout = import_module("packlora.rl.changes").RolloutChanges
+            changes = rollout(changes, base, executor, self.single, events, jobs, self.run.compares)
+        return changes
 
     def _writers(self, folder: OutputFolder, writer: RunRecord) -> tuple[list[Subscriber], list[str]]:
         """Who hears of the run on its first process, and what to tell of those that cannot."""
@@ -223,9 +229,7 @@ class Session:
         if saved is not None:
             prepared.fit = saved.fit.model_dump(exclude_none=True)
         elif run.fit != "off" and self.mesh.size == 1 and device.type in FITTED:
-            from packlora.runtime.fit import fitted
-
-            prepared = fitted(prepared, device, again)
+            prepared = import_module("packlora.runtime.fit").fitted(prepared, device, again)
         tokens = prepared.fit.get("max_tokens_per_microbatch")
         if tokens is not None and run.leaves("max_tokens_per_microbatch"):
             prepared.budget = max(min(prepared.budget, tokens), prepared.longest)
@@ -241,7 +245,7 @@ class Session:
         parts = (self.single, trainer.by_name, self.run.eval_every, trainer.events)
         trainer.events.subscribe(Sampler(*parts, known, group))
 
-    def _load(self, own: PreparedRun) -> Loaded:
+    def _load(self, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
         if (device := choose_device(self.run.device)).type == "cuda":
             free_memory(device)  # of a run that this process has ended: its model is in cycles
             if self.mesh.size == 1:
@@ -313,7 +317,7 @@ class Session:
         return notes
 
 
-def _in_memory(load: Callable[[], Loaded], prepared: PreparedRun, mesh: OneProcess) -> Loaded:
+def _in_memory(load: Callable[[], T], prepared: PreparedRun, mesh: OneProcess) -> T:
     """What `load` gives. Raises MemoryError, which says what would fit, where memory runs out on one device."""
     try:
         with one_error_for_memory():
@@ -322,9 +326,7 @@ def _in_memory(load: Callable[[], Loaded], prepared: PreparedRun, mesh: OneProce
         if mesh.size > 1:
             raise
         said = str(error)
-    from packlora.runtime.fit import no_room
-
-    raise no_room(prepared, choose_device(prepared.run.device), said)
+    raise import_module("packlora.runtime.fit").no_room(prepared, said)
 
 
 def _display() -> Progress:

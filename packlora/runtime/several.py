@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from packlora.adapters.linear import Attached
 from packlora.base.model import Base
@@ -17,12 +18,13 @@ from packlora.config import Run
 from packlora.engine.passes import Passes, SingleDevice
 from packlora.parallel.alone import ALONE, Alone, OneProcess
 from packlora.parallel.cut import load_cut
+from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.result import Result
 from packlora.runtime import profiler
-from packlora.runtime.choose import Choice, choose
+from packlora.runtime.choose import Choice, Replica, choose
 from packlora.runtime.events import Emitter
 from packlora.runtime.placement import Listen, Placement
 from packlora.runtime.prepared_run import PreparedRun
@@ -39,7 +41,8 @@ def placed(run: Run, mesh: OneProcess, prepared: PreparedRun) -> OverProcesses:
     kept, each, _ = told[0]
     known = replace(known, kept_bytes=kept, bytes_per_token=each, room=min(room for *_, room in told))
     taken = choose(prepared, mesh.size, known)
-    kind = OverProcesses if taken.layout.pipeline == 1 else import_module("packlora.pipeline.placement").OverStages
+    package = taken.layout.package
+    kind = OverProcesses if package is None else import_module(f"{package}.placement").PLACEMENT
     found: OverProcesses = kind(run, mesh, prepared, taken)
     return found
 
@@ -61,6 +64,19 @@ class OverProcesses(Placement):
         self.group = self._processes()
         if self.layout.sharded and not run.parallel.is_sharded:
             prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
+
+    @classmethod
+    def check(cls, prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
+        """Refuse runs and models. Raises InputError.
+
+        Args:
+            skeleton: the base model without weights.
+        """
+
+    @classmethod
+    def replica(cls, prepared: PreparedRun, layout: Layout) -> Replica:
+        """Replica of a layout, as its time and memory are predicted."""
+        return Replica()
 
     @property
     def sampling(self) -> Alone:  # type: ignore[override]

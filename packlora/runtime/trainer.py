@@ -332,7 +332,10 @@ def _budget(run: Run, prepared: PreparedRun, base: Base) -> TokenBudget:
         from packlora.runtime.fit import would_fit
 
         taken = len(measures) - len(budget.measures)
-        return would_fit(prepared, base.device, tokens, [run.gradient_checkpointing, *measures][taken])
+        fits = would_fit(prepared, base.device, tokens, [run.gradient_checkpointing, *measures][taken])
+        if not whole and base.device.type == "cuda" and base.storage.can_record and run.cuda_graphs is not False:
+            return f"set cuda_graphs: false, as graphs keep memory of their own; or {fits}"
+        return fits
 
     budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device, measures, advice)
     return budget

@@ -28,8 +28,8 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     if prepared.form is not None:
         for job in prepared.jobs:
             refuse(job, prepared.form.key, copied_alone(job.spec, skeleton), takes_more=True)
-    if parallel.stages > 1:
-        import_module("packlora.pipeline.checks").check(prepared, skeleton)
+    if parallel.package is not None:
+        import_module(f"{parallel.package}.placement").PLACEMENT.check(prepared, skeleton)
     if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
         prepared.warnings.append(
             "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"

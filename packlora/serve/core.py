@@ -161,6 +161,9 @@ class Core:
         self.figures.samples.set(self._samples)
         devices = {host.device for host in self.hosts.values() if host.device.type == "cuda"}
         self.figures.memory.set(sum(map(torch.cuda.memory_allocated, devices)))
+        sizes = [host.graphs.sizes for host in self.hosts.values() if host.graphs is not None]
+        self.figures.graphs.set(sum(own.recorded for own in sizes))
+        self.figures.padding.set(sum(own.padding for own in sizes))
         self.figures.models.labels("on the base").set(awake)
         self.figures.models.labels("put aside").set(len(self.tenants) - awake)
         return self.figures.text()

@@ -36,6 +36,10 @@ class Figures:
         self.sessions = Gauge("packlora_sessions", "Sessions that have not ended", registry=own)
         self.models = Gauge("packlora_models", "Models, by whether they are on the base", ["state"], registry=own)
         self.memory = Gauge("packlora_device_bytes", "Memory of GPUs that tensors take; 0 on a CPU", registry=own)
+        self.graphs = Gauge("packlora_recorded_graphs", "Sizes of microbatches recorded as CUDA graphs", registry=own)
+        self.padding = Gauge(
+            "packlora_padding_tokens", "Tokens of nobody that microbatches have computed", registry=own
+        )
         self.answers = Counter("packlora_http_answers", "Answers by status", ["status"], registry=own)
         self.began = time.monotonic()
         self._recent: deque[tuple[float, str, int]] = deque()

@@ -20,10 +20,10 @@ SIZES = 2
 """Numbers of tokens from a power of two to the next that have graphs of their own. Requests come together in any number, and
 each size costs passes without a graph and a recording; tokens that pad a microbatch cost little while it is small."""
 
-LENT = 1e14
-"""Tokens of nobody, times parameters, for which a size runs by the graphs of a larger one before it has its own. Passes without
-a graph and the recording take some 2 s of the host, in which nobody is served; a GPU computes six times as many operations in
-1 to 2 s."""
+LENT = 2.5e13
+"""Tokens of nobody, times parameters, for which a size runs by the graphs of a larger one before it has its own: a quarter to
+half a second of a GPU. A pass without a graph and the recording take some 1.5 s of the host, in which nobody is served, but
+what has come so often comes again."""
 
 
 def graphs_of(run: Run, base: Base, single: SingleDevice) -> GraphedDevice | None:

@@ -24,6 +24,8 @@ from packlora.serve.optimizer import FIRST
 
 SEAT_SECONDS = 30.0
 """Seconds for which a seat without a model is kept."""
+KEPT = 16
+"""Models that work for each seat that is kept for longer, and one is: what is recorded anew costs all of them seconds."""
 
 
 class Seat(NamedTuple):
@@ -73,8 +75,14 @@ class Seats:
         return adapter.number in self._empty
 
     def clear(self, seconds: float) -> list[Adapter]:
-        """Give up all empty seats once one has been empty for so long. Returns their adapters, which are to leave the base."""
-        if not any(time.monotonic() - seat.since >= seconds for seat in self.empty):
+        """Give up all empty seats once one has been empty for so long, if there are more than are kept while models work.
+        Returns their adapters, which are to leave the base.
+
+        Args:
+            seconds: 0 gives up all.
+        """
+        kept = max(1, len(self._held) // KEPT) if seconds and self._held else 0
+        if len(self.empty) <= kept or not any(time.monotonic() - seat.since >= seconds for seat in self.empty):
             return []
         left = [seat.state.adapter for seat in self.empty]
         self._empty.clear()

@@ -96,6 +96,32 @@ def test_graphs_draw_what_passes_without_draw(names: tuple[str, ...]) -> None:
     assert compared > len(plain) / 2
 
 
+@pytest.mark.usefixtures("torch_as_in_runs")
+@pytest.mark.parametrize("names", [("lora", "dora", "some"), ("lora",), ()], ids=["three", "one", "none"])
+@pytest.mark.parametrize("length", [9, 90], ids=["few rows", "many rows"])
+def test_prompts_by_graphs_have_the_logprobs_of_passes_without(names: tuple[str, ...], length: int) -> None:
+    """The first passes of a size, the recording and replays; then other lengths and slots, after adapters have stepped."""
+    model, attached, adapters = adapted(names)
+    count = len(names) + (len(names) != 1)  # the base model beside several
+    plain, sampler = (Sampler(model, attached, rows=8, graphs=graphs) for graphs in (False, True))
+    passes = sampler._passes
+    assert isinstance(passes, GraphedPasses)
+    for turn in range(6):
+        for adapter in adapters:
+            adapter.flat.mul_(1.1 if turn % 2 else 1 / 1.1)
+        lengths = [length + (turn % 3) * (1 - 2 * (at % 2)) for at in range(8)]
+        requests = [
+            SampleRequest(prompt(8 * turn + at, own), at % count - (len(names) != 1), 2, temperature=0.0)
+            for at, own in enumerate(lengths)
+        ]
+        for one, other in zip(sample(plain, requests), sample(sampler, requests), strict=True):
+            assert abs(one[0][0].logprob - other[0][0].logprob) < 0.05
+            if one[0][0].id == other[0][0].id:  # what the prompt left in the cache
+                assert abs(one[0][1].logprob - other[0][1].logprob) < 0.05
+    assert passes.why_not is None and passes.prompts.why_not is None
+    assert [body._replay is not None for body in passes.prompts._bodies.values()] == [True]
+
+
 @pytest.mark.parametrize(
     "how", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}], ids=str
 )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ from test_placement import (
 from test_replicas import same_run
 from test_torchrun import ended, launch
 from test_training import adapter, config, distance, train
+
+from packlora.engine.recorded import Recorder
 
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else os.environ.get("TWO_ON", "")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE, reason="needs two GPUs")]
@@ -155,6 +158,44 @@ def test_half_precision_trains(name: str, few: Callable[..., Tree], two: Groups,
     """With the kernels, and graphs where there are any; losses are those of one GPU but for rounding."""
     tree = few("llama", "bfloat16", None)
     one, both = (losses(folder) for folder in (Path(tree["output_dir"]), trained(tree, DENSE[name][1], two, tmp_path)))
+    assert one.keys() == both.keys()
+    for key, loss in one.items():
+        assert math.isclose(both[key], loss, rel_tol=0.02), (key, both[key], loss)
+
+
+def recordings(rank: int, tree: Tree) -> int:
+    """Number of CUDA graphs that a process records in a run."""
+    functions: list[Any] = []
+    record = Recorder.record
+
+    def noted(self: Recorder, function: Callable[[], None]) -> Callable[[], None]:
+        functions.append(function)
+        return record(self, function)
+
+    with mock.patch.object(Recorder, "record", noted):
+        assert part_of(rank, tree, {}) == "done"
+    return len(functions)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_messages_between_slices_of_layers_are_recorded(
+    sequence: bool, tiny_base: Any, two: Groups, tmp_path: Path
+) -> None:
+    """Losses are those of one GPU without graphs but for rounding. Each shape has a graph of its forward and one of its
+    backward."""
+    if DEVICE != "cuda":
+        pytest.skip("a CPU has no graphs")
+    jobs = [{**job, "adapter": {**job["adapter"], "lora_dropout": 0.1 * (job["name"] == "lora")}} for job in FEW]
+    tree = config(
+        tiny_base(), tmp_path / "one", rows_into(tmp_path), jobs, dtype="bfloat16", max_tokens_per_microbatch=70,
+        device=DEVICE,
+    )  # fmt: skip
+    assert part_of(0, {**tree, "cuda_graphs": False}, {}) == "done"
+    parallel = {"tensor": 2, "sequence_parallel": sequence}
+    counts = two(2).run(recordings, {**tree, "output_dir": str(tmp_path / "two"), "parallel": parallel})
+    assert counts[0] == counts[1] >= 2
+    assert "no CUDA graphs" not in (tmp_path / "two" / "run.json").read_text()
+    one, both = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert one.keys() == both.keys()
     for key, loss in one.items():
         assert math.isclose(both[key], loss, rel_tol=0.02), (key, both[key], loss)

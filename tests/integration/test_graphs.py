@@ -170,6 +170,16 @@ def test_neither_cpus_nor_jobs_with_magnitudes_rehearse() -> None:
         assert device._can_rehearse() is may
 
 
+def test_recordings_share_a_stream_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service drops its graphs with each model that comes or leaves; libraries keep memory for every stream."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: object())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
+    recorded._stream.cache_clear()
+    one, other = (recorded.Recorder(torch.device("cuda:3")) for _ in range(2))
+    recorded._stream.cache_clear()
+    assert one._stream is other._stream and one._pool is not other._pool
+
+
 def test_shapes_are_few_and_hold_their_microbatches() -> None:
     generator, shapes = np.random.default_rng(0), Counter[Shape]()
     for _ in range(500):
@@ -292,11 +302,13 @@ def test_evaluations_go_by_a_recorded_graph_unless_one_drops(monkeypatch: pytest
 
 
 def test_a_size_runs_by_the_graphs_of_a_larger_one_until_its_filling_is_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same losses; then it has a body of its own, which counts anew."""
+    """The same losses; then it has a body of its own, which is recorded after one microbatch, others after two."""
     attention_by_starts(monkeypatch)
     monkeypatch.setattr(recorded, "LEAST_TOKENS", 16)
     run = Run(Pretended, Always(CHAIN), jobs=("dora",))
-    device = GraphedDevice(run.executor.single, run.buffers, False, 0, run.told.append, Pretended, COLUMNS, lent=40)
+    device = GraphedDevice(
+        run.executor.single, run.buffers, False, 0, run.told.append, Pretended, COLUMNS, patience=2, lent=40
+    )
 
     def microbatch(tokens: int) -> list[Any]:
         ids = np.random.default_rng(tokens).integers(3, 90, tokens).astype(np.int32)
@@ -313,4 +325,8 @@ def test_a_size_runs_by_the_graphs_of_a_larger_one_until_its_filling_is_dearer(m
         got = device.backward(device.forward(own))
         torch.testing.assert_close(got.sums, run.executor.single.evaluate(own).sums, rtol=1e-4, atol=1e-5)
         assert shapes() == want
+    for tokens in (46, 31):
+        device.backward(device.forward(microbatch(tokens)))
+    assert [shape.tokens for shape, body in device._bodies.items() if body.recorded] == [64, 48]
+    assert (device.sizes.recorded, device.sizes.padding) == (2, 3 * 18 + 4 + 2 * 2 + 2 * 1)
     assert not run.told

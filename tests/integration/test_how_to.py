@@ -1,4 +1,5 @@
-"""The pages on how to add something: the code that they show works, put where they say and nowhere else."""
+"""The pages on how to add something: the code that they show works, put where they say and nowhere else. Folders that a page
+adds are in tests/unit/test_import_budget.py."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import importlib
 import json
 import re
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from packed import parts
 from peft import LoraConfig
 from safetensors.torch import load_file
 from test_any_module import Beside
-from test_training import adapter, distance, steps, train
+from test_training import steps, train
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -29,7 +29,7 @@ from packlora.cli import app
 from packlora.data.readers import read_data
 from packlora.engine.passes import run_microbatch
 from packlora.errors import InputError
-from packlora.runtime import session
+from packlora.run_file import load_run
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 Show = Callable[[str], Path]
@@ -70,6 +70,8 @@ def test_the_format_of_the_page_is_read_by_its_ending(put: Show, tmp_path: Path)
     with pytest.raises(InputError, match=r"ends in '\.tsv'; accepted are \.csv, \.json, \.jsonl and \.parquet"):
         read_data(str(good), "a")
     put("add-a-data-format.md")
+    with pytest.raises(InputError, match=r"good\.tsv is a data file, and this takes a run file"):
+        load_run(good)
     rows = read_data(str(good), "a").rows
     assert [(row.prompt, row.completion) for row in rows] == [("one and one", "two"), ("three less one", "two")]
     assert rows[1].where == f"{good}, line 2"
@@ -174,25 +176,3 @@ def test_the_objective_of_the_page_is_the_focal_loss(tiny_base: Callable[..., st
     (step,) = steps(out)
     assert step["loss"] == pytest.approx(float((-((1 - logp.exp()) ** 2) * logp).mean()), rel=1e-10)
     assert step["objective/p"] == pytest.approx(float(logp.exp().sum()) / 2, rel=1e-10)
-
-
-def test_the_placement_of_the_page_trains_with_the_same_bits(
-    tiny_base: Callable[..., str], write_rows: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = types.ModuleType("shared_placement")
-    exec(compile(shown("add-a-placement.md")[1], "add-a-placement.md", "exec"), vars(own))
-    loaded: list[bool] = []
-
-    class Watched(own.InSharedMemory):  # type: ignore[name-defined, misc]
-        def load(self) -> Any:
-            base = super().load()
-            loaded.append(all(parameter.is_shared() for parameter in base.model.parameters()))
-            return base
-
-    job = {"name": "a", "data": {"path": write_rows("a", 4)}, "adapter": {"r": 2}, "train": {"max_steps": 1}}
-    common = {"base_model": tiny_base("llama"), "device": "cpu", "jobs": [job]}
-    train(common | {"output_dir": str(tmp_path / "one")})
-    monkeypatch.setattr(session, "Placement", Watched)
-    train(common | {"output_dir": str(tmp_path / "two")})
-    assert loaded == [True]
-    assert distance(adapter(tmp_path / "two", "a"), adapter(tmp_path / "one", "a")) == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
-from graph_runs import Pretended
+from graph_runs import Pretended, attention_by_starts
 from sampling_cases import Case, case_of, full_logits, ids_of, prompt
 from seeds import SOAK
 from transformers import TopKLogitsWarper, TopPLogitsWarper
@@ -452,6 +452,49 @@ def test_a_pass_that_has_no_graph_yet_goes_by_that_of_more_rows_and_adapters(
     single, all_ = (recorded_decode.Shape(32, 4, 64, adapters) for adapters in ((1,), (0, 1, 2)))
     assert all_.holds(single) and not single.holds(single._replace(adapters=())) and single.holds(single)
     assert not any(all_.holds(all_._replace(**more)) for more in ({"rows": 64}, {"slots": 2}, {"adapters": (0, 3)}))
+
+
+def test_prompts_by_graphs_give_the_tokens_of_passes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of other lengths, owners and slots than those of the recording, of an adapter that has stepped, two samples of
+    one prompt; a graph of three adapters serves two of them, and the base model beside them. Without: an adapter on the
+    output layer, prompts whose own log-probabilities are asked for, and the first pass of a size."""
+    case = case_of(tmp_path, ("lora", "dora", "some", "head"), torch.float32, num_hidden_layers=1)
+    for layer in adapted_layers(case.model).values():
+        layer.chooser = Routed(torch.device("cpu"))  # type: ignore[union-attr]
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(KeyValueCache, "by_kernel", True)
+    pretended, eager, without = Pretended(torch.device("cpu")), Passes(case.model, case.attached), list[bool]()
+    prefill = Passes.prefill
+    monkeypatch.setattr(Passes, "prefill", lambda *given: (without.append(True), prefill(*given))[1])
+    sampler, want = Sampler(case.model, case.attached), Sampler(case.model, case.attached)
+    passes = sampler._passes = GraphedPasses(eager, lambda device: pretended)
+
+    def check(*requests: SampleRequest) -> tuple[int, int]:
+        """Passes of prompts without a graph, and recordings so far."""
+        without.clear()
+        got, count = sample(sampler, requests), len(without)
+        for samples, others in zip(got, sample(want, requests), strict=True):
+            for own, other in zip(samples, others, strict=True):
+                assert ids_of(own) == ids_of(other)
+                np.testing.assert_allclose([t.logprob for t in own], [t.logprob for t in other], rtol=1e-3)
+        assert passes.prompts.why_not is None
+        return count, pretended.recorded
+
+    def asked(*prompts: tuple[int, int], **how: Any) -> list[SampleRequest]:
+        return [SampleRequest(prompt(7 * n, n), at, 2, seed=n, **how) for at, n in prompts]
+
+    three = asked((0, 20), (1, 9), (2, 30))
+    assert [check(*three) for _ in range(4)] == [(1, 0), (0, 0), (0, 1), (0, 1)]
+    for adapter in case.adapters:
+        adapter.flat.mul_(1.25)
+    assert check(*asked((2, 33), (-1, 5), (0, 17))) == (0, 1)
+    assert check(*asked((1, 21), num_samples=2)) == (0, 1)
+    assert check(*asked((0, 50), prompt_logprobs=True)) == (1, 1)
+    assert [check(*asked((3, 40))) for _ in range(3)] == [(1, 1)] * 3
+    assert [check(*asked((0, 90), (1, 10))) for _ in range(3)] == [(1, 1), (0, 1), (0, 2)], "another size"
+    sampler.free()
+    assert [check(*asked((0, 12), (0, 8))) for _ in range(3)] == [(1, 2), (0, 2), (0, 3)]
+    assert check(*asked((0, 12), (-1, 8))) == (1, 3), "a single adapter is given all tokens"
 
 
 @pytest.mark.parametrize("vocabulary", [7, 512, 5000])

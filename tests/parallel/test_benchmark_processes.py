@@ -5,18 +5,33 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
+from graph_runs import Pretended, attention_by_starts
 from ranks import Ranks
+from tensor_runs import BOUND, difference
 
-from benchmarks import harness
+from benchmarks import harness, tensor_parallel
 from benchmarks.__main__ import main
 from benchmarks.harness import Benchmark, Case, Options, case
 from benchmarks.pipeline import TOGETHER, WAYS
+from benchmarks.processes import counted, everyone
+from benchmarks.shapes import SHORT, build, config_of
+from benchmarks.tensor_parallel import Inputs, attached_job, recorded
+from benchmarks.training import samples_of
+from packlora.adapters.attach import attach
+from packlora.base.packing import prepare_model
+from packlora.engine.collate import collate
+from packlora.engine.parts import Part
+from packlora.engine.rows import Row
+from packlora.parallel.tensor import shard
 
 Groups = Callable[[int], Ranks]
 
@@ -44,6 +59,43 @@ def test_the_first_process_decides_for_all_which_cases_are_measured(ranks: Group
     assert ranks(2).run(measured, out, {"resume": True, "seconds": 60.0}) == [["b", "c"]] * 2
     assert "not_measured" not in json.loads(Path(out).read_text())
     assert ranks(2).run(measured, out, {"resume": True}) == [[]] * 2
+
+
+def recorded_and_eager(rank: int, sequence: bool, frozen: bool) -> tuple[list[str], list[str], float]:
+    """Messages of a forward and a backward of pretended graphs, those of the eager ones, and how far the gradients of the
+    adapter are from theirs, which is 0 of frozen layers."""
+    config = config_of(SHORT["8B"], True, 2, vocab_size=512)
+    torch.manual_seed(0)
+    model: Any = build(config, torch.device("cpu")).double()
+    shard(model, everyone(), sequence, vocabulary=False)
+    prepare_model(model, gradient_checkpointing=False)
+    samples = samples_of(np.full(4, 64), 512, 0)
+    batch = collate([Part(0, [Row(sample, (7, 0, at)) for at, sample in enumerate(samples)])], torch.device("cpu"))
+    x = model.get_input_embeddings()(batch.input_ids_T)[None].detach().requires_grad_()
+    inputs = Inputs(batch, x, torch.randn_like(x))
+    job, attached = (None, attach(model, {}, 0)[0]) if frozen else attached_job(model, 4, 64)
+    with pytest.MonkeyPatch.context() as patched:
+        attention_by_starts(patched)
+        patched.setattr(tensor_parallel, "Recorder", Pretended)
+        run = recorded(model, attached, job, inputs)
+        with counted() as replayed:
+            run()
+    buffers = {} if job is None else {name: own.clone() for name, own in job.state.gradient_buffers().items()}
+    if job is not None:
+        job.discard()
+    with counted() as eager, nullcontext() if job is None else attached.active(batch.owners):
+        inputs.forward(model).backward(inputs.dy)
+    grads = {name: job.state.parameters[name].grad for name in buffers} if job is not None else {}
+    return replayed.names, eager.names, max((difference(buffers[name], grads[name]) for name in buffers), default=0.0)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_recorded_layers_compute_and_send_what_eager_ones_do(sequence: bool, ranks: Groups) -> None:
+    """Down to the gradient of the first layer's input, frozen and with an adapter."""
+    for frozen in (True, False):
+        for replayed, eager, furthest in ranks(2).run(recorded_and_eager, sequence, frozen):
+            assert replayed == eager and len(eager) == (2 * (4 + 1 + 4) if sequence else 2 * 4)
+            assert furthest < BOUND
 
 
 def on_ranks(rank: int, words: list[str]) -> int:

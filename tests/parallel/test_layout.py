@@ -30,7 +30,8 @@ from packlora.commands.plan_layouts import sentences
 from packlora.config import Run, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
-from packlora.parallel.layout import Layout, Prediction, choose, layouts, place, predict, waves
+from packlora.parallel.layout import Layout, waves
+from packlora.parallel.layouts import Prediction, choose, layouts, place, predict
 from packlora.pipeline import layouts as pipelines
 from packlora.pipeline.checks import needs_all_layers
 from packlora.pipeline.layouts import StagedReplica
@@ -492,6 +493,7 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
         "shard": 2,
         "expert": 1,
         "exchange": False,
+        "own": ["", 1],
     }
     assert [text for text in record["warnings"] if text == f"parallel.shard_base is taken: {tight.reason}"]
 

@@ -38,7 +38,7 @@ from packlora.engine.passes import SingleDevice
 from packlora.ops.dropout.keys import token_keys
 from packlora.parallel import sequence
 from packlora.parallel.adapter import WholeGradient
-from packlora.parallel.collectives import GATHER, SCATTER, copied
+from packlora.parallel.collectives import GATHER, SCATTER, SCATTER_SEVERAL, copied
 from packlora.parallel.tokens import all_tokens
 
 Pool = Callable[[int], Ranks]
@@ -145,18 +145,21 @@ def messages(rank: int, case: Case) -> tuple[Messages, Messages, set[int]]:
 
 @contextmanager
 def sent() -> Iterator[Counter[tuple[str, tuple[int, ...]]]]:
-    """Names of the collective functions that are called, each with the shape that a process gives."""
+    """Names of the collective functions that are called, each with the shape that a process gives: of several tensors that of
+    the first, and the columns of the others."""
     calls = Counter[tuple[str, tuple[int, ...]]]()
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name, tuple(args[0 if name == "all_reduce" else 1].shape)] += 1
+            first, *more = args[2] if name == SCATTER_SEVERAL else [args[0 if name == "all_reduce" else 1]]
+            calls[name, (*first.shape, *(own.shape[-1] for own in more))] += 1
             return function(*args, **kwargs)
 
         return call
 
     functions = {name: counting(name, getattr(dist, name)) for name in ("all_reduce", "all_gather", GATHER, SCATTER)}
-    with mock.patch.multiple(dist, **functions):
+    several = counting(SCATTER_SEVERAL, getattr(dist.ProcessGroup, SCATTER_SEVERAL))
+    with mock.patch.multiple(dist, **functions), mock.patch.object(dist.ProcessGroup, SCATTER_SEVERAL, several):
         yield calls
 
 
@@ -165,7 +168,7 @@ JOBS = {"LoRA": [adapter_of("LoRA", 0.1)], "DoRA": [adapter_of("DoRA", 0.1)], "t
 
 @pytest.mark.parametrize("jobs", JOBS)
 def test_a_step_sends_what_the_frozen_model_sends_and_one_message_for_each_job(jobs: str, ranks: Pool) -> None:
-    """Four layers with two blocks each. Sums of blocks' inputs are as much wider as the ranks of the layers that read them; and
+    """Four layers with two blocks each. With the sum of a block's input go columns of the ranks of the layers that read it; and
     the first forward with new values of a DoRA adapter adds up the norms of all its row-parallel layers."""
     layers, K = 4, TINY["hidden_size"]
     case = case_of("llama", *JOBS[jobs], sequence=True)
@@ -177,8 +180,8 @@ def test_a_step_sends_what_the_frozen_model_sends_and_one_message_for_each_job(j
         assert frozen["backward"] == {(GATHER, (12, K)): 2 * layers + 1, (SCATTER, (24, K)): 2 * layers}
         norms = {} if jobs == "LoRA" else {("all_reduce", (layers * 2 * K,)): 1}
         assert own["forward"] == frozen["forward"] | norms
-        wider = {(SCATTER, (24, K + width)): layers for width in widths}
-        assert own["backward"] == {(GATHER, (12, K)): 2 * layers + 1} | wider
+        beside = {(SCATTER_SEVERAL, (24, K, width)): layers for width in widths}
+        assert own["backward"] == {(GATHER, (12, K)): 2 * layers + 1} | beside
         assert [name for name, _ in own["step"].elements()] == ["all_reduce"] * len(case.adapters)
         assert tokens == {12}
 
@@ -187,7 +190,7 @@ def test_nothing_flows_back_into_the_first_block(ranks: Pool) -> None:
     """Whole steps of training, whose embeddings are frozen: two layers, two microbatches. Its input is kept whole."""
     vocabulary = {"all_reduce": 2 * 2 + 1, "all_gather": 2}  # vectors and gradients, and the job's; numbers of the loss
     for learnt in ranks(2).run(learn_over_group, case_of("llama", adapter_of("LoRA", 0.1), sequence=True)):
-        assert learnt == {GATHER: 2 * (4 + 1 + 4), SCATTER: 2 * (4 + 3)} | vocabulary
+        assert learnt == {GATHER: 2 * (4 + 1 + 4), SCATTER: 2 * 4, SCATTER_SEVERAL: 2 * 3} | vocabulary
 
 
 def learn_over_group(rank: int, case: Case) -> dict[str, int]:

@@ -26,8 +26,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from packlora.adapters import norms
 from packlora.base import liger
+from packlora.base.packing import prepare_model
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.recompute import add_recompute
+from packlora.parallel.cut import Slices
 from packlora.parallel.layout import Layout
 from packlora.parallel.sharded import Shards, decoder_layers, made_like
 from packlora.runtime.choose import base_bytes, host_bytes
@@ -233,6 +235,18 @@ def test_there_are_no_graphs_of_layers_that_are_gathered() -> None:
     base: Any = SimpleNamespace(device=torch.device("cuda"), form=None, storage=storage)
     run: Any = SimpleNamespace(dtype="bfloat16", gradient_checkpointing=False)
     assert "in parts on several processes" in str(why_no_graphs(run, base, []))
+
+
+def test_there_are_graphs_of_layers_that_are_cut() -> None:
+    storage, model = Slices(can_record=True), tiny_model("llama")
+    prepare_model(model, False)
+    base: Any = SimpleNamespace(
+        device=torch.device("cuda"), form=None, storage=storage, fused_loss=True, modality=None, model=model
+    )
+    run: Any = SimpleNamespace(
+        dtype="bfloat16", gradient_checkpointing=False, cuda_graphs="auto", offload_embedding=False
+    )
+    assert why_no_graphs(run, base, []) is None
 
 
 # --- gathers ---------------------------------------------------------------------------------------------------------

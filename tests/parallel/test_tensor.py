@@ -37,6 +37,7 @@ from tensor_runs import (
     on,
     threes,
 )  # fmt: skip
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from packlora.adapters import linear
@@ -50,7 +51,7 @@ from packlora.errors import InputError
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.parallel import collectives, tensor, vocabulary
-from packlora.parallel.adapter import joined
+from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.collectives import copied
 from packlora.parallel.tensor import shard
 from packlora.parallel.vocabulary import part_of
@@ -87,6 +88,31 @@ def test_what_is_learnt_by_graphs_is_that_of_one_process(sequence: bool, ranks: 
     case = case_of("llama", adapter_of("LoRA", 0.1, "all"), sequence=sequence, recorded=True)
     more = case_of("qwen2", adapter_of("DoRA", 0.1), sequence=sequence, recorded=True, checkpointing=True)
     assert_exact(ranks(2).run(compared, [case, more], seconds=PATIENCE))
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that torch runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operators_of_a_norm(rank: int, layers: int) -> int:
+    """Number of operators that make the gradient of an adapter whole."""
+    case = Case("llama", (adapter_of("DoRA"),), {"num_hidden_layers": layers})
+    _, (adapter,) = on(model_of(case, dist.group.WORLD), case)
+    whole = WholeGradient(adapter, dist.group.WORLD)
+    with Operators() as found:
+        whole.norm(torch.ones_like(adapter.flat))
+    return found.count
+
+
+def test_a_step_s_message_takes_as_many_operators_for_any_number_of_layers(ranks: Pool) -> None:
+    one, three = (ranks(2).run(operators_of_a_norm, layers) for layers in (1, 3))
+    assert one == three
 
 
 def test_other_families_learn_the_same(ranks: Pool) -> None:

@@ -68,6 +68,7 @@ def test_figures_are_those_of_what_was_done_and_models_are_shown_to_their_owner(
     for line in (
         "packlora_trained_tokens_total 60.0", "packlora_optimizer_steps_total 3.0", "packlora_sessions 1.0",
         "packlora_waiting_requests 1.0", 'packlora_models{state="on the base"} 1.0', "packlora_running_samples 0.0",
+        "packlora_recorded_graphs 0.0", "packlora_padding_tokens 0.0",
         'packlora_http_answers_total{status="401"} 2.0',
         'packlora_request_seconds_count{kind="forward_backward"} 3.0',
     ):  # fmt: skip

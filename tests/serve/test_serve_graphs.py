@@ -123,6 +123,23 @@ def test_models_that_come_and_go_have_the_bits_of_the_same_passes_without_graphs
         np.testing.assert_allclose(one, third, rtol=2e-4, atol=2e-5)
 
 
+def test_one_model_that_leaves_lets_nothing_be_recorded_anew(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+) -> None:
+    """Its seat stays for the next one while others work; two seats do not, nor one beside nobody."""
+    host = graphed_host(base, tmp_path, monkeypatch, 1)
+    story = Story(host, tmp_path / "state")
+    story.enter("plain", "dropped", "dora")
+    for name in story.models:
+        story.learn(name)
+    story.leave("dropped")
+    assert not host.tidy(1e-9) and len(host.graphs.adapters) == 3
+    story.leave("dora")
+    assert host.tidy(1e-9) and len(host.graphs.adapters) == 1
+    story.leave("plain")
+    assert host.tidy(1e-9) and not host.graphs.adapters and not host.tidy(0)
+
+
 def send(story: Story) -> list[str]:
     """Three steps of a model whose rows fill two microbatches each."""
     promises = []
@@ -181,7 +198,7 @@ def test_a_size_runs_by_the_graphs_of_a_larger_one_before_it_has_its_own(
         with pytest.MonkeyPatch.context() as patch:
             host = graphed_host(base, tmp_path, patch, 1)
             assert host.graphs is not None
-            host.graphs._lent = lent
+            host.graphs.sizes.lent = lent
             story = Story(host, tmp_path / str(lent))
             story.enter("plain")
             promises, bare = [], []

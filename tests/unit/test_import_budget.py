@@ -124,6 +124,58 @@ for keys, said in (
     '"global_batch_size": 1', '"global_batch_size": 2, "loss_type": "focal", "focal_gamma": 3.0'
 ).replace('"device": "cpu"', '"device": "cpu", "dtype": "float64"')
 """A run with an objective that is in a folder of its own."""
+PLACEMENT = """
+import importlib.util, os, sys
+spec = importlib.util.find_spec("packlora.runtime.placements")
+sys.modules[spec.name] = package = importlib.util.module_from_spec(spec)
+package.__path__.append("FOLDER/own/placements")
+spec.loader.exec_module(package)
+assert not [name for name in sys.modules if name.startswith("packlora.runtime.") and name.count(".") < 3 and name != spec.name]
+from packlora import InputError, ProcessError, train
+from packlora.config import ParallelConfig
+for keys, processes, said in (
+    ({"mirror": 2}, 3, "parallel.mirror is 2, but 3 processes were started"),
+    ({"mirror": 2, "tensor": 2}, 4, "mirror is 2 and tensor is set too"),
+    ({"mirror": 2, "devices_per_job": 3}, 6, "2 devices hold the base model together (mirror)"),
+):
+    try:
+        raise AssertionError(ParallelConfig(**keys).check(processes))
+    except (InputError, ValueError) as error:
+        assert said in str(error), error
+ended, end = os.pipe()
+child = os.fork()
+os.environ |= {"RANK": "0" if child else "1", "LOCAL_RANK": "0" if child else "1", "WORLD_SIZE": "2"}
+try:
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method="file://FOLDER/own/store", rank=0 if child else 1, world_size=2)
+    run = {
+        "base_model": "FOLDER/base", "device": "cpu", "parallel": {"mirror": 2},
+        "jobs": [{"name": "a", "data": {"path": "FOLDER/rows.jsonl"}, "adapter": {"r": 2}, "train": {"global_batch_size": 1}}],
+    }
+    assert train({**run, "output_dir": "FOLDER/mirrored"}).status == "done"
+    from packlora.runtime.placement import Placement
+    load = Placement.load
+    def wrong(placement):
+        base = load(placement)
+        next(base.model.parameters()).data.mul_(1 if child else 1.001)
+        return base
+    Placement.load = wrong
+    try:
+        raise AssertionError(train({**run, "output_dir": "FOLDER/wrong"}))
+    except ProcessError as error:
+        assert "found other numbers for the same step" in str(error), error
+except BaseException:
+    import traceback
+    traceback.print_exc()
+    os._exit(1)
+if not child:
+    os.close(end)
+    os.read(ended, 1)  # process 0 is done with what this one has sent
+    os._exit(0)
+os.close(end)
+assert os.waitpid(child, 0)[1] == 0
+"""
+"""A run on two processes with a placement that is in a folder of its own."""
 EVERYTHING = """
 import importlib, pkgutil, warnings
 import torch
@@ -207,11 +259,12 @@ def loaded(small: dict[str, Any], folder: Path) -> dict[str, dict[str, int]]:
     """Lines of each module of packlora that a run, an accelerated step and all imports have loaded when they are done."""
     codes = {"train": TRAIN.replace("FOLDER", str(folder)), "accelerate": ACCELERATE, "everything": EVERYTHING}
     codes["without triton"], codes["objective"] = WITHOUT_TRITON, OBJECTIVE.replace("FOLDER", str(folder / "own"))
-    for block in (1, 2):
-        name, code = shown("add-an-objective.md", block)
-        file = folder / "own" / "objectives" / "focal" / Path(name).name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code)
+    codes["placement"] = PLACEMENT.replace("FOLDER", str(folder))
+    for page, blocks in ("add-an-objective.md", (1, 2)), ("add-a-placement.md", (0, 1)):
+        for name, code in (shown(page, block) for block in blocks):
+            file = folder / "own" / Path(*Path(name).parts[-3:])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(code)
     codes["without posix"] = WITHOUT_POSIX.replace("ROOT", str(ROOT)).replace(
         "FOLDER", str(Path(small["output_dir"]).parent)
     )
@@ -248,6 +301,15 @@ def test_the_built_in_objective_of_the_page_is_its_folder_alone(
     (step,) = steps(folder / "own" / "out")
     assert step["loss"] == pytest.approx(float((-((1 - logp.exp()) ** 3) * logp).mean()), rel=1e-10)
     assert "packlora.engine.objectives.focal.loss" in loaded["objective"]
+
+
+def test_the_placement_of_the_page_is_its_folder_alone(loaded: dict[str, dict[str, int]], folder: Path) -> None:
+    """Two processes that compute the same give the bits of one. A process that computes other numbers ends the run, and numbers
+    of processes are refused by the key."""
+    assert "packlora.runtime.placements.mirror.placement" in loaded["placement"]
+    record = json.loads((folder / "mirrored" / "run.json").read_text(encoding="utf-8"))
+    assert record["schedule"]["layout"]["own"] == ["mirror", 2]
+    same_bits(folder / "mirrored", folder / "out", [{"name": "a"}])
 
 
 def test_modules_import_and_accelerate_and_doctor_work_without_optional_packages(

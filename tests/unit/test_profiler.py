@@ -89,7 +89,8 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
     ("tokens", "checkpointing", "graphs", "ways", "more"),
     [
         (4096, True, "auto", [], 3 * 4096 * 4096 * 2 + 2**26), (4096, True, True, ["tensor"], 3 * 4096 * 4096 * 2 + 2**26),
-        (4096, True, "auto", ["tensor"], 0), (4096, True, False, [], 0),
+        (4096, True, "auto", ["tensor"], 3 * 4096 * 4096 * 2 + 2**26), (4096, True, "auto", ["shard_base"], 0),
+        (4096, True, "auto", ["tensor", "shard_base"], 0), (4096, True, False, [], 0),
         # the loss takes 2**28 + 3 * T * 4096 * 2 bytes, a layer's backward T * 2 * (4096 + 2 * 14336): the latter is less
         (256, False, "auto", [], 0), (4096, False, "auto", [], 3 * 4096 * 4096 * 2 + 2**26 - (2**28 - 4096 * 2 * 20480)),
     ],

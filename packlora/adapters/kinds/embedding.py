@@ -38,6 +38,14 @@ class Weights(RoutedWeights):
         """See RoutedWeights."""
         return isinstance(module, torch.nn.Embedding)
 
+    def first_factors(
+        self, A: tuple[int, ...], B: tuple[int, ...], seed: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See TrainedWeights: B from normal numbers, and A where init_lora_weights is false."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(B, generator=generator)
+        return torch.randn(A, generator=generator) if self.spec.start is False else None, drawn
+
     def first_values(self, base: Any, norms: RowNorms) -> First:
         if self.magnitude is None:
             return []

@@ -86,21 +86,10 @@ def lora_group(
         recompute = own_tokens.recompute(prepared, call, x, boundaries)
     elif hooks is not None and is_checkpoint(hooks):  # makes x again, alive no longer than its block's backward
         recompute = None
-    if hooks is None:
-        outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.owned(call))
-        return outputs
-    owned = prepared.owned(call)
-    if any(slot.name == "magnitude" and owned[slot.at].requires_grad for slot in call.slots):  # it needs more than S
-        outputs = _apply(x, keys_T2, recompute, prepared, call, True, *owned)
-        return outputs
-    *placeholders, S = _apply(x, keys_T2, recompute, prepared, call, False, *owned)
-    x_TK = rows_of(x.detach())
-
-    def make() -> Sequence[torch.Tensor]:
-        # under a frozen magnitude x is dropped once more here, rather than kept dropped
-        return outputs_of(prepared, call, x_TK, dropped_rows(call, x_TK, keys_T2), S, x.shape, False)[0]
-
-    return Outputs.apply(make, *placeholders)  # type: ignore[no-any-return]
+    if hooks is not None:
+        return _saving_through_hooks(x, keys_T2, recompute, prepared, call)
+    outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.owned(call))
+    return outputs
 
 
 def _few_rows(
@@ -257,6 +246,25 @@ def saving_hooks() -> tuple[Any, ...] | None:
 def is_checkpoint(hooks: tuple[Any, ...]) -> bool:
     """Whether they are torch.utils.checkpoint's, which keeps or remakes what autograd saves (use_reentrant=False)."""
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def _saving_through_hooks(
+    x: torch.Tensor, keys_T2: torch.Tensor | None, recompute: Recompute | None, prepared: Prepared, call: Call
+) -> tuple[torch.Tensor, ...]:
+    """Outputs where what autograd saves goes through hooks: by two nodes, see Outputs."""
+    outputs: tuple[torch.Tensor, ...]
+    owned = prepared.owned(call)
+    if any(slot.name == "magnitude" and owned[slot.at].requires_grad for slot in call.slots):  # it needs more than S
+        outputs = _apply(x, keys_T2, recompute, prepared, call, True, *owned)
+        return outputs
+    *placeholders, S = _apply(x, keys_T2, recompute, prepared, call, False, *owned)
+    x_TK = rows_of(x.detach())
+
+    def make() -> Sequence[torch.Tensor]:
+        # under a frozen magnitude x is dropped once more here, rather than kept dropped
+        return outputs_of(prepared, call, x_TK, dropped_rows(call, x_TK, keys_T2), S, x.shape, False)[0]
+
+    return Outputs.apply(make, *placeholders)  # type: ignore[no-any-return]
 
 
 def placeholder(x: torch.Tensor, N: int) -> torch.Tensor:

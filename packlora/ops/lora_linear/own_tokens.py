@@ -6,7 +6,7 @@ gathers it again, and the sum of dS goes with that of dx, in one message:
 
     x = gather(own x)         has an OwnTokens with it (`gathered`)
     y = lora_group(x, ...)    its backward gives dx, and leaves dS there
-    backward of the gather    sends [dx | dS], and gives own dx and the gradients of the A's
+    backward of the gather    sends dx and dS together, and gives own dx and the gradients of the A's
 
 Shapes: T tokens, t own ones, K inputs.
 """
