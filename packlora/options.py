@@ -23,7 +23,7 @@ Adapter = Annotated[Path, typer.Argument(metavar="RUN/JOB", help="A finished ada
 Dtype = Annotated[
     str, typer.Option(help="Of the base model: auto (as the run that trained it), float32, bfloat16, float16.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<number>.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:<number> or mps.")]
 CheckOption = Annotated[
     str,
     typer.Option(

@@ -100,6 +100,10 @@ def main() -> None:
     run("plan", sys.argv[1])
     run("train", sys.argv[1], "--max-steps", "1")
     run("train", sys.argv[1], "--resume")
+    run("doctor")
+    run("preview", sys.argv[1], "--rows", "1")
+    run("report", f"{sys.argv[2]}/there")
+    run("generate", f"{sys.argv[2]}/there/a", "--prompt", "a", "--max-new-tokens", "1")
 
     from pathlib import Path
 

@@ -181,9 +181,11 @@ def read_model(
 
 
 def load_part(what: str, path: str, load: Any) -> Any:
-    """Return the result of `load`. Raises InputError, which names the part and the base model that could not be loaded."""
+    """Return the result of `load`. Raises InputError, which names the part and the base model, and torch.OutOfMemoryError."""
     try:
         return load()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # transformers raises many types for a model that is not there
         kind = "folder" if os.path.isdir(path) else "hub id, or folder that does not exist"
         raise InputError(f"base_model {quoted(path, 300)} ({kind}): cannot load the {what}: {foreign(error)}") from None

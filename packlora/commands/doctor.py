@@ -14,31 +14,29 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.base.demo_model import DEMO_MODEL, PACKAGE, cache_folder
-from packlora.commands.speed import verdicts
+from packlora.commands.speed import NEVER_RUN, has_mps, verdicts
+from packlora.ops.gpu import architecture
 from packlora.plans.identity import processor_name
 from packlora.report.screen import Screen
 from packlora.runtime.record import versions
 
 OPTIONAL = {
-    "bitsandbytes": (
-        "'packlora[quant]'",
-        "base models of 4 and 8 bits (quantization), 8-bit AdamW and Lion (train.optim)",
-    ),
-    "torchao": ("'packlora[quant]'", "base models in torchao's int8, int4 and float8 (quantization)"),
-    "compressed_tensors": ("'packlora[quant]'", "base models that are saved in compressed-tensors' codes"),
-    "datasets": ("'packlora[datasets]'", "data sets of the Hugging Face hub as data paths"),
-    "liger_kernel": ("'packlora[liger]'", "liger-kernel's rotary embedding and gated activations on a GPU (liger)"),
-    "megatron": ("'packlora[megatron]'", "adapters on Megatron-Core models (packlora.megatron)"),
-    "optuna": ("'packlora[sweep]'", "sweeps by optuna's sampler (sweep.method)"),
-    "tensorboard": ("'packlora[trackers]'", "trackers: [tensorboard]"),
-    "trackio": ("'packlora[trackers]'", "trackers: [trackio]"),
-    "wandb": ("wandb", "trackers: [wandb]"),
-    "mlflow": ("mlflow", "trackers: [mlflow]"),
-    "gguf": ("'packlora[gguf]'", "the small packaged model, smollm2-135m; export for llama.cpp and Ollama"),
-    "matplotlib": ("'packlora[plot]'", "the picture of a timeline (plan --plot)"),
-    "starlette": ("'packlora[serve]'", "the training service (packlora serve)"),
-    "pyarrow": ("'packlora[parquet]'", ".parquet files and saved data sets as data paths"),
-    "triton": ("triton", "packlora's kernels on an NVIDIA GPU"),
+    "bitsandbytes": ("'packlora[quant]'", "4 and 8 bits, 8-bit optimizers"),
+    "torchao": ("'packlora[quant]'", "4 and 8 bits"),
+    "compressed_tensors": ("'packlora[quant]'", "bases in its codes"),
+    "datasets": ("'packlora[datasets]'", "data of the hub"),
+    "liger_kernel": ("'packlora[liger]'", "fused rotary, activations"),
+    "megatron": ("'packlora[megatron]'", "Megatron-Core models"),
+    "optuna": ("'packlora[sweep]'", "sweeps by its sampler"),
+    "tensorboard": ("'packlora[trackers]'", "trackers"),
+    "trackio": ("'packlora[trackers]'", "trackers"),
+    "wandb": ("wandb", "trackers"),
+    "mlflow": ("mlflow", "trackers"),
+    "gguf": ("'packlora[gguf]'", "smollm2-135m, llama.cpp, Ollama"),
+    "matplotlib": ("'packlora[plot]'", "plan --plot"),
+    "starlette": ("'packlora[serve]'", "packlora serve"),
+    "pyarrow": ("'packlora[parquet]'", ".parquet data"),
+    "triton": ("triton", "kernels on an NVIDIA GPU"),
 }
 """Optional packages: the name for pip to install them, and their purpose."""
 
@@ -64,9 +62,15 @@ def print_doctor() -> bool:
     for problem in problems:
         console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)
     if not problems:
-        where = "a GPU and the CPU" if torch.cuda.is_available() else "the CPU"
-        console.print(Text(f"packlora can train on {where}", style="green"))
+        console.print(Text(f"packlora can train on {_devices()}", style="green"), soft_wrap=True)
     return not problems
+
+
+def _devices() -> str:
+    """Devices that a run may be on, in words."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()} and the CPU"
+    return f"the CPU, and by device: mps on this Mac's GPU, {NEVER_RUN}" if has_mps() else "the CPU"
 
 
 def _machine() -> Iterator[tuple[str, str]]:
@@ -77,7 +81,10 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "memory", _memory()
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         found = torch.cuda.get_device_properties(index)
-        yield f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
+        kind = (
+            f"sm_{found.major}{found.minor}" if torch.version.hip is None else architecture(torch.device("cuda", index))
+        )
+        yield f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB, {kind}"
     cached = (cache_folder() / DEMO_MODEL / "config.json").exists()
     packaged = importlib.util.find_spec(PACKAGE) is not None
     state = (
@@ -87,12 +94,18 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 def _packages() -> Iterator[tuple[str, str]]:
-    """Rows on optional packages: one of those that are there, and one of each that is not."""
+    """Rows on optional packages: of those that are there, and of those that are not."""
     there = [module for module in OPTIONAL if importlib.util.find_spec(module) is not None]
     yield "installed", ", ".join(there) or "no optional package"
+    missing: dict[str, dict[str, None]] = {}
     for module, (package, purpose) in OPTIONAL.items():
         if module not in there:
-            yield module, f"not installed, pip install {package}: {purpose}"
+            missing.setdefault(package, {})[purpose] = None
+    names = {package: package.removeprefix("'packlora[").removesuffix("]'") for package in missing}
+    for ours, before in ((True, "'packlora[NAME]', of these: "), (False, "")):
+        found = [f"{names[own]} ({', '.join(missing[own])})" for own in missing if (names[own] != own) == ours]
+        if found:
+            yield "pip install", before + ", ".join(found)
 
 
 def _problems() -> list[str]:
@@ -119,6 +132,6 @@ def _problems() -> list[str]:
 def _memory() -> str:
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
+    except (AttributeError, ValueError, OSError):  # Windows has no such call
         return "unknown"
     return f"{total / 2**30:.0f} GiB"

@@ -31,7 +31,7 @@ from packlora.runtime.fit import fitted
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Prediction
-from packlora.runtime.profiles import Profile
+from packlora.runtime.profiles import FITTED, Profile
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
@@ -239,7 +239,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
 def _prepared(run: Run, alone: bool, told: Told) -> PreparedRun:
     """The run as training would prepare it. alone: on one device, so that `fit` chooses."""
     prepared, device = prepare(run, reader=Reader(told)), choose_device(run.device)
-    return fitted(prepared, device, prepare) if alone and device.type == "cuda" and run.fit != "off" else prepared
+    return fitted(prepared, device, prepare) if alone and device.type in FITTED and run.fit != "off" else prepared
 
 
 def print_plan(

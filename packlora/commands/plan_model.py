@@ -6,8 +6,10 @@ Of the model its config.json is enough. Owns the settings that are listed and th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +131,24 @@ def settings_of(
         for measures in measures_of(run, possible):
             own = run.model_copy(update=measures)
             keys = dict(form) | {key: value for key, value in measures.items() if value}
-            one, two = (memory_parts(own, prepared, count, kernels=True) for count in (length, 2 * length))
-            each = (sum(two.values()) - sum(one.values())) / length
-            most = int(length + (ROOM_SHARE * room - sum(one.values())) / each)
-            out.append(Setting(keys, one, most if most >= length else 0))
+            parts = partial(memory_parts, own, prepared, kernels=True)
+            out.append(Setting(keys, parts(length), _most(parts, length, room)))
     return Card(model, prepared.shape, room, rank, length, tuple(out))
+
+
+def _most(parts: Callable[[int], dict[str, int]], length: int, room: int) -> int:
+    """The most tokens, at least `length`, whose memory fits on a card; 0 where none do. For few tokens the gradients are the
+    peak, so it is no straight line."""
+
+    def peak(tokens: int) -> int:
+        return sum(parts(tokens).values())
+
+    if peak(length) > ROOM_SHARE * room:
+        return 0
+    fits, more = length, 2 * length
+    while peak(more) <= ROOM_SHARE * room:
+        fits, more = more, 2 * more
+    return fits + bisect_right(range(fits + 1, more), ROOM_SHARE * room, key=peak)
 
 
 def print_card(

@@ -11,10 +11,12 @@ from typing import Literal
 
 import torch
 
+from packlora.base.device import native_dtype
 from packlora.ops.gpu import HAS_TRITON, OLDEST, capability, has_copy_engine, why_no_kernels
 from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
 from packlora.tune.kernels import described_sizes
 
+NEVER_RUN = "where packlora has never been run"
 HELD_BY_OTHERS = 2**30
 """Bytes of a GPU from which on other processes are worth a line."""
 
@@ -63,10 +65,20 @@ def _of_gpu(device: torch.device) -> Iterator[Verdict]:
         yield Verdict("slow", "memory", f"{held / 2**30:.1f} GiB are held by other processes and by CUDA itself")
 
 
+def has_mps() -> bool:
+    """Whether this is a Mac whose GPU torch can use."""
+    return torch.backends.mps.is_available()
+
+
 def _of_cpu() -> Iterator[Verdict]:
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    yield Verdict("slow", "training", f"on the CPU: no GPU is usable (torch built {built})")
+    if has_mps():
+        dtype = native_dtype(torch.device("mps"))
+        yield Verdict("fast", "device: mps", f"this Mac's GPU, {NEVER_RUN}; torch's operations, dtype: auto is {dtype}")
+        yield Verdict("slow", "device: auto", "is the CPU here; mps must be asked for")
+    else:
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        yield Verdict("slow", "training", f"on the CPU: no GPU is usable (torch built {built})")
     why = _measured(torch.device("cpu"), "float32") + f", {threads} of {cores} cores"
     used = "" if threads >= cores / 2 else "; OMP_NUM_THREADS or torch.set_num_threads holds the others back"
     yield Verdict("fast" if not used else "slow", "matrix products", why + used)

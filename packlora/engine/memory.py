@@ -79,6 +79,8 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,6 +168,8 @@ def memory_room(device: torch.device) -> int:
         index = torch.cuda.current_device() if device.index is None else device.index
         allowed = torch.cuda.get_per_process_memory_fraction(index) * total
         return min(free + torch.cuda.memory_reserved(device), int(allowed))
+    if device.type == "mps":  # beyond it a Mac writes memory to its disk
+        return torch.mps.recommended_max_memory()
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)

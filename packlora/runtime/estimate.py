@@ -13,8 +13,8 @@ import torch
 from packlora.base.device import choose_device
 from packlora.config import Run
 from packlora.engine.memory import memory_room
-from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
-from packlora.ops.gpu import why_no_kernels
+from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES, chunk_rows
+from packlora.ops.gpu import runs_triton, why_no_kernels
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
 from packlora.runtime.prepared_job import ModelShape
@@ -29,18 +29,14 @@ the part of a whole step that they would take at that speed: SmolLM2-135M on two
 PASSES = 3, 7
 """How often forward and backward on a GPU read or write what goes into and comes out of linear layers, beside the products:
 norms, activations, rotations, sums, the products with narrow adapters. Four jobs on the same shapes."""
-PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11}
+PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11, "mps": 4e12}
 """FLOP/s that schedules of a pipeline and layouts are planned for, on any machine. It sets what is fixed for a microbatch
 against what its tokens take."""
 LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4, "mps": 3e-4}
 """Least seconds of the forward of a decoder layer, however few its tokens are."""
-OPTIMIZER_BYTES = 16
-"""Per trainable parameter, of what training keeps beside parameter and a microbatch's gradient: that of the global batch, two
-moments and the last good value."""
-TRAINABLE_BYTES = 4 * 5
-"""Per trainable parameter while a microbatch runs: with its value."""
-GRADIENT_BYTES = 4
-"""Per trainable parameter of a microbatch's gradient, which is whole when the activations are gone."""
+OPTIMIZER_BYTES, TRAINABLE_BYTES, GRADIENT_BYTES = 16, 4 * 5, 4
+"""Per trainable parameter: the gradient of a global batch, two moments and the last good value; with its own value; a
+microbatch's gradient, which is whole when one layer's activations are left."""
 LIBRARY_BYTES, RECORDING_BYTES = 72 * 2**20, 64 * 2**20
 """Workspaces of cuBLAS, and small tensors; and its workspaces of the stream on which CUDA graphs are recorded."""
 RANK_MULTIPLE = 16
@@ -146,52 +142,42 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     """Bytes by what holds them on the device, in a microbatch of so many tokens.
 
     Counted: frozen weights, of quantised ones the codes; per trainable parameter its value, the gradient of the global batch,
-    two AdamW moments and the last good value, and a microbatch's gradient where that is more than the activations; per token
-    and layer what backward needs, also of adapters (with checkpointing one tensor per layer, and one layer's). On top comes the
-    more of two moments: the loss (logits and their gradient, or where kernels make it one chunk of them and three tensors like
-    the hidden states), of which "logits" is what exceeds "buffers", a layer's backward (gradients of its input and of two inner
-    products; checkpointed, inputs of products; the two largest quantised weights as they are multiplied; with CUDA graphs the
-    hidden states, their gradient and the copy of it that a graph reads, which are gone by then without graphs). 45 measured
-    peaks of an H200 and an H100 were 0.97 to 1.04 of the sum before graphs were counted; 13 of fit-h100.json are 0.996 to 1.028
-    of it now. Not counted: what keep_outputs saves, the allocator's rounding, and about 0.6 GiB of a CPU process.
+    two AdamW moments and the last good value, and a microbatch's gradient, whole in the first layer's backward, where that is
+    more than what the other layers held; per token and layer what backward needs, also of adapters (with checkpointing one
+    tensor per layer, and one layer's). On top comes the more of two moments: the loss (a chunk of logits, and two tensors like
+    the hidden states, by kernels three), of which "logits" is what exceeds "buffers", and a layer's backward (gradients of its
+    input and of two inner products, without kernels three; checkpointed, inputs of products; the two largest quantised weights
+    as they are multiplied; with CUDA graphs the hidden states, their gradient and its copy, which are gone by then without).
+    16 peaks of fit-h100.json are 0.996 to 1.005 of the sum. Not counted: what keep_outputs saves, the allocator's rounding,
+    logits of models whose loss is not made in chunks, and about 0.6 GiB of a CPU process.
 
     Args:
-        kernels: whether kernels compute attention, norms and the loss; None: as on the run's device.
+        kernels: as of by_kernels; None: as on the run's device.
     """
     shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
-    kernels = by_kernels(run) if kernels is None else kernels
-    if kernels:
-        # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
-        per_layer = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
-        per_layer += width * (shape.attention + shape.key_value) * shape.head_norms
-        device = choose_device(run.device)  # torch's attention has keys and values of all heads, and the output twice
-        if device.type == "cuda" and why_no_kernels(device) is not None:
-            per_layer += width * (3 * shape.attention - 2 * shape.key_value)
-    else:
-        # two norms keep their input in float32, and their outputs feed the projections; queries, keys and values of all
-        # heads as attention reads them, its output twice; gate, up, activation and their product
-        per_layer = width * (2 * shape.hidden + 5 * shape.attention + 4 * shape.inner) + 2 * 4 * shape.hidden
-        per_layer += 4 * (shape.attention + shape.key_value) * shape.head_norms
-    per_layer += width * shape.routed_width + width * _numbers_of_adapters(prepared) // shape.layers
-    kept = shape.layers * per_layer
+    kernels, device = by_kernels(run) if kernels is None else kernels, choose_device(run.device)
+    own_attention = device.type == "cuda" and why_no_kernels(device) is not None
+    others = (shape.layers - 1) * (per_layer := _bytes_per_layer(prepared, width, kernels, own_attention))
+    kept = others + per_layer
     if run.gradient_checkpointing:
         layers = min(INPUTS_ON_DEVICE, shape.layers) if run.activation_offloading else shape.layers
-        kept = layers * shape.hidden * width + per_layer
+        kept, others = layers * shape.hidden * width + per_layer, (layers - 1) * shape.hidden * width
     labels = max(job.data.label_share for job in prepared.jobs)
     temporary = 2 * shape.largest * width * (prepared.in_codes[0] > 0)
-    loss = buffers = temporary
+    inside = shape.hidden * (2 if run.gradient_checkpointing else 1) + (2 if kernels else 3) * shape.inner
+    buffers = tokens * width * inside + temporary
     if kernels:
         loss = CHUNK_BYTES["cuda"] + 3 * round(tokens * max(1.0, labels)) * shape.hidden * width  # targets are rows
-        inside = shape.hidden * (2 if run.gradient_checkpointing else 1) + 2 * shape.inner
-        buffers = tokens * width * inside + temporary
-        if run.cuda_graphs is True or (run.cuda_graphs == "auto" and run.parallel.ways in ([], ["tensor"])):
+        graphs = run.cuda_graphs is True or (run.cuda_graphs == "auto" and run.parallel.ways in ([], ["tensor"]))
+        if graphs and not own_attention:
             buffers += 3 * tokens * shape.hidden * width + RECORDING_BYTES
-        if run.gradient_checkpointing:  # in the loss no layer is computed again
-            loss -= tokens * per_layer
     else:
-        loss += round(tokens * labels * shape.vocabulary * (4 * 2 + width))
+        loss = _chunk_bytes(rows := round(tokens * labels), shape.vocabulary, getattr(torch, run.dtype), device)
+        loss += 2 * rows * shape.hidden * width
+    if run.gradient_checkpointing:  # in the loss no layer is computed again
+        loss -= tokens * per_layer
     more = max(0, loss - buffers)
-    last = GRADIENT_BYTES * prepared.trainable - tokens * kept - buffers - more
+    last = GRADIENT_BYTES * prepared.trainable - tokens * others - more
     return {
         "frozen weights": _frozen_bytes(run, prepared, width) + LIBRARY_BYTES * kernels,
         "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES + max(0, last),
@@ -201,9 +187,33 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     }
 
 
+def _bytes_per_layer(prepared: PreparedRun, width: int, kernels: bool, own_attention: bool) -> int:
+    """Bytes of a token that a layer keeps for its backward. own_attention: it is torch's, beside kernels of the rest."""
+    shape = prepared.shape
+    if (
+        kernels
+    ):  # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
+        found = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
+        found += width * (shape.attention + shape.key_value) * shape.head_norms
+        if own_attention:  # which has keys and values of all heads, and the output twice
+            found += width * (3 * shape.attention - 2 * shape.key_value)
+    else:
+        # inputs of two norms in float32, and their outputs; queries, keys and values of all heads as attention reads them, its
+        # output twice; gate, up, activation and their product
+        found = width * (2 * shape.hidden + 5 * shape.attention + 4 * shape.inner) + 2 * 4 * shape.hidden
+        found += 4 * (shape.attention + shape.key_value) * shape.head_norms
+    return found + width * shape.routed_width + width * _numbers_of_adapters(prepared) // shape.layers
+
+
+def _chunk_bytes(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of the logits of a chunk of so many rows with labels; those in 16 bits have a copy in float32."""
+    budget, each = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"]), dtype.itemsize + 4 * (dtype.itemsize < 4)
+    return max(chunk_rows(rows, vocabulary, dtype, budget), default=0) * vocabulary * each
+
+
 def _numbers_of_adapters(prepared: PreparedRun) -> int:
-    """Numbers that a token keeps for its adapter, all layers together: of linear layers S, and the product that the gradient of
-    a magnitude is made of. They are kept for all tokens of a microbatch as for the job with most of them."""
+    """Numbers that a token keeps for its adapter, of linear layers S and the product for a magnitude's gradient, as for the job
+    with the most, all layers together."""
     ranks, products = dict[str, int](), dict[str, int]()
     for job in prepared.jobs:
         products |= job.products
@@ -221,5 +231,6 @@ def _frozen_bytes(run: Run, prepared: PreparedRun, width: int) -> int:
 
 
 def by_kernels(run: Run) -> bool:
-    """Whether kernels compute attention, norms and the loss."""
-    return choose_device(run.device).type == "cuda" and run.dtype in ("bfloat16", "float16")
+    """Whether kernels compute norms and the loss; attention they compute unless why_no_kernels says a reason."""
+    device = choose_device(run.device)
+    return device.type == "cuda" and run.dtype in ("bfloat16", "float16") and runs_triton(device)

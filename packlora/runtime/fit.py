@@ -7,17 +7,21 @@ touches a key that is written. The trainer owns what happens where memory runs o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 
+from packlora.base.demo_model import base_path
+from packlora.base.device import choose_device
 from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
-from packlora.engine.memory import memory_room
+from packlora.engine.memory import free_memory, memory_room
 from packlora.errors import InputError
-from packlora.form import LIGHTER, choices
+from packlora.form import LIGHTER, choices, prepared_form
 from packlora.form import chosen as values_of
 from packlora.given import given
 from packlora.runtime.estimate import memory_parts
@@ -39,12 +43,14 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
     room, run = memory_room(device), prepared.run
     known: dict[tuple[Any, ...], PreparedRun] = {(): prepared}
     first: tuple[dict[str, Any], int] | None = None
-    for form, keys in _settings(prepared):
+    refused = ""
+    for form, keys in _settings(prepared, device):
         name, own = tuple(form.items()), keys | form
         if name not in known:
             try:
                 known[name] = again(run.with_chosen(values_of(form)))
-            except InputError:  # not on this device, or not beside something else of the run
+            except InputError as error:  # not on this device, or not beside something else of the run
+                refused = f"; {error}"
                 continue
         changed = run.model_copy(update={key: own[key] for key in MEASURES})
         taken, out, size = own, known[name], predicted(changed, known[name], own[MICROBATCH])
@@ -53,50 +59,56 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
             break
     assert first is not None
     chosen = {key: value for key, value in taken.items() if value != first[0].get(key)}
+    less = "" if size <= ROOM_SHARE * room else refused or _told_of_codes(prepared, device, room)
     if measures := {key: chosen[key] for key in MEASURES if key in chosen}:
         out.run = out.run.with_chosen(measures)
     out.budget = chosen.get(MICROBATCH, out.budget)
     if chosen:
-        out.warnings.append(_why(chosen, first, size, room))
+        out.warnings.append(_why(chosen, first, size, room) + less)
     elif size > ROOM_SHARE * room:
         out.warnings.append(
-            f"fit: {_of(size, room)} are needed by the estimate; this may be too much, and nothing is left to choose"
+            f"fit: {_of(size, room)} are needed by the estimate; this may be too much, and nothing is left to choose{less}"
         )
     out.fit = {**chosen, "predicted_bytes": size}
     return out
 
 
-def _settings(prepared: PreparedRun) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _settings(prepared: PreparedRun, device: torch.device) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Settings that may be taken: first those of the run file and the defaults, then what costs more and needs less. Each is
     keys of the base's form and the others."""
-    run, budget, longest = prepared.run, prepared.budget, prepared.longest
-    budgets = [budget]
-    if run.leaves(MICROBATCH):
-        between = {own for own in BUDGETS if longest < own < budget and filled(prepared, own) == own}
-        budgets = sorted({budget, longest} | between, reverse=True)
-    elif run.max_tokens_per_microbatch == "auto":
-        budgets = [longest]  # larger ones are measured
-    for form, measures, tokens in product(_forms(prepared), measures_of(run, _possible(prepared)), budgets):
+    run, possible = prepared.run, _possible(prepared, device)
+    ways = measures_of(run, {key: own and run.leaves(key) for key, own in possible.items()})
+    for form, measures, tokens in product(_forms(prepared), ways, _budgets(prepared)):
         yield form, {MICROBATCH: tokens, **measures}
 
 
+def _budgets(prepared: PreparedRun) -> list[int]:
+    """Tokens of a microbatch that may be taken, the most first."""
+    run, budget, longest = prepared.run, prepared.budget, prepared.longest
+    if run.leaves(MICROBATCH):
+        between = {own for own in BUDGETS if longest < own < budget and filled(prepared, own) == own}
+        return sorted({budget, longest} | between, reverse=True)
+    return [longest if run.max_tokens_per_microbatch == "auto" else budget]  # of auto larger ones are measured
+
+
 def measures_of(run: Run, possible: Mapping[str, bool]) -> list[dict[str, bool]]:
-    """Values of MEASURES that may be taken, each with less memory than the one before; first those of the run.
+    """Values of MEASURES, each with less memory than the one before; first those of the run.
 
     Args:
-        possible: by key, whether the model and the jobs allow it.
+        possible: by key, whether it may be made true.
     """
     out: list[dict[str, bool]] = [{key: getattr(run, key) for key in MEASURES}]
     for key in MEASURES:
         needs = key != "activation_offloading" or out[-1]["gradient_checkpointing"]
-        if possible[key] and run.leaves(key) and not out[-1][key] and needs:
+        if possible[key] and not out[-1][key] and needs:
             out.append(out[-1] | {key: True})
     return out
 
 
-def _possible(prepared: PreparedRun) -> dict[str, bool]:
-    checkpoints = can_checkpoint(prepared)
-    return dict(zip(MEASURES, (checkpoints, _can_offload(prepared), checkpoints), strict=True))
+def _possible(prepared: PreparedRun, device: torch.device) -> dict[str, bool]:
+    """Whether the model and the jobs allow each of MEASURES; on a GPU alone the host has memory of its own."""
+    checkpoints, apart = can_checkpoint(prepared), device.type == "cuda"
+    return dict(zip(MEASURES, (checkpoints, apart and _can_offload(prepared), apart and checkpoints), strict=True))
 
 
 def can_checkpoint(prepared: PreparedRun) -> bool:
@@ -136,28 +148,60 @@ def filled(prepared: PreparedRun, tokens: int) -> int:
     return min(tokens, sum(int(own.sum()) for own in lengths))
 
 
+def lighter(prepared: PreparedRun, device: torch.device) -> Iterator[tuple[dict[str, Any], PreparedRun]]:
+    """The run on each form of the base that `fit: auto` may choose and that can be made here, the largest first. Its sizes are
+    what they would be; nothing else of the run is checked against the form."""
+    run, encoder = prepared.run.model_copy(update={"fit": "auto"}), prepared.encoder
+    if prepared.form is not None or encoder is None or given().model is not None:
+        return
+    for keys in choices(run, encoder.skeleton.config):
+        own = run.model_copy(update=values_of(keys))
+        with contextlib.suppress(InputError):
+            form = prepared_form(own, encoder.skeleton, base_path(run.base_model), device)
+            yield keys, replace(prepared, run=own, form=form)
+
+
+def no_room(prepared: PreparedRun, said: str) -> MemoryError:
+    """Error of a base model that does not fit. said: the device's own words. Nothing refers any more to what was loaded."""
+    free_memory(device := choose_device(prepared.run.device))
+    advice = would_fit(prepared, device, prepared.budget, prepared.run.gradient_checkpointing)
+    return MemoryError(
+        f"out of memory on {device} while the base model is loaded: {said}. {advice[0].upper()}{advice[1:]}"
+    )
+
+
 def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any) -> str:
     """Words for an error: what to do where a microbatch of so many tokens ran out of memory and no key may be changed.
 
     Args:
         now: value of gradient_checkpointing by now.
     """
-    room, run, longest = memory_room(device), prepared.run, prepared.longest
+    room, run = memory_room(device), prepared.run.model_copy(update={"gradient_checkpointing": now})
+    longest, ways = min(prepared.longest, tokens), measures_of(run, _possible(prepared, device))
     remedies = ["lower max_tokens_per_microbatch"] * (longest < tokens)
-    remedies += ["set gradient_checkpointing: true"] * (now is False and can_checkpoint(prepared))
-    budgets = [tokens, longest] if longest < tokens else [tokens]
-    ways = [now, True] if now is False and can_checkpoint(prepared) else [now]
-    for how, budget in product(ways, budgets):
-        if (how, budget) == (now, tokens):
-            continue
-        size = predicted(run.model_copy(update={"gradient_checkpointing": how}), prepared, budget)
+    remedies += [f"set {key}: true" for key, value in ways[-1].items() if value and not getattr(run, key)]
+    budgets = dict.fromkeys((tokens, longest))
+    for how, budget in list(product(ways, budgets))[1:]:
+        size = predicted(run.model_copy(update=how), prepared, budget)
         if size <= ROOM_SHARE * room:
-            own = words({MICROBATCH: budget, "gradient_checkpointing": how})
+            own = words({MICROBATCH: budget} | {key: value for key, value in how.items() if value})
             fits = f"Predicted to fit, {_of(size, room)}: {own}; fit: memory takes it where that is left out"
             return f"{' or '.join(remedies)}. {fits}"
-    remedies += ["set offload_embedding: true"] * (not run.offload_embedding and _can_offload(prepared))
-    remedies.append(LIGHTER if prepared.form is None else "take a smaller base model")
-    return " or ".join([*remedies, "shorten the samples (data.max_length)"])
+    remedies += [LIGHTER if prepared.form is None else "take a smaller base model"]
+    return " or ".join([*remedies, "shorten the samples (data.max_length)"]) + _told_of_codes(prepared, device, room)
+
+
+def _told_of_codes(prepared: PreparedRun, device: torch.device, room: int) -> str:
+    """Words on the first settings that are predicted to fit on a base in codes, to be added to others; "" where none is."""
+    possible = _possible(prepared, device)
+    for form, own in lighter(prepared, device):
+        for how, budget in product(measures_of(own.run, possible), dict.fromkeys((prepared.budget, prepared.longest))):
+            size = predicted(own.run.model_copy(update=how), own, budget)
+            if size <= ROOM_SHARE * room:
+                keys = words({MICROBATCH: budget} | {key: value for key, value in how.items() if value} | form)
+                found = f"Predicted to fit, {_of(size, room)}, with other numbers: {keys}"
+                return f". {found}; fit: auto takes it where that is left out"
+    return ""
 
 
 # --- words -----------------------------------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from packlora.schedule.types import Microbatch
 SCHEMA = 1
 ROOM_SHARE = 0.92
 """Share of a device's memory that is planned with; the allocator's rounding and other buffers take the rest."""
+FITTED = ("cuda", "mps")
 MEASURES = ("gradient_checkpointing", "offload_embedding", "activation_offloading")
-"""Keys of a run that `fit` may make true, in this order; none changes a number."""
+"""Kinds of devices on which `fit` chooses; keys that it may make true, in this order, of which none changes a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from packlora.base.model import Base
 from packlora.changes import Changes, job_set, plugin
 from packlora.config import Run
 from packlora.data.reader import Reader
-from packlora.engine.memory import free_memory
-from packlora.engine.passes import Executor, Passes
+from packlora.engine.memory import T, free_memory
+from packlora.engine.passes import Executor, Passes, one_error_for_memory
 from packlora.errors import InputError
 from packlora.events import Note, Subscriber
 from packlora.files import remove_leftovers
@@ -40,7 +40,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.placement import Placement
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiles import Profile
+from packlora.runtime.profiles import FITTED, Profile
 from packlora.runtime.record import (
     RunRecord,
     earlier_warnings,
@@ -60,9 +60,6 @@ from packlora.runtime.resume import (
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, in_notebook, silent
-
-FITTED = ("cuda",)
-"""Kinds of devices whose free memory settings are chosen for before the model is loaded."""
 
 
 class Session:
@@ -133,7 +130,7 @@ class Session:
         own, group = self._share_out(prepared), self.placement.group
 
         # 2. Load the base model once and put the jobs' adapters on it.
-        base, self.single, jobs = mesh.together(lambda: self._load(prepared, own))
+        base, self.single, jobs = mesh.together(lambda: _in_memory(lambda: self._load(own), prepared, mesh))
 
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
@@ -232,9 +229,7 @@ class Session:
         if saved is not None:
             prepared.fit = saved.fit.model_dump(exclude_none=True)
         elif run.fit != "off" and self.mesh.size == 1 and device.type in FITTED:
-            from packlora.runtime.fit import fitted
-
-            prepared = fitted(prepared, device, again)
+            prepared = import_module("packlora.runtime.fit").fitted(prepared, device, again)
         tokens = prepared.fit.get("max_tokens_per_microbatch")
         if tokens is not None and run.leaves("max_tokens_per_microbatch"):
             prepared.budget = max(min(prepared.budget, tokens), prepared.longest)
@@ -250,7 +245,7 @@ class Session:
         parts = (self.single, trainer.by_name, self.run.eval_every, trainer.events)
         trainer.events.subscribe(Sampler(*parts, known, group))
 
-    def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
+    def _load(self, own: PreparedRun) -> tuple[Base, Passes, list[Job]]:
         if (device := choose_device(self.run.device)).type == "cuda":
             free_memory(device)  # of a run that this process has ended: its model is in cycles
             if self.mesh.size == 1:
@@ -320,6 +315,18 @@ class Session:
         self.logged = folder.rebuild_logs([stand[name] for name in names], prepared.left_out, first)
         mesh.barrier()  # nobody writes a checkpoint before what lies beyond is put aside
         return notes
+
+
+def _in_memory(load: Callable[[], T], prepared: PreparedRun, mesh: OneProcess) -> T:
+    """What `load` gives. Raises MemoryError, which says what would fit, where memory runs out on one device."""
+    try:
+        with one_error_for_memory():
+            return load()
+    except torch.OutOfMemoryError as error:
+        if mesh.size > 1:
+            raise
+        said = str(error)
+    raise import_module("packlora.runtime.fit").no_room(prepared, said)
 
 
 def _display() -> Progress:

@@ -94,6 +94,7 @@ def tree(base: str, rows: str, tmp_path: Path) -> Tree:
 
 def trained(tree: dict[str, Any], **how: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The adapter, and run.json."""
+    torch._C._cuda_clearCublasWorkspaces()  # of streams on which other runs have recorded graphs: 32 MiB each
     torch.cuda.reset_peak_memory_stats()
     assert packlora.train(tree, **how).status == "done"
     out = Path(tree["output_dir"])

@@ -94,9 +94,11 @@ def test_doctor_says_how_to_install_what_is_missing_and_what_for(monkeypatch: py
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).output
-    for module, (package, purpose) in OPTIONAL.items():
-        line = next(line for line in said.splitlines() if line.startswith(f"{module} ") and "not installed" in line)
-        assert f"pip install {package}: {purpose}" in line
+    found = " ".join(said.split())
+    assert "pip install 'packlora[NAME]', of these: quant (" in found
+    for package, purpose in OPTIONAL.values():
+        name = package.removeprefix("'packlora[").removesuffix("]'")
+        assert purpose in found.partition(f" {name} (")[2].partition(")")[0]
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

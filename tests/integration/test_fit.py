@@ -23,8 +23,10 @@ from packlora.parallel.alone import OneProcess
 from packlora.run_file import run_from
 from packlora.runtime import estimate, fit, session
 from packlora.runtime.fit import MICROBATCH, fitted, predicted
+from packlora.runtime.placement import Placement
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_job import ModelShape
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import MEASURES, ROOM_SHARE
 from packlora.runtime.resume import check_output
 from packlora.runtime.session import Session
@@ -142,6 +144,40 @@ def test_what_is_written_is_obeyed_and_the_error_says_what_would_fit(
     assert (len(short.tried) == 1) == bool(written)
 
 
+def test_a_base_that_does_not_fit_ends_the_run_with_what_would(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written settings; then those of a CPU of so little memory that codes alone fit, and with less, in which nothing does."""
+    pytest.importorskip("bitsandbytes")
+
+    def load(*_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    monkeypatch.setattr(Placement, "load", load)
+    tree = tree_of(tiny_base(), tmp_path / "out", write_rows)
+    prepared = prepare(Run.model_validate(tree))
+
+    def least(own: Any) -> int:
+        return predicted(own.run.model_copy(update={"gradient_checkpointing": True}), own, own.longest)
+
+    in_codes = [least(own) for _, own in fit.lighter(prepared, torch.device("cpu"))]
+    assert in_codes[1] < in_codes[0] < least(prepared)
+    said = {}
+    for room in (2**50, (in_codes[1] + 8) / ROOM_SHARE, in_codes[1] / ROOM_SHARE - 8):
+        monkeypatch.setattr(fit, "memory_room", lambda device, room=room: int(room))
+        with pytest.raises(
+            MemoryError, match="out of memory on cpu while the base model is loaded: CUDA out of"
+        ) as caught:
+            train(tree)
+        said[room] = str(caught.value).partition("1 GiB.. ")[2]
+    plenty, codes, nothing = said.values()
+    assert f"{MICROBATCH}: {prepared.longest}; fit: memory" in plenty and "quantization" not in plenty
+    assert (
+        "Predicted to fit" in codes and "gradient_checkpointing: true, quantization: nf4; fit: auto takes it" in codes
+    )
+    assert "Predicted" not in nothing and "set quantization: nf4 or shorten the samples" in nothing
+
+
 def test_an_evaluation_that_does_not_fit_takes_no_checkpointing(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,17 +207,19 @@ def prepared_8b(run: Run, codes: int = 0, longest: int = 2048) -> Any:
     modules = {f"{n}.{m}": SimpleNamespace(kind="linear", rank=16) for n in range(32) for m in range(len(WIDTHS))}
     planned = SimpleNamespace(lengths=np.full(100, longest))
     data, spec = SimpleNamespace(label_share=1.0, planned=planned), SimpleNamespace(modules=modules)
+    samples = SimpleNamespace(samples=[SimpleNamespace(num_tokens=longest)])
     embedding, head = torch.nn.Embedding(1, 1, device="meta"), torch.nn.Linear(1, 1, False, "meta")
     skeleton = SimpleNamespace(
         supports_gradient_checkpointing=True, config=SimpleNamespace(), get_input_embeddings=lambda: embedding,
         get_output_embeddings=lambda: head, named_modules=lambda: [("embed_tokens", embedding), ("lm_head", head)],
     )  # fmt: skip
-    return SimpleNamespace(
-        run=run, shape=LLAMA_8B, trainable=41_943_040, jobs=[SimpleNamespace(data=data, spec=spec, products={}, most=0)],
-        in_codes=(LLAMA_8B.linear_parameters, codes) if codes else (0, 0), longest=longest, warnings=[], fit={}, form=None,
-        budget=4096 if run.max_tokens_per_microbatch == "auto" else run.max_tokens_per_microbatch,
-        encoder=SimpleNamespace(skeleton=skeleton),
-    )  # fmt: skip
+    job: Any = SimpleNamespace(
+        data=data, spec=spec, products={}, most=0, trainable=41_943_040, encoded=samples, eval_encoded=samples
+    )
+    form: Any = SimpleNamespace(held=(LLAMA_8B.linear_parameters, codes)) if codes else None
+    budget = 4096 if run.max_tokens_per_microbatch == "auto" else run.max_tokens_per_microbatch
+    encoder: Any = SimpleNamespace(skeleton=skeleton)
+    return PreparedRun(run, None, budget, LLAMA_8B, [job], form=form, encoder=encoder)
 
 
 @pytest.fixture
@@ -190,15 +228,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     device = torch.device("cuda")
     monkeypatch.setattr(estimate, "choose_device", lambda name: device)
     monkeypatch.setattr(estimate, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(estimate, "runs_triton", lambda device: True)
 
     def choose(gib: float, **keys: Any) -> Any:
         monkeypatch.setattr(fit, "memory_room", lambda device: int(gib * GIB))
         codes = {"int8": LLAMA_8B.linear_parameters, "nf4": int(0.5625 * LLAMA_8B.linear_parameters)}
 
-        def again(run: Run) -> Any:
+        def again(run: Run, *_: Any) -> Any:
             assert run.quantization is not None
             return prepared_8b(run, codes[run.quantization.method])
 
+        monkeypatch.setattr(fit, "prepared_form", lambda run, *_: again(run).form)
         return fitted(prepared_8b(run_of(**keys)), device, again)
 
     return choose
@@ -214,7 +254,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         (18.1, {}, {"gradient_checkpointing": True, "offload_embedding": True}, True),
         (18, {"offload_embedding": False},
          {MICROBATCH: 2048, "gradient_checkpointing": True, "activation_offloading": True}, True),
-        (17.1, {}, {"gradient_checkpointing": True, "offload_embedding": True, "activation_offloading": True}, True),
+        (17.15, {}, {MICROBATCH: 2048, "gradient_checkpointing": True, "offload_embedding": True}, True),
+        (16.8, {}, {MICROBATCH: 2048, **dict.fromkeys(MEASURES, True)}, True),
         (16, {}, {MICROBATCH: 2048, **dict.fromkeys(MEASURES, True)}, False),
         (24, {MICROBATCH: 4096}, {"gradient_checkpointing": True}, True),
         (22, {MICROBATCH: 8192}, {"gradient_checkpointing": True}, True),
@@ -244,6 +285,8 @@ def test_the_first_settings_that_fit_on_a_card_are_chosen_and_nothing_that_is_wr
     said = " ".join(made.warnings)
     assert bool(said) == (bool(chosen) or not fits) and ("may be too much" in said) == (not fits)
     assert ("so numbers change" in said) == ("quantization" in chosen)
+    told = not fits and keys.get("fit") != "auto"
+    assert ("with other numbers: " in said and "quantization: " in said.rpartition("Predicted to fit")[2]) == told
 
 
 def test_a_base_that_cannot_be_quantised_here_is_not(card: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +295,8 @@ def test_a_base_that_cannot_be_quantised_here_is_not(card: Callable[..., Any], m
 
     monkeypatch.setattr(fit, "values_of", refuse)
     made = card(12, fit="auto")
-    assert "quantization" not in made.fit and "may be too much" in made.warnings[0]
+    assert "quantization" not in made.fit
+    assert "may be too much" in made.warnings[0] and made.warnings[0].endswith("; bitsandbytes is not installed")
 
 
 def test_a_run_holds_what_was_chosen_before_it_began(
@@ -359,6 +403,23 @@ def test_the_room_on_a_gpu_is_what_is_free_within_the_cap_of_the_process(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {1: fraction}.__getitem__)
     assert memory.memory_room(torch.device("cuda")) == memory.memory_room(torch.device("cuda", 1)) == room
+
+
+def test_a_mac_s_run_is_fitted_into_what_its_gpu_may_have_and_nothing_is_moved_to_the_same_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By torch's operations: no kernels, whose estimate is lower. Never run on one."""
+    device = torch.device("mps")
+    monkeypatch.setattr(estimate, "choose_device", lambda name: device)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 22 * GIB)
+    prepared = prepared_8b(run_of())
+    made = fitted(prepared, device, lambda run: prepared)
+    assert made.fit.pop("predicted_bytes") <= ROOM_SHARE * 22 * GIB  # type: ignore[attr-defined]
+    assert made.fit == {"gradient_checkpointing": True} and "no number changes" in made.warnings[0]
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10 * GIB)
+    again = fitted(prepared_8b(run_of(quantization=None)), device, lambda run: prepared)
+    assert again.fit.keys() == {MICROBATCH, "gradient_checkpointing", "predicted_bytes"}
+    assert "nothing else is left" in again.warnings[0]
 
 
 @pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -17,6 +17,7 @@ from packlora.cli import app
 from packlora.commands import doctor, speed
 from packlora.commands.plan_model import Card, card_bytes, settings_of
 from packlora.errors import InputError
+from packlora.ops import gpu
 from packlora.runtime.estimate import LIBRARY_BYTES
 from packlora.runtime.fit import MEASURES
 from packlora.runtime.profiles import ROOM_SHARE
@@ -52,8 +53,9 @@ def test_settings_of_a_card_are_those_that_were_measured_to_fit(model: str) -> N
     peaks = [one.peak for one in card.settings]
     assert peaks[0] > peaks[1] > peaks[5] > peaks[9]
     assert [peaks[at] - peaks[at + 1] for at in (1, 5, 9)] == [128256 * 4096 * 2] * 3, "the embedding"
-    assert [peaks[at] - peaks[at + 1] for at in (2, 6, 10)] == [29 * 2048 * 4096 * 2] * 3, (
-        "inputs of all layers but three"
+    gradient = 41_943_040 * 4
+    assert [peaks[at] - peaks[at + 1] for at in (2, 6, 10)] == [31 * 2048 * 4096 * 2 - gradient] * 3, (
+        "inputs of all layers but the first, beside which the gradient is whole"
     )
     weights = [by_keys(card)[keys].parts["frozen weights"] / GIB for keys in ("", "int8", "nf4")]
     assert weights[0] == pytest.approx((8_030_261_248 * 2 + LIBRARY_BYTES) / GIB)
@@ -85,7 +87,7 @@ def test_the_command_says_what_fit_takes(gpu: str, memory: Any, auto: Any, model
 
 
 def test_the_plan_of_a_card_agrees_with_what_was_measured_on_cards(tmp_path: Path) -> None:
-    """Within 5 % of the memory in use, as training under a cap had it."""
+    """Within 1 % of the memory in use, as training under a cap had it."""
     rows = json.loads((ROOT / "benchmarks" / "results" / "fit-h100.json").read_text())["rows"]
     compared = 0
     for row in (row for row in rows if row["part"] in ("card", "least") and "allocated_gib" in row):
@@ -105,7 +107,7 @@ def test_the_plan_of_a_card_agrees_with_what_was_measured_on_cards(tmp_path: Pat
         (planned,) = (
             one for one in settings if {key: own for key, own in one.keys.items() if key in MEASURES} == measures
         )
-        assert planned.peak / GIB == pytest.approx(row["allocated_gib"], rel=0.05), row["case"]
+        assert planned.peak / GIB == pytest.approx(row["allocated_gib"], rel=0.01), row["case"]
         compared += 1
     assert compared >= 5
 
@@ -120,6 +122,22 @@ def test_a_run_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("base_model: a")
     out = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--gpu", "24 GB"])
     assert out.exit_code == 2 and "run.yaml is a file; give the folder or hub id" in out.output
+
+
+def test_a_model_is_no_run_file(model: str) -> None:
+    for name in (model, "Qwen/Qwen3-0.6B"):
+        out = CliRunner().invoke(app, ["plan", name])
+        assert out.exit_code == 2 and f'packlora plan {name} --gpu "24 GB"' in out.output.replace("\n", "")
+
+
+def test_the_most_tokens_of_experts_are_found_where_their_gradients_are_the_peak(tmp_path: Path) -> None:
+    """They take more than the activations of many microbatches, so that the peak stays the same for many sizes."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen3-30B-A3B"] | {"num_hidden_layers": 4}))
+    for room in (40 * GIB, 24 * GIB):
+        for one in settings_of(str(tmp_path), room, forms=({},)).settings:
+            for tokens, fits in ((one.tokens, True), (one.tokens + 1, False)):
+                found = settings_of(str(tmp_path), room, length=tokens, forms=({},)).settings
+                assert next(own for own in found if own.keys == one.keys).fits == fits
 
 
 def test_options_of_a_run_do_not_go_with_a_card(model: str) -> None:
@@ -142,8 +160,6 @@ def test_options_of_a_run_do_not_go_with_a_card(model: str) -> None:
 def test_the_doctor_says_what_is_slow_on_a_gpu_and_why(
     capability: tuple[int, int], triton: bool, slow: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora.ops import gpu
-
     for name in ("capability", "has_copy_engine", "why_no_kernels"):
         monkeypatch.setattr(gpu, name, getattr(gpu, name))
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
@@ -165,8 +181,30 @@ def test_the_doctor_says_what_is_slow_on_a_gpu_and_why(
         assert any("7.5" in one.why for one in found)
 
 
-def test_the_doctor_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: SimpleNamespace())
+@pytest.mark.parametrize("there", [True, False], ids=["packages", "none"])
+def test_the_doctor_fits_on_a_screen(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a plain installation."""
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: SimpleNamespace() if there else None)
     said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"}).output
     assert len(said.splitlines()) <= 24, said
-    assert "slow  kernels, CUDA graphs" in said
+    assert "slow  kernels, CUDA graphs" in said and ("pip install" in said) != there
+
+
+def test_the_doctor_of_a_mac_says_how_its_gpu_is_had_and_that_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *of: True)
+    said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).output
+    assert "device: mps" in said and "never been run" in said and "dtype: auto is bfloat16" in said
+    assert "no GPU is usable" not in said and said.rstrip().splitlines()[-1].startswith(
+        "packlora can train on the CPU, and by"
+    )
+
+
+def test_the_doctor_names_a_gpu_of_amd_by_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(name="AMD MI300X", total_memory=192 * GIB, major=9, minor=4, gcnArchName="gfx942:sramecc+")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for name, value in (("is_available", True), ("device_count", 1), ("get_device_properties", found)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    gpu.architecture.cache_clear()
+    assert dict(doctor._machine())["cuda:0"] == "AMD MI300X, 192 GiB, gfx942"
+    gpu.architecture.cache_clear()

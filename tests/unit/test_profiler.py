@@ -56,6 +56,7 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
     """Within 5 %: 8192 tokens on Llama-3.1-8B's shape, LoRA r 16 or DoRA r 384 in bfloat16 without an optimizer."""
     monkeypatch.setattr(estimate, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(estimate, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(estimate, "runs_triton", lambda device: True)
     shape = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
     run = SimpleNamespace(
         dtype="bfloat16",
@@ -100,6 +101,7 @@ def test_graphs_add_what_the_loss_leaves_to_a_layer_s_backward(
     """Hidden states [T, 4096], their gradient and its copy, and workspaces: where the loss is not the more of the two."""
     monkeypatch.setattr(estimate, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(estimate, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(estimate, "runs_triton", lambda device: True)
     shape = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
     job = SimpleNamespace(data=SimpleNamespace(label_share=1.0), spec=SimpleNamespace(modules={}), products={})
     prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0))
@@ -125,7 +127,7 @@ def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
 ) -> None:  # fmt: skip
     """Within 10 %: the benchmark's four jobs of short samples, at a product's and a copy's speeds of that H200."""
     for name, given in (
-        ("choose_device", torch.device("cuda")), ("memory_room", 1), ("why_no_kernels", None),
+        ("choose_device", torch.device("cuda")), ("memory_room", 1), ("why_no_kernels", None), ("runs_triton", True),
         ("machine_flops", 7.5e14), ("machine_bandwidth", 3.98e12),
     ):  # fmt: skip
         monkeypatch.setattr(estimate, name, lambda *asked, given=given: given)
@@ -172,14 +174,16 @@ def peak_of(work: Callable[[], Any]) -> int:
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-@pytest.mark.parametrize(("family", "checkpointing"), [("qwen3", False), ("llama", True)])
+@pytest.mark.parametrize(
+    ("family", "checkpointing", "words"), [("qwen3", False, 320), ("llama", True, 320), ("llama", True, 12_000)]
+)
 def test_memory_of_a_microbatch_is_estimated_as_torch_counts_it(
-    family: str, checkpointing: bool, tmp_path: Path
+    family: str, checkpointing: bool, words: int, tmp_path: Path
 ) -> None:
-    """Within 5 %: what a job with DoRA keeps for its magnitudes, and S, are in it."""
-    model = tiny_model(family, num_hidden_layers=3, hidden_size=128, intermediate_size=352, head_dim=32).to(
-        torch.bfloat16
-    )
+    """Within 5 %: what a job with DoRA keeps for its magnitudes, S, and of many words a chunk of logits are in it."""
+    model = tiny_model(
+        family, num_hidden_layers=3, hidden_size=128, intermediate_size=352, head_dim=32, vocab_size=words
+    ).to(torch.bfloat16)
     jobs = [
         {
             "name": f"job{r}", "data": {"path": "random"}, "train": {"global_batch_size": 4, "max_steps": 2},
@@ -200,7 +204,7 @@ def test_memory_of_a_microbatch_is_estimated_as_torch_counts_it(
         job.discard()
     peak = peak_of(lambda: run_microbatch(trainer.executor, mix))
     parts = estimate.memory_parts(run, prepared, num_tokens(mix))
-    assert parts["activations"] + parts["logits"] == pytest.approx(peak, rel=0.05)
+    assert parts["activations"] + parts["logits"] + parts["buffers"] == pytest.approx(peak, rel=0.05)
 
 
 def guess() -> Profile:
