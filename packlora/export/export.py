@@ -173,12 +173,15 @@ def serve_command(out: Path, target: str) -> str | None:
     """The command that serves an exported adapter, under its folder's name; None for programs without one."""
     if target == "ollama":
         return f"ollama create {shlex.quote(out.name.lower())} -f {shlex.quote(str(out / 'Modelfile'))}"
-    if target != "vllm":
+    if target not in ("vllm", "sglang"):
         return None
     config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+    base, named = str(config["base_model_name_or_path"]), f"{out.name}={out.absolute()}"
+    if target == "sglang":
+        return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", named])
     rank = next((known for known in VLLM_RANKS if known >= config["r"]), config["r"])
-    words = ["vllm", "serve", str(config["base_model_name_or_path"]), "--enable-lora", "--max-lora-rank", str(rank)]
-    return shlex.join([*words, "--lora-modules", f"{out.name}={out.absolute()}"])
+    words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank)]
+    return shlex.join([*words, "--lora-modules", named])
 
 
 def prove_names(folder: Path, model: PreTrainedModel, also_twin: bool = False) -> None:

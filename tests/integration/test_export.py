@@ -165,17 +165,20 @@ def test_a_gguf_file_read_back_and_added_to_the_base_is_the_adapter(
     torch.testing.assert_close(logits_of(base, deltas), want, rtol=2e-6, atol=2e-6)
 
 
-def test_ollama_and_vllm_are_told_the_base_and_the_adapter(tiny_base: Base, tmp_path: Path) -> None:
+def test_programs_are_told_the_base_and_the_adapter(tiny_base: Base, tmp_path: Path) -> None:
     base = tiny_base("llama")
     perturbed_peft(base, "lora", tmp_path / "job")
-    for target in ("gguf", "ollama", "vllm"):
+    told = {}
+    for target in ("gguf", "ollama", "vllm", "sglang"):
         words = ["export", str(tmp_path / "job"), str(tmp_path / target), "--for", target, "--check", "never"]
         out = CliRunner().invoke(app, [*words, "--base-model", base])
         assert out.exit_code == 0, out.output
+        told[target] = out.stdout
     commands = (tmp_path / "ollama" / "Modelfile").read_text().splitlines()
     assert [line for line in commands if line[0] != "#"] == [f"FROM {base}", "ADAPTER ./adapter.gguf"]
     assert (tmp_path / "ollama" / "adapter.gguf").read_bytes() == (tmp_path / "gguf").read_bytes()
-    assert f"--enable-lora --max-lora-rank 8 --lora-modules vllm={tmp_path / 'vllm'}" in out.stdout
+    assert f"--enable-lora --max-lora-rank 8 --lora-modules vllm={tmp_path / 'vllm'}" in told["vllm"]
+    assert f"--model-path {base} --lora-paths sglang={tmp_path / 'sglang'}" in told["sglang"]
 
 
 def test_a_base_in_a_relative_folder_is_found_above_the_adapter_that_names_it(
