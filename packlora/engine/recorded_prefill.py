@@ -32,9 +32,9 @@ MOST = 32
 """Graphs that are kept; the one that was not used for longest goes."""
 FEWEST, STEPS = 64, 4
 """Tokens of a graph at least, and numbers of them from a power of two to the next."""
-MOST_TOKENS, MOST_ROWS = 8192, 256
-"""Of a pass that has a graph. Longer ones have the device work for longer than the host, and more logits are of prompts' own
-tokens, which are asked for once."""
+MOST_TOKENS, MOST_ROWS = 4096, 256
+"""Of a pass that has a graph. Longer ones have the device work for as long as the host, and the memory that they pass through
+would be kept; more logits are of prompts' own tokens, which are asked for once."""
 
 
 class Size(NamedTuple):
