@@ -20,6 +20,8 @@ from packlora import portable
 from packlora.engine.adapters import AdapterState
 from packlora.engine.passes import SingleDevice
 from packlora.ops import wide
+from packlora.runtime import estimate
+from packlora.runtime.prepared_job import AUTO_BUDGET
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -88,6 +90,11 @@ def test_a_run_makes_no_float64_tensor_on_a_device_that_has_none(
         result = train(config(tiny_base(), tmp_path / str(without), write_rows, jobs))
         told.append([[job.eval_before, job.eval_after] for job in result.jobs.values()])
     np.testing.assert_allclose(told[0], told[1], rtol=1e-6)
+
+
+def test_every_figure_that_a_plan_takes_by_the_kind_of_device_is_there_for_all_three() -> None:
+    for figures in (estimate.PRODUCTS_SHARE, estimate.PLANNED_FLOPS, estimate.LAYER_SECONDS, AUTO_BUDGET):
+        assert figures.keys() == {"cpu", "cuda", "mps"}
 
 
 def test_a_rename_waits_for_a_reader_where_the_system_refuses_it(
