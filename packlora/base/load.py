@@ -187,6 +187,8 @@ def load_part(what: str, path: str, load: Any) -> Any:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # transformers raises many types for a model that is not there
+        if isinstance(error, RuntimeError) and "out of memory" in str(error):  # of other devices and libraries
+            raise torch.OutOfMemoryError(str(error)) from None
         kind = "folder" if os.path.isdir(path) else "hub id, or folder that does not exist"
         raise InputError(f"base_model {quoted(path, 300)} ({kind}): cannot load the {what}: {foreign(error)}") from None
 

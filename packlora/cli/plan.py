@@ -40,7 +40,7 @@ def plan(
 
         refused = {"--set": overrides, "--stages": stages > 1, "--gpus": gpus, "--plot": plot}
         return print_card(str(run), gpu, rank, length, json_file, [key for key, value in refused.items() if value])
-    if not run.is_file() and run.suffix.lower() not in (".yaml", ".yml", ".json"):
+    if (run.is_dir() or not run.exists()) and run.suffix.lower() not in (".yaml", ".yml", ".json"):
         raise InputError(f'{run} is no run file; of a model say what card it is for: packlora plan {run} --gpu "24 GB"')
     from packlora.run_file import load_run
 

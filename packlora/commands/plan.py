@@ -198,7 +198,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
         run = run.model_copy(update={"dtype": "bfloat16"})
     prepared, tensor = _prepared(run, stages == 1 and gpus is None, told), run.parallel.tensor
     run = prepared.run
-    if gpus is not None and run.parallel.divided is not None:
+    if gpus is not None and (run.parallel.divided or run.parallel.package):
         run.parallel.check(gpus)
     if run.parallel.expert > 1 and gpus is None:
         prepared.warnings.append(

@@ -165,6 +165,10 @@ class GraphedPasses:
     def _body(self, shape: Shape) -> _Body:
         body = self._bodies.pop(shape, None)
         if body is None:
+            layers = adapted_layers(self.eager.model).values()
+            here = {number for layer in layers if isinstance(layer, AdaptedLinear) for number in layer.adapters}
+            # graphs of adapters that have left would hold their weights
+            self._bodies = {own: kept for own, kept in self._bodies.items() if here.issuperset(own.adapters)}
             if len(self._bodies) >= MOST:
                 del self._bodies[next(iter(self._bodies))]
             body = _Body(self.eager, shape, self._recorder_now())

@@ -81,6 +81,7 @@ class GraphedPrompts:
         """Those that prompts have had since graphs were dropped last."""
         self._bodies: dict[tuple[Size, frozenset[int]], _Body] = {}
         self._seen: dict[tuple[Size, frozenset[int]], int] = {}
+        self._fitting: dict[frozenset[int], bool] = {}
 
     def run(self, prompts: Sequence[Prompt]) -> list[torch.Tensor] | None:
         """As Passes.prefill; None where it goes without a graph."""
@@ -97,6 +98,7 @@ class GraphedPrompts:
         """Free the memory of all graphs."""
         self._bodies.clear()
         self._seen.clear()
+        self._fitting.clear()
         self._adapters = frozenset()
 
     def _body(self, size: Size, adapters: frozenset[int], with_base: bool) -> _Body | None:
@@ -105,27 +107,33 @@ class GraphedPrompts:
             if key[0] == size and _holds(key[1], adapters, with_base):
                 self._bodies[key] = self._bodies.pop(key)
                 return body
-        own = size, self._adapters
-        self._seen[own] = self._seen.get(own, 0) + 1
-        if self._seen[own] <= UNRECORDED:
+        known = self._adapters if _holds(self._adapters, adapters, with_base) else adapters
+        self._seen[size, known] = self._seen.get((size, known), 0) + 1
+        if self._seen[size, known] <= UNRECORDED:
             return None
-        layers = [layer for layer in adapted_layers(self._passes.model).values() if isinstance(layer, AdaptedLinear)]
-        self._adapters = (
-            frozenset(number for layer in layers for number in layer.adapters) & self._adapters
-        )  # of those here
-        own = size, self._adapters
-        if not _holds(self._adapters, adapters, with_base) or not self._fit(self._adapters):
+        here = frozenset(number for layer in self._layers() for number in layer.adapters)
+        self._adapters &= here
+        # graphs of adapters that have left would hold their weights
+        self._bodies = {key: kept for key, kept in self._bodies.items() if key[1] <= here}
+        self._seen = {key: times for key, times in self._seen.items() if key[1] <= here}
+        known &= here
+        if not _holds(known, adapters, with_base) or not self._fit(known) or len(known) > size.tokens:
             return None
         if len(self._bodies) >= MOST:
             del self._bodies[next(iter(self._bodies))]
-        body = self._bodies[own] = _Body(self._passes, size, tuple(sorted(self._adapters)), self._recorder())
+        body = self._bodies[size, known] = _Body(self._passes, size, tuple(sorted(known)), self._recorder())
         return body
 
     def _fit(self, adapters: frozenset[int]) -> bool:
-        """Whether these can be in a graph: not where the output layer has one, which is given other rows than the others."""
-        head = self._passes.model.get_output_embeddings()
-        on_head = isinstance(head, AdaptedLinear) and any(number in head.adapters for number in adapters)
-        return not on_head and self._fits(tuple(sorted(adapters)))
+        """Whether these can be in a graph: not where one is on what stands behind the decoder, which is given other rows."""
+        if adapters not in self._fitting:
+            behind = any(not adapters.isdisjoint(layer.adapters) for layer in self._layers() if layer.of_rows)
+            self._fitting[adapters] = not behind and self._fits(tuple(sorted(adapters)))
+        return self._fitting[adapters]
+
+    def _layers(self) -> list[AdaptedLinear]:
+        layers = adapted_layers(self._passes.model).values()
+        return [layer for layer in layers if isinstance(layer, AdaptedLinear)]
 
 
 def _holds(known: frozenset[int], adapters: frozenset[int], with_base: bool) -> bool:

@@ -75,7 +75,9 @@ def load_cut(
 
     model = empty()
     untie(model, mesh, files, keys)
-    storage: Storage = Slices(can_record=not experts_of(model))
+    storage: Storage = Slices(
+        can_record=run.parallel.expert == 1 and (run.cuda_graphs is True or not experts_of(model))
+    )
     layers = replica.layers or replica.model
     notes = cut_model(run.parallel, model, layers, replica.model, vocabulary)
     if replica.shards is None:

@@ -182,7 +182,8 @@ def _as_asked(prepared: PreparedRun) -> str:
     parallel = prepared.run.parallel
     if parallel.shard_base is True:
         return "parallel.shard_base is true"
-    key = "shard_base" if parallel.is_sharded else "expert" if parallel.expert > 1 else "devices_per_job"
+    own, _ = parallel.own
+    key = own or ("shard_base" if parallel.is_sharded else "expert" if parallel.expert > 1 else "devices_per_job")
     key = key if parallel.devices_per_job == "auto" else "devices_per_job"
     return f"parallel.{key} is {getattr(parallel, key)}"
 

@@ -107,7 +107,7 @@ def measures_of(run: Run, possible: Mapping[str, bool]) -> list[dict[str, bool]]
 
 def _possible(prepared: PreparedRun, device: torch.device) -> dict[str, bool]:
     """Whether the model and the jobs allow each of MEASURES; on a GPU alone the host has memory of its own."""
-    checkpoints, apart = can_checkpoint(prepared), device.type == "cuda"
+    checkpoints, apart = can_checkpoint(prepared), device.type == "cuda" and not prepared.run.parallel.divided
     return dict(zip(MEASURES, (checkpoints, apart and _can_offload(prepared), apart and checkpoints), strict=True))
 
 
@@ -152,7 +152,7 @@ def lighter(prepared: PreparedRun, device: torch.device) -> Iterator[tuple[dict[
     """The run on each form of the base that `fit: auto` may choose and that can be made here, the largest first. Its sizes are
     what they would be; nothing else of the run is checked against the form."""
     run, encoder = prepared.run.model_copy(update={"fit": "auto"}), prepared.encoder
-    if prepared.form is not None or encoder is None or given().model is not None:
+    if prepared.form is not None or encoder is None or given().model is not None or run.parallel.divided:
         return
     for keys in choices(run, encoder.skeleton.config):
         own = run.model_copy(update=values_of(keys))
@@ -161,13 +161,17 @@ def lighter(prepared: PreparedRun, device: torch.device) -> Iterator[tuple[dict[
             yield keys, replace(prepared, run=own, form=form)
 
 
-def no_room(prepared: PreparedRun, said: str) -> MemoryError:
-    """Error of a base model that does not fit. said: the device's own words. Nothing refers any more to what was loaded."""
+def no_room(prepared: PreparedRun, said: str, processes: int) -> MemoryError | InputError:
+    """Error of a base model that does not fit. said: the device's own words. Nothing refers any more to what was loaded.
+
+    Of several processes it is one that ends all of them (OneProcess.together).
+    """
     free_memory(device := choose_device(prepared.run.device))
+    short = f"out of memory on {device} while the base model is loaded: {said.rstrip('.')}"
+    if processes > 1:
+        return InputError(short)
     advice = would_fit(prepared, device, prepared.budget, prepared.run.gradient_checkpointing)
-    return MemoryError(
-        f"out of memory on {device} while the base model is loaded: {said}. {advice[0].upper()}{advice[1:]}"
-    )
+    return MemoryError(f"{short}. {advice[0].upper()}{advice[1:]}")
 
 
 def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any) -> str:

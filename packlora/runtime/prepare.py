@@ -109,7 +109,7 @@ def prepare(
         run, tokenizer, budget, shape, jobs, warnings + _of_tokenizer(skeleton, tokenizer, jobs), {**left_out, **gone}, asks,
         form, encoder, modality, known_head(run, shape, device),
     )  # fmt: skip
-    if run.parallel.divided or form is not None:
+    if run.parallel.divided or run.parallel.package or form is not None:
         from packlora.runtime.wholeness import check_parallel
 
         check_parallel(prepared, skeleton)

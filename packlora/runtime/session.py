@@ -323,10 +323,8 @@ def _in_memory(load: Callable[[], T], prepared: PreparedRun, mesh: OneProcess) -
         with one_error_for_memory():
             return load()
     except torch.OutOfMemoryError as error:
-        if mesh.size > 1:
-            raise
         said = str(error)
-    raise import_module("packlora.runtime.fit").no_room(prepared, said)
+    raise import_module("packlora.runtime.fit").no_room(prepared, said, mesh.size)
 
 
 def _display() -> Progress:

@@ -265,10 +265,12 @@ class Service(Publisher):
             self.finish(lane, request, own)
 
     def _lower_budget(self, host: Host, filled: Slotted, tokens: int) -> None:
-        """Memory ran out, and nothing was added to any gradient: the same rows come again in smaller microbatches."""
-        host.budget.tokens = host.budget.below(tokens)
+        """Memory ran out, and nothing was added to any gradient: the same rows come again, in smaller microbatches unless
+        models that left have given memory back."""
+        if not host.tidy(0):
+            host.budget.tokens = host.budget.below(tokens)
+            LOG.warning("memory ran out in a microbatch of %d tokens; from now on %d", tokens, host.budget.tokens)
         free_memory(host.device)
-        LOG.warning("memory ran out in a microbatch of %d tokens; from now on %d", tokens, host.budget.tokens)
         for _, request in filled.requests:
             request.begin(host.budget.tokens)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,16 +15,18 @@ import pytest
 import torch
 from conftest import tiny_model
 from graph_runs import Pretended, attention_by_starts
+from peft import LoraConfig
 from sampling_cases import Case, case_of, full_logits, ids_of, prompt
 from seeds import SOAK
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from packlora.adapters.attach import adapted_layers
-from packlora.adapters.linear import Attached
+from packlora.adapters.attach import adapted_layers, attach, attach_one, detach_one
+from packlora.adapters.linear import AdaptedLinear, Attached
+from packlora.adapters.spec import resolve
 from packlora.base.cached_proof import own_probe, why_not_cached
 from packlora.base.kv_cache import KeyValueCache
 from packlora.base.packing import prepare_model
-from packlora.engine import recorded_decode
+from packlora.engine import recorded_decode, recorded_prefill
 from packlora.engine.decode import Passes
 from packlora.engine.draw import _inverse, inverse_in_blocks
 from packlora.engine.generate import Sampler, sample, sampler_for
@@ -495,6 +499,78 @@ def test_prompts_by_graphs_give_the_tokens_of_passes_without(tmp_path: Path, mon
     sampler.free()
     assert [check(*asked((0, 12), (0, 8))) for _ in range(3)] == [(1, 2), (0, 2), (0, 3)]
     assert check(*asked((0, 12), (-1, 8))) == (1, 3), "a single adapter is given all tokens"
+
+
+def drawn_by_graphs(
+    case: Any, monkeypatch: pytest.MonkeyPatch, adapters: Sequence[int], turns: int = 4
+) -> GraphedPasses:
+    """The passes after prompts of these adapters have been sampled together some times, as without graphs."""
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(KeyValueCache, "by_kernel", True)
+    for layer in adapted_layers(case.model).values():
+        if isinstance(layer, AdaptedLinear):
+            layer.chooser = Routed(torch.device("cpu"))
+    want, sampler = Sampler(case.model, case.attached), Sampler(case.model, case.attached)
+    passes = sampler._passes = GraphedPasses(Passes(case.model, case.attached), Pretended)
+    for turn in range(turns):
+        requests = [SampleRequest(prompt(turn + 9 * own, 20), own, 2, temperature=0.0) for own in adapters]
+        for got, other in zip(sample(sampler, requests), sample(want, requests), strict=True):
+            np.testing.assert_allclose([t.logprob for t in got[0]], [t.logprob for t in other[0]], rtol=1e-3)
+    assert passes.why_not is None and passes.prompts.why_not is None
+    return passes
+
+
+def of_configs(*configs: dict[str, Any]) -> Case:
+    """A tiny model with such adapters, of random values."""
+    model = tiny_model("llama", torch.float32, num_hidden_layers=1)
+    prepare_model(model, False)
+    specs = {str(at): resolve(LoraConfig(task_type="CAUSAL_LM", **own), model, "a") for at, own in enumerate(configs)}
+    attached, adapters = attach(model, specs, 0)
+    torch.manual_seed(0)
+    for parameter in (own for adapter in adapters for own in adapter.named_parameters().values()):
+        with torch.no_grad():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return Case(model, attached, adapters)
+
+
+def test_prompts_of_adapters_behind_the_decoder_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an output layer that one job has a copy of and another an adapter on; nor more adapters than a graph has tokens."""
+    few: dict[str, Any] = {"r": 2, "target_modules": ["v_proj"]}
+    head = few | {"target_modules": ["v_proj", "lm_head"]}
+    case = of_configs(few | {"modules_to_save": ["lm_head"]}, head, few, few, few)
+    assert not drawn_by_graphs(case, monkeypatch, (1, 2)).prompts._bodies
+    assert len(drawn_by_graphs(case, monkeypatch, (2, 3)).prompts._bodies) == 1
+    monkeypatch.setattr(recorded_prefill, "_rounded", lambda number: number)
+    requests = [SampleRequest((5,), own, 2, temperature=0.0) for own in (2, 3)]
+    sampler = Sampler(case.model, case.attached)
+    passes = sampler._passes = GraphedPasses(Passes(case.model, case.attached), Pretended)
+    for _ in range(4):
+        sample(sampler, requests)
+        passes.prompts._adapters = frozenset({2, 3, 4})
+    assert passes.prompts.why_not is None and not passes.prompts._bodies
+
+
+def test_graphs_keep_nothing_of_adapters_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with each snapshot of a service's model, whose adapter has a new number."""
+    few: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+    case, left = of_configs(few), list[weakref.ref[torch.Tensor]]()
+    monkeypatch.setattr(recorded_decode, "UNRECORDED", 1)
+    passes = drawn_by_graphs(case, monkeypatch, (0,))
+    sampler = Sampler(case.model, case.attached)
+    sampler._passes = passes
+    spec = resolve(LoraConfig(task_type="CAUSAL_LM", **few), tiny_model("llama", num_hidden_layers=1), "a")
+    for number in range(2, 6):
+        choosers = dict.fromkeys(spec.modules, Routed(torch.device("cpu")))
+        adapter = attach_one(case.model, case.attached, str(number), number, spec, 0, choosers)
+        left.append(weakref.ref(next(iter(adapter.named_parameters().values()))))
+        for turn in range(3):
+            sample(sampler, [SampleRequest(prompt(turn, 20), own, 4) for own in (0, number)])
+        detach_one(case.model, number)
+        del adapter
+    assert [key.adapters for key in passes._bodies] == [(0, 5)]
+    assert passes.why_not is None and passes.prompts.why_not is None and len(passes.prompts._bodies) == 1
+    gc.collect()
+    assert [own() is not None for own in left] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("vocabulary", [7, 512, 5000])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -134,7 +135,13 @@ def test_one_model_that_leaves_lets_nothing_be_recorded_anew(
         story.learn(name)
     story.leave("dropped")
     assert not host.tidy(1e-9) and len(host.graphs.adapters) == 3
+    for adapters, tokens in ((2, 64), (2, 48)):  # where memory lacks its room is taken before microbatches shrink
+        story.service._lower_budget(host, mock.Mock(requests=[]), 64)
+        assert (len(host.graphs.adapters), host.budget.tokens) == (adapters, tokens)
     story.leave("dora")
+    story.enter("heir")
+    story.learn("heir")
+    story.leave("heir")
     assert host.tidy(1e-9) and len(host.graphs.adapters) == 1
     story.leave("plain")
     assert host.tidy(1e-9) and not host.graphs.adapters and not host.tidy(0)

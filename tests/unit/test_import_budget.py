@@ -154,6 +154,18 @@ try:
     }
     assert train({**run, "output_dir": "FOLDER/mirrored"}).status == "done"
     from packlora.runtime.placement import Placement
+    from packlora.runtime.placements.mirror.placement import PLACEMENT
+    def refuse(prepared, skeleton):
+        raise InputError("not this model")
+    check, PLACEMENT.check = PLACEMENT.__dict__.get("check"), refuse
+    try:
+        raise AssertionError(train({**run, "output_dir": "FOLDER/refused"}))
+    except InputError as error:
+        assert "not this model" in str(error), error
+    if check is None:
+        del PLACEMENT.check
+    else:
+        PLACEMENT.check = check
     load = Placement.load
     def wrong(placement):
         base = load(placement)
