@@ -84,7 +84,7 @@ class GraphedPrompts:
         self._fitting: dict[frozenset[int], bool] = {}
 
     def run(self, prompts: Sequence[Prompt]) -> list[torch.Tensor] | None:
-        """As Passes.prefill; None where it goes without a graph."""
+        """Logits of each prompt, see Passes.prefill; None where it goes without a graph."""
         owners = {prompt.adapter for prompt in prompts}
         adapters = frozenset(owners - {NO_ADAPTER})
         if self.why_not is not None or not self._passes.cache.by_kernel or not self._fit(adapters):

@@ -318,7 +318,7 @@ class Session:
 
 
 def _in_memory(load: Callable[[], T], prepared: PreparedRun, mesh: OneProcess) -> T:
-    """What `load` gives. Raises MemoryError, which says what would fit, where memory runs out on one device."""
+    """Return the result of `load`. Raises MemoryError, which says what would fit, where memory runs out on one device."""
     try:
         with one_error_for_memory():
             return load()
