@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 # one thread, in all processes: the models are tiny, and threads that wait for each other on a busy machine cost minutes
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as a run sets it; MKL reads it at the first product of a process
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are defined
 
@@ -15,6 +16,7 @@ import gc
 import importlib.util
 import json
 import random
+import secrets
 import signal
 import zlib
 from collections.abc import Callable, Iterator
@@ -230,6 +232,7 @@ def pytest_runtest_setup() -> None:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
+    secrets.randbits = random.Random(SEED).getrandbits  # seeds that a service draws where a request names none
 
 
 def pytest_collection_finish() -> None:

@@ -219,7 +219,8 @@ def test_models_without_work_leave_a_base_whose_others_always_have_some(
         talk.run()
     saved = talk.result(_saved(talk, followed))
     body = {"sampling_session_id": saved["sampling_session_id"], "seq_id": 0, "num_samples": 1}
-    body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 200}}
+    body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}}
+    body["sampling_params"] = {"max_tokens": 200, "seed": 1, "stop": []}  # no token ends it
     talk.desk.asample(talk.owner, body)
     monkeypatch.setattr("packlora.serve.publisher.IDLE_SECONDS", 0.0)
     monkeypatch.setattr("packlora.serve.service.LOOK_SECONDS", -1.0)
