@@ -27,7 +27,9 @@ guarded(lambda: print(os.environ["MKL_CBWR"]), light=True)
 """
 
 
-@pytest.mark.parametrize(("program", "printed"), [(RUN, "True " * 6), (COMMAND, "AUTO,STRICT\n")], ids=["run", "command"])
+@pytest.mark.parametrize(
+    ("program", "printed"), [(RUN, "True " * 6), (COMMAND, "AUTO,STRICT\n")], ids=["run", "command"]
+)
 def test_rows_of_a_product_have_the_same_bits_however_many_there_are(program: str, printed: str) -> None:
     """Products of SmolLM2's sizes: with two threads MKL divides the sums of 32 rows otherwise than those of 64."""
     own = {name: value for name, value in os.environ.items() if name not in ("MKL_CBWR", "OMP_NUM_THREADS")}
