@@ -214,11 +214,13 @@ class _Encoder:
             if encoded.truncated:
                 notes.append(f"cut: {self._too_long(job, row, tokenizer)}")
             number = re.search(r"(\d+)$", row.where)
-            is_judged = isinstance(sample, ComparedSample) and job.train.declared.rows == "judged"
+            desirable = None
+            if isinstance(sample, ComparedSample) and job.train.declared.rows == "judged":
+                desirable = sample.desirable
             out.samples.append(
                 Preview(
                     job.name, int(number[1]) if number else 0, tuple(pieces), sample.num_tokens, sample.num_learnt,
-                    row.where, tuple(notes), sample.desirable if is_judged else None,
+                    row.where, tuple(notes), desirable,
                 )
             )  # fmt: skip
 
