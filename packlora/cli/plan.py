@@ -20,7 +20,6 @@ def plan(
         Path, typer.Argument(metavar="RUN.yaml|MODEL", help="The run file; with --gpu the folder or name of a model.")
     ],
     overrides: Set = None,
-    stages: Annotated[int, typer.Option(min=1, help="Plan for a pipeline of so many devices.")] = 1,
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Also show how jobs and microbatches spread over so many devices.")
     ] = None,
@@ -38,7 +37,7 @@ def plan(
     if gpu is not None:
         from packlora.commands.plan_model import print_card
 
-        refused = {"--set": overrides, "--stages": stages > 1, "--gpus": gpus, "--plot": plot}
+        refused = {"--set": overrides, "--gpus": gpus, "--plot": plot}
         return print_card(str(run), gpu, rank, length, json_file, [key for key, value in refused.items() if value])
     if (run.is_dir() or not run.exists()) and run.suffix.lower() not in (".yaml", ".yml", ".json"):
         raise InputError(f'{run} is no run file; of a model say what card it is for: packlora plan {run} --gpu "24 GB"')
@@ -47,4 +46,4 @@ def plan(
     config = load_run(run, overrides)
     from packlora.commands.plan import print_plan
 
-    print_plan(config, stages, json_file, plot, gpus)
+    print_plan(config, json_file, plot, gpus)

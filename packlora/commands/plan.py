@@ -181,18 +181,19 @@ class PlannedRun:
         return max(microbatch.num_tokens for microbatch in self.shown)
 
 
-def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = silent) -> PlannedRun:
+def make_plan(run: Run, gpus: int | None = None, told: Told = silent) -> PlannedRun:
     """Check the run as training would, and plan it alone and as the run file says.
 
     Args:
         gpus: devices on which jobs and their microbatches are spread.
 
     Raises:
-        InputError: as for training, more stages than the model has layers, or stages on several devices each.
+        InputError: as for training, or the run file does not go with so many devices.
     """
-    in_file = run.parallel.stages
-    if max(stages, in_file) > 1:
-        stages, gpus = import_module("packlora.pipeline.plan").asked(run, stages, gpus)
+    stages = run.parallel.stages
+    if gpus is not None and stages > 1:
+        run.parallel.check(gpus)
+        gpus = None if gpus == stages else gpus  # the pipeline itself
     run = begun(run)[0]
     if gpus is not None and run.dtype == "auto" and run.device != "cpu":  # also where there are none
         run = run.model_copy(update={"dtype": "bfloat16"})
@@ -203,15 +204,13 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     if run.parallel.expert > 1 and gpus is None:
         prepared.warnings.append(
             f"with parallel.expert {run.parallel.expert} devices hold the experts together; what is above is of one device "
-            f"that holds all of them, --gpus {run.parallel.expert * tensor * in_file} shows what they need and take"
+            f"that holds all of them, --gpus {run.parallel.expert * tensor * stages} shows what they need and take"
         )
     if tensor > 1:
         prepared.warnings.append(
             f"with parallel.tensor {tensor} devices hold the base model together: time and memory above are of one device that "
-            f"holds all of it; {'--gpus shows those of the devices' if in_file == 1 else 'none is predicted with stages'}"
+            f"holds all of it; {'--gpus shows those of the devices' if stages == 1 else 'none is predicted with stages'}"
         )
-    if stages > prepared.shape.layers:
-        raise InputError(f"stages: {stages} are more than the {prepared.shape.layers} layers of the model")
     known, budgets = profiler.profile(run, prepared), list[Prediction]()
     one = known
     taken = None if gpus is None or (tensor > 1 and stages > 1) else choose(prepared, gpus, known)
@@ -221,8 +220,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
         prepared.budget = profiler.choose(budgets).budget
     cost, cut = None, ""
     if stages > 1:
-        known, cost = import_module("packlora.pipeline.plan").planned(prepared, known, stages)
-        cut = import_module("packlora.pipeline.plan").sentence(prepared, stages)
+        known, cost, cut = import_module("packlora.pipeline.plan").planned(prepared, known)
     other = "auto" if run.schedule.method == "solo" else run.schedule.method
     methods = []
     for method in ("solo", other):
@@ -242,12 +240,10 @@ def _prepared(run: Run, alone: bool, told: Told) -> PreparedRun:
     return fitted(prepared, device, prepare) if alone and device.type in FITTED and run.fit != "off" else prepared
 
 
-def print_plan(
-    run: Run, stages: int = 1, json_file: Path | None = None, plot: Path | None = None, gpus: int | None = None
-) -> None:
+def print_plan(run: Run, json_file: Path | None = None, plot: Path | None = None, gpus: int | None = None) -> None:
     """Print a plan, and write it as JSON and as a picture where files are given."""
     with Activity() as told:
-        plan = make_plan(run, stages, gpus, told)
+        plan = make_plan(run, gpus, told)
     console = table_screen()
     print_all(plan, console)
     if json_file is not None:

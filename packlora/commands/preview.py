@@ -25,6 +25,7 @@ from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
 from packlora.data import encode
 from packlora.data.encode import Encoded, Sample, text_of
+from packlora.data.preference import ComparedSample
 from packlora.data.readers import read_data, rows_of
 from packlora.data.rows import Row
 from packlora.data.samples import encode_rows
@@ -213,11 +214,13 @@ class _Encoder:
             if encoded.truncated:
                 notes.append(f"cut: {self._too_long(job, row, tokenizer)}")
             number = re.search(r"(\d+)$", row.where)
-            judged = sample.preference if job.train.declared.rows == "judged" else None
+            desirable = None
+            if isinstance(sample, ComparedSample) and job.train.declared.rows == "judged":
+                desirable = sample.desirable
             out.samples.append(
                 Preview(
                     job.name, int(number[1]) if number else 0, tuple(pieces), sample.num_tokens, sample.num_learnt,
-                    row.where, tuple(notes), None if judged is None else judged.desirable,
+                    row.where, tuple(notes), desirable,
                 )
             )  # fmt: skip
 

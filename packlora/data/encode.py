@@ -30,21 +30,6 @@ ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """Structure of a sample that holds one or two completions of a prompt.
-
-    lengths: tokens of its parts: the prompt with the chosen completion and the prompt with the rejected one, or the prompt with
-    the only completion. desirable: label of an only completion. is_context: [T] bool, label tokens outside of completions; None
-    where there are none. limit: most tokens of a part.
-    """
-
-    lengths: tuple[int, ...]
-    desirable: bool = True
-    is_context: np.ndarray | None = None
-    limit: int = 2**31
-
-
 NO_COLUMNS: Mapping[str, np.ndarray] = {}
 
 
@@ -55,17 +40,15 @@ class Sample:
 
     ids: np.ndarray
     is_label: np.ndarray
-    preference: Preference | None = None
-    """Structure of a sample whose completions are compared or judged."""
     extras: Extras | None = None
     """Content beside the tokens, such as images."""
-    target_bytes: ClassVar[bytes] = b""
-    """Targets that it has beside, for the hash of data."""
+    structure: ClassVar[bytes] = b""
+    """What a class of samples has beside, for the hash of data."""
     columns: Mapping[str, np.ndarray] = field(default_factory=lambda: NO_COLUMNS)
     """Numbers of its row, float64: [] for all of its labels, or one for each [l]."""
 
     def first(self, limit: int) -> Sample:
-        """Cut a sample without a preference to at most `limit` tokens and the extras that are whole among them."""
+        """Cut a sample of one part to at most `limit` tokens and the extras that are whole among them."""
         extras, labels = self.extras, self.num_labels if self.columns else 0
         if extras is not None:
             limit, extras = extras.cut(self.ids, limit)
@@ -94,7 +77,7 @@ class Sample:
     @property
     def label_places(self) -> np.ndarray:
         """Places of its label tokens; those of a group lie together."""
-        return np.flatnonzero(self.is_label) if self.preference is None else np.concatenate(self.groups())
+        return np.flatnonzero(self.is_label)
 
     @property
     def predicting(self) -> np.ndarray:
@@ -108,38 +91,18 @@ class Sample:
         return labels
 
     @property
-    def group_counts(self) -> list[int]:
-        """Label tokens of its three groups, see `groups`."""
-        return [len(places) for places in self.groups()]
-
-    @property
     def label_groups(self) -> np.ndarray | None:
-        """Group [l] of each label, 0 to 2 as in `groups`; None of a sample without a preference."""
-        return None if self.preference is None else np.repeat(np.arange(3.0), self.group_counts)
+        """Group [l] of each label; None of a sample without groups."""
+        return None
 
     @property
     def part_lengths(self) -> tuple[int, ...]:
         """Numbers of tokens of the sample's parts, which do not attend to each other."""
-        return (len(self.ids),) if self.preference is None else self.preference.lengths
+        return (len(self.ids),)
 
     def parts(self) -> list[Sample]:
         """Its parts as samples of their own, with their extras."""
-        if self.preference is None:
-            return [self]
-        stops = np.cumsum(self.preference.lengths)[:-1]
-        ids, is_label = np.split(self.ids, stops), np.split(self.is_label, stops)
-        extras = [None] * len(ids) if self.extras is None else self.extras.split(ids)
-        return [Sample(own, learnt, extras=more) for own, learnt, more in zip(ids, is_label, extras, strict=True)]
-
-    def groups(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Places of the label tokens of a sample with a preference: tokens outside of completions, tokens of the chosen or only
-        completion, and tokens of the rejected one."""
-        assert self.preference is not None
-        labels, context = np.flatnonzero(self.is_label), self.preference.is_context
-        is_context = np.zeros(len(labels), bool) if context is None else context[labels]
-        own = labels[~is_context]
-        is_first = own < self.preference.lengths[0]
-        return labels[is_context], own[is_first], own[~is_first]
+        return [self]
 
 
 def _numbers(value: Any) -> np.ndarray | None:
@@ -156,10 +119,7 @@ def samples_hash(samples: Sequence[Sample]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         digest.update(len(sample.ids).to_bytes(4, "little") + sample.ids.tobytes() + sample.is_label.tobytes())
-        digest.update(sample.target_bytes)
-        if (own := sample.preference) is not None:
-            context = b"" if own.is_context is None else own.is_context.tobytes()
-            digest.update(repr((own.lengths, own.desirable)).encode() + context)
+        digest.update(sample.structure)
         if sample.extras is not None:
             digest.update(sample.extras.digest)
         for name, numbers in sorted(sample.columns.items()):

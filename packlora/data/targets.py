@@ -49,7 +49,7 @@ class TargetSample(Sample):
         return len(np.unique(self.predicting))
 
     @property
-    def target_bytes(self) -> bytes:  # type: ignore[override]
+    def structure(self) -> bytes:  # type: ignore[override]
         """Targets and their places."""
         return self.predicting.tobytes() + self.labels.tobytes()
 

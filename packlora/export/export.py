@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -46,7 +45,7 @@ from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
 from packlora.config.peft import whole_number
-from packlora.errors import InputError, WriteError, needed, quoted, unwritten
+from packlora.errors import InputError, needed, quoted
 from packlora.export.as_served import (
     classes,
     compare,
@@ -54,6 +53,7 @@ from packlora.export.as_served import (
     why_not,
     with_peft,
 )
+from packlora.export.output import check_output, written
 from packlora.files import write_file, write_folder, write_json, write_tensors, write_text
 from packlora.form import is_stored
 from packlora.lora_config import LoraConfig
@@ -62,7 +62,6 @@ from packlora.ops.twin import twin_of
 
 Target = Literal["peft", "vllm", "sglang", "gguf", "ollama"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROGRAM = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp", "ollama": "Ollama"}
 OF_LLAMA_CPP = ("gguf", "ollama")
 """Targets that are written as llama.cpp reads them."""
@@ -104,9 +103,7 @@ def export_adapter(
     """
     if target not in TARGETS:
         raise InputError(f"--for {target!r} is not one of {', '.join(TARGETS)}")
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    _check_out(out, target)
+    check_output(out, dtype, is_file=target == "gguf")
     opened = whole = open_adapter(adapter_dir, base_model)
     unchecked = why_not(check, opened)
     notes = [opened.note] if opened.note else []
@@ -136,19 +133,13 @@ def export_adapter(
         what = f"the adapter for {PROGRAM.get(target, 'PEFT')}"
         notes.extend(_compared(whole, folder, target, what) if unchecked is None else not_compared(what, unchecked))
 
-    try:
-        path = Path(os.path.realpath(out))  # a link stays, and what it leads to is written
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with written(out) as path:
         if gguf is not None and target == "gguf":
             write_file(path, lambda file: gguf.write_gguf(file, opened, names))
         elif gguf is not None:
             write_folder(path, lambda folder: write_ollama(folder, opened, names))
         else:
             write_folder(path, write)
-    except (OSError, SafetensorError) as error:
-        if reason := unwritten(error):
-            raise WriteError(f"cannot write {out}: {reason}") from None
-        raise InputError(f"cannot write {out}: {error}") from None
     return notes + _to_know(opened, target)
 
 
@@ -215,14 +206,6 @@ def _dtype_of(folder: Path) -> torch.dtype:
     with safe_open(folder / WEIGHTS, "pt") as stored:
         dtype: torch.dtype = stored.get_tensor(next(iter(stored.keys()))).dtype
     return dtype
-
-
-def _check_out(out: Path, target: str) -> None:
-    if target == "gguf":
-        if os.path.lexists(out):
-            raise InputError(f"{out} exists; choose another name for the file")
-    elif os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists and is not empty; choose another folder")
 
 
 def _merging(opened: AdapterFolder) -> str:

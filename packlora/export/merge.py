@@ -13,16 +13,14 @@ the other, so that memory holds one of them and not the model.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
@@ -38,9 +36,10 @@ from packlora.codes.load import quantised_paths, read_quantised
 from packlora.codes.stored import Stored, stored_as
 from packlora.commands.adapter_folder import AdapterFolder, of_the_base, open_adapter
 from packlora.data.template import templated
-from packlora.errors import InputError, WriteError, quoted, unwritten
+from packlora.errors import InputError, quoted
 from packlora.export.as_served import classes, compare, not_compared, why_not
 from packlora.export.merged import Codes, Merged, made_in
+from packlora.export.output import check_output, written
 from packlora.export.requantise import asked_codes, requantise
 from packlora.files import write_folder
 
@@ -49,7 +48,6 @@ BESIDE = (
     "chat_template.json",
 )  # fmt: skip
 """Files of a base that a merged model has as they are, where they are there: how it answers, and how it reads images."""
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def merge_adapter(
@@ -85,10 +83,7 @@ def merge_adapter(
             or the result would not be finite, or does not give the adapter's logits.
         WriteError: the disk is full or broken.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists and is not empty; choose another folder")
+    check_output(out, dtype)
     codes = asked_codes(requantize)
     opened = open_adapter(adapter_dir, base_model)
     unchecked = why_not(check, opened)
@@ -127,7 +122,8 @@ def merge_adapter(
             _copy(name, base, revision, folder)
         tokenizer.save_pretrained(folder)
 
-    _write_out(out, write)
+    with written(out) as path:
+        write_folder(path, write)
     folded = source.told(codes is None)
     rounded = merged.told() if codes is None else ""
     return "; ".join(text for text in (opened.note, of_tokens, folded, *made, rounded) if text) or None
@@ -203,18 +199,6 @@ def _compared(opened: AdapterFolder, source: Source, merged: Merged, folder: Pat
         for name, cls in classes(opened).items()
     }
     return compare(opened, partial(source.load, opened), served, "the merged model", merged.lost_share)
-
-
-def _write_out(out: Path, write: Callable[[Path], None]) -> None:
-    """The folder `out`, as a whole. Raises InputError or WriteError."""
-    try:
-        target = Path(os.path.realpath(out))  # a link stays, and what it leads to is written
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_folder(target, write)
-    except (OSError, SafetensorError) as error:
-        if reason := unwritten(error):
-            raise WriteError(f"cannot write {out}: {reason}") from None
-        raise InputError(f"cannot write {out}: {error}") from None
 
 
 def _in_codes(

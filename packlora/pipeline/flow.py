@@ -104,11 +104,7 @@ def timelines(
         for kind, slot, start, end in own if slot < shown
     ]  # fmt: skip
     if spans:
-        shares: list[dict[str, int]] = []
-        for one in microbatches[:shown]:
-            shares.append({})
-            for placed in one.samples:
-                shares[-1][placed.job] = shares[-1].get(placed.job, 0) + placed.length
+        shares = [one.tokens_by_job for one in microbatches[:shown]]
         predicted = [
             (one.stage, one.kind, one.microbatch, one.start, one.end)
             for one in foreseen.spans

@@ -37,12 +37,7 @@ def draw(microbatches: Sequence[Microbatch], cost: CostModel, title: str, path: 
     timeline = simulate(microbatches, cost)
     names = list(dict.fromkeys(placed.job for microbatch in microbatches for placed in microbatch.samples))
     colours = {name: LIGHT[number % len(LIGHT)] for number, name in enumerate(names)}
-    shares = []
-    for microbatch in microbatches:
-        tokens: dict[str, int] = {}
-        for placed in microbatch.samples:
-            tokens[placed.job] = tokens.get(placed.job, 0) + placed.length
-        shares.append({name: count / max(microbatch.num_tokens, 1) for name, count in tokens.items()})
+    shares = [{name: count / one.num_tokens for name, count in one.tokens_by_job.items()} for one in microbatches]
     figure, axis = pyplot.subplots(figsize=(14, 1.6 + 0.7 * cost.devices), layout="constrained")
     for span in timeline.spans:
         bottom = span.stage - 0.4

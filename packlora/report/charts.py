@@ -97,18 +97,6 @@ def thin(points: Sequence[Point], most: int = 400) -> list[Point]:
     return kept
 
 
-def running_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """The mean over `window` points around each point, over those of them that exist at both ends."""
-    sums = [0.0]
-    for _, value in points:
-        sums.append(sums[-1] + value)
-    smooth = []
-    for index, (position, _) in enumerate(points):
-        start, stop = max(0, index - window // 2), min(len(points), index + window // 2 + 1)
-        smooth.append((position, (sums[stop] - sums[start]) / (stop - start)))
-    return smooth
-
-
 # --- marks -------------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from the optimum, and measured against predicted times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 
 from packlora.report import charts
@@ -16,10 +15,6 @@ SHOWN_MICROBATCHES = 40
 """Microbatches drawn from the beginning of a run, and again from its end."""
 TIMED_MICROBATCHES = 500
 """Microbatches whose time is drawn against the predicted one."""
-
-
-def _smooth(points: Sequence[charts.Point]) -> list[charts.Point]:
-    return charts.running_mean(points, max(3, len(points) // 15))
 
 
 def microbatches(run: RunFiles) -> str:
@@ -99,7 +94,7 @@ def _schedule_facts(run: RunFiles) -> dict[str, str]:
 
 
 def _predicted(timed: list[charts.Point]) -> str:
-    """Measured against predicted times of microbatches, [ms], and both in the order of the run."""
+    """Measured against predicted times of microbatches, [ms]."""
     if not timed:
         return ""
     ratios = sorted(measured / predicted for predicted, measured in timed)
@@ -113,22 +108,11 @@ def _predicted(timed: list[charts.Point]) -> str:
         charts.line([(0.0, 0.0), (top, top)], x, y, "even"),
         charts.dots(shown, x, y, "small neutral", "microbatch: predicted and measured ms"),
     ]
-    order = charts.linear_axis("microbatch", [0, max(1, len(timed) - 1)], tight=True, whole=True, count=5)
-    both = charts.linear_axis("ms", slow + [predicted for predicted, _ in timed], zero=True, count=5)
-    lines = [
-        charts.line(charts.thin([(float(n), pair[1]) for n, pair in enumerate(timed)]), order, both, "faint neutral"),
-        charts.line(
-            charts.thin(_smooth([(float(n), pair[1]) for n, pair in enumerate(timed)])), order, both, "bold neutral"
-        ),
-        charts.line(charts.thin(_smooth([(float(n), pair[0]) for n, pair in enumerate(timed)])), order, both, "even"),
-    ]
     median, low, high = (ratios[round(part * (len(ratios) - 1))] for part in (0.5, 0.1, 0.9))
-    pair = charts.chart("Time of a microbatch", dots, x, y) + charts.chart("In order", lines, order, both)
     return (
-        f"<div class='pair'>{pair}</div>"
+        f"{charts.chart('Time of a microbatch', dots, x, y)}"
         f"<p class='caption'>Measured over predicted: median {median:.2f}, four fifths between {low:.2f} and {high:.2f}. "
-        "On the dashed line of the left chart both are the same; on the right it is the prediction, and solid what was "
-        "measured, light for each and bold as a running mean.</p>"
+        "On the dashed line both are the same.</p>"
     )
 
 

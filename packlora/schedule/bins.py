@@ -129,31 +129,23 @@ def fill_up(
         if opened_load < room:
             free = [i for i in tail if allowed is None or allowed[i]]
             kept = [i for i in tail if not (allowed is None or allowed[i])]
-            union = opened + free
-            chosen = best_subset([lengths[i] for i in union], room)
-            total = sum(lengths[union[k]] for k in chosen)
+            total, filled, rest = _filled(opened + free, lengths, room)
             if total > opened_load:
-                taken = set(chosen)
                 load -= total - opened_load
-                opened, tail = [union[k] for k in chosen], kept + [u for k, u in enumerate(union) if k not in taken]
-                opened_load = total
+                opened, tail, opened_load = filled, kept + rest, total
         for number in range(len(bins) - 1, -1, -1):
             if not tail:
                 break
             other, content = bins[number]
             if other >= capacity:
                 continue
-            union = content + tail
             if other + load <= capacity:
-                bins[number] = (other + load, union)
+                bins[number] = (other + load, content + tail)
                 load, tail = 0, []
                 break
-            chosen = best_subset([lengths[i] for i in union], capacity)
-            total = sum(lengths[union[k]] for k in chosen)
+            total, filled, rest = _filled(content + tail, lengths, capacity)
             if total > other:
-                taken = set(chosen)
-                bins[number] = (total, [union[k] for k in chosen])
-                tail = [u for k, u in enumerate(union) if k not in taken]
+                bins[number], tail = (total, filled), rest
                 load -= total - other
         if tail:
             bins.append((load, tail))
@@ -161,6 +153,13 @@ def fill_up(
                 break
     bins.sort(key=lambda item: -item[0])
     return Packing(opened, [content for _, content in bins])
+
+
+def _filled(union: list[int], lengths: Sequence[int], capacity: int) -> tuple[int, list[int], list[int]]:
+    """The best subset of some samples for a bin: its tokens, its samples, and the samples that are left."""
+    taken = set(best_subset([lengths[i] for i in union], capacity))
+    filled = [i for k, i in enumerate(union) if k in taken]
+    return sum(lengths[i] for i in filled), filled, [i for k, i in enumerate(union) if k not in taken]
 
 
 def _bin_by_bin(
@@ -200,13 +199,9 @@ def _squeeze(packing: Packing, lengths: Sequence[int], capacity: int) -> Packing
                 (load, content), (rest, other) = bins[one], bins[two]
                 if one == two or load < rest or load >= capacity or not other:
                     continue
-                union = content + other
-                chosen = best_subset([lengths[i] for i in union], capacity)
-                total = sum(lengths[union[k]] for k in chosen)
+                total, filled, left = _filled(content + other, lengths, capacity)
                 if total > load:
-                    taken = set(chosen)
-                    bins[one] = total, [union[k] for k in chosen]
-                    bins[two] = load + rest - total, [u for k, u in enumerate(union) if k not in taken]
+                    bins[one], bins[two] = (total, filled), (load + rest - total, left)
                     moved = True
         if not moved:
             break

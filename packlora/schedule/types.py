@@ -63,6 +63,14 @@ class Microbatch:
     def is_noop(self) -> bool:
         return not self.samples
 
+    @property
+    def tokens_by_job(self) -> dict[str, int]:
+        """Tokens of each of its jobs, in the order of their first samples."""
+        tokens: dict[str, int] = {}
+        for placed in self.samples:
+            tokens[placed.job] = tokens.get(placed.job, 0) + placed.length
+        return tokens
+
 
 NOOP = Microbatch()
 

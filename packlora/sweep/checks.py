@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from packlora.config import Run
+from packlora.data.preference import ComparedSample
 from packlora.errors import InputError
 from packlora.runtime.prepare import prepare_more
 from packlora.runtime.prepared_job import PreparedJob
@@ -39,7 +40,7 @@ def _check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
     if run.sweep is None or run.sweep.metric != "eval_rewards/margins":
         return
     for job in jobs:
-        found = {one.preference.desirable for one in job.eval_encoded.samples if one.preference is not None}
+        found = {one.desirable for one in job.eval_encoded.samples if isinstance(one, ComparedSample)}
         candidate = re.fullmatch(rf"{re.escape(run.sweep.job)}-\d{{3,}}", job.config.name)
         if candidate and job.config.train.declared.rows == "judged" and len(found) == 1:
             kind = "desirable" if True in found else "undesirable"

@@ -19,7 +19,8 @@ from packlora.adapters.embeddings import change_embeddings
 from packlora.adapters.spec import resolve
 from packlora.base.packing import packed_logits, prepare_model
 from packlora.config import TrainConfig
-from packlora.data.encode import Preference, Sample
+from packlora.data.encode import Sample
+from packlora.data.preference import ComparedSample
 from packlora.data.targets import TargetSample
 from packlora.engine import heads
 from packlora.engine.collate import collate
@@ -102,12 +103,16 @@ def single(length: int, labels: int | None = None) -> Sample:
     return Sample(draw.integers(3, TINY["vocab_size"], length).astype(np.int32), is_label, columns=columns)
 
 
-def pair(first: int, second: int, context: bool = False) -> Sample:
+def judged_of(sample: Sample) -> ComparedSample:
+    return ComparedSample(sample.ids, sample.is_label, lengths=(sample.num_tokens,))
+
+
+def pair(first: int, second: int, context: bool = False) -> ComparedSample:
     ids = np.random.default_rng(first).integers(3, TINY["vocab_size"], first + second).astype(np.int32)
     place = np.concatenate([np.arange(first), np.arange(second)])
     is_context = (np.arange(first + second) < 4) & (place > 0) if context else None
     is_label = place >= 4 if is_context is None else (place >= 4) | is_context
-    return Sample(ids, is_label, Preference((first, second), True, is_context))
+    return ComparedSample(ids, is_label, lengths=(first, second), is_context=is_context)
 
 
 def dpo_formula(sample: Sample, logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -209,7 +214,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
 
     rows, judged = [single(9), single(23), single(14)], []
     for length in (8, 21, 12):
-        judged.append(replace(single(length), preference=Preference((length,), True), columns={}))
+        judged.append(judged_of(single(length)))
     pairs, whole = [pair(9, 12), pair(17, 7), pair(6, 6)], [pair(9, 12, True), pair(17, 7, True), pair(6, 8, True)]
     kto = preference(trainer="kto", desirable_weight=1.5)
     found = [
@@ -350,16 +355,16 @@ def test_one_sample_of_one_label_is_learnt(head: str, cases: list[Case]) -> None
     for number, case in enumerate(cases):
         one = single(6, 1)
         if case.name == "kto":
-            one = replace(one, preference=Preference((6,), True), columns={})
+            one = judged_of(one)
         if case.name in POLICY_LOSSES:
             one = sampled(6, 1)
         sample = targets(6, 1) if case.name == "targets" else short.get(case.name, one)
         known: Any = case.objective
         if (references := getattr(known, "_references", None)) is not None:
             own = reference_of(sample)
-            grouped = (
-                [part.sum() for part in np.split(own, np.cumsum(sample.group_counts)[:2])] if sample.preference else own
-            )
+            grouped = own
+            if isinstance(sample, ComparedSample):
+                grouped = [part.sum() for part in np.split(own, np.cumsum(sample.group_counts)[:2])]
             references[id(sample)] = own if case.name.startswith("mine") else np.array(grouped)
         part = part_of(case, number, [sample])
         got = run([part], head, torch.float64, len(cases))[number]

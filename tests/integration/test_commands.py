@@ -54,7 +54,7 @@ def test_plan_shows_what_training_then_does_and_trains_nothing(run_file: Path) -
 
 def test_plan_writes_its_figures_as_json_and_as_a_picture(run_file: Path, tmp_path: Path) -> None:
     figures, picture = tmp_path / "new" / "plan.json", tmp_path / "plan.png"
-    command = ["plan", str(run_file), "--stages", "2", "--json", str(figures), "--plot", str(picture)]
+    command = ["plan", str(run_file), "--set", "parallel.pipeline=2", "--json", str(figures), "--plot", str(picture)]
     out = CliRunner().invoke(app, command)
     assert out.exit_code == 0, out.output
     plan = json.loads(figures.read_text())
@@ -67,10 +67,10 @@ def test_plan_writes_its_figures_as_json_and_as_a_picture(run_file: Path, tmp_pa
     assert 0 < own["bubble"] < 1
     assert sum(sum(job["lengths"]["histogram"]["counts"]) for job in plan["jobs"]) == 21
     assert picture.read_bytes().startswith(b"\x89PNG")
-    for option, value in (("--plot", "plan.nonsense"), ("--json", f"{run_file}/plan.json"), ("--stages", "3")):
+    for option, value in (("--plot", "plan.nonsense"), ("--json", f"{run_file}/plan.json"), ("--set", "parallel.pipeline=3")):
         bad = CliRunner().invoke(app, ["plan", str(run_file), option, value])
         assert bad.exit_code == 2, option
-        assert Path(value).name.split("/")[-1] in bad.stderr or "stages" in bad.stderr
+        assert Path(value).name.split("/")[-1] in bad.stderr or "parallel.pipeline is 3, but the model has" in bad.stderr
 
 
 def test_merge_writes_a_plain_model_and_refuses_a_filled_folder(run_file: Path, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 from packlora.config import BUILT_IN, Run, TrainConfig
-from packlora.data.encode import Preference, Sample
-from packlora.data.preference import mismatched
+from packlora.data.encode import Sample
+from packlora.data.preference import ComparedSample, mismatched
 from packlora.engine.objectives.configured import objective_of
 from packlora.engine.objectives.preference import PreferenceObjective, Scores
 from packlora.errors import InputError
@@ -114,11 +114,11 @@ def jobs(write_rows: Rows, tmp_path: Path) -> list[dict[str, Any]]:
 
 def parts_of(sample: Sample) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Of each part: tokens, which are of the completion, which are of the cross entropy of a whole chosen part."""
-    assert sample.preference is not None
-    context = sample.preference.is_context
+    assert isinstance(sample, ComparedSample)
+    context = sample.is_context
     of_completion = sample.is_label if context is None else sample.is_label & ~context
     out, start = [], 0
-    for length in sample.preference.lengths:
+    for length in sample.lengths:
         own = slice(start, start + length)
         out.append(tuple(torch.from_numpy(part[own]) for part in (sample.ids, of_completion, sample.is_label)))
         start += length
@@ -177,7 +177,7 @@ def rotated(batch: list[Sample]) -> list[Sample]:
     for number, (ids, start) in enumerate(cut):
         other, begin = cut[number - 1]
         both = np.array(ids[:start] + other[begin:], np.int32)
-        out.append(Sample(both, np.arange(len(both)) >= start, Preference((len(both),))))
+        out.append(ComparedSample(both, np.arange(len(both)) >= start, lengths=(len(both),)))
     return out
 
 
@@ -209,8 +209,8 @@ def plain(model: Any, batch: list[Sample], train: dict[str, Any]) -> tuple[torch
             continue
         ratios = [a - b for a, b in zip(own, base, strict=True)]
         if trainer == "kto":
-            assert sample.preference is not None
-            good, (ratio,) = sample.preference.desirable, ratios
+            assert isinstance(sample, ComparedSample)
+            good, (ratio,) = sample.desirable, ratios
             shared = 1 - torch.sigmoid(beta * (ratio - kl)) if good else 1 - torch.sigmoid(beta * (kl - ratio))
             losses.append(shared * train["desirable_weight" if good else "undesirable_weight"])
             (chosen if good else rejected).append(beta * ratio)
@@ -604,14 +604,14 @@ def test_too_long_a_part_is_cut_dropped_or_refused_and_a_pair_must_fit_a_microba
         return prepare(Run.model_validate(tree | {"max_tokens_per_microbatch": budget})).jobs[0].encoded
 
     first, second = prepared().samples
-    parts, least = first.preference.lengths, max(second.preference.lengths)
+    parts, least = first.lengths, max(second.lengths)
     with pytest.raises(
         InputError, match=f"line 1: a prompt with its completion has {parts[0]} tokens, over max_length"
     ):
         prepared(max_length=parts[0] - 1)
     assert len(prepared(max_length=parts[0] - 1, truncate="drop").samples) == 1
     cut = prepared(max_length=least + 2, truncate="right")
-    assert cut.truncated == 1 and cut.samples[0].preference.lengths == (least + 2, parts[1])
+    assert cut.truncated == 1 and cut.samples[0].lengths == (least + 2, parts[1])
     with pytest.raises(InputError, match=f"the sample has {sum(parts)} tokens, over max_tokens_per_microbatch"):
         prepared(budget=sum(parts) - 1)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")

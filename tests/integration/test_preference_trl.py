@@ -86,7 +86,7 @@ def inputs_of(kind: str, batch: list[Sample]) -> dict[str, torch.Tensor]:
     if kind == "kto":
         mismatched = inputs_of("", rotated(batch))
         out |= {f"KL_{name}": own for name, own in mismatched.items()}
-        out["label"] = torch.tensor([sample.preference.desirable for sample in batch])
+        out["label"] = torch.tensor([sample.desirable for sample in batch])
     return out
 
 

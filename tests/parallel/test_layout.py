@@ -348,7 +348,7 @@ def test_the_table_fits_80_columns_and_the_json_has_all_of_it(
         (["--gpus", "0"], "Invalid value for '--gpus'"),
         (["--gpus", "-2"], "Invalid value for '--gpus'"),
         (["--gpus", "two"], "Invalid value for '--gpus'"),
-        (["--gpus", "2", "--stages", "2"], "--gpus spreads jobs over devices, --stages the layers of the model"),
+        (["--gpus", "3", "--set", "parallel.pipeline=2"], "parallel.pipeline is 2, but 3 processes were started"),
         (
             ["--gpus", "4", "--set", "parallel.devices_per_job=3"],
             "parallel.devices_per_job is 3, which does not divide 4",

@@ -127,9 +127,9 @@ def test_both_completions_of_a_pair_have_its_images(folder: Path, tokenizer: Any
             (own,) = encoded(folder, FORMS["a prompt"] | {"completion": text}, tokenizer=tokenizer).samples
             assert [part.ids.tolist(), part.is_label.tolist()] == [own.ids.tolist(), own.is_label.tolist()]
             assert part.extras == own.extras
-    whole = samples[0].preference.lengths[0]
+    whole = samples[0].lengths[0]
     (cut,) = encoded(folder, PAIR, tokenizer=tokenizer, trainer="dpo", max_length=whole, truncate="right").samples
-    assert cut.preference.lengths == (whole, whole) and len(cut.extras.files) == 4
+    assert cut.lengths == (whole, whole) and len(cut.extras.files) == 4
     with pytest.raises(InputError, match=rf"has {whole + 2} tokens, 5 of them of images, over max_length {whole}"):
         encoded(folder, PAIR, tokenizer=tokenizer, trainer="dpo", max_length=whole)
     missing = PAIR | {"images": ["no.png", "a.png"]}

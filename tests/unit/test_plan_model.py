@@ -141,8 +141,8 @@ def test_the_most_tokens_of_experts_are_found_where_their_gradients_are_the_peak
 
 
 def test_options_of_a_run_do_not_go_with_a_card(model: str) -> None:
-    out = CliRunner().invoke(app, ["plan", model, "--gpu", "24 GB", "--stages", "2"])
-    assert out.exit_code == 2 and "--stages is of a run" in out.output
+    out = CliRunner().invoke(app, ["plan", model, "--gpu", "24 GB", "--gpus", "2"])
+    assert out.exit_code == 2 and "--gpus is of a run" in out.output
     assert CliRunner().invoke(app, ["plan", "nowhere/at-all", "--gpu", "24 GB"]).exit_code == 2
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from packlora.data.encode import Sample
+from packlora.data.preference import compared
 from packlora.engine.objective import Column, Evaluate, Facts, Objective, RowsView
 from packlora.engine.rows import Row
 
@@ -77,17 +78,17 @@ class PreferenceObjective(Objective):
         """Tokens and reference log-probabilities of the groups of labels, and the label of a single completion. References are
         0 where the loss has none, and for a job that had ended before they were computed, whose numbers are not used.
         """
-        samples, known = [row.sample for row in rows], self._references
+        samples, known = compared([row.sample for row in rows]), self._references
         reference_N3 = np.zeros((len(samples), 3))
         if known is not None:
             reference_N3 = np.stack([known[id(sample)] for sample in samples])
-        desirable = [sample.preference is not None and sample.preference.desirable for sample in samples]
+        desirable = [sample.desirable for sample in samples]
         counts_N3 = np.array([sample.group_counts for sample in samples], np.float64)
         return {"counts": counts_N3, "reference": reference_N3, "desirable": np.array(desirable, np.float64)}
 
     def facts(self, batch: Sequence[Sample]) -> Facts:
         """`per_token`, see Scores."""
-        return {"per_token": len(batch) / sum(sum(sample.group_counts[:2]) for sample in batch)}
+        return {"per_token": len(batch) / sum(sum(sample.group_counts[:2]) for sample in compared(batch))}
 
     def learn(self, samples: Sequence[Sample], held_out: Sequence[Sample], evaluate: Evaluate) -> bool:
         """Find the log-probabilities of completions under the reference, which does not change while the job trains.
@@ -158,5 +159,5 @@ def sums_by_group(values_L: torch.Tensor, counts_N3: np.ndarray) -> torch.Tensor
 
 def by_group(logps: Sequence[np.ndarray], samples: Sequence[Sample]) -> np.ndarray:
     """Sums [N, 3] by group of log-probabilities [l] of each sample."""
-    counts_N3 = np.array([sample.group_counts for sample in samples])
+    counts_N3 = np.array([sample.group_counts for sample in compared(samples)])
     return sums_by_group(torch.from_numpy(np.concatenate(logps)), counts_N3).numpy()

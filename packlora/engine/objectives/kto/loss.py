@@ -10,7 +10,7 @@ import torch
 
 from packlora.config import TrainConfig
 from packlora.data.encode import Sample
-from packlora.data.preference import mismatched
+from packlora.data.preference import ComparedSample, compared, mismatched
 from packlora.engine.objective import Evaluate, Facts, Objective
 from packlora.engine.objectives.preference import CHOSEN, PreferenceObjective, Scores, by_group
 
@@ -43,7 +43,7 @@ class Kto(Unpaired):
 
     has_estimate = True
     _held_out: Sequence[Sample] = ()
-    _pairs: Sequence[Sample] = ()
+    _pairs: Sequence[ComparedSample] = ()
     """Held-out samples with one another's completions."""
 
     def why_not(self, samples: Sequence[Sample]) -> str | None:
@@ -66,17 +66,17 @@ class Kto(Unpaired):
 
     def longest_of(self, samples: Sequence[Sample]) -> int:
         """Tokens that a prompt with another sample's completion may have."""
-        own = [sample for sample in samples if sample.preference is not None]
+        own = compared(samples)
         if not own:
             return 0
         starts = [int(np.argmax(sample.is_label)) for sample in own]
         ends = [sample.num_tokens - start for sample, start in zip(own, starts, strict=True)]
-        return min(max(starts) + max(ends), *(s.preference.limit for s in own if s.preference is not None))
+        return min(max(starts) + max(ends), *(sample.limit for sample in own))
 
     def learn(self, samples: Sequence[Sample], held_out: Sequence[Sample], evaluate: Evaluate) -> bool:
         """The reference is asked for the mismatched held-out samples too."""
         if self._references is None:
-            self._held_out, self._pairs = held_out, mismatched(held_out)
+            self._held_out, self._pairs = held_out, mismatched(compared(held_out))
         return super().learn(samples, [*held_out, *self._pairs], evaluate)
 
     def estimate(self, batch: Sequence[Sample], evaluate: Evaluate) -> Facts | None:
@@ -90,7 +90,7 @@ class Kto(Unpaired):
         if batch is self._held_out and self._references is not None:
             pairs, reference_N3 = self._pairs, np.stack([self._references[id(pair)] for pair in self._pairs])
         else:
-            pairs = mismatched(batch)
+            pairs = mismatched(compared(batch))
             if (found := evaluate.reference(pairs)) is None:
                 return None
             reference_N3 = by_group(found, pairs)
