@@ -235,6 +235,22 @@ def test_only_chooses_contenders_and_cases() -> None:
         assert plan_of(f"packlora:{named.name}") == plan_of(f"packlora:{named.plan.name}") == named.plan
 
 
+def test_contenders_beside_all_usual_ones_make_neither_a_part_nor_other_cases(tmp_path: Path) -> None:
+    """So the ways that a pipeline's breakdown adds are figures of the whole benchmark."""
+    bench = Benchmark(
+        lambda options: [case("a"), *([case("b")] if options.chosen else [])],
+        lambda one, names, options: {"names": names, "failed": {}},
+        lambda rows: {"rows": len(rows)}, "how", ["x", "y", "w"], ["z"], where="any",
+    )  # fmt: skip
+    out = tmp_path / "toy.json"
+    assert harness.run("toy", bench, out, device="cpu", only=["y", "w", "z"]) == 0
+    content = json.loads(out.read_text())
+    assert content["rows"] == [{"case": "a", "names": ["x", "y", "w", "z"], "failed": {}}]
+    assert content["summary"] == {"rows": 1} and "asked" not in content
+    with pytest.raises(InputError, match="name another file"):
+        harness.run("toy", bench, out, device="cpu", only=["y", "z"])
+
+
 def test_what_cannot_be_measured_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
