@@ -269,6 +269,8 @@ def run(
         raise InputError(
             f"{name} measures several processes: torchrun --nproc-per-node 2 -m benchmarks {name} --out FILE"
         )
+    if plots and bench.plot is None:
+        raise InputError(f"plots: {name} draws no picture")
     with processes() if several else nullcontext(OneProcess()) as mesh:
 
         def opened() -> tuple[_File, list[str], list[Case]]:
@@ -320,7 +322,8 @@ def _ended(bench: Benchmark, file: _File, plots: bool) -> int:
     """Print the figures and every contender that failed; 1 if there is one."""
     for key, value in json.loads(file.out.read_text())["summary"].items():
         print(f"{key}: {value}")
-    if plots and bench.plot is not None:
+    if plots:
+        assert bench.plot is not None, "it was refused"
         bench.plot(list(file.rows.values()), file.out)
     failed = [(row["case"], *one) for row in file.rows.values() for one in row.get("failed", {}).items()]
     for label, name, error in failed:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 from conftest import tiny_model
@@ -24,6 +25,7 @@ from benchmarks.contenders import stepped
 from benchmarks.harness import Benchmark, Options, case, choose, plan_of, row_of
 from benchmarks.peers import eager, sources
 from benchmarks.peers.compose import compose
+from benchmarks.pipeline import plot_rates
 from packlora.adapters import norms
 from packlora.adapters.attach import attach
 from packlora.adapters.owners import TokenOwners
@@ -233,6 +235,17 @@ def test_only_chooses_contenders_and_cases() -> None:
             choose(words, bench, cases)
     for named in PLANS:
         assert plan_of(f"packlora:{named.name}") == plan_of(f"packlora:{named.plan.name}") == named.plan
+
+
+def test_a_pipeline_is_drawn_with_every_way_that_its_file_has(tmp_path: Path) -> None:
+    rows = RESULTS["pipeline-4-h200"]["rows"]
+    ways = {way for row in rows for way, own in row.items() if isinstance(own, dict) and "tokens" in own}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
+        plot_rates(rows, tmp_path / "pipe.json")
+    drawn = (tmp_path / "pipe-rates.svg").read_text()
+    assert len(ways) == 5 and all(f">{way}<" in drawn for way in ways) and "bubble 11.7%" in drawn
+    with pytest.raises(InputError, match="plots: toy draws no picture"):
+        harness.run("toy", toy([]), tmp_path / "toy.json", device="cpu", plots=True)
 
 
 def test_contenders_beside_all_usual_ones_make_neither_a_part_nor_other_cases(tmp_path: Path) -> None:
