@@ -100,8 +100,9 @@ def test_recorded_layers_compute_and_send_what_eager_ones_do(sequence: bool, ran
             assert furthest < BOUND
 
 
-def graphs_at_the_end(rank: int, out: str) -> tuple[int, int]:
-    """Pretended graphs that a benchmark has made, and those that are there when its process group ends."""
+def graphs_at_the_end(rank: int, out: str, stopped: bool) -> tuple[int, int]:
+    """Pretended graphs that a benchmark has made, and those that are there when its process group ends. stopped: by a signal, in
+    the middle of a case."""
     made: list[int] = []
     alive: list[int] = []
     original = processes.started
@@ -109,8 +110,10 @@ def graphs_at_the_end(rank: int, out: str) -> tuple[int, int]:
     @contextmanager
     def watched(timeout: float) -> Iterator[Any]:
         with original(timeout) as mesh:
-            yield mesh
-            alive.append(sum(isinstance(one, Body) for one in gc.get_objects()))
+            try:
+                yield mesh
+            finally:
+                alive.append(sum(isinstance(one, Body) for one in gc.get_objects()))
 
     class Counted(Pretended):
         def record(self, function: Callable[[], None]) -> Callable[[], None]:
@@ -129,13 +132,16 @@ def graphs_at_the_end(rank: int, out: str) -> tuple[int, int]:
         patched.setattr(tensor_parallel, "Recorder", Counted)
         patched.setattr(tensor_parallel, "can_record", lambda device: True)
         patched.setattr(processes, "started", watched)
-        assert main([*words, "--out", out]) == 0
+        if stopped:
+            patched.setattr(tensor_parallel, "messages", mock.Mock(side_effect=KeyboardInterrupt))
+        assert main([*words, "--out", out]) == (130 if stopped else 0)
     return len(made), alive[0]
 
 
-def test_no_graph_is_left_when_the_processes_of_a_benchmark_end(ranks: Groups, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_graph_is_left_when_the_processes_of_a_benchmark_end(stopped: bool, ranks: Groups, tmp_path: Path) -> None:
     """A process group does not end while graphs hold its messages."""
-    assert ranks(2).run(graphs_at_the_end, str(tmp_path / "tensor.json")) == [(2, 0)] * 2
+    assert ranks(2).run(graphs_at_the_end, str(tmp_path / "tensor.json"), stopped) == [(2, 0)] * 2
 
 
 def on_ranks(rank: int, words: list[str]) -> int:
