@@ -223,9 +223,11 @@ class GraphedDevice:
 
     def release(self) -> None:
         """See Executor. A process group does not end while graphs hold its messages; alone nothing waits for their end. The
-        device may have failed, of which the run's own error tells."""
+        device may have failed, of which the run's own error tells; its frames may hold a body."""
         if not self._alone:
             with suppress(RuntimeError):
+                for body in self._bodies.values():
+                    body.forget()
                 self._drop()
 
     def plans(self) -> list[dict[str, Any]]:
