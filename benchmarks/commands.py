@@ -122,7 +122,7 @@ ANCHOR_CASES = [
 ]
 
 
-COMPILED = {"s06": ("trainer_peft_compiled", "accelerate_compiled")}
+COMPILED = {"s06": ["trainer_peft_compiled", "accelerate_compiled"]}
 """Contenders with torch.compile, for a model whose launches take the host longer than the GPU computes."""
 
 
@@ -131,7 +131,8 @@ def anchor_cases(options: Options) -> list[Case]:
     return [
         case(f"{one.label} {contender}", anchor=one.label, contender=contender, **one.values)
         for one in (ANCHOR_CASES[:1] if options.quick else ANCHOR_CASES)
-        for contender in ("train", "trainer_peft", "accelerate", *(() if options.quick else COMPILED.get(one.label, ())))
+        for contender in ["train", "trainer_peft", "accelerate"]
+        + ([] if options.quick else COMPILED.get(one.label, []))
         if contender == "train" or one.compute == "dtype"
     ]
 

@@ -353,16 +353,16 @@ def plot_rates(rows: list[Row], out: Path) -> None:
     of = sorted({(row["processes"], row.get("shape", "70B"), row.get("lengths", "short")) for row in rows})
     figure = Figure(figsize=(6.4, 3.2 * len(of)))
     for panel, kind in zip(figure.subplots(len(of), squeeze=False)[:, 0], of, strict=True):
-        own = [
-            row for row in rows if (row["processes"], row.get("shape", "70B"), row.get("lengths", "short")) == kind
-        ]
+        own = [row for row in rows if (row["processes"], row.get("shape", "70B"), row.get("lengths", "short")) == kind]
         ways = [way for way in reversed(WAYS + BREAKDOWN) if any(way in row for row in own)]
         rates = [_median([rate_of(row[way]) for row in own if way in row]) for way in ways]
         bubbles = [_median([row[way]["bubble"] for row in own if way in row and "bubble" in row[way]]) for way in ways]
         bars = panel.barh(ways, rates, color=["#0b6e99" if way == FLOWING else "#8a8a8a" for way in ways])
         told = ["" if bubble is None else f"bubble {bubble:.1%}" for bubble in bubbles]
         panel.bar_label(bars, told, fontsize=7, padding=2)
-        panel.set(xlabel="tokens per second", title=f"{kind[0]} stages, {own[0]['layers']} layers of {kind[1]}, {kind[2]}")
+        panel.set(
+            xlabel="tokens per second", title=f"{kind[0]} stages, {own[0]['layers']} layers of {kind[1]}, {kind[2]}"
+        )
         panel.margins(x=0.2)
         panel.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -101,8 +101,8 @@ def test_recorded_layers_compute_and_send_what_eager_ones_do(sequence: bool, ran
 
 
 def graphs_at_the_end(rank: int, out: str, stopped: bool) -> tuple[int, int]:
-    """Pretended graphs that a benchmark has made, and those that are there when its process group ends. stopped: by a signal, in
-    the middle of a case."""
+    """Pretended graphs that a benchmark has made, and those that are there when its process group ends. stopped: by a signal,
+    in the middle of a case."""
     made: list[int] = []
     alive: list[int] = []
     original = processes.started
