@@ -65,8 +65,9 @@ packlora's operators or (eager_) plain ones; and one job after the other on a ba
 is asked first, for runs that end early."""
 EPOCH, EPOCHS, QUICK_EPOCHS = 4, 4, 2
 """Optimizer steps of a job in an epoch, which are a unit of the ways with a flush; epochs in a unit of the ways without."""
-WARM_STEPS = 2
-"""Optimizer steps of each job that a way takes before it is first timed."""
+WARM_STEPS = EPOCH
+"""Optimizer steps of each job that a way takes before it is first timed: with fewer, sizes of microbatches come for the first
+time in the first unit, and their kernels are compiled there."""
 
 
 class RandomWeights(WeightFiles):
@@ -189,7 +190,7 @@ class Piped:
         """Figures of a way's next unit, the same on all processes."""
         if way not in self.warm:
             self.warm.add(way)
-            self.run(way, WARM_STEPS)
+            self.run(way, 2 if self.options.tiny else WARM_STEPS)
         return self.run(way, self.sizes.rounds * (self.epochs if way in TOGETHER else 1))
 
     def run(self, way: str, rounds: int) -> Row:
