@@ -263,8 +263,7 @@ class GraphedDevice:
         if body is None:
             body = self._new_body(shape)
             if len(self._bodies) >= MOST:
-                oldest = next(iter(self._bodies))
-                del self._bodies[oldest]
+                self._bodies.pop(oldest := next(iter(self._bodies)))
                 self.sizes.forget(oldest)
         self._bodies[shape] = body
         return body
