@@ -58,14 +58,15 @@ def case(label: str, **values: Any) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The request of one run. layers: of models, None for all; chosen: `--only` has words; named: contenders are among them;
-    mesh: the processes; out: the results file."""
+    """The request of one run. layers: of models, None for all; chosen: `--only` has words of cases; named: it names contenders;
+    less: not all of the usual ones take part; mesh: the processes; out: the results file."""
 
     device: torch.device
     quick: bool = False
     layers: int | None = None
     chosen: bool = False
     named: bool = False
+    less: bool = False
     mesh: OneProcess = field(default_factory=OneProcess)
     out: Path = Path("results.json")
     kept: dict[Any, Any] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class Options:
     @property
     def whole(self) -> bool:
         """All contenders of the full cases take part."""
-        return not (self.quick or self.named)
+        return not (self.quick or self.less)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """Make a value once for a key. Only the newest key's is kept, so that two models never need memory at once."""
@@ -181,7 +182,7 @@ def choose(only: Sequence[str], bench: Benchmark, cases: Sequence[Case]) -> tupl
     words = {(place, word) for one in cases for place, word in enumerate(one.label.split())}
     for word in only:
         found = frozenset(place for place, known in words if known == word)
-        if word in bench.contenders or word in bench.optional or word.startswith("packlora:"):
+        if is_contender(word, bench):
             plan_of(word)
             named.append(word)
         elif found:
@@ -203,6 +204,10 @@ def choose(only: Sequence[str], bench: Benchmark, cases: Sequence[Case]) -> tupl
         )
     names = list(dict.fromkeys([bench.contenders[0], *named])) if named else list(bench.contenders)
     return names, chosen, bool(named)
+
+
+def is_contender(word: str, bench: Benchmark) -> bool:
+    return word in bench.contenders or word in bench.optional or word.startswith("packlora:")
 
 
 def plan_of(contender: str) -> Plan | None:
@@ -264,12 +269,16 @@ def run(
         raise InputError(
             f"{name} measures several processes: torchrun --nproc-per-node 2 -m benchmarks {name} --out FILE"
         )
+    if plots and bench.plot is None:
+        raise InputError(f"plots: {name} draws no picture")
     with processes() if several else nullcontext(OneProcess()) as mesh:
 
         def opened() -> tuple[_File, list[str], list[Case]]:
-            options = Options(_device(name, bench, quick, device), quick, layers, bool(only), mesh=mesh, out=out)
+            chosen = not all(is_contender(word, bench) for word in only)
+            options = Options(_device(name, bench, quick, device), quick, layers, chosen, mesh=mesh, out=out)
             names, cases, named = choose(only, bench, bench.cases(options))
-            file = _File(name, bench, out, replace(options, named=named))
+            less = not set(bench.contenders) <= set(names)
+            file = _File(name, bench, out, replace(options, named=named, less=less))
             if mesh.is_first and (only or resume or several):
                 file.read()
             file.begin(cases, keep=bool(only or resume))
@@ -313,7 +322,8 @@ def _ended(bench: Benchmark, file: _File, plots: bool) -> int:
     """Print the figures and every contender that failed; 1 if there is one."""
     for key, value in json.loads(file.out.read_text())["summary"].items():
         print(f"{key}: {value}")
-    if plots and bench.plot is not None:
+    if plots:
+        assert bench.plot is not None, "it was refused"
         bench.plot(list(file.rows.values()), file.out)
     failed = [(row["case"], *one) for row in file.rows.values() for one in row.get("failed", {}).items()]
     for label, name, error in failed:
@@ -334,7 +344,7 @@ class _File:
     def __init__(self, name: str, bench: Benchmark, out: Path, options: Options) -> None:
         self.bench, self.out, self.options = bench, out, options
         self.name = f"{name}-{device_slug(options.device)}"
-        self.asked = {"quick": options.quick, "layers": options.layers, "named": options.named}
+        self.asked = {"quick": options.quick, "layers": options.layers, "named": options.less}
         self.rows: dict[str, Row] = {}
         self.wanted: list[str] = []
         check_writable(out)

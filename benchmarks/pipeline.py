@@ -65,8 +65,9 @@ packlora's operators or (eager_) plain ones; and one job after the other on a ba
 is asked first, for runs that end early."""
 EPOCH, EPOCHS, QUICK_EPOCHS = 4, 4, 2
 """Optimizer steps of a job in an epoch, which are a unit of the ways with a flush; epochs in a unit of the ways without."""
-WARM_STEPS = 2
-"""Optimizer steps of each job that a way takes before it is first timed."""
+WARM_STEPS = EPOCH
+"""Optimizer steps of each job that a way takes before it is first timed: with fewer, sizes of microbatches come for the first
+time in the first unit, and their kernels are compiled there."""
 
 
 class RandomWeights(WeightFiles):
@@ -189,7 +190,7 @@ class Piped:
         """Figures of a way's next unit, the same on all processes."""
         if way not in self.warm:
             self.warm.add(way)
-            self.run(way, WARM_STEPS)
+            self.run(way, 2 if self.options.tiny else WARM_STEPS)
         return self.run(way, self.sizes.rounds * (self.epochs if way in TOGETHER else 1))
 
     def run(self, way: str, rounds: int) -> Row:
@@ -345,6 +346,30 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
+def plot_rates(rows: list[Row], out: Path) -> None:
+    """Tokens a second of each way, medians over units, with the share of the time in which stages wait; a panel for each number
+    of stages, shape and lengths."""
+    from matplotlib.figure import Figure
+
+    of = sorted({(row["processes"], row.get("shape", "70B"), row.get("lengths", "short")) for row in rows})
+    figure = Figure(figsize=(6.4, 3.2 * len(of)))
+    for panel, kind in zip(figure.subplots(len(of), squeeze=False)[:, 0], of, strict=True):
+        own = [row for row in rows if (row["processes"], row.get("shape", "70B"), row.get("lengths", "short")) == kind]
+        ways = [way for way in reversed(WAYS + BREAKDOWN) if any(way in row for row in own)]
+        rates = [_median([rate_of(row[way]) for row in own if way in row]) for way in ways]
+        bubbles = [_median([row[way]["bubble"] for row in own if way in row and "bubble" in row[way]]) for way in ways]
+        bars = panel.barh(ways, rates, color=["#0b6e99" if way == FLOWING else "#8a8a8a" for way in ways])
+        told = ["" if bubble is None else f"bubble {bubble:.1%}" for bubble in bubbles]
+        panel.bar_label(bars, told, fontsize=7, padding=2)
+        panel.set(
+            xlabel="tokens per second", title=f"{kind[0]} stages, {own[0]['layers']} layers of {kind[1]}, {kind[2]}"
+        )
+        panel.margins(x=0.2)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out.with_name(f"{out.stem}-rates.svg"), bbox_inches="tight")
+
+
 PIPELINE = Benchmark(
     pipeline_cases, measure_pipeline, pipeline_summary,
     "4 layers a stage of the model's shape, cut by a layer's time and that of the output layer; the vocabulary is "
@@ -366,5 +391,5 @@ PIPELINE = Benchmark(
     "simulator's end of the order that ran, from these times, beside the measured one, relative. "
     "tokens_per_s_per_gpu_70b, _32b: scaled from these layers to the model's 80, 64. Keys that end in _32b, or in a "
     "set of lengths, are of these; the others are of 70B and short.",
-    WAYS, BREAKDOWN, by_case=True, where="processes",
+    WAYS, BREAKDOWN, by_case=True, where="processes", plot=plot_rates,
 )  # fmt: skip

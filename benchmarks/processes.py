@@ -53,6 +53,8 @@ def processes() -> Iterator[OneProcess]:
                 if not isinstance(error, SystemExit):  # which was printed
                     show_error(mesh.rank)
                 alarm(ENDING)  # an orderly end may wait for what the others wait for
+                traceback.clear_frames(error.__traceback__)  # which hold what was measured, graphs among it
+                gc.collect()
                 raise
     finally:
         faulthandler.cancel_dump_traceback_later()

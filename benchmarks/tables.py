@@ -40,10 +40,11 @@ TITLES = {
     "peft_rows": "PEFT, rows cut without regard to samples", "peft_packed_liger": "PEFT, packed, liger-kernel",
     "peft_rows_liger": "PEFT, rows, liger-kernel", "peft_compiled": "PEFT, compiled, one shape",
     "no_flush": "of all jobs, without a flush", "fixed_samples": "of all jobs, of a fixed number of samples",
-    "one_job": "of one job after the other, with a flush", "one_job_fixed": "the same, of a fixed number of samples",
+    "one_job": "of one job after the other, with a flush",
+    "one_job_fixed": "of one job after the other, of a fixed number of samples, with a flush",
     "eager_no_flush": "of all jobs, without a flush, LoRA in plain operations",
-    "eager_fixed_samples": "the same, of a fixed number of samples",
-    "eager_one_job_fixed": "the same, of one job after the other, with a flush",
+    "eager_fixed_samples": "of all jobs, of a fixed number of samples, LoRA in plain operations",
+    "eager_one_job_fixed": "of one job after the other, of a fixed number of samples, with a flush, LoRA in plain operations",
     "fsdp2": "of one job after the other, on a sharded base",
 }  # fmt: skip
 """Contenders and ways in words."""

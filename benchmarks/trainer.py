@@ -1,7 +1,8 @@
 """Processes of commands.py: the base model on disk, and the Hugging Face Trainer with PEFT, plain or accelerated.
 
-`python -m benchmarks.trainer FOLDER base|trainer_peft|accelerate`; `commands.py` writes the folder and reads the
-last line that is printed: {"ends": seconds at which optimizer steps ended, "gib": peak of memory}.
+`python -m benchmarks.trainer FOLDER base|trainer_peft|accelerate`, the last two also with `_compiled` behind, by torch.compile;
+`commands.py` writes the folder and reads the last line that is printed: {"ends": seconds at which optimizer steps ended, "gib":
+peak of memory}.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def write_base(folder: Path, case: dict[str, Any]) -> None:
         adapted.save_pretrained(folder / "adapter")
 
 
-def train(folder: Path, case: dict[str, Any], accelerated: bool) -> dict[str, Any]:
-    """Some optimizer steps of the Trainer on the samples of the folder."""
+def train(folder: Path, case: dict[str, Any], accelerated: bool, compiled: bool) -> dict[str, Any]:
+    """Some optimizer steps of the Trainer on the samples of the folder. compiled: and recorded as CUDA graphs, where there are
+    some."""
     base = str(folder / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, attn_implementation="sdpa").to(DEVICE)
@@ -79,7 +81,11 @@ def train(folder: Path, case: dict[str, Any], accelerated: bool) -> dict[str, An
     texts = [json.loads(line)["text"] for line in (folder / "data.jsonl").read_text().splitlines()]
     rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     per_step = case["microbatch"] * case["accumulation"]
+    how: dict[str, Any] = {"torch_compile_mode": "reduce-overhead"}
+    if DEVICE.type != "cuda":
+        how = {"torch_compile_backend": "aot_eager"}
     args = TrainingArguments(
+        **({"torch_compile": True, **how} if compiled else {}),
         output_dir=str(folder / "trainer"), per_device_train_batch_size=case["microbatch"],
         gradient_accumulation_steps=case["accumulation"], learning_rate=1e-4, max_steps=min(STEPS, len(rows) // per_step),
         logging_steps=1, save_strategy="no", report_to=[], bf16=DEVICE.type == "cuda", remove_unused_columns=False,
@@ -101,7 +107,7 @@ def main() -> None:
         write_base(folder, case)
         print("{}")
     else:
-        print(json.dumps(train(folder, case, what == "accelerate")))
+        print(json.dumps(train(folder, case, what.startswith("accelerate"), what.endswith("_compiled"))))
 
 
 if __name__ == "__main__":

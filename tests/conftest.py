@@ -64,9 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What `make quick`, `make test` and `make soak` choose: cases marked `soak`, and two thirds of the `sampled` ones, are for
-    the last alone. Without a GPU one test of each file that needs it says so.
+    the last alone. Without a GPU, or processes of a CPU in the place of several (TWO_ON), one test of each file that needs it
+    says so.
     """
-    tenth, has_gpu, seen = config.getoption("--tenth"), torch.cuda.is_available(), set[Path]()
+    has_gpu = torch.cuda.is_available() or "TWO_ON" in os.environ
+    tenth, seen = config.getoption("--tenth"), set[Path]()
 
     def chosen(item: pytest.Item) -> bool:
         if item.get_closest_marker("gpu") is not None and not has_gpu:

@@ -223,9 +223,11 @@ class GraphedDevice:
 
     def release(self) -> None:
         """See Executor. A process group does not end while graphs hold its messages; alone nothing waits for their end. The
-        device may have failed, of which the run's own error tells."""
+        device may have failed, of which the run's own error tells; its frames may hold a body."""
         if not self._alone:
             with suppress(RuntimeError):
+                for body in self._bodies.values():
+                    body.forget()
                 self._drop()
 
     def plans(self) -> list[dict[str, Any]]:
@@ -261,8 +263,7 @@ class GraphedDevice:
         if body is None:
             body = self._new_body(shape)
             if len(self._bodies) >= MOST:
-                oldest = next(iter(self._bodies))
-                del self._bodies[oldest]
+                self._bodies.pop(oldest := next(iter(self._bodies)))
                 self.sizes.forget(oldest)
         self._bodies[shape] = body
         return body

@@ -12,9 +12,10 @@ What follows a sum, or is joined, is the same on all processes to the bit, so it
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -39,15 +40,21 @@ def answered() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        raise ProcessError(
-            f"process {rank} of {size} waited in vain for another one of the run ({unanswered(error)})"
-        ) from error
+        raise in_vain(error) from error
 
 
-def unanswered(error: RuntimeError) -> str:
-    """Error of a message, without gloo's source line and advice."""
-    return re.sub(r"^\[\S+:\d+\] ", "", foreign(error)).partition(". ")[0]
+def in_vain(error: Exception) -> ProcessError:
+    """The error of a process whose message has failed, without gloo's source line and advice."""
+    reason = re.sub(r"^\[\S+:\d+\] ", "", foreign(error)).partition(". ")[0]
+    return ProcessError(
+        f"process {dist.get_rank()} of {dist.get_world_size()} waited in vain for another one of the run ({reason})"
+    )
+
+
+def is_unanswered(error: BaseException) -> TypeGuard[RuntimeError]:
+    """Whether a message has failed, one of a library that does not say so: FSDP2's are outside of `answered`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, RuntimeError) and frames[-1].f_globals["__name__"] == dist.all_reduce.__module__
 
 
 def add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

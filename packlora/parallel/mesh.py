@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from packlora.errors import InputError, ProcessError, shown
 from packlora.parallel.alone import OneProcess, T, was_restarted
-from packlora.parallel.collectives import unanswered
+from packlora.parallel.collectives import in_vain, is_unanswered
 
 HEARTBEAT = 2.0
 """Seconds between two signs of life of a process."""
@@ -132,9 +132,7 @@ class Mesh(OneProcess):
         try:
             yield
         except RuntimeError as error:
-            raise self.failure() or ProcessError(
-                f"process {self.rank} of {self.size} waited in vain for another one of the run ({unanswered(error)})"
-            ) from error
+            raise self.failure() or in_vain(error) from error
 
     # --- who has failed ------------------------------------------------------------------------------------------------
 
@@ -209,6 +207,8 @@ def joined(timeout: float, joining: float) -> Iterator[Mesh]:
     except BaseException as error:
         _groups.clear()  # a message may be on its way in one of them
         failure = mesh.failure() if isinstance(error, ProcessError | RuntimeError) else None
+        if failure is None and is_unanswered(error):
+            failure = in_vain(error)
         if failure is not None:  # a message in a forward or a backward failed because another process did
             failure.is_news = mesh.speaks_of_failure()
             raise failure from error

@@ -201,6 +201,16 @@ def test_messages_between_slices_of_layers_are_recorded(
         assert math.isclose(both[key], loss, rel_tol=0.02), (key, both[key], loss)
 
 
+def test_a_process_that_fails_where_graphs_hold_messages_ends_both(tiny_base: Any, tmp_path: Path) -> None:
+    """At its third step, when the shape of all microbatches has its graphs."""
+    tree = config(
+        tiny_base(), tmp_path / "one", rows_into(tmp_path), FEW[:1], dtype="bfloat16", max_tokens_per_microbatch=70,
+        device=DEVICE,
+    )  # fmt: skip
+    code, said = ended(launch(None, {**tree, "parallel": {"tensor": 2}}, tmp_path / "out", "raise", 1), 120)
+    assert code != 0 and "process 1 of 2 failed: ValueError: a mishap" in said, said
+
+
 def losses(folder: Path) -> dict[tuple[str, int], float]:
     return {(line["job"], line["step"]): line["loss"] for line in map(json.loads, (folder / "metrics.jsonl").open())}
 

@@ -164,14 +164,17 @@ def test_where_other_processes_take_part_memory_that_runs_out_is_no_reason_to_go
     """They would wait for messages of the shape that was recorded, and are told by the end of this process."""
     run.executor.single.base.storage = Slices(can_record=True)
     run.executor = GraphedDevice(run.executor.single, run.buffers, True, 64, run.told.append, Pretended)
-    train(run, samples(50))
-    once(monkeypatch, Body, "_run_forward", torch.OutOfMemoryError)
+    train(run, samples(50), samples(50), samples(50))
+    bodies = list(run.executor._bodies.values())
+    assert [body.recorded for body in bodies] == [True]
+    once(monkeypatch, between.Between, "backward", torch.OutOfMemoryError)
     with pytest.raises(torch.OutOfMemoryError):
         train(run, samples(50))
     assert not run.told
     assert run.executor._bodies
     run.executor.release()
     assert not run.executor._bodies, "their group of processes ends after them"
+    assert not bodies[0].recorded, "frames of the error may hold it"
 
 
 def test_what_the_end_of_graphs_raises_hides_no_error_of_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

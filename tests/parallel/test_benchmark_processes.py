@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from graph_runs import Pretended, attention_by_starts
 from ranks import Ranks
 from tensor_runs import BOUND, difference
 
-from benchmarks import harness, tensor_parallel
+from benchmarks import harness, processes, tensor_parallel
 from benchmarks.__main__ import main
 from benchmarks.harness import Benchmark, Case, Options, case
 from benchmarks.pipeline import TOGETHER, WAYS
@@ -30,6 +31,7 @@ from packlora.adapters.attach import attach
 from packlora.base.packing import prepare_model
 from packlora.engine.collate import collate
 from packlora.engine.parts import Part
+from packlora.engine.recorded import Body
 from packlora.engine.rows import Row
 from packlora.parallel.tensor import shard
 
@@ -96,6 +98,50 @@ def test_recorded_layers_compute_and_send_what_eager_ones_do(sequence: bool, ran
         for replayed, eager, furthest in ranks(2).run(recorded_and_eager, sequence, frozen):
             assert replayed == eager and len(eager) == (2 * (4 + 1 + 4) if sequence else 2 * 4)
             assert furthest < BOUND
+
+
+def graphs_at_the_end(rank: int, out: str, stopped: bool) -> tuple[int, int]:
+    """Pretended graphs that a benchmark has made, and those that are there when its process group ends. stopped: by a signal,
+    in the middle of a case."""
+    made: list[int] = []
+    alive: list[int] = []
+    original = processes.started
+
+    @contextmanager
+    def watched(timeout: float) -> Iterator[Any]:
+        with original(timeout) as mesh:
+            try:
+                yield mesh
+            finally:
+                alive.append(sum(isinstance(one, Body) for one in gc.get_objects()))
+
+    class Counted(Pretended):
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            made.append(1)
+            return super().record(function)
+
+    words = ["tensor-parallel", "--quick", "--device", "cpu", "--only", "plain,packlora_recorded"]
+    record = tensor_parallel.recorded
+    with pytest.MonkeyPatch.context() as patched:
+
+        def recorded(*args: Any) -> Callable[[], None]:
+            attention_by_starts(patched)  # not before the model is cut, for which it is looked at without weights
+            return record(*args)
+
+        patched.setattr(tensor_parallel, "recorded", recorded)
+        patched.setattr(tensor_parallel, "Recorder", Counted)
+        patched.setattr(tensor_parallel, "can_record", lambda device: True)
+        patched.setattr(processes, "started", watched)
+        if stopped:
+            patched.setattr(tensor_parallel, "messages", mock.Mock(side_effect=KeyboardInterrupt))
+        assert main([*words, "--out", out]) == (130 if stopped else 0)
+    return len(made), alive[0]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_graph_is_left_when_the_processes_of_a_benchmark_end(stopped: bool, ranks: Groups, tmp_path: Path) -> None:
+    """A process group does not end while graphs hold its messages."""
+    assert ranks(2).run(graphs_at_the_end, str(tmp_path / "tensor.json"), stopped) == [(2, 0)] * 2
 
 
 def on_ranks(rank: int, words: list[str]) -> int:

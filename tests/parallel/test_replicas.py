@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from conftest import rows_into
 from ranks import Ranks
 from seeds import SOAK
@@ -17,9 +20,10 @@ from test_training import JOBS, adapter, config, distance, steps, train
 
 import packlora
 from packlora.config import ParallelConfig
-from packlora.errors import InputError
+from packlora.errors import InputError, ProcessError
 from packlora.events import Event, RunBegan, Stepped, Stop
 from packlora.parallel.mesh import Mesh
+from packlora.parallel.start import started
 
 Groups = Callable[[int], Ranks]
 
@@ -218,6 +222,27 @@ def test_numbers_of_processes_that_cannot_be_divided_as_asked_are_refused(
     with pytest.raises(InputError) as caught:
         ParallelConfig.model_validate(parallel).check(processes)
     assert says in str(caught.value)
+
+
+def unanswered(rank: int) -> str:
+    """The error of the first process, to whose message, sent by a library that knows nothing of packlora, nobody answers. The
+    other one is there until that is said."""
+    if rank:
+        with suppress(KeyError), started(60.0) as mesh:
+            mesh.new_group(range(2))  # type: ignore[attr-defined]
+            mesh.store.wait(["said"])  # type: ignore[attr-defined]
+            raise KeyError
+        return ""
+    with pytest.raises(ProcessError) as caught, started(60.0) as mesh:
+        dist.monitored_barrier(mesh.new_group(range(2)), timedelta(milliseconds=1))  # type: ignore[attr-defined]
+    mesh.store.set("said", "")  # type: ignore[attr-defined]
+    return str(caught.value)
+
+
+def test_a_process_that_waits_in_vain_blames_no_process_that_waits(ranks: Groups) -> None:
+    """One that is killed cannot tell the others."""
+    said, _ = ranks(2).run(unanswered)
+    assert said.startswith("process 0 of 2 waited in vain for another one of the run (")
 
 
 def test_a_run_that_is_there_is_refused_on_every_process(tree: dict[str, Any], whole: Path, ranks: Groups) -> None:

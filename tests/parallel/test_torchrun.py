@@ -100,8 +100,9 @@ def ended(process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, st
             ("hang", 1, {"devices_per_job": 2, "timeout_s": 6}, "waited in vain"),
             ("raise", 0, {"devices_per_job": 2}, "a mishap, for this test"), ("term", 0, {"devices_per_job": 2}, "SIGTERM"),
             ("raise", 1, {"tensor": 2}, "process 1 of 2 failed: ValueError: a mishap"), ("term", 0, {"tensor": 2}, "SIGTERM"),
+            ("kill", 1, {"shard_base": True}, "process 0 of 2 waited in vain"),
         ],
-        one_in=11,
+        one_in=12,
     ),
 )  # fmt: skip
 def test_what_ends_one_process_ends_the_run_and_it_goes_on_from_there(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 from conftest import tiny_model
@@ -24,6 +25,7 @@ from benchmarks.contenders import stepped
 from benchmarks.harness import Benchmark, Options, case, choose, plan_of, row_of
 from benchmarks.peers import eager, sources
 from benchmarks.peers.compose import compose
+from benchmarks.pipeline import plot_rates
 from packlora.adapters import norms
 from packlora.adapters.attach import attach
 from packlora.adapters.owners import TokenOwners
@@ -200,7 +202,7 @@ def test_a_run_goes_on_where_it_was_and_keeps_the_cases_that_it_is_not_asked_for
     _, done, file = run(toy(measured), only=["T2", "a"])
     assert done == ["a T2"] and [row["case"] for row in file["rows"]] == ["a T1", "a T2", "b T2"]
     with pytest.raises(InputError, match="name another file"):
-        run(toy(measured), only=["packlora"])
+        run(replace(toy(measured), contenders=["frozen", "packlora", "peft"]), only=["packlora"])
     assert run(toy(measured))[1] == ["a T1", "a T2", "b T2"], "without --resume and --only all of it is measured"
     out.write_text("[]")
     with pytest.raises(InputError, match="is no results file"):
@@ -233,6 +235,33 @@ def test_only_chooses_contenders_and_cases() -> None:
             choose(words, bench, cases)
     for named in PLANS:
         assert plan_of(f"packlora:{named.name}") == plan_of(f"packlora:{named.plan.name}") == named.plan
+
+
+def test_a_pipeline_is_drawn_with_every_way_that_its_file_has(tmp_path: Path) -> None:
+    rows = RESULTS["pipeline-4-h200"]["rows"]
+    ways = {way for row in rows for way, own in row.items() if isinstance(own, dict) and "tokens" in own}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
+        plot_rates(rows, tmp_path / "pipe.json")
+    drawn = (tmp_path / "pipe-rates.svg").read_text()
+    assert len(ways) == 5 and all(f">{way}<" in drawn for way in ways) and "bubble 11.7%" in drawn
+    with pytest.raises(InputError, match="plots: toy draws no picture"):
+        harness.run("toy", toy([]), tmp_path / "toy.json", device="cpu", plots=True)
+
+
+def test_contenders_beside_all_usual_ones_make_neither_a_part_nor_other_cases(tmp_path: Path) -> None:
+    """So the ways that a pipeline's breakdown adds are figures of the whole benchmark."""
+    bench = Benchmark(
+        lambda options: [case("a"), *([case("b")] if options.chosen else [])],
+        lambda one, names, options: {"names": names, "failed": {}},
+        lambda rows: {"rows": len(rows)}, "how", ["x", "y", "w"], ["z"], where="any",
+    )  # fmt: skip
+    out = tmp_path / "toy.json"
+    assert harness.run("toy", bench, out, device="cpu", only=["y", "w", "z"]) == 0
+    content = json.loads(out.read_text())
+    assert content["rows"] == [{"case": "a", "names": ["x", "y", "w", "z"], "failed": {}}]
+    assert content["summary"] == {"rows": 1} and "asked" not in content
+    with pytest.raises(InputError, match="name another file"):
+        harness.run("toy", bench, out, device="cpu", only=["y", "z"])
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_runs(
