@@ -72,7 +72,8 @@ class RolloutChanges(Changes):
 
     def pending(self, round_: int, jobs: Sequence[Job]) -> bool:
         return self.inner.pending(round_, jobs) or any(
-            self._due(job, round_ - job.joined) or self._is_under_way(job) or self._is_news(job) for job in jobs
+            self._due(job, round_ - job.joined) or self._is_under_way(job) or self._is_news(job) or _may_wait(job)
+            for job in jobs
         )
 
     def change(self, round_: int, jobs: list[Job], budget: TokenBudget) -> Changed | None:
@@ -190,6 +191,12 @@ class RolloutChanges(Changes):
 def _is_open(job: Job) -> bool:
     """Whether a job learns from rewards and is to take more steps."""
     return isinstance(job.data, RolloutData) and job.status == "running" and job.step < job.data.num_steps
+
+
+def _may_wait(job: Job) -> bool:
+    """Whether an evaluation before its next step may have to wait for rewards, though the completions of that step are there:
+    a window that was handed out before would be trained without it."""
+    return _is_open(job) and bool(job.data.rollouts.held_out)  # type: ignore[attr-defined]
 
 
 def _is_evaluated(job: Job) -> bool:

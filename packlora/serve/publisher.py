@@ -88,7 +88,6 @@ class Publisher(Core):
         self.commit(lambda db: set_result(db, request.id, *result_bytes(error)))
         with self.queue.changed:
             lane.fail(request)
-            self.queue.bytes -= len(request.payload)
         self.tell([request.id])
 
     # --- models without work -----------------------------------------------------------------------------------------------

@@ -74,6 +74,8 @@ class Lane:
         self.requests: dict[int, Request] = {}
         self.waiting = 0
         """Requests whose result is not known."""
+        self.bytes = 0
+        """Bytes of their payloads."""
         self.is_roused = False
         """Whether requests are to be done again though nothing waits behind them."""
 
@@ -86,7 +88,7 @@ class Lane:
     def put(self, request: Request) -> None:
         """Add a request."""
         self.requests[request.seq] = request
-        self.waiting += not request.is_replayed
+        self._count(request, 1)
 
     def after(self, request: Request) -> Request | None:
         """The request behind one, if it has come."""
@@ -94,14 +96,20 @@ class Lane:
 
     def fail(self, request: Request) -> None:
         """A request that is not due yet has failed; it is still to be passed over in its turn."""
+        self._count(request, -1)
         request.state = "failed"
-        self.waiting -= 1
 
     def pop(self, request: Request) -> None:
         """A request was carried out."""
         del self.requests[request.seq]
-        self.waiting -= not request.is_replayed
+        self._count(request, -1)
         self.next = request.seq + 1
+
+    def _count(self, request: Request, sign: int) -> None:
+        """A request came, or went, whose result may not be known."""
+        if not request.is_replayed:
+            self.waiting += sign
+            self.bytes += sign * len(request.payload)
 
 
 class Sharer(Protocol):
@@ -163,8 +171,6 @@ class Queue:
         self._tasks: list[Callable[[], Any]] = []
         self.version = 0
         """Changes when something has come."""
-        self.bytes = 0
-        """Bytes of the payloads that wait."""
 
     def open(self, lane: Lane) -> None:
         with self.changed:
@@ -177,9 +183,7 @@ class Queue:
             if lane is None:
                 return []
             self.shares.drop(lane)
-            left = [request for request in lane.requests.values() if not request.is_replayed]
-            self.bytes -= sum(len(request.payload) for request in left)
-            return left
+            return [request for request in lane.requests.values() if not request.is_replayed]
 
     def put(self, request: Request) -> bool:
         """Add a request to its lane. Returns whether there is one."""
@@ -187,7 +191,6 @@ class Queue:
             lane = self.lanes.get(request.model)
             if lane is not None:
                 lane.put(request)
-                self.bytes += 0 if request.is_replayed else len(request.payload)
                 self._notify()
             return lane is not None
 
@@ -195,7 +198,6 @@ class Queue:
         """A request was carried out."""
         with self.changed:
             lane.pop(request)
-            self.bytes -= 0 if request.is_replayed else len(request.payload)
 
     def call(self, task: Callable[[], Any]) -> None:
         """Let the thread that computes do something that is of no lane."""
@@ -223,3 +225,9 @@ class Queue:
         """Requests that were not carried out, of all lanes."""
         with self.changed:
             return sum(lane.waiting for lane in self.lanes.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the payloads that wait, of all lanes."""
+        with self.changed:
+            return sum(lane.bytes for lane in self.lanes.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,21 @@ def test_a_job_is_done_when_its_last_evaluation_is_there(tiny_base: Callable[...
     assert run(tiny_base("llama"), tmp_path / "out", jobs("last evaluation", gate), gate.hear).status == "done"
     assert gate.order.index(("slow", 1)) < gate.order.index(("fast", 3)) < gate.order.index(("slow", 0))
     assert [line["step"] for line in evals(tmp_path / "out", "slow")] == [0, 1]
+
+
+def test_no_evaluation_is_left_out_where_the_next_completions_are_there_already(
+    tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    def slow(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+        if "is_held_out" in columns:
+            time.sleep(0.4)  # longer than drawing them takes
+        return letters(prompts, completions)
+
+    rollout = {"num_generations": 2, "max_new_tokens": 4, "reward": slow, "reward_timeout": LONG, "max_staleness": 2}
+    keys: dict[str, Any] = {"loss_type": "dapo", "global_batch_size": 2, "max_steps": 2, "eval_steps": 1}
+    own = packlora.Job("own", data=ROWS, eval_data=HELD_OUT[:1], rollout=rollout, adapter={"r": 1}, **keys)
+    run(tiny_base("llama"), tmp_path / "out", [own])
+    assert [line["step"] for line in evals(tmp_path / "out", "own")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("where", ["reward", "environment"])

@@ -116,6 +116,22 @@ def test_what_waits_of_a_model_that_was_unloaded_just_before_the_end_is_refused(
     again.service.journal.close()
 
 
+def test_bytes_that_wait_are_counted_behind_an_end_too(host: Host, tmp_path: Path) -> None:
+    talk = Talk(Service({host.facts.name: host}, tmp_path))
+    model = talk.model(talk.session(), 0)
+    talk.forward_backward(model, [datum(1, 9)])
+    waiting = talk.service.queue.bytes
+    assert waiting > 0
+    leave(talk.service)
+    talk.service.journal.close()
+    again = Talk(Service({host.facts.name: host}, tmp_path))
+    assert again.service.queue.bytes == waiting
+    again.run()
+    assert again.service.queue.bytes == 0
+    leave(again.service)
+    again.service.journal.close()
+
+
 def test_a_request_that_meets_the_end_of_its_model_or_session_is_answered(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,5 +134,4 @@ def number_of(lane: Lane) -> int:
 
 def waiting_tokens(lane: Lane) -> int:
     """About how many tokens wait in a lane, by the bytes of its requests."""
-    waiting = sum(len(request.payload) for request in lane.requests.values() if not request.is_replayed)
-    return waiting // BYTES_OF_A_TOKEN
+    return lane.bytes // BYTES_OF_A_TOKEN
