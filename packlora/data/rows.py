@@ -23,15 +23,6 @@ import numpy as np
 
 from packlora.data import flags
 from packlora.data.flags import FIELDS, KINDS, MASKS, PACKED, TARGETS
-from packlora.data.messages import (
-    FLAGS,
-    WEIGHT,
-    check_messages,
-    check_nulls,
-    check_single_calls,
-    check_tools,
-    last_alone,
-)
 from packlora.data.values import Bad, check_text, holds_something
 from packlora.errors import InputError, quoted
 from packlora.modality import plugin
@@ -169,6 +160,8 @@ def _text(value: dict[str, Any], where: str, bad: Bad, odd: Bad) -> Row:
 
 def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad: Bad, folder: str | None) -> Row:
     """A row of messages, or of a prompt and a completion."""
+    from packlora.data.messages import check_messages, check_nulls, check_single_calls, check_tools, last_alone
+
     form = None
     if kind in (("instruction", "output"), ("conversations",)):
         from packlora.data.foreign import of_alpaca, of_sharegpt
@@ -221,6 +214,8 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
 
 def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[Any]:
     """TRL's form: of a conversation in two parts the turns of the second are learnt."""
+    from packlora.data.messages import FLAGS, WEIGHT
+
     if not completion:
         raise bad("'completion' must be a list of at least one {role, content}")
     if prompt and completion[: len(prompt)] == prompt:

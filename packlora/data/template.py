@@ -15,7 +15,6 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from packlora.data.bounded import EndlessError, compiled, limits
 from packlora.errors import InputError, quoted
 
 PLACEHOLDER = "packlora-looks-for-this-text"
@@ -27,6 +26,10 @@ Spans = list[tuple[int, int]]
 
 _BLOCKS_ALONE: dict[tuple[str, bool], bool] = {}
 """Results of trials, by template: whether it takes only blocks as contents; and whether it writes blocks as Python does."""
+
+
+class EndlessError(Exception):
+    """A chat template has gone over a limit of bounded.py."""
 
 
 class EndlessTemplateError(InputError):
@@ -123,6 +126,8 @@ class Template:
         if not messages:
             raise InputError("the conversation has no messages")
         said = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        from packlora.data.bounded import compiled, limits
+
         with limits(clock_of(self.tokenizer), len(messages)):
             (text,), spans = render_jinja_template(
                 conversations=[said], tools=self.tools, chat_template=compiled(self.source),

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.embeddings import change_embeddings
-from packlora.adapters.files import load_adapter
-from packlora.adapters.linear import keep_outputs
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
@@ -34,6 +32,8 @@ def _scale(run: Run) -> LossScale | None:
 def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
     """A job before its first step, its adapter on the model."""
     if item.config.adapter.init_from is not None:
+        from packlora.adapters.reading import load_adapter
+
         load_adapter(item.config.adapter.init_from, adapter)
     elif adapter.spec.of_weights:
         from packlora.adapters.starts import begin
@@ -72,5 +72,7 @@ def attach_jobs(prepared: PreparedRun, base: Base, placement: Placement) -> tupl
         whole(adapter, job.state)
         jobs.append(job)
     if prepared.run.keep_outputs:
+        from packlora.runtime.keep_outputs import keep_outputs
+
         base.kept_outputs = keep_outputs(base.model)
     return placement.passes(base, attached), jobs

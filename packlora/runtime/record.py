@@ -13,12 +13,13 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 import packlora
+from packlora.adapters.files import WEIGHTS
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.data.template import clock_of
@@ -31,7 +32,7 @@ from packlora.events import (
     RunEnded,
     SavePointReached,
 )
-from packlora.files import write_json
+from packlora.files import digest, write_json
 from packlora.given import given
 from packlora.parallel.layout import Layout
 from packlora.plans.identity import has_kernels, processor_name
@@ -42,7 +43,9 @@ from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
-from packlora.runtime.resume import SavedRun, folder_hash, objective_hash
+
+if TYPE_CHECKING:
+    from packlora.runtime.resume import SavedRun
 
 PAID = 2**15
 """Bytes of run.json that a change pays for: a small one is written whole at every checkpoint, a large one as seldom as this
@@ -76,6 +79,20 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         **({"given": given_rows} if (given_rows := _given_rows(job.config)) else {}),
     }
+
+
+def folder_hash(folder: str | None) -> str | None:
+    """SHA-256 of the tensors of an adapter's folder, which a job begins with or is held to; None without one."""
+    return None if folder is None else digest(Path(folder) / WEIGHTS)
+
+
+def objective_hash(spec: str | None) -> str | None:
+    """SHA-256 of the file of a user's own objective (`train.objective`), if it is there; of the source of a function that was
+    given in Python."""
+    if spec is not None and spec in given().losses:
+        return given().losses[spec][1]
+    file = Path(spec.rpartition(":")[0]) if spec is not None else None
+    return digest(file) if file is not None and file.is_file() else None
 
 
 def _given_rows(job: JobConfig) -> dict[str, Any]:

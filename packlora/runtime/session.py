@@ -13,7 +13,7 @@ from dataclasses import asdict
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,7 @@ from packlora.engine.memory import T, free_memory
 from packlora.engine.passes import Executor, Passes, one_error_for_memory
 from packlora.errors import InputError
 from packlora.events import Note, Subscriber
-from packlora.files import remove_leftovers
+from packlora.files import content_of, remove_leftovers
 from packlora.parallel.alone import OneProcess
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
@@ -49,17 +49,12 @@ from packlora.runtime.record import (
     versions,
     write_record,
 )
-from packlora.runtime.resume import (
-    SavedRun,
-    began,
-    check_output,
-    check_sent_back,
-    left_out_steps,
-    starting_steps,
-)
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, in_notebook, silent
+
+if TYPE_CHECKING:
+    from packlora.runtime.resume import SavedRun
 
 
 class Session:
@@ -122,7 +117,9 @@ class Session:
             run = run.with_chosen(self.saved.fit.keys(run))
         self.job_set = mesh.together(lambda: job_set(run, self.saved))
         self.run = run = self.job_set.run
-        self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
+        # chat templates see as now when the run began, so that they write the same date in every session
+        began = datetime.now().replace(microsecond=0) if self.saved is None else self.saved.began
+        self.moment = datetime.fromisoformat(mesh.gather(began.isoformat())[0])
         self.starts, prepared = mesh.together(self._prepare)
         self.run = run = prepared.run
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
@@ -208,19 +205,30 @@ class Session:
     def _saved(self) -> SavedRun | None:
         if not self.output_dir.is_dir():
             raise InputError(f"output_dir {self.output_dir} is not there: all processes must see the same file system")
+        if not content_of(self.output_dir):
+            return None
+        from packlora.runtime.resume import check_output
+
         return check_output(self.run, self.resume)
 
     def _told(self) -> contextlib.AbstractContextManager[Told]:
         return Activity() if self.mesh.is_first else contextlib.nullcontext(silent)
 
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
-        starts = starting_steps(self.run, self.resume_from, self.job_set.left)
+        starts: dict[str, int] = {}
+        if self.resume_from:
+            from packlora.runtime.resume import starting_steps
+
+            starts = starting_steps(self.run, self.resume_from, self.job_set.left)
         gone, budgets = self.job_set.gone(starts), self.job_set.budgets
         with self._told() as self.reader.told:
             more = (self.max_steps, self.saved is not None, self.reader, gone, budgets, self.moment)
             prepared = self._fitted(prepare(self.run, *more), lambda run: prepare(run, *more))
         self.reader.forget()
-        check_sent_back(starts, prepared.left_out)
+        if starts:
+            from packlora.runtime.resume import check_sent_back
+
+            check_sent_back(starts, prepared.left_out)
         return starts, prepared
 
     def _fitted(self, prepared: PreparedRun, again: Callable[[Run], PreparedRun]) -> PreparedRun:
@@ -282,6 +290,7 @@ class Session:
         saved, starts, mesh, keep = self.saved, self.starts, self.mesh, self.run.save_total_limit
         if saved is not None:
             from packlora.runtime import restoring
+            from packlora.runtime.resume import left_out_steps
 
             for name in prepared.left_out:
                 record["jobs"][name]["steps"] = left_out_steps(self.run, name, saved, self.max_steps)
