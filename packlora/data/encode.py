@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from packlora.data.rows import Row, with_system
 from packlora.data.template import EndlessTemplateError, Spans, Template
 from packlora.data.tokens import ended, tokens_and_offsets
 from packlora.errors import InputError, quoted
-from packlora.modality import Extras, ExtrasReader
 from packlora.terminal import Told
+
+if TYPE_CHECKING:
+    from packlora.modality import Extras, ExtrasReader
 
 ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""

@@ -7,7 +7,7 @@ microbatch, and a pair is placed as any sample is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,8 +15,10 @@ from packlora.config import BUILT_IN, DataConfig
 from packlora.data.encode import Notes, Preference, Sample, encoded_rows, refuse
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
-from packlora.modality import ExtrasReader
 from packlora.terminal import Told
+
+if TYPE_CHECKING:
+    from packlora.modality import ExtrasReader
 
 
 def compared_rows(

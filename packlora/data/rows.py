@@ -25,7 +25,6 @@ from packlora.data import flags
 from packlora.data.flags import FIELDS, KINDS, MASKS, PACKED, TARGETS
 from packlora.data.values import Bad, check_text, holds_something
 from packlora.errors import InputError, quoted
-from packlora.modality import plugin
 
 FORMATS = (
     "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations}, {instruction, output} or "
@@ -172,7 +171,11 @@ def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad:
             value, form = of_alpaca(value, bad), ALPACA
     if isinstance(value.get("prompt"), list) and isinstance(value.get("completion"), list):
         value = value | {"messages": _conversational(value["prompt"], value["completion"], bad)}
-    value, files = plugin().with_images(value, folder, bad) if _shows_more(value) else (value, ())
+    files: tuple[str, ...] = ()
+    if _shows_more(value):
+        from packlora.modality import plugin
+
+        value, files = plugin().with_images(value, folder, bad)
     tools, variables, system = check_tools(value, bad), flags.variables(value, bad), value.get("system") or None
     if system is not None:
         check_text(system, "'system'", bad)

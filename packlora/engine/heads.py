@@ -27,8 +27,7 @@ from packlora.adapters.linear import AdaptedModule
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
 from packlora.engine.collate import IGNORE, PackedBatch
-from packlora.engine.objective import COOLING, Objective, RowsView
-from packlora.engine.objectives.smoothing import SMOOTHING
+from packlora.engine.objective import COOLING, SMOOTHING, Objective, RowsView
 from packlora.engine.parts import PackedPart
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.wide import widened

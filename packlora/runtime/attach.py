@@ -8,7 +8,7 @@ from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.embeddings import change_embeddings
 from packlora.base.model import Base
 from packlora.config import Run
-from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
+from packlora.engine.objectives.configured import change_of_embeddings
 from packlora.engine.passes import Passes
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
@@ -65,7 +65,7 @@ def attach_jobs(prepared: PreparedRun, base: Base, placement: Placement) -> tupl
         None if base.modality is None else base.modality.example,
     )
     if placement.group.is_first:
-        change_embeddings(base.model, attached, CHANGES_OF_EMBEDDINGS)
+        change_embeddings(base.model, attached, change_of_embeddings)
     jobs, whole = [], placement.group.whole(adapters)
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         job = make_job(prepared.run, item, adapter, base)

@@ -29,7 +29,6 @@ from packlora.errors import InputError, quoted
 from packlora.form import check_asked, prepared_form, read_as_floats
 from packlora.given import given
 from packlora.lora_config import LoraConfig
-from packlora.modality import Modality, plugin
 from packlora.ops.modules import beside_decoder
 from packlora.ops.twin import twin_of
 from packlora.plans.ask import Ask, asks_of
@@ -40,6 +39,7 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.terminal import silent
 
 if TYPE_CHECKING:
+    from packlora.modality import Modality
     from packlora.weight_form import WeightForm
 
 LOOKED_AT = 1000
@@ -180,6 +180,8 @@ def modality_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Mo
     alone."""
     if not any(half.files for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
+    from packlora.modality import plugin
+
     found: Modality = plugin().modality(base_path(run.base_model), run.revision, skeleton.config)
     return found
 
