@@ -142,11 +142,7 @@ def resolve(
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
-    parameters: dict[str, ParameterTarget] = {}
-    if peft.target_parameters:
-        from packlora.adapters.expert_targets import parameter_targets
-
-        parameters = parameter_targets(peft, model, job, twins)
+    parameters = _parameters(peft, model, job, twins)
     chosen = {name: name for name in targets_of(peft, model, linears, head_names, job, twins)}
     chosen |= {path.rpartition(".")[0]: path for path, found in parameters.items() if found.kind == "linear"}
     of_parameters = {path: found for path, found in parameters.items() if found.kind != "linear"}
@@ -184,6 +180,17 @@ def resolve(
     if peft.bias == "lora_only" and not biased:
         spec.notes.append(f"job {job!r}: bias: lora_only trains no bias, as no adapted layer has one")
     return spec
+
+
+def _parameters(
+    peft: LoraConfig, model: PreTrainedModel, job: str, twins: Collection[str]
+) -> dict[str, ParameterTarget]:
+    """Parameters by path that target_parameters means, see expert_targets.py."""
+    if not peft.target_parameters:
+        return {}
+    from packlora.adapters.expert_targets import parameter_targets
+
+    return parameter_targets(peft, model, job, twins)
 
 
 def _low_rank(peft: LoraConfig, name: str, kind: Kind, job: str) -> ModuleSpec:

@@ -23,7 +23,7 @@ from jinja2.runtime import Context
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
-from packlora.data.template import EndlessError
+from packlora.errors import EndlessError
 
 MOST_STEPS = 10_000_000
 """Turns of loops and calls of macros in one rendering; one more for every pair of messages, as some templates look at each."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from packlora.errors import InputError, quoted
+from packlora.errors import EndlessError, InputError, quoted
 
 PLACEHOLDER = "packlora-looks-for-this-text"
 """Stands for a content where it is tried how a template takes contents."""
@@ -26,10 +26,6 @@ Spans = list[tuple[int, int]]
 
 _BLOCKS_ALONE: dict[tuple[str, bool], bool] = {}
 """Results of trials, by template: whether it takes only blocks as contents; and whether it writes blocks as Python does."""
-
-
-class EndlessError(Exception):
-    """A chat template has gone over a limit of bounded.py."""
 
 
 class EndlessTemplateError(InputError):

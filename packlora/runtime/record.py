@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 import packlora
-from packlora.adapters.files import WEIGHTS
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.data.template import clock_of
@@ -32,13 +31,14 @@ from packlora.events import (
     RunEnded,
     SavePointReached,
 )
-from packlora.files import digest, write_json
+from packlora.files import write_json
 from packlora.given import given
 from packlora.parallel.layout import Layout
 from packlora.plans.identity import has_kernels, processor_name
 from packlora.report.journal import EDITION, JOURNAL, RECORD, Journal, copied, fold, merged
 from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
+from packlora.runtime.hashes import folder_hash, objective_hash
 from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -79,20 +79,6 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         **({"given": given_rows} if (given_rows := _given_rows(job.config)) else {}),
     }
-
-
-def folder_hash(folder: str | None) -> str | None:
-    """SHA-256 of the tensors of an adapter's folder, which a job begins with or is held to; None without one."""
-    return None if folder is None else digest(Path(folder) / WEIGHTS)
-
-
-def objective_hash(spec: str | None) -> str | None:
-    """SHA-256 of the file of a user's own objective (`train.objective`), if it is there; of the source of a function that was
-    given in Python."""
-    if spec is not None and spec in given().losses:
-        return given().losses[spec][1]
-    file = Path(spec.rpartition(":")[0]) if spec is not None else None
-    return digest(file) if file is not None and file.is_file() else None
 
 
 def _given_rows(job: JobConfig) -> dict[str, Any]:

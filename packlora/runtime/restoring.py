@@ -33,9 +33,9 @@ from packlora.runtime.checkpoint import (
     is_whole,
     steps,
 )
+from packlora.runtime.hashes import folder_hash, objective_hash
 from packlora.runtime.history import Pieces
 from packlora.runtime.job import Job
-from packlora.runtime.record import folder_hash, objective_hash
 from packlora.runtime.resume import SavedJob, SavedRun
 
 

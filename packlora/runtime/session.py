@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib import import_module
@@ -112,7 +112,7 @@ class Session:
         self.run = run = _of_one_dtype(self.run, mesh)
         if run.generates:
             import_module("packlora.rl.prepare").check_run(run, mesh.size)
-        self.saved = mesh.together(self._saved)
+        self.saved = mesh.together(lambda: _saved(run, self.resume))
         if self.saved is not None:
             run = run.with_chosen(self.saved.fit.keys(run))
         self.job_set = mesh.together(lambda: job_set(run, self.saved))
@@ -202,24 +202,11 @@ class Session:
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
-    def _saved(self) -> SavedRun | None:
-        if not self.output_dir.is_dir():
-            raise InputError(f"output_dir {self.output_dir} is not there: all processes must see the same file system")
-        if not content_of(self.output_dir):
-            return None
-        from packlora.runtime.resume import check_output
-
-        return check_output(self.run, self.resume)
-
     def _told(self) -> contextlib.AbstractContextManager[Told]:
         return Activity() if self.mesh.is_first else contextlib.nullcontext(silent)
 
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
-        starts: dict[str, int] = {}
-        if self.resume_from:
-            from packlora.runtime.resume import starting_steps
-
-            starts = starting_steps(self.run, self.resume_from, self.job_set.left)
+        starts = _starts(self.run, self.resume_from, self.job_set.left)
         gone, budgets = self.job_set.gone(starts), self.job_set.budgets
         with self._told() as self.reader.told:
             more = (self.max_steps, self.saved is not None, self.reader, gone, budgets, self.moment)
@@ -326,6 +313,18 @@ class Session:
         return notes
 
 
+def _saved(run: Run, resume: bool) -> SavedRun | None:
+    """Content of the run.json of the run that is resumed; None for a fresh run. Raises InputError as check_output."""
+    folder = Path(run.output_dir)
+    if not folder.is_dir():
+        raise InputError(f"output_dir {folder} is not there: all processes must see the same file system")
+    if not content_of(folder):
+        return None
+    from packlora.runtime.resume import check_output
+
+    return check_output(run, resume)
+
+
 def _in_memory(load: Callable[[], T], prepared: PreparedRun, mesh: OneProcess) -> T:
     """Return the result of `load`. Raises MemoryError, which says what would fit, where memory runs out on one device."""
     try:
@@ -343,6 +342,15 @@ def _display() -> Progress:
     from packlora.report.notebook import Notebook
 
     return Notebook()
+
+
+def _starts(run: Run, words: list[str], left: Collection[str]) -> dict[str, int]:
+    """See resume.starting_steps."""
+    if not words:
+        return {}
+    from packlora.runtime.resume import starting_steps
+
+    return starting_steps(run, words, left)
 
 
 def _placement(run: Run, mesh: OneProcess, prepared: PreparedRun) -> Placement:
